@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from pipegraph.arguments import argument, for_asker
 from pipegraph.errors import ArgumentError, nearest
 
-CHOICES = ("none", "min-cut", "block")
-"""What is computed again: nothing, what torch's partitioner chooses, or everything, from what goes into the block."""
+OFFLOAD = "offload"
+CHOICES = ("none", "min-cut", "block", OFFLOAD)
+"""What is computed again: nothing, what torch's partitioner chooses, or everything, from what goes into the block.
+"offload" computes as much again as "min-cut", and what is kept waits for the backward in the memory of the host."""
 DEFAULT = "min-cut"
 """The choice where none is made. Also on a CPU, computing a chain of pointwise operations again takes less time than
 writing and reading its results."""

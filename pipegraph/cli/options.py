@@ -158,7 +158,7 @@ RecomputeOption = Annotated[
     str,
     typer.Option(
         metavar="R",
-        help="none, min-cut, block; auto: chosen with the cuts; or for modules: 'layers.*=block,*.mlp=none'.",
+        help="none, min-cut, block, offload; auto: chosen with the cuts; or for modules: 'layers.*=block,*.mlp=none'.",
     ),
 ]
 PackageOption = Annotated[

@@ -29,6 +29,7 @@ class SegmentCost:
             gradients that it reads. None: as many as ``saved_bytes``.
         trained_bytes: of ``parameter_bytes``, those of parameters that have a gradient. None: all.
         buffer_bytes: buffers and constants, each where it is first used.
+        offloaded_bytes: of ``saved_bytes``, those that wait for the backward in the memory of the host.
     """
 
     forward: float
@@ -41,3 +42,4 @@ class SegmentCost:
     weight_saved_bytes: int | None = None
     trained_bytes: int | None = None
     buffer_bytes: int = 0
+    offloaded_bytes: int = 0

@@ -163,6 +163,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
         first_touch: how fast new memory comes from the operating system, over its bytes; None if it stays with the
             process.
         links: between ranks.
+        host_link: from a device to pinned memory of its host, and back; None if that is not known.
         measured_ratio: what stages took when they ran, as multiples of what the other figures come to.
         sources: where the figures are from, by their place.
     """
@@ -180,6 +181,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
     element_rates: dict[Name, Rate] = msgspec.field(default_factory=dict)
     first_touch: SizeTable | None = None
     links: Links
+    host_link: Link | None = None
     measured_ratio: MeasuredRatio = UNCORRECTED
     sources: dict[Name, Text] = msgspec.field(default_factory=dict)
 
@@ -262,8 +264,9 @@ class Hardware(Entry, frozen=True, kw_only=True):
         if self.measured_ratio == UNCORRECTED:
             del found["measured_ratio"]
         links = {name: value for name, value in found["links"].items() if value is not None}
-        for name in {"intra_node", "inter_node"} & links.keys():
-            links[name] = {key: value for key, value in links[name].items() if value is not None}
+        for holder, name in ((links, "intra_node"), (links, "inter_node"), (found, "host_link")):
+            if holder.get(name) is not None:
+                holder[name] = {key: value for key, value in holder[name].items() if value is not None}
         return _figures({name: value for name, value in found.items() if value is not None} | {"links": links})
 
     def to_json(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pipegraph.cost.price import PricedModel
-from pipegraph.cost.segments.attribution import saved_bytes, weight_saved_bytes
+from pipegraph.cost.segments.attribution import offloaded_bytes, saved_bytes, weight_saved_bytes
 from pipegraph.cost.segments.distinct_blocks import SegmentGroups
 
 Choice = TypeVar("Choice", bound=Hashable)
@@ -32,9 +32,14 @@ def mix(models: Mapping[Choice, PricedModel], choices: Sequence[Choice]) -> Pric
     )
     parts = SegmentGroups(first.chain, segments, layers, runs)
     every = range(len(segments))
-    saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
+    saved, kept, away = (of(parts, every) for of in (saved_bytes, weight_saved_bytes, offloaded_bytes))
     costs = tuple(
-        replace(models[choice].costs[index], saved_bytes=saved[index], weight_saved_bytes=kept[index])
+        replace(
+            models[choice].costs[index],
+            saved_bytes=saved[index],
+            weight_saved_bytes=kept[index],
+            offloaded_bytes=away[index],
+        )
         for index, choice in enumerate(choices)
     )
     crossing = tuple(models[choices[each.maker]].crossing[number] for number, each in enumerate(first.crossing))

@@ -15,7 +15,14 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten
-from pipegraph.cost.segments.attribution import CrossingValue, Times, saved_bytes, segment_times, weight_saved_bytes
+from pipegraph.cost.segments.attribution import (
+    CrossingValue,
+    Times,
+    offloaded_bytes,
+    saved_bytes,
+    segment_times,
+    weight_saved_bytes,
+)
 from pipegraph.cost.segments.chain import Chain, find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, SegmentGroups, group_segments
 from pipegraph.cost.segments.subgraph import fx_graph
@@ -74,7 +81,7 @@ class PricedModel:
         flops, crossing = sum(cost.flops for cost in self.costs[start:stop]), self.costs[stop - 1].boundary_bytes
         return SegmentCost(
             forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, kept,
-            parameter_bytes(entries, trained=True), buffer_bytes(entries),
+            parameter_bytes(entries, trained=True), buffer_bytes(entries), sum(offloaded_bytes(self.parts, held)),
         )  # fmt: skip
 
 
@@ -128,6 +135,7 @@ def price(
     state = first_uses(chain, [part.subgraph.state for part in parts.segments])
     every = range(len(chain.segments))
     saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
+    away = offloaded_bytes(parts, every)
     crossing: tuple[CrossingValue, ...] = ()
     if name == "type":
         times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
@@ -151,6 +159,7 @@ def price(
             weight_saved_bytes=kept[index],
             trained_bytes=parameter_bytes(state[index], trained=True),
             buffer_bytes=buffer_bytes(state[index]),
+            offloaded_bytes=away[index],
         )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )

@@ -95,6 +95,19 @@ class SizedKernels(Protocol):
         ...
 
 
+@runtime_checkable
+class OffloadedValues(Protocol):
+    """A `Forward.saved` of which something may wait for the backward elsewhere."""
+
+    def take_offloaded(self) -> dict[str, Tensor]:
+        """Take out what is to wait in the memory of the host; empty if nothing is."""
+        ...
+
+    def put_back(self, values: Mapping[str, Tensor]) -> None:
+        """Put in again what was taken out, before the first part of the backward."""
+        ...
+
+
 class DrawKeys(Protocol):
     """Where kernels find the keys of their random numbers, in the place of torch's generators."""
 

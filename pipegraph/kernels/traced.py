@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,15 @@ class SavedValues:
     def __init__(self, variant: StageVariant, numbers: Numbers, values: dict[str, Tensor]) -> None:
         self.variant, self.numbers, self.values = variant, numbers, values
         self.mask: GradientMask = ()
+
+    def take_offloaded(self) -> dict[str, Tensor]:
+        """Take out what is to wait for the backward in the memory of the host; empty if nothing is."""
+        names = self.variant.divided.offloaded & self.values.keys()
+        return {name: self.values.pop(name) for name in sorted(names)}
+
+    def put_back(self, values: Mapping[str, Tensor]) -> None:
+        """Put in again what was taken out."""
+        self.values |= values
 
 
 def held_tensors(saved: Any) -> Collection[Tensor] | None:

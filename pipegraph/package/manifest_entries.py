@@ -81,6 +81,7 @@ class StageCost(Entry, frozen=True):
         input_bytes, output_bytes: what the stage receives from other stages and sends to them.
         saved_bytes: activations that F keeps for the backward.
         weight_saved_bytes: what is kept from the end of I to that of W.
+        offloaded_bytes: of ``saved_bytes``, those that wait in the memory of the host; None for none.
         forward, input_grad, weight_grad: predicted seconds of F, I and W.
     """
 
@@ -93,6 +94,7 @@ class StageCost(Entry, frozen=True):
     output_bytes: Count | None = None
     saved_bytes: Count | None = None
     weight_saved_bytes: Count | None = None
+    offloaded_bytes: Count | None = None
     forward: Figure | None = None
     input_grad: Figure | None = None
     weight_grad: Figure | None = None

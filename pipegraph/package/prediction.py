@@ -39,7 +39,8 @@ UNCORRECTED: Final = MeasuredRatio(1.0, 1.0, 1.0)
 class StagePrediction(Entry, frozen=True):
     """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
 
-    ``weight_saved_bytes`` is None in plans that were written before it was known.
+    ``weight_saved_bytes`` is None in plans that were written before it was known; ``offloaded_bytes`` if nothing waits
+    in the memory of the host.
     """
 
     forward: Figure
@@ -48,6 +49,7 @@ class StagePrediction(Entry, frozen=True):
     saved_bytes: Count
     parameter_bytes: Count
     weight_saved_bytes: Count | None = None
+    offloaded_bytes: Count | None = None
 
     @property
     def total(self) -> float:
@@ -211,6 +213,9 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
                 found["gap"] = None if self.gap is None else round(self.gap, 6)
             if name not in silent:
                 found[name] = value
+        for stage in found.get("costs", ()):
+            if stage["offloaded_bytes"] is None:
+                del stage["offloaded_bytes"]
         return found
 
 

@@ -48,7 +48,7 @@ class CutChoice:
         """Seconds of a step or, if no time is balanced, the largest stage."""
         stages = self.costs.stages(self.cuts)
         if self.options.timed:
-            return step_seconds(stages, self.schedule, self.options.link)
+            return step_seconds(stages, self.schedule, self.options.link, self.options.host_link)
         return max(stage.forward + stage.input_grad + stage.weight_grad for stage in stages)
 
     @cached_property
@@ -99,7 +99,13 @@ class CutChoice:
             memory=self.memory,
             stages=tuple(
                 StagePrediction(
-                    rounded(f), rounded(i), rounded(w), each.saved_bytes, each.parameter_bytes, each.weight_saved_bytes
+                    rounded(f),
+                    rounded(i),
+                    rounded(w),
+                    each.saved_bytes,
+                    each.parameter_bytes,
+                    each.weight_saved_bytes,
+                    each.offloaded_bytes or None,
                 )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),

@@ -149,9 +149,9 @@ def plan(
             has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
             kernel needs while it runs.
         hardware: a profile, its name or its file; ``cpu`` by default.
-        recompute: "none", "min-cut" (the default) or "block"; such a choice for patterns of module names; or a sequence
-            with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses for each stage,
-            together with the cuts, what makes a step the shortest in the memory there is.
+        recompute: "none", "min-cut" (the default), "block" or "offload"; such a choice for patterns of module names; or
+            a sequence with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses for
+            each stage, together with the cuts, what makes a step the shortest in the memory there is.
         loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
@@ -342,7 +342,12 @@ def _cost(made: Plan, stage: StageGraph) -> StageCost:
 
 
 def _with_prediction(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
-    cost = structs.replace(cost, saved_bytes=stage.saved_bytes, weight_saved_bytes=stage.weight_saved_bytes)
+    cost = structs.replace(
+        cost,
+        saved_bytes=stage.saved_bytes,
+        weight_saved_bytes=stage.weight_saved_bytes,
+        offloaded_bytes=stage.offloaded_bytes,
+    )
     if not in_seconds:
         return cost
     return structs.replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

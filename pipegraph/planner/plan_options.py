@@ -126,6 +126,11 @@ class PlanOptions:
         return lambda rank, other: self.hardware.link(rank * self.stride, other * self.stride)
 
     @property
+    def host_link(self) -> Link | None:
+        """The link to the memory of the host; None if the plan is not for the least time, or it is not known."""
+        return self.hardware.host_link if self.timed else None
+
+    @property
     def largest_memory(self) -> float:
         """The bytes of the rank that has the most; infinite without a limit."""
         memory = self.memory_bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipegraph.arguments import argument
+from pipegraph.cost.hardware import Link
 from pipegraph.cost.mixed_price import mix
+from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.errors import ArgumentError
 from pipegraph.graph.captured import Captured, own_recompute
@@ -17,7 +19,7 @@ from pipegraph.planner.plan_options import ChainCosts, PlanOptions, StagedCosts
 from pipegraph.planner.solver.option_search import solve_options
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.progress import report_progress
-from pipegraph.recompute import AUTO, Recompute, parse_stages
+from pipegraph.recompute import AUTO, OFFLOAD, Recompute, parse_stages
 
 _PARTS = 8
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # which of eight layers come first, so that any number of them is spread evenly
@@ -70,6 +72,13 @@ class RecomputeOptions:
         }
         recompute, costs = [*alike.values()], [ChainCosts(model) for model in priced.values()]
         layers = _layers(priced["none"].chain, containers)
+        if options.host_link is not None and containers:
+            offload = Recompute.parse({f"{name}.*": OFFLOAD for name in containers})
+            model = replace(options, recompute=offload).price(captured, traced=traced).priced
+            if _is_hidden(model, layers, options.host_link):
+                recompute.append(offload)
+                costs.append(ChainCosts(model))
+        alone = tuple(range(len(recompute)))
         for most, some, counts in _STEPS if containers else ():
             for count in counts:
                 chosen = _SPREAD[:count]
@@ -77,7 +86,16 @@ class RecomputeOptions:
                 recompute.append(Recompute.parse({"": most, **rules}))
                 choices = [most if each is None or each.number % _PARTS not in chosen else some for each in layers]
                 costs.append(ChainCosts(mix(priced, choices)))
-        return cls(tuple(recompute), tuple(costs), tuple(range(len(alike))))
+        return cls(tuple(recompute), tuple(costs), alone)
+
+    def only(self, recompute: Collection[Recompute]) -> RecomputeOptions:
+        """Return the same without the choices that are none of these."""
+        kept = [number for number, each in enumerate(self.recompute) if each in recompute]
+        return RecomputeOptions(
+            tuple(self.recompute[number] for number in kept),
+            tuple(self.costs[number] for number in kept),
+            tuple(kept.index(number) for number in self.uniform if number in kept),
+        )
 
     def choose(self, options: PlanOptions, stages: int) -> CutChoice:
         """Choose cuts and, for each stage, what it computes again. No uniform choice that fits is better.
@@ -200,3 +218,19 @@ def _layers(chain: Chain, containers: Sequence[str]) -> list[_Layer | None]:
         for index in layer:
             found[index] = positions.get(middle)
     return found
+
+
+def _is_hidden(model: PricedModel, layers: Sequence[_Layer | None], link: Link) -> bool:
+    """Whether each layer computes, in the shortest of its F, I and W, for as long as its copies to the host take: a
+    stage of such layers has the time of one action for each copy."""
+    sums: dict[_Layer, list[float]] = {}
+    for cost, layer in zip(model.costs, layers, strict=True):
+        if layer is not None:
+            own = sums.setdefault(layer, [0.0] * 4)
+            figures = cost.forward, cost.input_grad, cost.weight_grad, cost.offloaded_bytes
+            own[:] = [one + other for one, other in zip(own, figures, strict=True)]
+    return all(
+        link.seconds(offloaded) <= min((each for each in times if each), default=0.0)
+        for *times, offloaded in sums.values()
+        if offloaded
+    )

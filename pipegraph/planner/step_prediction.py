@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from pipegraph.cost import SegmentCost
-from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
 from pipegraph.planner.solver.makespan import Links, Makespan
@@ -22,13 +22,26 @@ from pipegraph.units import format_number_of
 _MOMENTS = 2  # of AdamW, each as large as the parameter
 
 
-def stage_times(stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None) -> Times:
-    """Return the times of stages and boundaries, for `simulate`. Without a link, boundaries take no time."""
-    return Makespan(PrefixSums(stages), schedule, link).times_of(np.arange(1, len(stages)))
+def stage_times(
+    stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None, host_link: Link | None = None
+) -> Times:
+    """Return the times of stages and boundaries, for `simulate`. Without a link, what goes over it takes no time.
+
+    ``host_link`` is that to the memory of the host.
+    """
+    times = Makespan(PrefixSums(stages), schedule, link).times_of(np.arange(1, len(stages)))
+    if host_link is None:
+        return times
+    copies = (host_link.seconds(stage.offloaded_bytes) if stage.offloaded_bytes else 0.0 for stage in stages)
+    return replace(times, offload=tuple(copies))
 
 
-def step_seconds(stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None) -> float:
-    """Return the seconds of a step, as `simulate` computes them."""
+def step_seconds(
+    stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None, host_link: Link | None = None
+) -> float:
+    """Return the seconds of a step, as `simulate` computes them. The links are as for `stage_times`."""
+    if host_link is not None and any(stage.offloaded_bytes for stage in stages):
+        return simulate(schedule, stage_times(stages, schedule, link, host_link)).makespan
     cuts = np.arange(1, len(stages))
     return float(Makespan(PrefixSums(stages), schedule, link).values(cuts[None])[0])
 
@@ -148,7 +161,9 @@ def predict_step(
     times = timeline = step = bubble = None
     is_planned = hardware is None and planned is not None and planned.is_of(schedule) and not schedule.collectives
     if costs is not None and _has_times(manifest):
-        times = stage_times(costs, schedule, None if links is None else links.link)
+        times = stage_times(
+            costs, schedule, None if links is None else links.link, None if links is None else links.host_link
+        )
         unshard, reduce_grad = (
             tuple((collectives or {}).get((stage, kind), 0.0) for stage in range(schedule.stages))
             for kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
@@ -188,6 +203,7 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
             weight_saved_bytes=stage.cost.weight_saved_bytes,
             trained_bytes=stage.cost.trained_bytes,
             buffer_bytes=stage.cost.buffer_bytes or 0,
+            offloaded_bytes=stage.cost.offloaded_bytes or 0,
         )
         for stage, boundary_bytes in zip(manifest.stages, crossing, strict=True)
     )

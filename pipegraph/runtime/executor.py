@@ -19,6 +19,7 @@ from pipegraph.errors import RuntimeFault
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
+from pipegraph.runtime.host_memory import HostMemory
 from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.processes.faults import ActionFailed
@@ -66,6 +67,7 @@ class Executor:
         self._numbers = numbers
         self._ties = ties
         self._collectives = collectives
+        self._host = HostMemory(self.actions, device)
         self._before: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
         position = 0
         for each in schedule.program(rank) if collectives is not None else ():
@@ -99,6 +101,7 @@ class Executor:
                 with self._preparing(stage):
                     kernels.begin()
         step, posted, observer = StepState(given, results), 0, self.observer
+        self._host.clear()
         for position, action in enumerate(self.actions):
             self.position = position
             try:
@@ -120,7 +123,12 @@ class Executor:
                     self._collectives.use(action.stage)
                 if observer is not None:
                     observer.begin(self.rank, action)
-                do(step, action)
+                if action.kind.is_transfer:
+                    do(step, action)
+                else:
+                    self._host.before(action, step.saved)
+                    do(step, action)
+                    self._host.after(action, step.saved)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
                 if self._collectives is not None and action.kind in BACKWARD:

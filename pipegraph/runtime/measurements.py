@@ -253,7 +253,7 @@ class SavedBytes:
     def __init__(self, uncounted: Iterable[Tensor], gathered: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._uncounted = set(map(storage_address, uncounted))
         self._gathered = gathered
-        self._held: dict[int, dict[tuple[int, int], Mapping[int, int]]] = defaultdict(dict)
+        self._held: dict[int, dict[tuple[int, int], Any]] = defaultdict(dict)
         self._peaks: dict[int, int] = defaultdict(int)
         self._unknown: set[int] = set()
 
@@ -267,15 +267,18 @@ class SavedBytes:
             return
         held, key = self._held[rank], (action.stage, action.microbatch)
         held.pop(key, None)
-        tensors = () if saved is None else held_tensors(saved)
-        if tensors is None:
+        if saved is not None:
+            held[key] = saved
+        # All of them again: what is offloaded leaves during the actions of others.
+        by_key = [held_tensors(each) for each in held.values()]
+        if None in by_key:
             self._unknown.add(rank)
             return
+        tensors = [tensor for each in by_key for tensor in each or ()]
         sizes = {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         uncounted = self._uncounted.union(map(storage_address, self._gathered()))
-        held[key] = {address: size for address, size in sizes.items() if address not in uncounted}
-        together = {address: size for each in held.values() for address, size in each.items()}
-        self._peaks[rank] = max(self._peaks[rank], sum(together.values()))
+        together = sum(size for address, size in sizes.items() if address not in uncounted)
+        self._peaks[rank] = max(self._peaks[rank], together)
 
     def peak(self, rank: int) -> int | None:
         """Bytes, over all steps seen; None if autograd keeps them, because it does not say what it keeps."""

@@ -80,11 +80,12 @@ class Pipeline(PipelineState, PipelineRanks):
         resident: how many stages of this rank may be whole at a time; by default as the package was planned; else all,
             or 2 with ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
-            layer, from what goes into it); such a choice for patterns of module names, of which the last that fits
-            counts (``{"layers.*": "block", "*.mlp": "none"}``, ``{"layers[::2]": "block"}`` for every second layer); in
-            place of a choice a function that answers for each operation, as
-            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it; or a sequence with one of these for
-            each stage. By default the package's plan says it, else it is "min-cut".
+            layer, from what goes into it), or "offload", which keeps what "min-cut" does in the memory of the host,
+            pinned and copied on streams of its own beside the kernels (on a CPU emulated); such a choice for patterns
+            of module names, of which the last that fits counts (``{"layers.*": "block", "*.mlp": "none"}``,
+            ``{"layers[::2]": "block"}`` for every second layer); in place of a choice a function that answers for each
+            operation, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it; or a sequence with one
+            of these for each stage. By default the package's plan says it, else it is "min-cut".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes, adds or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
             `DistributedDataParallel` over the stage's replicas in other pipelines. Kernels are traced from the result,

@@ -10,6 +10,7 @@ from pipegraph.schedule.action import Action, Collective, Kind
 from pipegraph.schedule.check import check, check_actions
 from pipegraph.schedule.check_collectives import check_collectives
 from pipegraph.schedule.collective_stream import CollectiveStream
+from pipegraph.schedule.host_copies import HostCopies
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.timeline import Event, Place, Timeline
@@ -28,7 +29,8 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     after the other, and has both results at its end.
 
     A rank's collectives run beside its actions, one after the other: each begins when the rank comes to it and the one
-    before has ended. An action waits for the UNSHARD of its stage. Nothing is waited for in other replicas.
+    before has ended. An action waits for the UNSHARD of its stage. Nothing is waited for in other replicas. What is
+    offloaded is copied beside the actions as well (`HostCopies`).
 
     Raises ScheduleError if times and schedule do not fit together; if actions are missing, occur twice or are on the
     wrong rank; if parameters are not whole where they are used; and if the ranks cannot come to an end.
@@ -70,6 +72,8 @@ class _Simulation:
         self.waited: list[dict[int, Place]] = [{} for _ in schedule.actions]
         self._schedule, self._times = schedule, times
         self.streams = [CollectiveStream(times, schedule.reduced) for _ in schedule.actions]
+        copies = [times.offload_of(stage) for stage in stages]
+        self._copies = [HostCopies(row, copies) if any(copies) else None for row in schedule.actions]
         self._units = [schedule.program_units(rank) for rank in range(schedule.ranks)]
         self._next = [next(units, None) for units in self._units]
         self._clock = [0.0] * schedule.ranks
@@ -136,12 +140,14 @@ class _Simulation:
             if self._ready[task] > start:
                 start = self._ready[task]
                 self.waited[rank][len(events)] = self._source[task]
-        end = start = self.streams[rank].wait(unit, start, len(events))
+        clock, copies = self.streams[rank].wait(unit, start, len(events)), self._copies[rank]
         for action in unit:
-            start, end = end, end + self._duration[action.kind][action.stage]
+            start = clock if copies is None else copies.begin(action, clock)
+            end = start + self._duration[action.kind][action.stage]
             events.append(Event(action, start, end))
             self.streams[rank].compute(action, start)
-        self._clock[rank] = end
+            clock = end if copies is None else copies.end(action, end)
+        self._clock[rank] = clock
         for action, task in zip(unit, tasks, strict=True):
             self._done[task] = True
             if action.kind is not _W:

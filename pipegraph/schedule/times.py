@@ -22,6 +22,7 @@ _LONGEST = 1e15  # seconds: some million years; sums of much longer times would 
 _PER_STAGE = ("forward", "input_grad", "weight_grad")
 _PER_BOUNDARY = ("hop", "transfer")
 _COLLECTIVE = ("unshard", "reduce_grad")
+_ONE_OR_EACH = (*_COLLECTIVE, "offload")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Times:
             each starts when the one before has left.
         unshard, reduce_grad: how long a stage's parameters take to be gathered, and its gradients to be reduced; one
             figure per stage, or one for all.
+        offload: how long it takes to copy what F saved to the memory of the host, or back, likewise; 0 where it stays.
 
     Raises ScheduleError for figures that are negative or no numbers, and for counts that do not fit together.
     """
@@ -50,6 +52,7 @@ class Times:
     transfer: PerBoundary = 0.0
     unshard: PerStage = 0.0
     reduce_grad: PerStage = 0.0
+    offload: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
@@ -63,7 +66,7 @@ class Times:
                 )
         for name in _PER_BOUNDARY:
             object.__setattr__(self, name, _boundaries(name, getattr(self, name), self.stages))
-        for name in _COLLECTIVE:
+        for name in _ONE_OR_EACH:
             object.__setattr__(self, name, _stages(name, getattr(self, name), self.stages))
 
     @classmethod
@@ -88,8 +91,8 @@ class Times:
     def from_json(cls, text: str) -> Times:
         """Read ``{"forward": [1.0, …], "input_grad": […], "weight_grad": […], "hop": 0.1, "transfer": 0.0}``.
 
-        ``hop``, ``transfer``, ``unshard`` and ``reduce_grad`` are optional, and one figure or a list. Raises
-        ScheduleError.
+        ``hop``, ``transfer``, ``unshard``, ``reduce_grad`` and ``offload`` are optional, and one figure or a list.
+        Raises ScheduleError.
         """
         try:
             fields = json.loads(text, object_pairs_hook=_once)
@@ -100,7 +103,7 @@ class Times:
         form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
         if not isinstance(fields, dict):
             raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {form}.")
-        known = [*_PER_STAGE, *_PER_BOUNDARY, *_COLLECTIVE]
+        known = [*_PER_STAGE, *_PER_BOUNDARY, *_ONE_OR_EACH]
         for name in fields:
             if name not in known:
                 raise ScheduleError(f'Times have no "{name}".{nearest(name, known)} They have {", ".join(known)}.')
@@ -126,6 +129,10 @@ class Times:
             case Kind.B:
                 return self.input_grad[stage] + self.weight_grad[stage]
         return 0.0
+
+    def offload_of(self, stage: int) -> float:
+        """Return how long a copy of what a microbatch of a stage has saved takes."""
+        return _of_stage(self.offload, stage)
 
     def of_collective(self, collective: Collective) -> float:
         """Return how long a collective keeps its stream busy: a RESHARD not at all."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.schedule import Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
+from pipegraph.schedule.absences import absences
 from pipegraph.schedule.recipes import find_recipe
 
 Cuts = tuple[int, ...]
@@ -57,12 +58,17 @@ def memory(
     saved, parameters, buffered = (total(stages, name) for name in ("saved_bytes", "parameter_bytes", "buffer_bytes"))
     trained = [sum(_or(cost.trained_bytes, cost.parameter_bytes) for cost in stage) for stage in stages]
     weights = [sum(_or(cost.weight_saved_bytes, cost.saved_bytes) for cost in stage) for stage in stages]
+    offloaded = total(stages, "offloaded_bytes")
     weights[0] = saved[0] + (costs[cuts[0] - 1].boundary_bytes if cuts else 0)
     buffers = receive_buffers(lower(schedule), ahead, saved=False)
     found = []
     for rank, order in enumerate(schedule.actions):
         held = peak = 0.0
-        for action in order:
+        away = absences(order)
+        for position, action in enumerate(order):
+            # What leaves behind this action is gone when it ends, and what comes before it is there.
+            held -= sum(offloaded[each.stage] for each in away if each.left == position)
+            held += sum(offloaded[each.stage] for each in away if each.back == position)
             one, other = saved[action.stage], weights[action.stage]
             changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
             held += changes[action.kind]

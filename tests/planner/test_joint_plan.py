@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
-from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import PlanError
 from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.layout import Layout, layouts
@@ -24,6 +26,7 @@ from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.recompute import OFFLOAD
 from pipegraph.runtime.divided_stages import resident_stages
 
 A100 = Hardware.load("a100")
@@ -135,6 +138,19 @@ def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> N
     assert again.prediction.mesh_text == "pp 2 × dp_shard 2, with 1 stage of a rank whole at a time"
     assert resident_stages(None, None, again.prediction) == 1 and resident_stages(None, 2, again.prediction) == 2
     assert {each.resident for each in JointSearch(costs, 4, 32, None, ["interleaved-1f1b"]).candidates} == {None}
+
+
+def test_copies_to_the_host_have_to_hide_in_each_layout() -> None:
+    fast, slow = (structs.replace(A100, host_link=Link(0.0, rate)) for rate in (1e15, 1e8))
+    single, double = (RecomputeOptions.price(captured(rows), PlanOptions(hardware=fast)) for rows in (2, 4))
+    shares = tensor_shares(single.costs[0].priced.chain, TP_PLAN, fast)
+    with_copies, every = LayoutCosts(fast, 2, single, double, shares), [*range(len(single.recompute))]
+    offloads = [OFFLOAD in str(each) for each in single.recompute]
+    assert sum(offloads) == 1
+    for layout in (Layout(4, 1, 1, 1), Layout(2, 1, 1, 2)):
+        assert with_copies.hidden(layout, 2) == every
+        hidden = replace(with_copies, hardware=slow).hidden(layout, 2)
+        assert hidden == [option for option in every if not offloads[option]]
 
 
 def test_what_cannot_be_is_refused(costs: LayoutCosts) -> None:

@@ -29,7 +29,8 @@ class Case(NamedTuple):
 
 
 def random_case(random: Random) -> Case:
-    """A chain whose segments keep less and take longer with each further option; and a schedule with a backward."""
+    """A chain whose segments keep less and take longer with each further option, the last of which may offload; and a
+    schedule with a backward."""
     trained = [name for name in names() if find_recipe(name).trains]
     recipe = find_recipe(random.choice(trained))
     chunks = random.randint(1, 2) if recipe.any_chunks else recipe.chunks
@@ -41,12 +42,13 @@ def random_case(random: Random) -> Case:
     segments = schedule.stages + random.randint(0, 2)
     count = random.randint(2, 3 if schedule.stages < 4 else 2)
     options: list[Chain] = [[] for _ in range(count)]
+    offloads = random.random() < 0.5
     for _ in range(segments):
         f, i, w = (float(random.randint(0, 20)) for _ in range(3))
         saved, crossing, held = (random.randint(0, 50) for _ in range(3))
         for costs in options:
-            kept = random.randint(0, saved)
-            costs.append(SegmentCost(f, i, w, crossing, saved, held, weight_saved_bytes=kept))
+            kept, away = random.randint(0, saved), saved // 2 if offloads and costs is options[-1] else 0
+            costs.append(SegmentCost(f, i, w, crossing, saved, held, weight_saved_bytes=kept, offloaded_bytes=away))
             i, saved = i + random.randint(0, 9), random.randint(0, saved)
     link = random.choice([None, (0.5, 10.0), (0.0, 100.0)])
     return Case(options, schedule, link)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -126,13 +126,31 @@ def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
     return _shares(parts, held, lambda block: block.weight_saved)
 
 
-def _shares(parts: SegmentGroups, held: range, kept_by: Callable[[Block], SavedMemory]) -> list[int]:
+def offloaded_bytes(parts: SegmentGroups, held: range) -> list[int]:
+    """Return the bytes of `saved_bytes` that wait for the backward in the memory of the host.
+
+    What comes into the stage stays on the device.
+    """
+    own = [parts.segments[index] for index in held]
+    if not any(part.block.offloads for part in own):
+        return [0] * len(held)
+    away = {part.subgraph.outputs[index] for part in own for index in part.block.offloaded_outputs}
+    return _shares(parts, held, lambda block: replace(block.saved, bytes=block.offloaded.bytes), away)
+
+
+def _shares(
+    parts: SegmentGroups,
+    held: range,
+    kept_by: Callable[[Block], SavedMemory],
+    counted: Collection[fx.Node] | None = None,
+) -> list[int]:
+    """``counted`` are the crossing values that count; by default all."""
     seen: set[tuple[bool, fx.Node]] = set()
     found: list[int] = []
     for part in _largest(parts, held):
-        total = _kept(part, kept_by(part.block), seen)
+        total = _kept(part, kept_by(part.block), seen, counted)
         segments = (parts.segments[index] for index in part.segments)
-        alone = [_kept(each, kept_by(each.block), set()) for each in segments]
+        alone = [_kept(each, kept_by(each.block), set(), counted) for each in segments]
         # A piece keeps less than its segments would by themselves; each gets its share.
         ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
         ends[-1] = total
@@ -154,7 +172,12 @@ def _largest(parts: SegmentGroups, held: range) -> list[SegmentGroup]:
     return found
 
 
-def _kept(part: SegmentGroup, saved: SavedMemory, seen: set[tuple[bool, fx.Node]]) -> int:
+def _kept(
+    part: SegmentGroup,
+    saved: SavedMemory,
+    seen: set[tuple[bool, fx.Node]],
+    counted: Collection[fx.Node] | None = None,
+) -> int:
     """Bytes that a part keeps, without those of values and gradients already ``seen``, to which its own are added."""
     inputs, outputs = part.subgraph.inputs, part.subgraph.outputs
     kept = {(False, inputs[index]) for index in saved.inputs} | {(False, outputs[index]) for index in saved.outputs}
@@ -162,5 +185,5 @@ def _kept(part: SegmentGroup, saved: SavedMemory, seen: set[tuple[bool, fx.Node]
     kept |= {(True, outputs[index]) for index in saved.output_gradients}
     new = {each for each in kept if each[1].op == "call_function"} - seen
     seen |= new
-    values = [node.meta["val"] for _, node in new]
+    values = [node.meta["val"] for _, node in new if counted is None or node in counted]
     return saved.bytes + sum(memory_of(value) for value in values if isinstance(value, torch.Tensor))

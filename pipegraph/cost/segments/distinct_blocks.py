@@ -32,7 +32,7 @@ from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
-from pipegraph.recompute import DEFAULT, EVERYWHERE, Recompute, Region
+from pipegraph.recompute import DEFAULT, EVERYWHERE, OFFLOAD, Recompute, Region
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,27 @@ class Block:
         if self.derivative is None:
             return _saved_unknown(self.subgraph)
         return _kept(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.full_mask))
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether something of what F keeps waits for the backward in the memory of the host."""
+        choices = {region.choice for region in (self.regions.default, *self.regions.places.values())}
+        return self.derivative is not None and OFFLOAD in choices
+
+    @cached_property
+    def offloaded(self) -> SavedMemory:
+        """Of the memory that F keeps, what waits for the backward in that of the host, without what crosses."""
+        if self.derivative is None or not self.offloads:
+            return SavedMemory((), (), 0)
+        return _kept(self.subgraph, self.derivative.joint, self.derivative.offloaded)
+
+    @cached_property
+    def offloaded_outputs(self) -> tuple[int, ...]:
+        """The positions of outputs that wait there, if this block or another one keeps them."""
+        if self.derivative is None or not self.offloads:
+            return ()
+        made = self.derivative.joint.outputs[: len(self.subgraph.outputs)]
+        return tuple(index for index, node in enumerate(made) if self.derivative.is_offloaded(_base(node)))
 
     @cached_property
     def weight_saved(self) -> SavedMemory:

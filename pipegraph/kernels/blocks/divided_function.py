@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
+from pipegraph.recompute import OFFLOAD
 
 
 def reason_of(error: Exception) -> str:
@@ -65,7 +67,7 @@ class DividedFunction:
         self.inlined = dict(inlined)
         self.draws = tuple(draws)
         self._is_input = tuple(is_input)
-        self._saved = saved_values(joint, regions)
+        self._regions, self._saved = regions, saved_values(joint, regions)
         self._backward: dict[GradientMask, BackwardGraphs] = {}
         self._dump("joint", joint.module)
 
@@ -118,6 +120,23 @@ class DividedFunction:
         available = {*self.forward.outputs, *(node.name for node in self.joint.primals)}
         read = (name for graph in self.backward(mask).graphs for name in graph.inputs)
         return tuple(dict.fromkeys(name for name in read if name in available))
+
+    @cached_property
+    def offloaded(self) -> frozenset[str]:
+        """The results of F that the backward reads, and that wait for it in the memory of the host."""
+        nodes = {node.name: node for node in self.joint.module.graph.nodes}
+        kept = set(self.saved(self.full_mask)) - {node.name for node in self.joint.primals}
+        return frozenset(name for name in kept if self.is_offloaded(nodes[name]))
+
+    def is_offloaded(self, node: fx.Node) -> bool:
+        """Return whether a result, if the backward reads it, waits for it in the memory of the host."""
+        call = node.args[0] if node.target is operator.getitem else None
+        if isinstance(call, fx.Node) and call.target is OPERATION:
+            block: Any = block_operation.block_of(call)
+            name = block_operation.called_graph(call).outputs[node.args[1]]  # type: ignore[index]
+            if name not in {each.name for each in block.joint.outputs} and name in block.saved(block.full_mask):
+                return name in block.offloaded  # its module may have a choice of its own
+        return self._regions.of(node).choice == OFFLOAD
 
     def hold(self, numbers: Numbers) -> bool:
         """Return whether the graphs are right for these sizes, those of the blocks that they call included."""

@@ -27,6 +27,7 @@ from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.symbolic.symbolic_sizes import is_size, same, size_nodes
+from pipegraph.recompute import OFFLOAD
 
 aten = torch.ops.aten
 
@@ -63,6 +64,7 @@ def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
     Always kept are random values, results of blocks and of collectives: the backward does not compute them again. Never
     kept are views, instead of which what they view is kept, and constants, such as the zeros that a gradient starts as.
     In a region of "block" nothing else is kept but what goes into it and comes out, and with a policy what that says.
+    "offload" keeps what "min-cut" does.
 
     Args:
         joint: the graph.
@@ -72,7 +74,10 @@ def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
     of = {node: regions.of(node) for node in forward}
     calling = {of[node] for node in forward if node.target is OPERATION}
     choice = {
-        region: "min-cut" if region.choice == "block" and region in calling else region.choice for region in of.values()
+        region: "min-cut"
+        if region.choice == OFFLOAD or (region.choice == "block" and region in calling)
+        else region.choice
+        for region in of.values()
     }
     kept = {node for node in forward if is_random(node) or node.target is OPERATION or _is_collective_result(node)}
     kept |= {user for index in joint.written for user in joint.primals[index].users}  # the values from before

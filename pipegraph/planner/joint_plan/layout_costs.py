@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,7 +27,16 @@ class SummedCosts(ChainCosts):
 
     def stage(self, start: int, stop: int) -> SegmentCost:
         own = self.segments[start:stop]
-        names = ("forward", "input_grad", "weight_grad", "saved_bytes", "parameter_bytes", "flops", "buffer_bytes")
+        names = (
+            "forward",
+            "input_grad",
+            "weight_grad",
+            "saved_bytes",
+            "parameter_bytes",
+            "flops",
+            "buffer_bytes",
+            "offloaded_bytes",
+        )
         sums = {name: sum(getattr(cost, name) for cost in own) for name in names}
         kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
         trained = sum(cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own)
@@ -67,6 +77,18 @@ class LayoutCosts:
         """Return the costs with each choice."""
         return _options(self, layout.tp, rows)
 
+    def hidden(self, layout: Layout, rows: int) -> list[int]:
+        """Return the options whose copies to the memory of the host take no longer than the shortest of F, I and W, and
+        those without copies."""
+        link, found = self.hardware.host_link, []
+        for option, costs in enumerate(self.options(layout, rows)):
+            away = [cost for cost in costs.segments if cost.offloaded_bytes]
+            took = sum(link.seconds(cost.offloaded_bytes) for cost in away) if link is not None else math.inf
+            times = [[cost.forward, cost.input_grad, cost.weight_grad] for cost in away]
+            if not away or took <= min(filter(None, map(sum, zip(*times, strict=True))), default=0.0):
+                found.append(option)
+        return found
+
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""
         more = rows / self.rows - 1
@@ -102,6 +124,7 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
         saved_bytes=round(at("saved_bytes")),
         flops=round(at("flops")),
         weight_saved_bytes=kept,
+        offloaded_bytes=round(at("offloaded_bytes")),
     )
 
 
@@ -114,6 +137,7 @@ def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, bac
         weight_grad=cost.weight_grad * time,
         saved_bytes=round(cost.saved_bytes * saved),
         weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * saved),
+        offloaded_bytes=min(round(cost.saved_bytes * saved), round(cost.offloaded_bytes * saved)),
         parameter_bytes=round(cost.parameter_bytes * held),
         trained_bytes=None
         if cost.trained_bytes is None

@@ -17,7 +17,7 @@ from pipegraph.planner.plan_options import StagedCosts
 from pipegraph.planner.solver.option_search import OptionSolution, solve_options
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
-from pipegraph.planner.step_prediction import stage_times
+from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import track
 from pipegraph.recompute import Recompute
 from pipegraph.schedule import Schedule
@@ -212,6 +212,7 @@ class JointSearch:
     def search(self, candidate: JointCandidate, effort: float = _LOW_EFFORT) -> JointChoice | None:
         """Return a candidate with the best cuts and choices that were found; None if nothing fits."""
         options = self._costs.options(candidate.layout, candidate.rows)
+        hidden = self._costs.hidden(candidate.layout, candidate.rows)
         try:
             solution = solve_options(
                 [costs.segments for costs in options],
@@ -219,7 +220,8 @@ class JointSearch:
                 self._schedule(candidate),
                 memory_bytes=self._memory,
                 link=self.link(candidate.layout),
-                uniform=self._costs.single.uniform,
+                allowed=None if len(hidden) == len(options) else [hidden] * (candidate.layout.pp * candidate.chunks),
+                uniform=[option for option in self._costs.single.uniform if option in hidden],
                 state_factor=candidate.state_factor,
                 effort=effort,
             )
@@ -228,16 +230,18 @@ class JointSearch:
             return None
         costs = StagedCosts([options[option] for option in solution.options])
         stages = costs.stages(solution.cuts)
+        link, host_link = self.link(candidate.layout), self._costs.hardware.host_link
+        value = step_seconds(stages, solution.schedule, link, host_link)
         if candidate.resident is None:
             exposed = exposed_seconds(stages, solution.schedule.placement, candidate.layout, self._costs.hardware)
         else:
-            times = stage_times(stages, solution.schedule, self.link(candidate.layout))
+            times = stage_times(stages, solution.schedule, link, host_link)
             exposed = resident_seconds(
                 stages, solution.schedule, times, candidate.resident, candidate.layout, self._costs.hardware
             )
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
         least = max(self.bound(candidate), solution.lower_bound)
-        choice = JointChoice(candidate, solution, solution.value + exposed, least, recompute, costs)
+        choice = JointChoice(candidate, solution, value + exposed, least, recompute, costs)
         before = self._found.get(candidate)
         if before is not None and before.step < choice.step:
             choice = replace(before, lower_bound=max(before.lower_bound, least))

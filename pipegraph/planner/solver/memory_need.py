@@ -11,6 +11,7 @@ import numpy as np
 
 from pipegraph.planner.solver.prefix_sums import (
     HELD,
+    OFFLOADED,
     QUANTITIES,
     SAVED,
     TRAINED,
@@ -22,6 +23,7 @@ from pipegraph.planner.solver.prefix_sums import (
     PrefixSums,
 )
 from pipegraph.schedule import Schedule, lower, receive_buffers
+from pipegraph.schedule.absences import absences
 from pipegraph.schedule.action_arrays import B, F, I, W
 
 
@@ -50,7 +52,8 @@ class MemoryNeed:
       once;
     - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
-      arrived. What an action needs only while it runs is not counted;
+      arrived. What is offloaded counts while it is here (`pipegraph.schedule.absences`). What an action needs only
+      while it runs is not counted;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
       posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
     """
@@ -69,9 +72,10 @@ class MemoryNeed:
         self._sums, self._placement = sums, np.array(schedule.placement)
         self._factor = state_factor if schedule.trains else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
-        moments = _moments(schedule)
+        moments = _moments(schedule, sums.offloads)
         microbatches = np.concatenate(moments)  # (moments of all ranks, …)
-        self._saved, self._weights, self._gradients = np.split(microbatches, [self.stages, 2 * self.stages], axis=1)
+        ends = np.arange(1, 4) * self.stages
+        self._saved, self._weights, self._here, self._gradients = np.split(microbatches, ends, axis=1)
         counts = [len(rows) for rows in moments]
         self._rank, self._first = np.repeat(np.arange(self.ranks), counts), np.cumsum([0, *counts[:-1]])
         self._buffers = _receive_buffers(schedule, receives_ahead)
@@ -123,8 +127,8 @@ class MemoryNeed:
         if stage < self.stages - 1:
             rest += (self._buffers[rank, stage] * crossing[ends])[:, None]
         kept = np.zeros_like(rest)
-        for saved, weights, gradients in self._moments_of(stage):
-            figures = saved * before[SAVED] + weights * before[WEIGHT_SAVED]
+        for saved, weights, here, gradients in self._moments_of(stage):
+            figures = saved * before[SAVED] + weights * before[WEIGHT_SAVED] + here * before[OFFLOADED]
             np.maximum(kept, (figures + gradients * crossing)[ends][:, None] - figures[begins], out=kept)
         return rest + kept
 
@@ -140,20 +144,26 @@ class MemoryNeed:
     def _kept(self, stages: Floats, crossing: Floats) -> Floats:
         """Return the bytes kept at each moment (moments, …) by stages (quantities, stages, …)."""
         kept = self._saved @ stages[SAVED] + self._weights @ stages[WEIGHT_SAVED]
+        if self._sums.offloads:
+            kept += self._here @ stages[OFFLOADED]
         figures: Floats = kept + self._gradients @ crossing
         return figures
 
     def _moments_of(self, stage: int) -> Floats:
-        """Return how often a stage keeps what F saved, what W reads and what crosses after it: (moments, 3)."""
+        """Return how often a stage keeps what F saved, what W reads, what is offloaded and what crosses after it:
+        (moments, 4)."""
         gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(self.steps)
         return _not_dominated(
-            np.unique(np.stack([self._saved[:, stage], self._weights[:, stage], gradients], 1), axis=0)
+            np.unique(
+                np.stack([self._saved[:, stage], self._weights[:, stage], self._here[:, stage], gradients], 1), axis=0
+            )
         )
 
     def _linear_bound(self, moment: int) -> LinearBound:
         rank = self._rank[moment]
         weights = np.zeros((len(QUANTITIES), self.stages))
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
+        weights[OFFLOADED] = self._here[moment]
         weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
         return self._sums.linear_bound(weights, self._buffers[rank] + self._gradients[moment], float(self._spare[rank]))
 
@@ -168,15 +178,16 @@ def _receive_buffers(schedule: Schedule, receives_ahead: int) -> Floats:
 
 
 @lru_cache(maxsize=32)
-def _moments(schedule: Schedule) -> list[Floats]:
-    """Return for each rank how many microbatches are kept between two actions: (moments, 2 · stages + boundaries).
+def _moments(schedule: Schedule, offloads: bool) -> list[Floats]:
+    """Return for each rank how many microbatches are kept between two actions: (moments, 3 · stages + boundaries).
 
-    The columns are: what F saved, per stage; what W reads, per stage; a gradient that arrived over each boundary. Only
-    moments are listed at which no other moment keeps as many in every column.
+    The columns are: what F saved, per stage; what W reads, per stage; of what F saved, what is here if it is offloaded,
+    per stage; a gradient that arrived over each boundary. Only moments are listed at which no other moment keeps as
+    many in every column. Unless something ``offloads``, the third is 0.
     """
     arrays = schedule.arrays
     rows = []
-    for first, last in pairwise(arrays.bounds):
+    for (first, last), actions in zip(pairwise(arrays.bounds), schedule.actions, strict=True):
         kind, stage = arrays.kind[first:last, None], arrays.stage[first:last, None] == np.arange(schedule.stages)
         forwards, divided, done = (np.cumsum(np.isin(kind, kinds) & stage, axis=0) for kinds in ((F,), (I, B), (B, W)))
         if not schedule.trains:
@@ -186,7 +197,10 @@ def _moments(schedule: Schedule) -> list[Floats]:
         gradients[:, :1] = weights[:, :1]
         saved[:, 0] += weights[:, 0]
         weights[:, 0] = 0
-        rows.append(_not_dominated(np.unique(np.concatenate([saved, weights, gradients], axis=1), axis=0)))
+        here = saved.copy() if offloads else np.zeros_like(saved)
+        for each in absences(actions) if offloads else ():
+            here[each.left : each.back, each.stage] -= 1
+        rows.append(_not_dominated(np.unique(np.concatenate([saved, weights, here, gradients], axis=1), axis=0)))
     return rows
 
 

@@ -15,8 +15,9 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED = QUANTITIES = range(7)
-"""What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants."""
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED, OFFLOADED = QUANTITIES = range(8)
+"""What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants; ``SAVED``
+those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
 PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}
 """kind of action → the quantities that its time is the sum of"""
@@ -58,6 +59,11 @@ class PrefixSums:
         self.before: Floats = np.pad(np.cumsum(figures, axis=1), ((0, 0), (1, 0)))
         self.crossing: Floats = np.array([0, *(cost.boundary_bytes for cost in costs[:-1]), 0], np.float64)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is offloaded."""
+        return bool(self.before[OFFLOADED, -1])
+
     def stages(self, cuts: Integers) -> Floats:
         """Return the quantities of the stages that cuts (candidates, cuts) make: (quantities, stages, candidates)."""
         edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
@@ -86,8 +92,9 @@ def _quantities(cost: SegmentCost) -> tuple[float, ...]:
         cost.forward,
         cost.input_grad,
         cost.weight_grad,
-        cost.saved_bytes,
+        cost.saved_bytes - cost.offloaded_bytes,
         cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes,
         cost.parameter_bytes + cost.buffer_bytes,
         cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes,
+        cost.offloaded_bytes,
     )

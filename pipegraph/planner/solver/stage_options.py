@@ -37,6 +37,10 @@ class OptionSums(PrefixSums):
         least = np.diff(self._before, axis=2).min(axis=0)
         self.before = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
 
+    @property
+    def offloads(self) -> bool:
+        return any(sums.offloads for sums in self.each)
+
     def split(self, candidates: Integers) -> tuple[Integers, Integers]:
         """Return the cuts (candidates, cuts) and the options of stages (candidates, stages)."""
         return candidates[:, : self._stages - 1], candidates[:, self._stages - 1 :]

@@ -1,0 +1,104 @@
+"""The four plans: the best rows, cuts and recompute of each layout under a limit of memory, as packages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pipegraph
+from benchmarks.joint_plan.models import SUBJECTS
+from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.collectives import ALL_REDUCE, collective_seconds
+from pipegraph.cost.hardware import Hardware
+from pipegraph.graph.captured import Captured
+from pipegraph.planner.joint_plan.joint import plan_of_choice
+from pipegraph.planner.joint_plan.layout import Layout
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
+from pipegraph.planner.joint_plan.search import JointSearch
+from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
+from pipegraph.planner.plan_options import PlanOptions
+from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.planner.step_prediction import rank_memory
+
+LAYOUTS = {
+    "pp 4": Layout(4, 1, 1, 1),
+    "pp 2 × dp 2": Layout(2, 2, 1, 1),
+    "dp 4": Layout(1, 4, 1, 1),
+    "pp 2 × tp 2": Layout(2, 1, 1, 2),
+}
+DEVICES = 4
+
+
+@dataclass(frozen=True)
+class FourthPlan:
+    """One of the four.
+
+    Attributes:
+        name: its layout.
+        package: where it was written.
+        rows, microbatches: of a pipeline.
+        step: predicted seconds.
+        memory: predicted bytes of each rank of a pipeline, without those to receive into, which are not measured.
+        exchanges: of F and of I of each stage, the predicted seconds of the collectives along tp.
+    """
+
+    name: str
+    package: Path
+    rows: int
+    microbatches: int
+    step: float
+    memory: tuple[int, ...]
+    exchanges: tuple[tuple[float, float], ...]
+
+
+def write_plans(
+    subject: str, folder: Path, hardware: Hardware, balance: str, batch: int, rows: int, memory: float | None
+) -> list[FourthPlan]:
+    """Plan each layout, and write its package."""
+    own = SUBJECTS[subject]()
+
+    def captured(count: int) -> Captured:
+        return pipegraph.capture(own.model, (own.batch(count)[0],))
+
+    def options(count: int) -> PlanOptions:
+        loss = own.loss, own.batch(count)[1]
+        return PlanOptions(balance, hardware=hardware, loss=loss, setting=MeasureOptions(threads=1))
+
+    models = {count: captured(count) for count in (rows, 2 * rows)}
+    single, double = (RecomputeOptions.price(model, options(count)) for count, model in models.items())
+    shares = tensor_shares(single.costs[0].priced.chain, own.tp_plan, hardware)
+    search = JointSearch(LayoutCosts(hardware, rows, single, double, shares), DEVICES, batch, memory, ["1f1b"])
+    found = []
+    for name, layout in LAYOUTS.items():
+        choices = [search.search(each, 0.2) for each in search.candidates if each.layout == layout]
+        choice = min((each for each in choices if each is not None), key=lambda each: each.step)
+        model = models.get(choice.candidate.rows) or captured(choice.candidate.rows)
+        made = plan_of_choice(model, choice, options(rows), 0.0)
+        package = pipegraph.write_package(made, folder / str(len(found)))
+        stages, schedule = choice.costs.stages(choice.solution.cuts), choice.solution.schedule
+        held = rank_memory(stages, schedule, choice.candidate.state_factor)
+        edges = [0, *choice.solution.cuts, len(shares)]
+        exchanges = [
+            tuple(
+                sum(
+                    collective_seconds(hardware.links, ALL_REDUCE, size * choice.candidate.rows / rows, layout.tp)
+                    for share in shares[begin:end]
+                    for size in getattr(share, which)
+                )
+                for which in ("forward", "backward")
+            )
+            for begin, end in pairwise(edges)
+        ]
+        found.append(
+            FourthPlan(
+                name,
+                package.path,
+                choice.candidate.rows,
+                choice.candidate.microbatches,
+                choice.step,
+                tuple(each.state + each.saved for each in held),
+                tuple(exchanges),  # type: ignore[arg-type]
+            )
+        )
+    return found

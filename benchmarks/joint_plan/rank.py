@@ -1,0 +1,129 @@
+"""One of the four processes: runs each plan with its own kernels, then the four in turns with kernels that sleep."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pipegraph
+from benchmarks.joint_plan.models import SUBJECTS
+from benchmarks.joint_plan.plans import DEVICES, FourthPlan
+from benchmarks.joint_plan.sleeping import ThreadSeconds, sleeping
+from pipegraph.kernels.sharded import local
+from pipegraph.package import Package
+from pipegraph.runtime.measurements import SavedBytes
+from pipegraph.runtime.processes.rank_grid import grid_of
+from pipegraph.runtime.processes.world import make_mesh
+from pipegraph.schedule import Kind
+
+_STEPS = 4  # with the kernels of the plan: the first one compiles
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """What a plan took.
+
+    Attributes:
+        steps: seconds of each step with sleeping kernels.
+        memory: bytes of each process: parameters, gradients, AdamW's moments, and what is kept for backwards at most.
+        seconds: processor seconds of F and B of each process.
+    """
+
+    steps: list[float]
+    memory: list[int]
+    seconds: list[tuple[float, float]]
+
+
+def main(
+    rank: int, subject: str, plans: Sequence[FourthPlan], kernels: str, rounds: int, port: int, results: Any
+) -> None:
+    """Run the process of a rank. Rank 0 puts a list of `MeasuredPlan` into the queue."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(DEVICES), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    runs = [_Run(subject, plan, kernels) for plan in plans]
+    steps: list[list[float]] = [[] for _ in plans]
+    for number in range(rounds + 1):
+        order = list(enumerate(runs))
+        random.Random(number).shuffle(order)
+        for index, run in order:
+            seconds = run.step()
+            steps[index] += [seconds] if number else []
+    gathered: list[Any] = [None] * DEVICES
+    dist.all_gather_object(gathered, [(run.held, run.seconds) for run in runs])
+    if rank == 0:
+        rows = zip(steps, zip(*gathered, strict=True), strict=True)
+        results.put([MeasuredPlan(own, [held for held, _ in each], [took for _, took in each]) for own, each in rows])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Run:
+    """A plan: measured once with its kernels, and from then on with kernels that sleep as long as these took."""
+
+    def __init__(self, subject: str, plan: FourthPlan, kernels: str) -> None:
+        self._subject, self._package = SUBJECTS[subject](), Package.open(plan.package)
+        prediction = self._package.manifest.prediction
+        assert prediction is not None
+        self._microbatches = plan.microbatches
+        grid = grid_of(prediction.ranks, prediction.mesh)
+        self._mesh = make_mesh(grid, "cpu", 600) if prediction.mesh else None
+        self._divides = prediction.mesh.get("tp", 1) > 1
+        torch.manual_seed(0)
+        self._inputs, self._target = self._subject.batch(plan.rows * plan.microbatches)
+        pipe = self._pipeline(kernels)
+        (self._stage,) = pipe.stages
+        self.held, self.seconds = self._measured(pipe)
+        forward, backward = plan.exchanges[self._stage]
+        took = {Kind.F: self.seconds[0] + forward, Kind.B: self.seconds[1] + backward}
+        self._sleeping = self._pipeline(sleeping(self._package, self._stage, took))
+
+    def step(self) -> float:
+        """Return the seconds of a step, until all processes are done."""
+        dist.barrier()
+        start = time.perf_counter()
+        self._sleeping.step(self._inputs, target=self._target)
+        dist.barrier()
+        return time.perf_counter() - start
+
+    def _pipeline(self, kernels: Any) -> pipegraph.Pipeline:
+        return pipegraph.Pipeline(
+            self._package,
+            "1f1b",
+            self._microbatches,
+            self._subject.loss,
+            kernels=kernels,
+            mesh=self._mesh,
+            tp_plan=self._subject.tp_plan if self._divides else None,
+            timeout=600,
+        )
+
+    def _measured(self, pipe: pipegraph.Pipeline) -> tuple[int, tuple[float, float]]:
+        """Return the bytes that this process holds, and the processor seconds of F and B."""
+        optimizer, times = torch.optim.AdamW(pipe.parameters()), ThreadSeconds()
+        state = [*pipe.parameters(), *(each for stage in pipe.stages.values() for each in stage.buffers())]
+        saved = SavedBytes([*map(local, state), self._inputs, self._target])
+        for number in range(_STEPS):
+            handle = pipe.observe(saved if number == 0 else times)
+            pipe.step(self._inputs, target=self._target)
+            handle.remove()
+            optimizer.step()
+            if number == 0:
+                held = [*state, *(each.grad for each in pipe.parameters() if each.grad is not None)]
+                held += [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+            optimizer.zero_grad()
+        return sum(local(each).nbytes for each in held) + (saved.peak(self._place(pipe)) or 0), (
+            median(times.seconds[Kind.F]),
+            median(times.seconds[Kind.B]),
+        )
+
+    def _place(self, pipe: pipegraph.Pipeline) -> int:
+        return pipe.ranks[0]

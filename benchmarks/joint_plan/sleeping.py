@@ -1,0 +1,87 @@
+"""Kernels of a stage that sleep for as long as its own took, so that many ranks may share few cores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.kernels import Forward, Loss
+from pipegraph.schedule import Action, Kind
+
+
+class ThreadSeconds:
+    """An observer of the processor time of this thread in each action, which does not count waiting for others."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Kind, list[float]] = {}
+        self._begun = 0.0
+
+    def begin(self, rank: int, action: Action) -> None:
+        self._begun = time.thread_time()
+
+    def end(self, rank: int, action: Action, saved: Any) -> None:
+        if not action.kind.is_transfer:
+            self.seconds.setdefault(action.kind, []).append(time.thread_time() - self._begun)
+
+
+class SleepingKernels:
+    """F and B that sleep, and return zeros of the shapes that the manifest has."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        wanted: Sequence[bool],
+        seconds: Mapping[Kind, float],
+    ) -> None:
+        self._parameters = list(stage.parameters())
+        self._shapes, self._wanted, self._seconds = shapes, tuple(wanted), seconds
+
+    def begin(self) -> None:
+        return
+
+    def retrace(self) -> None:
+        return
+
+    def prepare(self, *_: Any, **__: Any) -> None:
+        return
+
+    def forward(
+        self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
+    ) -> Forward:
+        time.sleep(self._seconds[Kind.F])
+        outputs = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in self._shapes)
+        return Forward(outputs, torch.zeros(()) if with_loss else None, tuple(inputs) if differentiable else None)
+
+    def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        time.sleep(self._seconds[Kind.B])
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return tuple(
+            torch.zeros_like(each) if wanted else None for each, wanted in zip(saved, self._wanted, strict=True)
+        )
+
+    def input_backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError("the schedules here have whole backwards")
+
+    def weight_backward(self, saved: Any) -> None:
+        raise NotImplementedError("the schedules here have whole backwards")
+
+
+def sleeping(package: Any, index: int, seconds: Mapping[Kind, float]) -> Any:
+    """Return the maker of the kernels of a package's stage that sleep for so long."""
+    manifest = package.manifest.at_capture()
+    shapes = [
+        (tuple(map(int, manifest.values[name].shape)), getattr(torch, manifest.values[name].dtype))
+        for name in manifest.stages[index].outputs
+    ]
+
+    def make(stage: nn.Module, wanted: Sequence[bool], arriving: Sequence[bool], loss: Loss | None) -> SleepingKernels:
+        return SleepingKernels(stage, shapes, wanted, seconds)
+
+    return make

@@ -1,0 +1,171 @@
+"""The memory of the host, in which what a forward saved waits for its backward.
+
+On a GPU copies run on two streams of their own, one for each direction, to and from pinned memory. On a CPU there is
+one memory only: the copies are made all the same, and what the rank holds is counted as if they were elsewhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.kernels import OffloadedValues
+from pipegraph.schedule import Action, Kind
+from pipegraph.schedule.absences import absences
+
+_Key = tuple[int, int]  # stage, microbatch
+
+
+@dataclass
+class _Away:
+    """Values that were taken out: the bytes of each memory that they use, and where each value lies: the place of its
+    memory, its dtype, offset, shape and strides.
+
+    ``device`` holds them until ``copied``, an event of a GPU, has been waited for.
+    """
+
+    device: dict[str, Tensor]
+    bytes: list[Tensor]
+    layouts: dict[str, tuple[int, torch.dtype, Any, Any, Any]]
+    copied: Any = None
+
+
+class HostMemory:
+    """Moves what the stages of one rank offload: out behind the action after F, in behind the one before I or B.
+
+    Args:
+        actions: of the rank.
+        device: where its stages are.
+    """
+
+    def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
+        computing = [action for action in actions if not action.kind.is_transfer]
+        self._device, self._is_gpu = device, device.type == "cuda"
+        self._leaving: set[_Key] = set()
+        self._gone_after: dict[Action, list[_Key]] = defaultdict(list)
+        self._come_before: dict[Action, list[_Key]] = defaultdict(list)
+        for each in absences(computing):
+            key = each.stage, each.microbatch
+            self._leaving.add(key)
+            self._gone_after[computing[each.left]].append(key)
+            self._come_before[computing[each.back]].append(key)
+        self._away: dict[_Key, _Away] = {}
+        self._coming: dict[_Key, Any] = {}  # events of a GPU, or None
+        self._free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)  # pinned memory by its size
+        self._streams: tuple[Any, Any] | None = None
+        self._warned = False
+
+    def before(self, action: Action, saved: Mapping[_Key, Any]) -> None:
+        """Start to bring back what the next action reads, and wait for what this one does."""
+        for key in self._come_before.get(action, ()):
+            if key in self._away:
+                values, arrived = self._brought(self._away.pop(key))
+                saved[key].put_back(values)
+                self._coming[key] = arrived
+        if action.kind in (Kind.B, Kind.I):
+            arrived = self._coming.pop((action.stage, action.microbatch), None)
+            if arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(arrived)
+
+    def after(self, action: Action, saved: Mapping[_Key, Any]) -> None:
+        """Free what has been copied out by now, and start to copy out what this F saved."""
+        for key in self._gone_after.get(action, ()):
+            if key in self._away:
+                away = self._away[key]
+                if away.copied is not None:
+                    torch.cuda.current_stream(self._device).wait_event(away.copied)
+                saved[key].take_offloaded()
+                away.device.clear()
+        key = action.stage, action.microbatch
+        if action.kind is Kind.F and key in self._leaving:
+            own = saved.get(key)
+            if isinstance(own, OffloadedValues) and (values := own.take_offloaded()):
+                self._tell()
+                own.put_back(values)  # until they are copied
+                self._away[key] = self._sent(values)
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left."""
+        self._away.clear()
+        self._coming.clear()
+
+    def _sent(self, values: dict[str, Tensor]) -> _Away:
+        memories = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in values.values()}
+        place = {address: index for index, address in enumerate(memories)}
+        layouts = {
+            name: (
+                place[each.untyped_storage().data_ptr()],
+                each.dtype,
+                each.storage_offset(),
+                each.size(),
+                each.stride(),
+            )
+            for name, each in values.items()
+        }
+        sources = [_bytes_of(memory, self._device) for memory in memories.values()]
+        if not self._is_gpu:
+            return _Away(values, [source.clone() for source in sources], layouts)
+        out, _ = self._own_streams()
+        buffers = [self._pinned(len(source)) for source in sources]
+        out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(out):
+            for (buffer, read), source in zip(buffers, sources, strict=True):
+                if read is not None:
+                    out.wait_event(read)
+                buffer.copy_(source, non_blocking=True)
+            copied = out.record_event()
+        return _Away(values, [buffer for buffer, _ in buffers], layouts, copied)
+
+    def _brought(self, away: _Away) -> tuple[dict[str, Tensor], Any]:
+        copies = [torch.empty_like(each, device=self._device, pin_memory=False) for each in away.bytes]
+        arrived = None
+        if self._is_gpu:
+            _, back = self._own_streams()
+            # The new memory may have been freed by work that this stream has yet to do.
+            back.wait_stream(torch.cuda.current_stream(self._device))
+            back.wait_event(away.copied)
+            with torch.cuda.stream(back):
+                for copy, buffer in zip(copies, away.bytes, strict=True):
+                    copy.copy_(buffer, non_blocking=True)
+                arrived = back.record_event()
+            for buffer in away.bytes:
+                self._free[len(buffer)].append((buffer, arrived))
+        else:
+            for copy, buffer in zip(copies, away.bytes, strict=True):
+                copy.copy_(buffer)
+        values = {
+            name: torch.empty(0, dtype=dtype, device=self._device).set_(
+                copies[index].untyped_storage(), offset, size, stride
+            )
+            for name, (index, dtype, offset, size, stride) in away.layouts.items()
+        }
+        return values, arrived
+
+    def _pinned(self, size: int) -> tuple[Tensor, Any]:
+        """Pinned memory of so many bytes, and the event after which it may be written, if there is one."""
+        free = self._free[size]
+        return free.pop(0) if free else (torch.empty(size, dtype=torch.uint8, pin_memory=True), None)
+
+    def _own_streams(self) -> tuple[Any, Any]:
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        return self._streams
+
+    def _tell(self) -> None:
+        if not self._is_gpu and not self._warned:
+            self._warned = True
+            warnings.warn(
+                'recompute="offload" is emulated on a CPU: what is saved is copied within the same memory, which takes '
+                "time and frees none. Figures of memory count the copies as if they were in another one.",
+                stacklevel=2,
+            )
+
+
+def _bytes_of(memory: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
