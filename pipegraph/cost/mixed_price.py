@@ -9,6 +9,7 @@ from typing import TypeVar
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.attribution import saved_bytes, weight_saved_bytes
 from pipegraph.cost.segments.distinct_blocks import SegmentGroups
+from pipegraph.cost.segments.transient import segment_transient_bytes
 
 Choice = TypeVar("Choice", bound=Hashable)
 
@@ -33,8 +34,14 @@ def mix(models: Mapping[Choice, PricedModel], choices: Sequence[Choice]) -> Pric
     parts = SegmentGroups(first.chain, segments, layers, runs)
     every = range(len(segments))
     saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
+    transient = segment_transient_bytes(parts)
     costs = tuple(
-        replace(models[choice].costs[index], saved_bytes=saved[index], weight_saved_bytes=kept[index])
+        replace(
+            models[choice].costs[index],
+            saved_bytes=saved[index],
+            weight_saved_bytes=kept[index],
+            transient_bytes=transient[index],
+        )
         for index, choice in enumerate(choices)
     )
     crossing = tuple(models[choices[each.maker]].crossing[number] for number, each in enumerate(first.crossing))

@@ -129,7 +129,7 @@ def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
 def _shares(parts: SegmentGroups, held: range, kept_by: Callable[[Block], SavedMemory]) -> list[int]:
     seen: set[tuple[bool, fx.Node]] = set()
     found: list[int] = []
-    for part in _largest(parts, held):
+    for part in parts.largest(held):
         total = _kept(part, kept_by(part.block), seen)
         segments = (parts.segments[index] for index in part.segments)
         alone = [_kept(each, kept_by(each.block), set()) for each in segments]
@@ -137,20 +137,6 @@ def _shares(parts: SegmentGroups, held: range, kept_by: Callable[[Block], SavedM
         ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
         ends[-1] = total
         found += [stop - start for start, stop in pairwise(ends)]
-    return found
-
-
-def _largest(parts: SegmentGroups, held: range) -> list[SegmentGroup]:
-    """Return the parts that make up the segments in ``held``: runs and layers if they are whole, else segments."""
-    at: dict[int, list[SegmentGroup]] = {}
-    for part in (*parts.runs, *parts.layers, *parts.segments):
-        if part.segments.stop <= held.stop:
-            at.setdefault(part.segments.start, []).append(part)
-    found, index = [], held.start
-    while index < held.stop:
-        part = max(at[index], key=lambda each: len(each.segments))
-        found.append(part)
-        index = part.segments.stop
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware
 from pipegraph.planner.joint_plan.layout import Layout
 from pipegraph.planner.joint_plan.tensor_shares import TensorShare
@@ -29,7 +29,11 @@ class SummedCosts(ChainCosts):
         kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
         trained = sum(cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own)
         return SegmentCost(
-            **sums, boundary_bytes=own[-1].boundary_bytes, weight_saved_bytes=kept, trained_bytes=trained
+            **sums,
+            boundary_bytes=own[-1].boundary_bytes,
+            weight_saved_bytes=kept,
+            trained_bytes=trained,
+            transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in own), strict=True))),
         )
 
 
@@ -38,7 +42,8 @@ class LayoutCosts:
     """The prices of a model with each choice of what to compute again, for one and for two times its rows.
 
     Between and beyond these, what a microbatch takes grows evenly with its rows; bytes do so exactly. Ranks along tp
-    divide the part of each segment's time and bytes that the model's tensor-parallel plan divides.
+    divide the part of each segment's time and bytes that the model's tensor-parallel plan divides; of what it needs
+    while it runs the same part as of what it keeps.
 
     Attributes:
         single, double: the prices for ``rows``, and for twice as many.
@@ -100,6 +105,12 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
         saved_bytes=round(at("saved_bytes")),
         flops=round(at("flops")),
         weight_saved_bytes=kept,
+        transient_bytes=TransientBytes(
+            *(
+                max(0, round(one + more * (two - one)))
+                for one, two in zip(single.transient_bytes, double.transient_bytes, strict=True)
+            )
+        ),
     )
 
 
@@ -112,6 +123,7 @@ def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, bac
         weight_grad=cost.weight_grad * time,
         saved_bytes=round(cost.saved_bytes * saved),
         weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * saved),
+        transient_bytes=TransientBytes(*(round(each * saved) for each in cost.transient_bytes)),
         parameter_bytes=round(cost.parameter_bytes * held),
         trained_bytes=None
         if cost.trained_bytes is None

@@ -95,9 +95,8 @@ def solve(
         ranks: the schedule must have as many. A schedule with any number of stages on a rank gets so many.
         objective: "makespan", seconds of a step as `simulate` computes them, or "bottleneck", seconds that the slowest
             stage computes for one microbatch.
-        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. What is kept between actions
-            has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
-            kernel needs while it runs.
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. Activations, parameters,
+            buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
         link: (latency in seconds, bandwidth in bytes per second) between ranks, or a function of (rank, other rank)
             that returns it. Without a link, crossing a boundary takes no time.
         state_factor: how many times a rank holds parameters that have a gradient: 4 for parameters, gradients and the
@@ -240,12 +239,12 @@ def _sufficient_memory(memory: MemoryNeed, needed: float, bound: float) -> str:
 
 
 def _parts_of_need(memory: MemoryNeed, cuts: Integers) -> str:
-    state, saved, buffers = (part[:, 0] for part in memory.parts(cuts[None]))
+    state, saved, buffers, transient = (part[:, 0] for part in memory.parts(cuts[None]))
     rank = memory.fullest(cuts)
     return (
         f"Of that, rank {rank} needs {format_bytes(state[rank])} for parameters, buffers, gradients and optimizer "
         f"state, {format_bytes(saved[rank])} for saved activations, which recompute or smaller microbatches make less, "
-        f"and {format_bytes(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
+        f"{format_bytes(buffers[rank])} for receive buffers, and {format_bytes(transient[rank])} while F, I or W runs."
     )
 
 
