@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware
@@ -35,6 +37,19 @@ class SummedCosts(ChainCosts):
             trained_bytes=trained,
             transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in own), strict=True))),
         )
+
+
+class LayoutTotals(NamedTuple):
+    """Of a whole model and one microbatch, with the best choice for each segment.
+
+    Attributes:
+        seconds: of F, I and W together.
+        saved_bytes, parameter_bytes: what is kept and held.
+    """
+
+    seconds: float
+    saved_bytes: float
+    parameter_bytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +85,19 @@ class LayoutCosts:
         """Return the costs with each choice."""
         return _options(self, layout.tp, rows)
 
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The first segment of each layer."""
+        return tuple(layer.start for layer in self.single.costs[0].priced.chain.layers)
+
+    def layer_options(self, layout: Layout, rows: int) -> list[list[SegmentCost]]:
+        """Return the costs of whole layers with each choice."""
+        return _layer_options(self, layout.tp, rows)
+
+    def totals(self, layout: Layout, rows: int) -> LayoutTotals:
+        """Return the least that the model takes and keeps."""
+        return _totals(self, layout.tp, rows)
+
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""
         more = rows / self.rows - 1
@@ -86,6 +114,22 @@ class LayoutCosts:
 @lru_cache(maxsize=64)
 def _options(costs: LayoutCosts, tp: int, rows: int) -> tuple[SummedCosts, ...]:
     return tuple(SummedCosts(own, costs.chain(option, tp, rows)) for option, own in enumerate(costs.single.costs))
+
+
+@lru_cache(maxsize=64)
+def _layer_options(costs: LayoutCosts, tp: int, rows: int) -> list[list[SegmentCost]]:
+    edges = [*costs.layers, costs.segments]
+    return [[own.stage(*edge) for edge in pairwise(edges)] for own in _options(costs, tp, rows)]
+
+
+@lru_cache(maxsize=64)
+def _totals(costs: LayoutCosts, tp: int, rows: int) -> LayoutTotals:
+    each = list(zip(*(own.segments for own in _options(costs, tp, rows)), strict=True))
+    return LayoutTotals(
+        sum(min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in each),
+        sum(min(cost.saved_bytes for cost in choices) for choices in each),
+        sum(choices[0].parameter_bytes for choices in each),
+    )
 
 
 def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCost:

@@ -80,6 +80,7 @@ def solve(
     alternatives: int = 5,
     effort: float = 1.0,
     names: Sequence[str] | None = None,
+    advises: bool = True,
 ) -> Solution:
     """Choose where to cut a chain of segments.
 
@@ -105,6 +106,7 @@ def solve(
         alternatives: how many other cuts to return, at most.
         effort: scales how long the search goes on. 1 is a few seconds.
         names: of the segments, for messages.
+        advises: whether a shortage of memory says what would be enough, which takes long to find.
 
     Raises:
         PlanError: fewer segments than stages, or arguments that are impossible or do not fit together; a
@@ -127,12 +129,16 @@ def solve(
     starts = [equal_parts(sums, stages, TIMES if resolved.trains else TIMES[:1])]
     if memory.limits:
         space = space.restrict(memory.allows)
+        if not space.empty:
+            starts.append(space.cheapest(seconds.stage_bound, np.maximum))
+        elif not advises:
+            raise MemoryShortage(f"No cuts fit into {format_bytes(memory.limit)} on each rank.", 0)
 
         def with_stages(stages: int) -> MemoryNeed:
             ranks = stages // (resolved.stages // resolved.ranks)
             return memory_of(resolve_schedule(schedule, stages, microbatches, None, ranks))
 
-        starts = _starts_that_fit(sums, memory, starts, effort, with_stages)
+        starts = _starts_that_fit(sums, memory, starts, effort, with_stages if advises else None)
         seconds = MemoryLimited(seconds, memory, float(seconds.values(starts[0][None])[0]))
     incumbents = Incumbents(seconds, memory.fits, 1 + alternatives)
     bound = search_cuts(incumbents, space, starts, effort)
@@ -197,12 +203,13 @@ def _starts_that_fit(
     memory: MemoryNeed,
     starts: Sequence[Integers],
     effort: float,
-    memory_of: Callable[[int], MemoryNeed],
+    memory_of: Callable[[int], MemoryNeed] | None,
 ) -> list[Integers]:
     """Return the starts and, if none of them fits, the cuts that need the least.
 
     ``memory_of`` gives the need of the same schedule with another number of stages; it raises ScheduleError or
-    PlanError if there is none. Raises a MemoryShortage that says what would fit if the cuts that need the least do not.
+    PlanError if there is none. Without it, a shortage does not say what other numbers need. Raises a MemoryShortage
+    that says what would fit if the cuts that need the least do not.
     """
     if any(memory.fits(start[None])[0] for start in starts):
         return list(starts)
@@ -212,7 +219,7 @@ def _starts_that_fit(
     lines = [
         _sufficient_memory(memory, needed, bound),
         _parts_of_need(memory, cuts),
-        *_with_more_stages(sums, memory, effort, memory_of),
+        *(_with_more_stages(sums, memory, effort, memory_of) if memory_of is not None else ()),
     ]
     raise MemoryShortage("\n".join(lines), math.ceil(needed), cuts.tolist())
 

@@ -149,6 +149,11 @@ class OptionFits:
         restricted._fits[stage] = self._fits[stage] & ((low <= chosen) & (chosen <= high))[:, None, None]
         return restricted
 
+    def any(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
+        """Return for positions in a row whether any option of a stage fits: (ends, begins)."""
+        fits: Booleans = self.at(stage, begins, ends).any(axis=0)
+        return fits
+
     def at(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
         """Return for positions in a row whether each option of a stage fits: (options, ends, begins)."""
         begin, end = int(begins[0]) - self._first[stage], int(ends[0]) - self._first[stage + 1]
