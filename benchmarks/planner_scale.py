@@ -1,10 +1,12 @@
 """Seconds and memory to plan the largest open models, from their configurations and without weights.
 
 python benchmarks/planner_scale.py [--ranks 16] [--seq 4096] [--search] [--json]
+python benchmarks/planner_scale.py --devices 64 --global-batch 512 [--seq 4096] [--json]
 
 Llama 3.1 with 405 B parameters and DeepSeek-V3 with 671 B are loaded, captured, priced for an H100 and planned: with
-1F1B and nothing recomputed or, with --search, over all that `pipegraph plan` compares by default. Each model has a
-process of its own; after each phase its CPU seconds and its largest resident memory so far are recorded.
+1F1B and nothing recomputed; with --search, over all that `pipegraph plan` compares by default; or with --devices, Llama
+alone, over all axes of a cluster. Each model has a process of its own, with one thread; after each phase its CPU
+seconds and its largest resident memory so far are recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import resource
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,11 +109,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class PlanMeasurement:
-    """Phases of planning a model, and its plan: seconds of a step, gap to the bound, bytes of the fullest rank."""
+    """Phases of planning a model, and its plan: seconds of a step, gap to the bound, bytes of the fullest rank.
+
+    ``looked_at`` are candidates whose cuts were searched for, of ``considered``.
+    """
 
     model: str
     phases: list[Phase]
     segments: int
+    considered: int
+    looked_at: int
     schedule: str
     step: float
     gap: float
@@ -119,7 +126,7 @@ class PlanMeasurement:
     stages: list[str]
 
 
-def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
+def measure(model: str, ranks: int, seq: int, search: bool, devices: int, global_batch: int) -> PlanMeasurement:
     """Plan a model in this process, which should do nothing else."""
     phases: list[Phase] = []
 
@@ -131,32 +138,34 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
         phases.append(Phase(name, time.perf_counter() - wall, time.process_time() - cpu, peak))
 
     with phase("import"):
+        import torch
+
+        torch.set_num_threads(1)
         from pipegraph.cost.hardware import Hardware
-        from pipegraph.graph.capture import capture
         from pipegraph.graph.sources import load
-        from pipegraph.planner.comparison import candidates, compare_plans, price_candidates
-        from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_options import PlanOptions
         from pipegraph.workflows.batch import loss_and_target
     with phase("load"), tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(MODELS[model]))
         source = load(f"hf:{file}", weights=False, batch=1, seq=seq)
-    with phase("capture"):
-        captured = capture(source.model, source.args, source.kwargs)
-    options = PlanOptions(ranks=ranks, hardware=Hardware.load("h100"), loss=loss_and_target(source))
-    plans = candidates(ranks) if search else candidates(ranks, ["1f1b"], [4 * ranks], recompute=["none"])
-    with phase("price"):
-        costs = price_candidates(captured, options, plans)
-    with phase("plan"):
-        plan = plan_of(compare_plans(costs, options, ranks, plans).best)
+    hardware = Hardware.load("h100")
+    options = PlanOptions(hardware=hardware, loss=loss_and_target(source))
+    if devices:
+        options = replace(options, memory_bytes=hardware.memory_bytes)
+        plan, considered, looked_at = _plan_cluster(source, options, devices, global_batch, phase)
+    else:
+        plan, considered, looked_at = _plan_ranks(source, replace(options, ranks=ranks), ranks, search, phase)
     prediction = plan.prediction
-    assert prediction is not None and prediction.gap is not None
+    assert prediction is not None and prediction.gap is not None and plan.priced is not None
+    mesh = "".join(f" × {name} {length}" for name, length in prediction.mesh.items())
     return PlanMeasurement(
         model,
         phases,
-        len(next(iter(costs.values())).segments),
-        f"{prediction.schedule}, {prediction.microbatches} microbatches, recompute {prediction.recompute}",
+        len(plan.priced.chain.segments),
+        considered,
+        looked_at,
+        f"pp {prediction.ranks}{mesh}, {prediction.schedule}, {prediction.microbatches} microbatches",
         prediction.value,
         prediction.gap,
         prediction.peak,
@@ -164,17 +173,52 @@ def measure(model: str, ranks: int, seq: int, search: bool) -> PlanMeasurement:
     )
 
 
+def _plan_ranks(source: Any, options: Any, ranks: int, search: bool, phase: Any) -> tuple[Any, int, int]:
+    """Return the best plan for so many ranks, how many were considered, and for how many cuts were searched for."""
+    from pipegraph.graph.capture import capture
+    from pipegraph.planner.comparison import candidates, compare_plans, price_candidates
+    from pipegraph.planner.plan import plan_of
+
+    with phase("capture"):
+        captured = capture(source.model, source.args, source.kwargs)
+    plans = candidates(ranks) if search else candidates(ranks, ["1f1b"], [4 * ranks], recompute=["none"])
+    with phase("price"):
+        costs = price_candidates(captured, options, plans)
+    with phase("plan"):
+        comparison = compare_plans(costs, options, ranks, plans)
+        return plan_of(comparison.best), comparison.considered, len(comparison.choices)
+
+
+def _plan_cluster(source: Any, options: Any, devices: int, global_batch: int, phase: Any) -> tuple[Any, int, int]:
+    """Return the best plan for a cluster, likewise."""
+    from pipegraph.graph.capture import capture_rows
+    from pipegraph.graph.sources.huggingface import tp_plan_of
+    from pipegraph.planner.joint_plan.joint import joint_plan
+    from pipegraph.workflows.batch import loss_and_target
+
+    def captured_rows(rows: int) -> Any:
+        with phase(f"capture {rows}"):
+            return capture_rows(source, rows), loss_and_target(replace(source, batch=rows))
+
+    with phase("plan, with captures"):
+        tp_plan = source.tp_plan or tp_plan_of(source.model)
+        comparison, plan = joint_plan(captured_rows, 1, options, devices, global_batch, tp_plan=tp_plan)
+    return plan, comparison.considered, comparison.searched
+
+
 def main(
     ranks: int = 16,
     seq: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 4096,
     search: Annotated[bool, typer.Option(help="Search every schedule and recompute, as pipegraph plan does.")] = False,
+    devices: Annotated[int, typer.Option(help="Plan Llama for so many devices, over all axes.")] = 0,
+    global_batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 512,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure both models, one after the other."""
+    """Measure the models, one after the other."""
     measurements = []
-    for model in MODELS:
+    for model in ["Llama 405 B"] if devices else MODELS:
         with multiprocessing.get_context("spawn").Pool(1) as process:
-            measurements.append(process.apply(measure, (model, ranks, seq, search)))
+            measurements.append(process.apply(measure, (model, ranks, seq, search, devices, global_batch)))
     if as_json:
         print(json.dumps([asdict(each) for each in measurements], indent=1))
         return
@@ -182,9 +226,11 @@ def main(
         table = Table("phase", "s", "CPU s", "GB so far", title=each.model)
         for phase in each.phases:
             table.add_row(phase.name, f"{phase.seconds:.1f}", f"{phase.cpu_seconds:.1f}", f"{phase.peak_gb:.2f}")
-        table.add_row("total", f"{sum(phase.seconds for phase in each.phases):.1f}")
+        captures = sum(phase.seconds for phase in each.phases if phase.name.startswith("capture ")) if devices else 0.0
+        table.add_row("total", f"{sum(phase.seconds for phase in each.phases) - captures:.1f}")
         Console().print(table)
-        print(f"{each.segments} segments; {each.schedule}: {each.step:.2f} s a step, gap {each.gap:.1%}, ", end="")
+        print(f"{each.segments} segments, {each.considered} plans, of which {each.looked_at} were looked at;")
+        print(f"{each.schedule}: {each.step:.2f} s a step, gap {each.gap:.1%}, ", end="")
         print(f"{each.peak_bytes / 1e9:.0f} GB on the fullest rank", *each.stages, sep="\n  ", end="\n\n")
 
 

@@ -28,6 +28,7 @@ Policy = Callable[..., Any]
 Choice = str | Policy
 
 _SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
+_REPEATED = re.compile(r"\(([^()]*)\)\*(\d+),?")
 _ADVICE = 'Try: "block", {"layers.*": "block", "*.mlp": "none"}, or {"layers[::2]": "block"} for every second layer.'
 _COMMAND_ADVICE = "Try: block, 'layers.*=block,*.mlp=none', or 'layers[::2]=block' for every second layer."
 
@@ -124,13 +125,15 @@ def parse_stages(given: object, stages: int) -> tuple[Recompute, ...]:
 
     Args:
         given: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, as text with ``;``
-            in between.
+            in between, or with bars as in a layout: ``(block|)*3,none`` is ``block;block;block;none``.
         stages: how many there are.
 
     Raises:
         ArgumentError: it is none of these, or for another number of stages.
     """
-    if isinstance(given, str) and ";" in given:
+    if isinstance(given, str) and "|" in given:
+        given = _REPEATED.sub(lambda found: found[1] * min(int(found[2]), stages), given).split("|")
+    elif isinstance(given, str) and ";" in given:
         given = given.split(";")
     if isinstance(given, str) or not isinstance(given, Sequence):
         return (Recompute.parse(given),) * stages

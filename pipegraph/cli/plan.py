@@ -164,7 +164,7 @@ def _plan_cluster(
     """Choose the mesh as well, and print the plans worth a choice."""
     from torch import Tensor
 
-    from pipegraph.graph.capture import capture_source
+    from pipegraph.graph.capture import capture_rows
     from pipegraph.graph.internals import pytree
     from pipegraph.graph.sources.huggingface import tp_plan_of
     from pipegraph.planner.joint_plan.joint import joint_plan
@@ -178,13 +178,12 @@ def _plan_cluster(
     shape = inputs[0].shape if inputs and inputs[0].dim() else (1,)
     tokens = shape[1] if len(shape) == 2 and not inputs[0].is_floating_point() else None
 
-    def capture_rows(rows: int) -> tuple[Captured, tuple[LossOf, Any] | None]:
-        sized = replace(source, batch=rows)
-        return capture_source(sized, allow_derivative), loss_and_target(sized)
+    def captured_rows(rows: int) -> tuple[Captured, tuple[LossOf, Any] | None]:
+        return capture_rows(source, rows, allow_derivative), loss_and_target(replace(source, batch=rows))
 
     with progress("comparing plans"), hold_back_stderr(unless=debug):
         comparison, best = joint_plan(
-            capture_rows,
+            captured_rows,
             source.batch or shape[0],
             options,
             devices,

@@ -99,8 +99,10 @@ def split(
 
         settings = _settings(given)
         file = None if plan_file is None else PlanFile.read(plan_file)
-        if file is not None and batch is None and file.inputs and file.inputs[0].shape:
-            batch = file.inputs[0].shape[0]  # the plan may be for another number of rows than the example has
+        if file is not None and file.inputs:  # the plan may be for other numbers of rows and tokens than the example's
+            rows, *tokens = file.inputs[0].shape or (batch,)
+            batch = rows if batch is None else batch
+            seq = tokens[0] if seq is None and tokens and model.startswith("hf:") else seq
         if folder is not None:
             require_package(folder) if check else require_writable(folder, overwrite)
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
@@ -178,7 +180,7 @@ def _planned(
             return file.apply(captured, memory)
         return plan(
             captured,
-            points=None if points is None else points.split(","),
+            points=points if points is None or "|" in points else points.split(","),
             stages=stages,
             memory_bytes=memory,
             loss=loss_and_target(source),
@@ -223,6 +225,8 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     lines = [*stage_lines(planned.describe()), *(one_line(str(size)) for size in planned.captured.sizes.fixed)]
     if planned.captured.device_branch:
         lines.append(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
+    if planned.layout:
+        lines.append(f"layout     {planned.layout}")
     if planned.prediction is not None:
         lines.append(render_prediction_summary(planned.prediction))
     if folder is not None:

@@ -153,6 +153,7 @@ def _plan_entry(plan: Plan) -> PlanEntry:
     return PlanEntry(
         points=tuple(str(point) for point in plan.points),
         stages=tuple(line.partition(": ")[2] for line in plan.describe()),
+        layout=plan.layout or UNSET,
         prediction=None if plan.prediction is None else structs.replace(plan.prediction, stages=()),
     )
 

@@ -11,8 +11,25 @@ price.py        a captured model → the cost of each of its segments
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["SegmentCost"]
+__all__ = ["SegmentCost", "TransientBytes"]
+
+
+class TransientBytes(NamedTuple):
+    """Bytes that F, I, W and B need while they run, beyond the more of what is held before and after.
+
+    Held before are the activations that are kept then. Held after are those kept then, and of W and B the gradients
+    that they made of the parameters, which are there once more until they are added to the others.
+    """
+
+    forward: int = 0
+    input_grad: int = 0
+    weight_grad: int = 0
+    backward: int = 0
+
+
+NOTHING = TransientBytes()
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class SegmentCost:
         trained_bytes: of ``parameter_bytes``, those of parameters that have a gradient. None: all.
         buffer_bytes: buffers and constants, each where it is first used.
         offloaded_bytes: of ``saved_bytes``, those that wait for the backward in the memory of the host.
+        transient_bytes: what F, I, W and B need while they run. Of segments, a stage has the most.
     """
 
     forward: float
@@ -43,3 +61,4 @@ class SegmentCost:
     trained_bytes: int | None = None
     buffer_bytes: int = 0
     offloaded_bytes: int = 0
+    transient_bytes: TransientBytes = NOTHING

@@ -9,6 +9,7 @@ from typing import TypeVar
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.segments.attribution import offloaded_bytes, saved_bytes, weight_saved_bytes
 from pipegraph.cost.segments.distinct_blocks import SegmentGroups
+from pipegraph.cost.segments.transient import segment_transient_bytes
 
 Choice = TypeVar("Choice", bound=Hashable)
 
@@ -33,12 +34,14 @@ def mix(models: Mapping[Choice, PricedModel], choices: Sequence[Choice]) -> Pric
     parts = SegmentGroups(first.chain, segments, layers, runs)
     every = range(len(segments))
     saved, kept, away = (of(parts, every) for of in (saved_bytes, weight_saved_bytes, offloaded_bytes))
+    transient = segment_transient_bytes(parts)
     costs = tuple(
         replace(
             models[choice].costs[index],
             saved_bytes=saved[index],
             weight_saved_bytes=kept[index],
             offloaded_bytes=away[index],
+            transient_bytes=transient[index],
         )
         for index, choice in enumerate(choices)
     )

@@ -26,6 +26,7 @@ from pipegraph.cost.segments.attribution import (
 from pipegraph.cost.segments.chain import Chain, find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, SegmentGroups, group_segments
 from pipegraph.cost.segments.subgraph import fx_graph
+from pipegraph.cost.segments.transient import segment_transient_bytes, stage_transient_bytes
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
@@ -82,6 +83,7 @@ class PricedModel:
         return SegmentCost(
             forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, kept,
             parameter_bytes(entries, trained=True), buffer_bytes(entries), sum(offloaded_bytes(self.parts, held)),
+            stage_transient_bytes(self.parts, held, comes),
         )  # fmt: skip
 
 
@@ -136,6 +138,7 @@ def price(
     every = range(len(chain.segments))
     saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
     away = offloaded_bytes(parts, every)
+    transient = segment_transient_bytes(parts)
     crossing: tuple[CrossingValue, ...] = ()
     if name == "type":
         times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
@@ -160,6 +163,7 @@ def price(
             trained_bytes=parameter_bytes(state[index], trained=True),
             buffer_bytes=buffer_bytes(state[index]),
             offloaded_bytes=away[index],
+            transient_bytes=transient[index],
         )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )

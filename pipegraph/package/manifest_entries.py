@@ -82,6 +82,7 @@ class StageCost(Entry, frozen=True):
         saved_bytes: activations that F keeps for the backward.
         weight_saved_bytes: what is kept from the end of I to that of W.
         offloaded_bytes: of ``saved_bytes``, those that wait in the memory of the host; None for none.
+        transient_bytes: what F, I, W and B need while they run, as `pipegraph.cost.TransientBytes` counts it.
         forward, input_grad, weight_grad: predicted seconds of F, I and W.
     """
 
@@ -95,6 +96,7 @@ class StageCost(Entry, frozen=True):
     saved_bytes: Count | None = None
     weight_saved_bytes: Count | None = None
     offloaded_bytes: Count | None = None
+    transient_bytes: tuple[Count, Count, Count, Count] | None = None
     forward: Figure | None = None
     input_grad: Figure | None = None
     weight_grad: Figure | None = None
@@ -143,10 +145,15 @@ class ModelEntry(Entry, frozen=True, rename={"class_name": "class"}):
 
 
 class PlanEntry(Entry, frozen=True):
-    """Where the model was cut: the split points, the modules of each stage in words and, if it was priced, why."""
+    """Where the model was cut: the split points, the modules of each stage in words and, if it was priced, why.
+
+    Attributes:
+        layout: of the stages as Megatron writes it, ``Et*3|(tt|)*4,L``; UNSET if they are not of whole layers.
+    """
 
     points: tuple[Name, ...] = ()
     stages: tuple[str, ...] = ()
+    layout: Text | UnsetType = UNSET
     prediction: Prediction | None = None
 
 

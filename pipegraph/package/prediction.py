@@ -39,8 +39,8 @@ UNCORRECTED: Final = MeasuredRatio(1.0, 1.0, 1.0)
 class StagePrediction(Entry, frozen=True):
     """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
 
-    ``weight_saved_bytes`` is None in plans that were written before it was known; ``offloaded_bytes`` if nothing waits
-    in the memory of the host.
+    ``weight_saved_bytes`` and ``transient_bytes``, what F, I, W and B need while they run, are None in plans that were
+    written before they were known; ``offloaded_bytes`` if nothing waits in the memory of the host.
     """
 
     forward: Figure
@@ -50,6 +50,7 @@ class StagePrediction(Entry, frozen=True):
     parameter_bytes: Count
     weight_saved_bytes: Count | None = None
     offloaded_bytes: Count | None = None
+    transient_bytes: tuple[Count, Count, Count, Count] | None = None
 
     @property
     def total(self) -> float:
@@ -92,7 +93,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         places: how many there are to cut at, of which all were looked at.
         lower_bound: no other cuts at these places have less, as far as segments add up to stages; None if the cuts were
             given.
-        memory: bytes that each rank needs between actions; what a kernel needs while it runs comes on top.
+        memory: bytes that each rank needs.
+        transient: of them, those that it needs only while F, I, W or B runs; empty in plans of before it was counted.
         cuts: between stages.
         mesh: the dimensions of the mesh besides the pipeline's, by name; empty for one pipeline. ``value`` counts what
             their collectives take.
@@ -114,6 +116,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     places: Count
     lower_bound: Figure | None
     memory: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    transient: tuple[Count, ...] = ()
     mesh: dict[Annotated[str, one_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
         msgspec.field(default_factory=dict)
     )
@@ -126,7 +129,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             raise FieldError(
                 "placement", f"it is on ranks {sorted({*self.placement})}, and memory is of {len(self.memory)} ranks"
             )
-
+        if self.transient and len(self.transient) != len(self.memory):
+            raise FieldError("transient", f"it is of {len(self.transient)} ranks, and memory of {len(self.memory)}")
         try:
             parse_stages(self.recompute, len(self.placement))
         except ArgumentError as error:
@@ -205,7 +209,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""
         silent = {"costs"} if not self.stages else set()
-        silent |= {name for name in ("mesh", "resident") if not getattr(self, name)}
+        silent |= {name for name in ("mesh", "resident", "transient") if not getattr(self, name)}
         silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()
         found: dict[str, Any] = {}
         for name, value in msgspec.to_builtins(self).items():

@@ -13,8 +13,10 @@ from pipegraph.graph.captured import Captured
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
+from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage, solve
-from pipegraph.recompute import CHOICES, Recompute
+from pipegraph.recompute import AUTO, CHOICES, EVERYWHERE, Recompute
+from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
@@ -27,7 +29,7 @@ SAME_TIME = 0.002
 # segment's part of a stage, and at least _LEAST_CHANGE; by anything if that is more than _LARGEST_CHANGE. From the
 # second estimate on: by a sixth of that.
 _LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
-_LOW_EFFORT = 0.05
+_LOW_EFFORT, _FREE_EFFORT = 0.05, 0.2
 _MANY_STAGES = 32  # 4 stages on a rank are compared by default if they are no more than so many in all
 _CLOSEST = 3  # plans that are searched for what they need if none fits
 
@@ -76,14 +78,15 @@ def candidates(
         microbatches: of a step; by default 2 and 4 for each rank.
         chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
             2), and 4 if that makes no more than 32 stages.
-        recompute: what backwards compute again, as text.
+        recompute: what backwards compute again, as text; "auto" for the best choice of each stage.
 
     Raises:
         ScheduleError: an unknown schedule.
         ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank.
     """
     for each in recompute:
-        Recompute.parse(each)
+        if each != AUTO:
+            Recompute.parse(each)
     recipes = [find_recipe(name) for name in schedules] if schedules else [each for each in RECIPES if each.trains]
     plans = []
     for recipe in recipes:
@@ -119,7 +122,39 @@ def compare_model(
     """
     options.check_parameters_fit(captured)
     options = options.on_ranks(ranks)
-    return compare_plans(price_candidates(captured, options, plans), options, ranks, plans)
+    alike = [plan for plan in plans if plan.recompute != AUTO]
+    free = [plan for plan in plans if plan.recompute == AUTO]
+    compared = compare_plans(price_candidates(captured, options, alike), options, ranks, alike) if alike else None
+    if not free:
+        assert compared is not None
+        return compared
+    return _with_free_recompute(RecomputeOptions.price(captured, options), options, ranks, free, compared)
+
+
+def _with_free_recompute(
+    priced: RecomputeOptions,
+    options: PlanOptions,
+    ranks: int,
+    plans: Sequence[PlanCandidate],
+    others: PlanComparison | None,
+) -> PlanComparison:
+    """Compare plans of which each stage computes again what is best, and plans that were compared already.
+
+    Stages choose for schedules and microbatches that are worth it with one choice for all stages.
+    """
+    of_names = {str(priced.recompute[index]): priced.costs[index] for index in priced.uniform}
+    each = [replace(plan, recompute=name) for plan in plans for name in of_names]
+    alike = compare_plans(of_names, options, ranks, each)
+    found: dict[Schedule, CutChoice] = {}
+    for choice in alike.choices:
+        if choice.schedule not in found:
+            own = replace(choice.options, recompute=EVERYWHERE, effort=_FREE_EFFORT * options.effort)
+            found[choice.schedule] = priced.choose(own, choice.schedule.stages)
+    best, *rest = _pareto_front([*found.values(), *(others.choices if others is not None else ())])
+    considered, refused = len(plans), alike.refused
+    if others is not None:
+        considered, refused = considered + others.considered, tuple(dict.fromkeys((*others.refused, *refused)))
+    return PlanComparison((best, *rest), considered, refused)
 
 
 def price_candidates(captured: Captured, options: PlanOptions, plans: Sequence[PlanCandidate]) -> dict[str, ChainCosts]:

@@ -18,7 +18,7 @@ from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
-from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds
+from pipegraph.planner.step_prediction import RankMemory, rank_memory, stage_times, step_seconds
 from pipegraph.recompute import stages_text
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes
@@ -52,10 +52,14 @@ class CutChoice:
         return max(stage.forward + stage.input_grad + stage.weight_grad for stage in stages)
 
     @cached_property
+    def parts_of_memory(self) -> tuple[RankMemory, ...]:
+        """What each rank needs, and for what."""
+        return rank_memory(self.costs.stages(self.cuts), self.schedule, self.options.state_factor)
+
+    @property
     def memory(self) -> tuple[int, ...]:
         """Bytes that each rank needs."""
-        ranks = rank_memory(self.costs.stages(self.cuts), self.schedule, self.options.state_factor)
-        return tuple(rank.total for rank in ranks)
+        return tuple(rank.total for rank in self.parts_of_memory)
 
     @property
     def per_microbatch(self) -> float:
@@ -97,6 +101,7 @@ class CutChoice:
             places=len(chain.segments) - 1,
             lower_bound=bound,
             memory=self.memory,
+            transient=tuple(rank.transient for rank in self.parts_of_memory),
             stages=tuple(
                 StagePrediction(
                     rounded(f),
@@ -106,6 +111,7 @@ class CutChoice:
                     each.parameter_bytes,
                     each.weight_saved_bytes,
                     each.offloaded_bytes or None,
+                    tuple(each.transient_bytes),
                 )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),

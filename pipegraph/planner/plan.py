@@ -31,8 +31,9 @@ from pipegraph.notebook import draw
 from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
+from pipegraph.planner.layer_layout import is_layout, layout_of, layout_points
 from pipegraph.planner.plan_options import PlanOptions, check_number
-from pipegraph.planner.recompute_options import choose_recompute, parse_recompute
+from pipegraph.planner.recompute_options import choose_recompute, choose_recompute_at, parse_recompute
 from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.solver.solve_arguments import either_memory, parse_memory
@@ -79,6 +80,11 @@ class Plan:
         """Return a line per stage: ``stage 0: embed, layers.0 – layers.3``."""
         return [f"stage {stage.index}: {', '.join(stage_modules(self.captured, stage))}" for stage in self.stages]
 
+    @property
+    def layout(self) -> str:
+        """The stages as Megatron's layout: ``Et*3|(tt|)*4,L``; empty if they are not of whole repeated layers."""
+        return layout_of(self.captured, locate(self.captured, self.points))
+
     def taken(self, stage: StageGraph) -> tuple[Boundary, ...]:
         """Return the boundary of each input of a stage."""
         found = {each.node: each for each in self.boundaries if stage.index in each.consumers}
@@ -111,7 +117,7 @@ class Plan:
 
 def plan(
     captured: Captured,
-    points: Sequence[str | Point] | Mapping[str, Enum] | None = None,
+    points: Sequence[str | Point] | Mapping[str, Enum] | str | None = None,
     stages: int | None = None,
     balance: str | None = None,
     schedule: str | Schedule | None = None,
@@ -134,7 +140,8 @@ def plan(
     Args:
         captured: from :func:`pipegraph.capture`.
         points: FQNs that start a stage, in the model's order (``layers.4``; ``layers.3:end`` starts one after that
-            module); or FQN → ``SplitPoint``, ours or that of ``torch.distributed.pipelining``. If neither they nor
+            module); FQN → ``SplitPoint``, ours or that of ``torch.distributed.pipelining``; or Megatron's layout of the
+            stages, ``Et*3|(tt|)*4,L`` (`pipegraph.planner.layer_layout`). If neither they nor
             ``stages`` are given, the model's own calls of ``pipe_split()`` are taken. What a step takes is predicted
             if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
         stages: cut into this many stages instead, where it is best.
@@ -145,13 +152,13 @@ def plan(
         schedule: a name, or a schedule of so many stages; "1f1b" by default.
         microbatches: of a step; 8 by default.
         ranks: for schedules that can have any number of stages on a rank.
-        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. What is kept between actions
-            has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
-            kernel needs while it runs.
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. Activations, parameters,
+            buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
         hardware: a profile, its name or its file; ``cpu`` by default.
         recompute: "none", "min-cut" (the default), "block" or "offload"; such a choice for patterns of module names; or
             a sequence with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses for
-            each stage, together with the cuts, what makes a step the shortest in the memory there is.
+            each stage, together with the cuts if they are not given, what makes a step the shortest in the memory there
+            is.
         loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
@@ -186,7 +193,7 @@ def plan(
         split_points, starts = _equal_segments(captured, stages)
         balance = None
     elif points or (points is None and captured.pipe_splits):
-        split_points = _points(points) if points else points_of_pipe_splits(captured)
+        split_points = _points(captured, points) if points else points_of_pipe_splits(captured)
         starts = locate(captured, split_points)
         if not options.timed:
             raise ArgumentError(
@@ -199,9 +206,13 @@ def plan(
             f"No split point was given for {captured.model_name}.\n"
             f"Try: {argument('points', [_suggestion(captured)])}, or {argument('stages', 2)}."
         )
-    options = replace(options, recompute=parse_recompute(captured, recompute, len(starts) + 1))
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     made = _cut(captured, split_points, starts)
+    if recompute == AUTO:
+        chosen = choose_recompute_at(captured, options, starts)
+        made = replace(made.predicted(chosen.predict()), priced=chosen.costs.priced)
+        return made.with_relays() if relay_skips else made
+    options = replace(options, recompute=parse_recompute(captured, recompute, len(starts) + 1))
     to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
     made = made if all(each is None for each in to_predict) else _predicted(made, captured, options, starts)
     return made.with_relays() if relay_skips else made
@@ -291,9 +302,11 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
     )
 
 
-def _points(points: Sequence[str | Point] | Mapping[str, Enum]) -> tuple[Point, ...]:
+def _points(captured: Captured, points: Sequence[str | Point] | Mapping[str, Enum] | str) -> tuple[Point, ...]:
     if isinstance(points, Mapping):
         return tuple(Point(fqn, _side(fqn, side)) for fqn, side in points.items())
+    if isinstance(points, str) and is_layout(points):
+        return layout_points(captured, points)
     if isinstance(points, str):
         raise PlanError(f"points is a string, not a sequence of names.\nTry: points={points.split(',')!r}.")
     require_type(points, Iterable, "points are names of modules", 'points=["layers.4"]')
@@ -347,6 +360,7 @@ def _with_prediction(cost: StageCost, stage: StagePrediction, in_seconds: bool) 
         saved_bytes=stage.saved_bytes,
         weight_saved_bytes=stage.weight_saved_bytes,
         offloaded_bytes=stage.offloaded_bytes,
+        transient_bytes=stage.transient_bytes,
     )
     if not in_seconds:
         return cost

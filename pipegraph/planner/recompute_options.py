@@ -16,10 +16,10 @@ from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions, StagedCosts
-from pipegraph.planner.solver.option_search import solve_options
+from pipegraph.planner.solver.option_search import OptionSolution, solve_options
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.progress import report_progress
-from pipegraph.recompute import AUTO, OFFLOAD, Recompute, parse_stages
+from pipegraph.recompute import OFFLOAD, Recompute, parse_stages
 
 _PARTS = 8
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # which of eight layers come first, so that any number of them is spread evenly
@@ -61,14 +61,17 @@ class RecomputeOptions:
         return cls(distinct, costs, (), tuple((distinct.index(one),) for one in each))
 
     @classmethod
-    def price(cls, captured: Captured, options: PlanOptions) -> RecomputeOptions:
-        """Price a model with each choice. Raises as `PlanOptions.price` does."""
+    def price(cls, captured: Captured, options: PlanOptions, kept: Collection[int] = ()) -> RecomputeOptions:
+        """Price a model with each choice. Segments are cut at the operations ``kept`` in any case.
+
+        Raises as `PlanOptions.price` does.
+        """
         traced: dict[str, DividedFunction] = {}
         containers = _containers(captured)
         block = Recompute.parse({f"{name}.*": "block" for name in containers} or "block")
         alike = {"none": Recompute.parse("none"), "min-cut": Recompute.parse("min-cut"), "block": block}
         priced = {
-            name: replace(options, recompute=each).price(captured, traced=traced).priced for name, each in alike.items()
+            name: replace(options, recompute=each).price(captured, kept, traced).priced for name, each in alike.items()
         }
         recompute, costs = [*alike.values()], [ChainCosts(model) for model in priced.values()]
         layers = _layers(priced["none"].chain, containers)
@@ -133,6 +136,31 @@ class RecomputeOptions:
         best = min(found, key=lambda each: each.value)
         return replace(best, solution=bound)
 
+    def choose_at(self, options: PlanOptions, cuts: Sequence[int]) -> CutChoice:
+        """Choose for the stages of given cuts what each computes again. The choice has no solution: cuts were given.
+
+        Raises:
+            MemoryShortage: no choices fit.
+        """
+        report_progress("looking for what to compute again")
+        solution = solve_options(
+            [costs.stages(cuts) for costs in self.costs],
+            len(cuts) + 1,
+            options.schedule,
+            options.microbatches,
+            options.ranks,
+            options.memory_bytes,
+            options.link,
+            state_factor=options.state_factor,
+            effort=options.effort,
+        )
+        return replace(self._choice(options, replace(solution, cuts=tuple(cuts))), solution=None)
+
+    def _choice(self, options: PlanOptions, solution: OptionSolution) -> CutChoice:
+        costs = StagedCosts([self.costs[option] for option in solution.options])
+        own = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
+        return CutChoice(costs, own, solution.cuts, solution.schedule, solution)
+
     def _jointly(self, options: PlanOptions, stages: int, memory: float | Sequence[float] | None) -> CutChoice:
         solution = solve_options(
             [costs.segments for costs in self.costs],
@@ -147,9 +175,7 @@ class RecomputeOptions:
             state_factor=options.state_factor,
             effort=options.effort,
         )
-        costs = StagedCosts([self.costs[option] for option in solution.options])
-        own = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
-        return CutChoice(costs, own, solution.cuts, solution.schedule, solution)
+        return self._choice(options, solution)
 
     def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
         for option in self.uniform:
@@ -166,11 +192,6 @@ def parse_recompute(captured: Captured, given: object, stages: int) -> Recompute
 
     Raises ArgumentError for what no plan can hold.
     """
-    if given == AUTO:
-        raise ArgumentError(
-            f"{argument('recompute', AUTO)} chooses what to compute again together with the cuts, which were given.\n"
-            f"Try: {argument('stages', stages)} instead, or {argument('recompute', 'block')}."
-        )
     each = parse_stages(own_recompute(captured) if given is None else given, stages)
     if any(one.policies for one in each):
         raise ArgumentError(
@@ -193,6 +214,17 @@ def choose_recompute(captured: Captured, options: PlanOptions, stages: int, is_a
     if is_auto or isinstance(options.recompute, Recompute):
         return RecomputeOptions.price(captured, options).choose(options, stages)
     return RecomputeOptions.of_stages(captured, options, options.recompute).choose(options, stages)
+
+
+def choose_recompute_at(captured: Captured, options: PlanOptions, starts: Sequence[int]) -> CutChoice:
+    """Choose what the stages compute again that begin at these positions in ``Captured.nodes``, without the first's.
+
+    Raises a MemoryShortage if no choices fit.
+    """
+    options = options if options.timed else replace(options, balance="time")
+    priced = RecomputeOptions.price(captured, options, starts)
+    begins = [segment.start for segment in priced.costs[0].priced.chain.segments]
+    return priced.choose_at(options, [begins.index(start) for start in starts])
 
 
 def _containers(captured: Captured) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class RunComparison:
             ranks run in turn.
         state, saved: bytes of each rank.
         buffers: predicted bytes of each rank to receive into.
+        transient: predicted bytes of each rank on top of these, while F, I, W or B runs.
+        allocated: bytes of each rank, all of these; measured on GPUs that have one rank each.
         measured: the run.
         basis: what the prices rest on: ``time on h100``; empty without prices.
         hints: why figures are missing or cannot be compared, and what to try.
@@ -58,6 +60,8 @@ class RunComparison:
     state: tuple[PredictedAndMeasured, ...]
     saved: tuple[PredictedAndMeasured, ...]
     buffers: tuple[int | None, ...]
+    transient: tuple[int | None, ...]
+    allocated: tuple[PredictedAndMeasured, ...]
     measured: MeasuredRun
     basis: str
     hints: tuple[str, ...]
@@ -106,6 +110,8 @@ def compare_run(
     hints = [_other_plan_hint(manifest, schedule, mesh), *_hints(manifest, stages, measured, expected.links_known)]
     states = [rank.state for rank in memory] if memory else [None] * schedule.ranks
     saved = [rank.saved for rank in memory] if memory else [None] * schedule.ranks
+    totals = [rank.total for rank in memory] if memory else [None] * schedule.ranks
+    allocated = measured.allocated if len(measured.allocated) == schedule.ranks else [None] * schedule.ranks
     return RunComparison(
         schedule=schedule,
         stages=stages,
@@ -114,6 +120,8 @@ def compare_run(
         state=tuple(map(PredictedAndMeasured, states, measured.state)),
         saved=tuple(map(PredictedAndMeasured, saved, measured.saved)),
         buffers=tuple(memory[rank].buffers if memory else None for rank in range(schedule.ranks)),
+        transient=tuple(memory[rank].transient if memory else None for rank in range(schedule.ranks)),
+        allocated=tuple(map(PredictedAndMeasured, totals, allocated)),
         measured=measured,
         basis=one_line(f"{plan.balance} on {plan.hardware}") if costs and plan else "",
         hints=tuple(filter(None, hints)),

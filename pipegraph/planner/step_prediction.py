@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
@@ -48,21 +48,23 @@ def step_seconds(
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank needs between actions.
+    """Bytes that a rank needs.
 
     Attributes:
         state: parameters, their gradients and the optimizer's state; buffers and constants.
         saved: what is kept for backwards, at the moment of its peak.
         buffers: to receive into.
+        transient: what is on top of these at the most, while F, I, W or B runs.
     """
 
     state: int
     saved: int
     buffers: int
+    transient: int
 
     @property
     def total(self) -> int:
-        return self.state + self.saved + self.buffers
+        return self.state + self.saved + self.buffers + self.transient
 
 
 def rank_memory(
@@ -204,6 +206,7 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
             trained_bytes=stage.cost.trained_bytes,
             buffer_bytes=stage.cost.buffer_bytes or 0,
             offloaded_bytes=stage.cost.offloaded_bytes or 0,
+            transient_bytes=TransientBytes(*(stage.cost.transient_bytes or ())),
         )
         for stage, boundary_bytes in zip(manifest.stages, crossing, strict=True)
     )
@@ -228,7 +231,10 @@ def pricing_profile(manifest: Manifest) -> Hardware | None:
 
 @dataclass(frozen=True)
 class RankMemoryByKind:
-    """Bytes of a rank by kind; ``buffers`` are the model's own and those to receive into."""
+    """Bytes of a rank by kind.
+
+    ``buffers`` are the model's own and those to receive into, ``transient`` what is on top while F, I, W or B runs.
+    """
 
     rank: int
     parameters: int
@@ -236,19 +242,21 @@ class RankMemoryByKind:
     optimizer_state: int
     saved_activations: int | None
     buffers: int
+    transient: int | None
 
     @property
     def total(self) -> int:
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, int]:
-        """Return kind → bytes; without saved activations if they are not known."""
+        """Return kind → bytes; without saved activations and what is transient if they are not known."""
         kinds = {
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer state": self.optimizer_state,
             "saved activations": self.saved_activations,
             "buffers": self.buffers,
+            "transient": self.transient,
         }
         return {kind: held for kind, held in kinds.items() if held is not None}
 
@@ -275,6 +283,7 @@ def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryBy
                 optimizer_state=_MOMENTS * trained,
                 saved_activations=None if memory is None else memory[rank].saved,
                 buffers=sum(cost.buffer_bytes or 0 for cost in own) + (memory[rank].buffers if memory else 0),
+                transient=None if memory is None else memory[rank].transient,
             )
         )
     return tuple(ranks)

@@ -26,6 +26,7 @@ MEMORY = {
     "optimizer state": "#a3cef1",
     "saved activations": "#2f9e77",
     "buffers": "#e0a458",
+    "transient": "#c8553d",
 }
 """The colour of each kind of memory."""
 

@@ -7,8 +7,8 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from pipegraph.cost import SegmentCost
-from pipegraph.schedule import Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
+from pipegraph.cost import SegmentCost, TransientBytes
+from pipegraph.schedule import Action, Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
 from pipegraph.schedule.absences import absences
 from pipegraph.schedule.recipes import find_recipe
 
@@ -66,13 +66,13 @@ def memory(
         held = peak = 0.0
         away = absences(order)
         for position, action in enumerate(order):
-            # What leaves behind this action is gone when it ends, and what comes before it is there.
-            held -= sum(offloaded[each.stage] for each in away if each.left == position)
+            # What leaves behind this action is here until it ends, and what comes before it is there.
             held += sum(offloaded[each.stage] for each in away if each.back == position)
             one, other = saved[action.stage], weights[action.stage]
             changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
-            held += changes[action.kind]
-            peak = max(peak, held)
+            before, held = held, held + changes[action.kind]
+            peak = max(peak, held, _while_it_runs(action, before, held, stages[action.stage], trained[action.stage]))
+            held -= sum(offloaded[each.stage] for each in away if each.left == position)
         own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
         states = sum(parameters[stage] + buffered[stage] for stage in own)
         states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in own)
@@ -81,6 +81,18 @@ def memory(
         ]
         found.append(peak + states + sum(received))
     return found
+
+
+def _while_it_runs(
+    action: Action, before: float, after: float, segments: Sequence[SegmentCost], gradients: float
+) -> float:
+    """The first stage's I has nothing to do, and its W does all of the backward."""
+    kind = Kind.B if action.kind is Kind.W and action.stage == 0 else action.kind
+    if kind is Kind.I and action.stage == 0:
+        return after
+    need = max(cost.transient_bytes[(Kind.F, Kind.I, Kind.W, Kind.B).index(kind)] for cost in segments)
+    made = gradients if action.kind in (Kind.W, Kind.B) else 0.0
+    return need + max(after + made, 0.0 if kind is Kind.F else before)
 
 
 def _or(figure: float | None, other: float) -> float:
@@ -94,7 +106,9 @@ def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost
     parameters = draw(sizes)
     trained, kept = draw(st.none() | st.integers(0, parameters)), draw(st.none() | sizes)
     seconds = [draw(figures) for _ in range(3)]
-    return SegmentCost(*seconds, draw(sizes), draw(sizes), parameters, 0, kept, trained, draw(st.just(0) | sizes))
+    others = parameters, 0, kept, trained, draw(st.just(0) | sizes)
+    transient = draw(st.just(TransientBytes()) | st.builds(TransientBytes, sizes, sizes, sizes, sizes))
+    return SegmentCost(*seconds, draw(sizes), draw(sizes), *others, transient_bytes=transient)
 
 
 def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE) -> st.SearchStrategy[list[SegmentCost]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
 from pipegraph.planner import solve
 from pipegraph.schedule import Schedule, from_csv
@@ -34,6 +34,24 @@ def test_each_stage_of_a_rank_holds_its_own() -> None:
     assert list(solution.memory) == memory(chain, (1, 2, 3), solution.schedule) == [4 * 1000, 4]
 
 
+@pytest.mark.parametrize(
+    ("transient", "needed"),
+    [
+        (TransientBytes(forward=30), [230, 130]),  # on top of what two microbatches keep, and one
+        (TransientBytes(backward=30), [230, 130]),
+        (TransientBytes(input_grad=30, weight_grad=30), [200, 100]),  # which 1f1b does not run
+    ],
+)
+def test_what_actions_need_while_they_run(transient: TransientBytes, needed: list[int]) -> None:
+    small = SegmentCost(1.0, 1.0, 1.0, 0, 50)
+    chain = [small, SegmentCost(1.0, 1.0, 1.0, 0, 50, transient_bytes=transient)] * 2
+    solution = solve(chain, 2, "1f1b", 4)
+    assert list(solution.memory) == memory(chain, (2,), solution.schedule) == needed
+    # The gradients of parameters are there once more at the end of a backward that leaves nothing behind.
+    held = [SegmentCost(1.0, 1.0, 1.0, 0, 50, 80)] * 2
+    assert solve(held, 2, "1f1b", 4).memory == (100 + 4 * 80 + 30, 4 * 80 + 80)
+
+
 PARTED = from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n")
 
 
@@ -50,7 +68,7 @@ def test_w_keeps_what_it_reads(reads: int | None, last: int) -> None:
 
 def test_frozen_parameters_and_buffers_are_held_once() -> None:
     chain = [SegmentCost(1.0, 1.0, 1.0, parameter_bytes=100, trained_bytes=10, buffer_bytes=7)] * 4
-    assert solve(chain, stages=2).memory == (2 * (107 + 3 * 10),) * 2
+    assert solve(chain, stages=2).memory == (2 * (107 + 3 * 10 + 10),) * 2  # and gradients that have just been made
     assert solve(chain, stages=2, schedule="forward").memory == (2 * 107,) * 2
     with pytest.raises(PlanError, match="trained_bytes=101, and they are a part of parameter_bytes, 100"):
         solve([SegmentCost(1.0, 1.0, 1.0, parameter_bytes=100, trained_bytes=101)] * 2, stages=2)
@@ -128,8 +146,8 @@ def test_too_little_memory_says_what_to_do() -> None:
     assert str(caught.value).splitlines() == [
         "No cuts fit into 600 B on each rank: 960 B (960 bytes) would be enough, and no less.",
         "Of that, rank 0 needs 160 B for parameters, buffers, gradients and optimizer state, 800 B for saved "
-        "activations, which recompute or smaller microbatches make less, and 0 B for receive buffers. "
-        "What a kernel needs while it runs comes on top.",
+        "activations, which recompute or smaller microbatches make less, 0 B for receive buffers, and 0 B while F, I "
+        "or W runs.",
         "The least on a rank depends on their number: with 4 stages on 4 ranks it is 880 B, "
         "with 8 stages on 8 ranks it is 440 B.",
     ]

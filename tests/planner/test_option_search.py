@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
 from pipegraph.planner.solver import option_search
 from pipegraph.planner.solver.option_search import OptionSolution, solve_options
@@ -48,7 +48,13 @@ def random_case(random: Random) -> Case:
         saved, crossing, held = (random.randint(0, 50) for _ in range(3))
         for costs in options:
             kept, away = random.randint(0, saved), saved // 2 if offloads and costs is options[-1] else 0
-            costs.append(SegmentCost(f, i, w, crossing, saved, held, weight_saved_bytes=kept, offloaded_bytes=away))
+            transient = TransientBytes(*(random.randint(0, 30) for _ in range(4)))
+            costs.append(
+                SegmentCost(
+                    f, i, w, crossing, saved, held,
+                    weight_saved_bytes=kept, offloaded_bytes=away, transient_bytes=transient,
+                )
+            )  # fmt: skip
             i, saved = i + random.randint(0, 9), random.randint(0, saved)
     link = random.choice([None, (0.5, 10.0), (0.0, 100.0)])
     return Case(options, schedule, link)

@@ -147,7 +147,7 @@ def _shares(
     """``counted`` are the crossing values that count; by default all."""
     seen: set[tuple[bool, fx.Node]] = set()
     found: list[int] = []
-    for part in _largest(parts, held):
+    for part in parts.largest(held):
         total = _kept(part, kept_by(part.block), seen, counted)
         segments = (parts.segments[index] for index in part.segments)
         alone = [_kept(each, kept_by(each.block), set(), counted) for each in segments]
@@ -155,20 +155,6 @@ def _shares(
         ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
         ends[-1] = total
         found += [stop - start for start, stop in pairwise(ends)]
-    return found
-
-
-def _largest(parts: SegmentGroups, held: range) -> list[SegmentGroup]:
-    """Return the parts that make up the segments in ``held``: runs and layers if they are whole, else segments."""
-    at: dict[int, list[SegmentGroup]] = {}
-    for part in (*parts.runs, *parts.layers, *parts.segments):
-        if part.segments.stop <= held.stop:
-            at.setdefault(part.segments.start, []).append(part)
-    found, index = [], held.start
-    while index < held.stop:
-        part = max(at[index], key=lambda each: len(each.segments))
-        found.append(part)
-        index = part.segments.stop
     return found
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from pipegraph.cost.model_output import LossOf, loss_of_pieces, mean_square
 from pipegraph.cost.roofline.fused_kernels import fused_attention
 from pipegraph.cost.segments.chain import Chain
+from pipegraph.cost.segments.live_ranges import BlockPeaks, block_peaks
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import path_of
@@ -129,6 +130,11 @@ class Block:
         came = (node.name for node in joint.tangents if node is not None)
         return _kept(self.subgraph, joint, (*self.derivative.saved(present), *came))
 
+    @cached_property
+    def peaks(self) -> BlockPeaks:
+        """What its graphs hold while they run."""
+        return block_peaks(self.subgraph, self.derivative)
+
 
 @dataclass(frozen=True, eq=False)
 class SegmentGroup:
@@ -161,6 +167,24 @@ class SegmentGroups:
         every = (*self.segments, *self.layers, *self.runs)
         in_order = sorted(every, key=lambda part: (part.segments.stop, len(part.segments)))
         return tuple({part.block.key: part.block for part in in_order}.values())
+
+    def largest(self, held: range) -> list[SegmentGroup]:
+        """Return the parts that make up the segments in ``held``: runs and layers if they are whole, else segments."""
+        at: dict[int, list[SegmentGroup]] = {}
+        for part in (*self.runs, *self.layers, *self.segments):
+            if part.segments.stop <= held.stop:
+                at.setdefault(part.segments.start, []).append(part)
+        found, index = [], held.start
+        while index < held.stop:
+            part = max(at[index], key=lambda each: len(each.segments))
+            found.append(part)
+            index = part.segments.stop
+        return found
+
+    @cached_property
+    def last_reader(self) -> dict[fx.Node, int]:
+        """Of each value that a segment takes, the last segment that does."""
+        return {node: index for index, part in enumerate(self.segments) for node in part.subgraph.inputs}
 
 
 # Tracing and dividing a graph takes time that grows faster than the graph.

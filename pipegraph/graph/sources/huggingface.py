@@ -64,6 +64,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
         args=(),
         kwargs=_example_inputs(built, config, path, batch, seq),
         rebuild=lambda: load_config(model, weights, batch, seq).model,
+        inputs_of=lambda rows: _example_inputs(built, config, path, rows, seq),
         config={**fields, "architectures": [builder.__name__]},
     )
 

@@ -43,6 +43,7 @@ class ModelSource:
         tp_plan: pattern of module names → style of tensor parallelism.
         batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
         rebuild: builds the same model anew.
+        inputs_of: makes keyword inputs of so many rows; None if only an example is there.
         config: the fields of a Hugging Face configuration that the model was built from.
     """
 
@@ -58,6 +59,7 @@ class ModelSource:
     batch: int | None = None
     seq: int | None = None
     rebuild: Callable[[], nn.Module] | None = field(default=None, repr=False)
+    inputs_of: Callable[[int], dict[str, Any]] | None = field(default=None, repr=False)
     training: TrainingFunctions = field(default=TrainingFunctions(), repr=False)
     config: Mapping[str, Any] | None = field(default=None, repr=False)
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware
 from pipegraph.planner.joint_plan.layout import Layout
 from pipegraph.planner.joint_plan.tensor_shares import TensorShare
@@ -41,8 +43,25 @@ class SummedCosts(ChainCosts):
         kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
         trained = sum(cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own)
         return SegmentCost(
-            **sums, boundary_bytes=own[-1].boundary_bytes, weight_saved_bytes=kept, trained_bytes=trained
+            **sums,
+            boundary_bytes=own[-1].boundary_bytes,
+            weight_saved_bytes=kept,
+            trained_bytes=trained,
+            transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in own), strict=True))),
         )
+
+
+class LayoutTotals(NamedTuple):
+    """Of a whole model and one microbatch, with the best choice for each segment.
+
+    Attributes:
+        seconds: of F, I and W together.
+        saved_bytes, parameter_bytes: what is kept and held.
+    """
+
+    seconds: float
+    saved_bytes: float
+    parameter_bytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +69,8 @@ class LayoutCosts:
     """The prices of a model with each choice of what to compute again, for one and for two times its rows.
 
     Between and beyond these, what a microbatch takes grows evenly with its rows; bytes do so exactly. Ranks along tp
-    divide the part of each segment's time and bytes that the model's tensor-parallel plan divides.
+    divide the part of each segment's time and bytes that the model's tensor-parallel plan divides; of what it needs
+    while it runs the same part as of what it keeps.
 
     Attributes:
         single, double: the prices for ``rows``, and for twice as many.
@@ -89,6 +109,19 @@ class LayoutCosts:
                 found.append(option)
         return found
 
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The first segment of each layer."""
+        return tuple(layer.start for layer in self.single.costs[0].priced.chain.layers)
+
+    def layer_options(self, layout: Layout, rows: int) -> list[list[SegmentCost]]:
+        """Return the costs of whole layers with each choice."""
+        return _layer_options(self, layout.tp, rows)
+
+    def totals(self, layout: Layout, rows: int) -> LayoutTotals:
+        """Return the least that the model takes and keeps."""
+        return _totals(self, layout.tp, rows)
+
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""
         more = rows / self.rows - 1
@@ -105,6 +138,22 @@ class LayoutCosts:
 @lru_cache(maxsize=64)
 def _options(costs: LayoutCosts, tp: int, rows: int) -> tuple[SummedCosts, ...]:
     return tuple(SummedCosts(own, costs.chain(option, tp, rows)) for option, own in enumerate(costs.single.costs))
+
+
+@lru_cache(maxsize=64)
+def _layer_options(costs: LayoutCosts, tp: int, rows: int) -> list[list[SegmentCost]]:
+    edges = [*costs.layers, costs.segments]
+    return [[own.stage(*edge) for edge in pairwise(edges)] for own in _options(costs, tp, rows)]
+
+
+@lru_cache(maxsize=64)
+def _totals(costs: LayoutCosts, tp: int, rows: int) -> LayoutTotals:
+    each = list(zip(*(own.segments for own in _options(costs, tp, rows)), strict=True))
+    return LayoutTotals(
+        sum(min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in each),
+        sum(min(cost.saved_bytes for cost in choices) for choices in each),
+        sum(choices[0].parameter_bytes for choices in each),
+    )
 
 
 def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCost:
@@ -125,6 +174,12 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
         flops=round(at("flops")),
         weight_saved_bytes=kept,
         offloaded_bytes=round(at("offloaded_bytes")),
+        transient_bytes=TransientBytes(
+            *(
+                max(0, round(one + more * (two - one)))
+                for one, two in zip(single.transient_bytes, double.transient_bytes, strict=True)
+            )
+        ),
     )
 
 
@@ -138,6 +193,7 @@ def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, bac
         saved_bytes=round(cost.saved_bytes * saved),
         weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * saved),
         offloaded_bytes=min(round(cost.saved_bytes * saved), round(cost.offloaded_bytes * saved)),
+        transient_bytes=TransientBytes(*(round(each * saved) for each in cost.transient_bytes)),
         parameter_bytes=round(cost.parameter_bytes * held),
         trained_bytes=None
         if cost.trained_bytes is None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from pipegraph.arguments import argument
-from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError
 from pipegraph.planner.joint_plan.layout import Layout, layouts
@@ -27,6 +26,7 @@ from pipegraph.units import bytes_option, format_bytes
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 """The schedules that are compared by default."""
 
+_FEW_LAYERS = 32  # of a model of fewer, all cuts are looked at for every candidate
 _LOW_EFFORT = 0.02  # for every candidate that its bound does not rule out
 _MOST_ACTIONS = 60_000  # of a step; a candidate with more is no better than one with more rows
 _ROWS = (1, 2, 4, 8)  # times the rows of the example
@@ -189,7 +189,7 @@ class JointSearch:
         if not found:
             raise self._shortage(possible or self.candidates)
         fastest = min(found, key=lambda choice: choice.step)
-        final = self.search(fastest.candidate, self._effort)
+        final = self.search(fastest.candidate, self._effort, whole=False)
         assert final is not None
         found = [final if choice is fastest else choice for choice in found]
         searched = len(self._found)
@@ -201,43 +201,50 @@ class JointSearch:
     def bound(self, candidate: JointCandidate) -> float:
         """Return seconds that no cuts and choices of a candidate go below: its work, evenly divided between ranks, and
         the least that can be gathered and reduced."""
-        work = sum(
-            min(cost.forward + cost.input_grad + cost.weight_grad for cost in each) for each in self._each(candidate)
-        )
+        totals = self._costs.totals(candidate.layout, candidate.rows)
         layout, stages = candidate.layout, candidate.layout.pp * candidate.chunks
-        held = sum(each[0].parameter_bytes for each in self._each(candidate)) / stages if candidate.chunks == 1 else 0
+        held = totals.parameter_bytes / stages if candidate.chunks == 1 else 0
         exposed = layout.gather_seconds(self._costs.hardware, held) + layout.reduce_seconds(self._costs.hardware, held)
-        return candidate.microbatches * work / layout.pp + exposed
+        return candidate.microbatches * totals.seconds / layout.pp + exposed
 
-    def search(self, candidate: JointCandidate, effort: float = _LOW_EFFORT) -> JointChoice | None:
-        """Return a candidate with the best cuts and choices that were found; None if nothing fits."""
-        options = self._costs.options(candidate.layout, candidate.rows)
+    def search(self, candidate: JointCandidate, effort: float = _LOW_EFFORT, whole: bool = True) -> JointChoice | None:
+        """Return a candidate with the best cuts and choices that were found; None if nothing fits.
+
+        With ``whole``, a model of many layers is cut between layers only, if these are enough.
+        """
+        options, stages = self._costs.options(candidate.layout, candidate.rows), self._stages(candidate)
         hidden = self._costs.hidden(candidate.layout, candidate.rows)
+        whole = whole and max(_FEW_LAYERS, stages) <= len(self._costs.layers)
+        segments = [costs.segments for costs in options]
         try:
             solution = solve_options(
-                [costs.segments for costs in options],
-                candidate.layout.pp * candidate.chunks,
+                self._costs.layer_options(candidate.layout, candidate.rows) if whole else segments,
+                stages,
                 self._schedule(candidate),
                 memory_bytes=self._memory,
                 link=self.link(candidate.layout),
-                allowed=None if len(hidden) == len(options) else [hidden] * (candidate.layout.pp * candidate.chunks),
+                allowed=None if len(hidden) == len(options) else [hidden] * stages,
                 uniform=[option for option in self._costs.single.uniform if option in hidden],
                 state_factor=candidate.state_factor,
                 effort=effort,
+                advises=False,
             )
         except MemoryShortage:
-            self._found[candidate] = None
-            return None
+            self._found.setdefault(candidate, None)
+            return self._found[candidate]
+        if whole:  # other cuts may be better
+            cuts = tuple(self._costs.layers[cut] for cut in solution.cuts)
+            solution = replace(solution, cuts=cuts, lower_bound=0.0)
         costs = StagedCosts([options[option] for option in solution.options])
-        stages = costs.stages(solution.cuts)
+        staged = costs.stages(solution.cuts)
         link, host_link = self.link(candidate.layout), self._costs.hardware.host_link
-        value = step_seconds(stages, solution.schedule, link, host_link)
+        value = step_seconds(staged, solution.schedule, link, host_link)
         if candidate.resident is None:
-            exposed = exposed_seconds(stages, solution.schedule.placement, candidate.layout, self._costs.hardware)
+            exposed = exposed_seconds(staged, solution.schedule.placement, candidate.layout, self._costs.hardware)
         else:
-            times = stage_times(stages, solution.schedule, link, host_link)
+            times = stage_times(staged, solution.schedule, link, host_link)
             exposed = resident_seconds(
-                stages, solution.schedule, times, candidate.resident, candidate.layout, self._costs.hardware
+                staged, solution.schedule, times, candidate.resident, candidate.layout, self._costs.hardware
             )
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
         least = max(self.bound(candidate), solution.lower_bound)
@@ -253,24 +260,22 @@ class JointSearch:
         return lambda rank, other: self._costs.hardware.link(rank * layout.stride, other * layout.stride)
 
     def _schedule(self, candidate: JointCandidate) -> Schedule:
-        layout = candidate.layout
-        stages = layout.pp * candidate.chunks
-        return resolve_schedule(candidate.schedule, stages, candidate.microbatches, None, layout.pp)
+        return resolve_schedule(
+            candidate.schedule, self._stages(candidate), candidate.microbatches, None, candidate.layout.pp
+        )
 
-    def _each(self, candidate: JointCandidate) -> list[tuple[SegmentCost, ...]]:
-        """The costs of each segment with every choice."""
-        options = self._costs.options(candidate.layout, candidate.rows)
-        return list(zip(*(costs.segments for costs in options), strict=True))
+    @staticmethod
+    def _stages(candidate: JointCandidate) -> int:
+        return candidate.layout.pp * candidate.chunks
 
     def _may_fit(self, candidate: JointCandidate) -> bool:
         """Whether the mean over ranks of what they hold at least is no more than the limit: parameters, and what one
         microbatch keeps."""
         if self._memory is None:
             return True
-        each = self._each(candidate)
-        held = sum(costs[0].parameter_bytes * candidate.state_factor for costs in each)
-        kept = sum(min(cost.saved_bytes for cost in costs) for costs in each)
-        return (held + kept) / candidate.layout.pp <= self._memory
+        totals = self._costs.totals(candidate.layout, candidate.rows)
+        held = totals.parameter_bytes * candidate.state_factor
+        return (held + totals.saved_bytes) / candidate.layout.pp <= self._memory
 
     def _shortage(self, candidates: Sequence[JointCandidate]) -> MemoryShortage:
         least = math.inf

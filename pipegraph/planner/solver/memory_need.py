@@ -34,11 +34,13 @@ class MemoryParts(NamedTuple):
         state: parameters, their gradients and the optimizer's state; buffers and constants.
         saved: what is kept for backwards, at the moment of its peak.
         buffers: to receive into.
+        transient: what is on top of these at the moment of the peak, while F, I, W or B runs.
     """
 
     state: Floats
     saved: Floats
     buffers: Floats
+    transient: Floats
 
 
 class MemoryNeed:
@@ -52,8 +54,9 @@ class MemoryNeed:
       once;
     - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
-      arrived. What is offloaded counts while it is here (`pipegraph.schedule.absences`). What an action needs only
-      while it runs is not counted;
+      arrived. What is offloaded counts while it is here (`pipegraph.schedule.absences`);
+    - while an action runs, its stage's `TransientBytes` on top of what is held before, and after: of W and B with the
+      gradients of parameters that they made;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
       posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
     """
@@ -72,31 +75,30 @@ class MemoryNeed:
         self._sums, self._placement = sums, np.array(schedule.placement)
         self._factor = state_factor if schedule.trains else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
-        moments = _moments(schedule, sums.offloads)
-        microbatches = np.concatenate(moments)  # (moments of all ranks, …)
+        self._moments = _moments(schedule, sums.offloads)
+        self._first = np.searchsorted(self._moments.rank, np.arange(self.ranks))
         ends = np.arange(1, 4) * self.stages
-        self._saved, self._weights, self._here, self._gradients = np.split(microbatches, ends, axis=1)
-        counts = [len(rows) for rows in moments]
-        self._rank, self._first = np.repeat(np.arange(self.ranks), counts), np.cumsum([0, *counts[:-1]])
+        self._saved, self._weights, self._here, self._gradients = np.split(self._moments.kept, ends, axis=1)
         self._buffers = _receive_buffers(schedule, receives_ahead)
 
     @property
     def steps(self) -> int:
-        return len(self._saved)
+        return 2 * len(self._saved)
 
     def parts(self, cuts: Integers) -> MemoryParts:
         """Return what cuts (candidates, cuts) need, in its parts."""
         stages, crossing = self._sums.stages(cuts), self._sums.crossing_at(cuts)
-        return MemoryParts(
-            self._state(stages),
-            np.maximum.reduceat(self._kept(stages, crossing), self._first),
-            self._buffers @ crossing,
-        )
+        kept = self._kept(stages, crossing)
+        saved = np.maximum.reduceat(kept, self._first)
+        most = np.maximum.reduceat(kept + self._added(stages, self._sums.transient_at(cuts)), self._first)
+        return MemoryParts(self._state(stages), saved, self._buffers @ crossing, most - saved)
 
     def of_ranks(self, cuts: Integers) -> Floats:
         """Return what each rank needs: (ranks, candidates)."""
-        state, saved, buffers = self.parts(cuts)
-        return state + saved + buffers
+        stages, crossing = self._sums.stages(cuts), self._sums.crossing_at(cuts)
+        held = self._kept(stages, crossing) + self._added(stages, self._sums.transient_at(cuts))
+        figures: Floats = self._state(stages) + self._buffers @ crossing + np.maximum.reduceat(held, self._first)
+        return figures
 
     def fullest(self, cuts: Integers) -> int:
         """Return the rank that exceeds its limit the most, or comes closest to it, for cuts (cuts,)."""
@@ -116,7 +118,8 @@ class MemoryNeed:
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
         stages, crossing = self._sums.stages(cuts) @ mixture, self._sums.crossing_at(cuts) @ mixture
         of_rank = self._state(stages) + self._buffers @ crossing + self._spare
-        return self._linear_bound(int((self._kept(stages, crossing) + of_rank[self._rank]).argmax()))
+        held = self._kept(stages, crossing) + self._added(stages, self._sums.transient_at(cuts) @ mixture)
+        return self._linear_bound(int((held + of_rank[self._moments.rank]).argmax()))
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
         rank, before, crossing = self._placement[stage], self._sums.before, self._sums.crossing
@@ -126,10 +129,13 @@ class MemoryNeed:
             rest += self._buffers[rank, stage - 1] * crossing[begins]
         if stage < self.stages - 1:
             rest += (self._buffers[rank, stage] * crossing[ends])[:, None]
+        transient = self._sums.transient.between(*np.broadcast_arrays(begins, ends[:, None]))
+        trained = before[TRAINED, ends][:, None] - before[TRAINED, begins]
         kept = np.zeros_like(rest)
-        for saved, weights, here, gradients in self._moments_of(stage):
+        for saved, weights, here, gradients, kind, adds in self._moments_of(stage):
             figures = saved * before[SAVED] + weights * before[WEIGHT_SAVED] + here * before[OFFLOADED]
-            np.maximum(kept, (figures + gradients * crossing)[ends][:, None] - figures[begins], out=kept)
+            own = (figures + gradients * crossing)[ends][:, None] - figures[begins] + adds * trained
+            np.maximum(kept, own + transient[int(kind)] if kind >= 0 else own, out=kept)
         return rest + kept
 
     def allows(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
@@ -149,23 +155,55 @@ class MemoryNeed:
         figures: Floats = kept + self._gradients @ crossing
         return figures
 
+    def _added(self, stages: Floats, transient: Floats) -> Floats:
+        """Return what actions add at each moment (moments, …), of stages (quantities, stages, …) and what these need
+        while they run (F I W B, stages, …)."""
+        moments = self._moments
+        runs = (moments.kind >= 0).reshape(-1, *[1] * (stages.ndim - 2))
+        made = moments.adds.reshape(runs.shape) * stages[TRAINED][moments.stage]
+        figures: Floats = runs * transient[moments.kind, moments.stage] + made
+        return figures
+
     def _moments_of(self, stage: int) -> Floats:
-        """Return how often a stage keeps what F saved, what W reads, what is offloaded and what crosses after it:
-        (moments, 4)."""
-        gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(self.steps)
-        return _not_dominated(
-            np.unique(
-                np.stack([self._saved[:, stage], self._weights[:, stage], self._here[:, stage], gradients], 1), axis=0
-            )
-        )
+        """Return how often a stage keeps what F saved, what W reads, what is offloaded and what crosses after it, while
+        what of it runs (−1 for nothing), and whether the gradients of its parameters are there: (moments, 6)."""
+        gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(len(self._saved))
+        own = self._moments.stage == stage
+        kinds, adds = np.where(own, self._moments.kind, -1), own & self._moments.adds
+        kept = [self._saved[:, stage], self._weights[:, stage], self._here[:, stage], gradients]
+        rows = np.stack([*kept, kinds, adds], 1)[self._moments.rank == self._placement[stage]]
+        groups = [rows[rows[:, len(kept)] == kind] for kind in np.unique(kinds)]
+        return np.concatenate([_not_dominated(np.unique(each, axis=0)) for each in groups if len(each)])
 
     def _linear_bound(self, moment: int) -> LinearBound:
-        rank = self._rank[moment]
+        rank, stage, kind = (int(each[moment]) for each in self._moments[:3])
         weights = np.zeros((len(QUANTITIES), self.stages))
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
         weights[OFFLOADED] = self._here[moment]
         weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
-        return self._sums.linear_bound(weights, self._buffers[rank] + self._gradients[moment], float(self._spare[rank]))
+        weights[TRAINED, stage] += self._moments.adds[moment]
+        least = float(self._sums.transient.levels[0, kind].min()) if kind >= 0 else 0.0
+        crossing = self._buffers[rank] + self._gradients[moment]
+        return self._sums.linear_bound(weights, crossing, float(self._spare[rank]) + least)
+
+
+class _Moments(NamedTuple):
+    """Moments at which ranks may need the most: before and after each action, while it runs.
+
+    Attributes:
+        rank, stage: (moments,), sorted by rank.
+        kind: F, I, W or B, which runs there, numbered as in `TransientBytes`; −1 for nothing.
+        adds: whether the gradients of the stage's parameters have been made, and not yet been added to the others.
+        kept: how many microbatches are kept: (moments, 3 · stages + boundaries). The columns are what F saved, per
+            stage; what W reads, per stage; of what F saved, what is here if it is offloaded, per stage; a gradient
+            that arrived over each boundary.
+    """
+
+    rank: Integers
+    stage: Integers
+    kind: Integers
+    adds: Booleans
+    kept: Floats
 
 
 @lru_cache(maxsize=32)
@@ -178,30 +216,53 @@ def _receive_buffers(schedule: Schedule, receives_ahead: int) -> Floats:
 
 
 @lru_cache(maxsize=32)
-def _moments(schedule: Schedule, offloads: bool) -> list[Floats]:
-    """Return for each rank how many microbatches are kept between two actions: (moments, 3 · stages + boundaries).
+def _moments(schedule: Schedule, offloads: bool) -> _Moments:
+    """Return the moments of a schedule; of those that differ in what is kept alone, none keeps less in every column.
 
-    The columns are: what F saved, per stage; what W reads, per stage; of what F saved, what is here if it is offloaded,
-    per stage; a gradient that arrived over each boundary. Only moments are listed at which no other moment keeps as
-    many in every column. Unless something ``offloads``, the third is 0.
+    Unless something ``offloads``, no offloaded microbatch is counted as here.
     """
     arrays = schedule.arrays
-    rows = []
-    for (first, last), actions in zip(pairwise(arrays.bounds), schedule.actions, strict=True):
-        kind, stage = arrays.kind[first:last, None], arrays.stage[first:last, None] == np.arange(schedule.stages)
-        forwards, divided, done = (np.cumsum(np.isin(kind, kinds) & stage, axis=0) for kinds in ((F,), (I, B), (B, W)))
+    found: list[tuple[int, int, int, bool, Floats]] = []
+    for rank, (first, last) in enumerate(pairwise(arrays.bounds)):
+        kinds, stages = arrays.kind[first:last], arrays.stage[first:last]
+        own = stages[:, None] == np.arange(schedule.stages)
+        forwards, divided, done = (
+            np.cumsum(np.isin(kinds, each)[:, None] & own, axis=0) for each in ((F,), (I, B), (B, W))
+        )
         if not schedule.trains:
             forwards = np.zeros_like(forwards)
         saved, weights = forwards - divided, divided - done
-        gradients = np.zeros((len(kind), schedule.stages - 1), np.int64)
+        gradients = np.zeros((len(kinds), schedule.stages - 1), np.int64)
         gradients[:, :1] = weights[:, :1]
         saved[:, 0] += weights[:, 0]
         weights[:, 0] = 0
-        here = saved.copy() if offloads else np.zeros_like(saved)
-        for each in absences(actions) if offloads else ():
-            here[each.left : each.back, each.stage] -= 1
-        rows.append(_not_dominated(np.unique(np.concatenate([saved, weights, here, gradients], axis=1), axis=0)))
-    return rows
+        away = np.zeros_like(saved)
+        for each in absences(schedule.actions[rank]) if offloads else ():
+            away[each.left + 1 : each.back, each.stage] += 1  # while those actions run
+        after, before = (
+            np.concatenate([kept, reads, kept - away if offloads else np.zeros_like(kept), arrived], axis=1)
+            for kept, reads, arrived in (
+                (saved, weights, gradients),
+                (_shifted(saved), _shifted(weights), _shifted(gradients)),
+            )
+        )
+        for kind in np.unique(kinds).tolist():
+            for stage in np.unique(stages[kinds == kind]).tolist():
+                runs = (kinds == kind) & (stages == stage)
+                # The first stage's I has nothing to do, and its W does all of the backward.
+                place = {I: -1, W: B}.get(kind, kind) if stage == 0 else kind
+                sides = [(after, kind in (B, W))] if kind == F else [(before, False), (after, kind in (B, W))]
+                for rows, adds in sides:
+                    for row in _not_dominated(np.unique(rows[runs], axis=0)):
+                        found.append((rank, stage, place, adds, row))
+    ranks, of_stages, places, added, kept = zip(*found, strict=True)
+    return _Moments(np.array(ranks), np.array(of_stages), np.array(places), np.array(added), np.array(kept))
+
+
+def _shifted(counts: Integers) -> Integers:
+    """Return the counts before each action, of those after it."""
+    shifted: Integers = np.pad(counts, ((1, 0), (0, 0)))[:-1]
+    return shifted
 
 
 def _not_dominated(rows: Integers) -> Floats:

@@ -88,6 +88,7 @@ def solve_options(
     receives_ahead: int = 4,
     effort: float = 1.0,
     names: Sequence[str] | None = None,
+    advises: bool = True,
 ) -> OptionSolution:
     """Choose where to cut a chain of segments, and an option for each stage, for the least time of a step.
 
@@ -106,6 +107,7 @@ def solve_options(
         allowed: the options that each stage may have; by default all.
         uniform: the options with which one for all stages is tried; by default all.
         effort: scales how long the search goes on. 1 is about ten seconds.
+        advises: as for `solve`.
 
     Raises:
         PlanError: as `solve` does; or options that do not fit together; a `MemoryShortage` if nothing fits.
@@ -127,8 +129,13 @@ def solve_options(
     limits = memory_of_ranks(memory_bytes, resolved.ranks)
     memory = need(sums, resolved, limits=limits)
     every = CutSpace.all_cuts(sums.segments, stages)
+    if not advises and every.restrict(memory.allows).empty:  # with the least that any option needs of each segment
+        raise _quick_shortage(memory)
     fits = OptionFits([need(each, resolved, limits=limits) for each in sums.each], may, every)
     space = OptionSpace(every.first, every.last, every.allowed, fits)
+    possible = space.restrict(fits.any)
+    if possible.empty and not advises:
+        raise _quick_shortage(memory)
     moves = _moves(may)
     starts, best_uniform = [], math.inf
     for option in range(len(options)) if uniform is None else sorted(place[each] for each in uniform):
@@ -136,15 +143,18 @@ def solve_options(
             try:
                 found = solve(
                     ordered[option], stages, resolved, memory_bytes=memory_bytes, link=link, state_factor=state_factor,
-                    receives_ahead=receives_ahead, alternatives=0, effort=_UNIFORM_EFFORT * effort,
+                    receives_ahead=receives_ahead, alternatives=0, effort=_UNIFORM_EFFORT * effort, advises=False,
                 )  # fmt: skip
             except MemoryShortage:
                 continue
             starts.append(np.array([*found.cuts, *[option] * stages], np.int64))
             best_uniform = min(best_uniform, found.value)
+    makespan = OptionMakespan(sums, resolved, link, fits)
+    if not starts and not possible.empty:
+        cuts = possible.cheapest(makespan.stage_bound, np.maximum)
+        starts = [each for each in [_leanest(fits, cuts, sums.segments)] if memory.fits(each[None])[0]]
     if not starts:
         starts = [_least_memory(sums, memory, may, moves, effort)]
-    makespan = OptionMakespan(sums, resolved, link, fits)
     seconds: Objective = makespan
     if memory.limits:
         seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
@@ -257,6 +267,20 @@ def _check_options(
         len(allowed) != stages or any(not {*range(len(options))} >= {*chosen} or not chosen for chosen in allowed)
     ):
         raise PlanError(f"allowed has for each of {stages} stages some of the options 0 to {len(options) - 1}.")
+
+
+def _quick_shortage(memory: MemoryNeed) -> MemoryShortage:
+    return MemoryShortage(f"No cuts and choices fit into {format_bytes(memory.limit)} on each rank.", 0)
+
+
+def _leanest(fits: OptionFits, cuts: Integers, segments: int) -> Integers:
+    """Return a candidate with these cuts, each stage with the option that keeps the least of those that fit."""
+    edges = np.concatenate([[0], cuts, [segments]])
+    chosen = [
+        int(np.flatnonzero(fits.at(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2]))[-1])
+        for stage in range(len(edges) - 1)
+    ]
+    return np.concatenate([cuts, np.array(chosen, np.int64)])
 
 
 def _least_memory(sums: OptionSums, memory: MemoryNeed, may: Booleans, moves: Moves, effort: float) -> Integers:

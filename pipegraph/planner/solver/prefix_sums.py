@@ -43,6 +43,36 @@ class LinearBound(NamedTuple):
         return LinearBound(self.table + factor * other.table, self.constant + factor * other.constant + constant)
 
 
+class RangeMaxima:
+    """The largest of figures in a row, from the largest of each 1, 2, 4, … of them.
+
+    Attributes:
+        levels: (levels, rows, positions); at level n the largest of the 2ⁿ figures from each position on.
+    """
+
+    def __init__(self, figures: Floats) -> None:
+        """``figures`` are (rows, positions)."""
+        levels, step = [figures], 1
+        while 2 * step <= figures.shape[1]:
+            later = np.pad(levels[-1][:, step:], ((0, 0), (0, step)))
+            levels.append(np.maximum(levels[-1], later))
+            step *= 2
+        self.levels: Floats = np.stack(levels)
+
+    def between(self, begins: Integers, ends: Integers) -> Floats:
+        """Return the largest figures from ``begins`` to before ``ends``, which have one shape: (rows, *shape)."""
+        level, last = window(begins, ends)
+        figures: Floats = np.moveaxis(np.maximum(self.levels[level, :, begins], self.levels[level, :, last]), -1, 0)
+        return figures
+
+
+def window(begins: Integers, ends: Integers) -> tuple[Integers, Integers]:
+    """Return the level of `RangeMaxima` of which two windows cover a range, and where the second one begins."""
+    length = np.maximum(ends - begins, 1)
+    level = np.frexp(length)[1].astype(np.int64) - 1
+    return level, np.maximum(ends - (1 << level), 0)
+
+
 class PrefixSums:
     """The costs of a chain of segments.
 
@@ -51,6 +81,7 @@ class PrefixSums:
     Attributes:
         before: (quantities, positions), the sum over all segments before each position.
         crossing: (positions,), the bytes that cross there.
+        transient: the most of what F, I, W and B need while they run, over segments in a row.
     """
 
     def __init__(self, costs: Sequence[SegmentCost]) -> None:
@@ -58,6 +89,7 @@ class PrefixSums:
         self.segments = len(costs)
         self.before: Floats = np.pad(np.cumsum(figures, axis=1), ((0, 0), (1, 0)))
         self.crossing: Floats = np.array([0, *(cost.boundary_bytes for cost in costs[:-1]), 0], np.float64)
+        self.transient = RangeMaxima(np.array([cost.transient_bytes for cost in costs], np.float64).T)
 
     @property
     def offloads(self) -> bool:
@@ -73,6 +105,11 @@ class PrefixSums:
         """Return the bytes that cross at cuts (candidates, cuts): (cuts, candidates)."""
         crossing: Floats = self.crossing[cuts.T]
         return crossing
+
+    def transient_at(self, cuts: Integers) -> Floats:
+        """Return what stages need while they run, of cuts (candidates, cuts): (F I W B, stages, candidates)."""
+        edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
+        return self.transient.between(edges[:, :-1].T, edges[:, 1:].T)
 
     def linear_bound(self, weights: Floats, crossing: Floats, constant: float = 0.0) -> LinearBound:
         """Return Σ ``weights`` × the quantities of stages + Σ ``crossing`` × the bytes at cuts + ``constant``.

@@ -86,6 +86,7 @@ def solve(
     alternatives: int = 5,
     effort: float = 1.0,
     names: Sequence[str] | None = None,
+    advises: bool = True,
     memory: float | str | Sequence[float | str] | None = None,
 ) -> Solution:
     """Choose where to cut a chain of segments.
@@ -102,9 +103,8 @@ def solve(
         ranks: the schedule must have as many. A schedule with any number of stages on a rank gets so many.
         objective: "makespan", seconds of a step as `simulate` computes them, or "bottleneck", seconds that the slowest
             stage computes for one microbatch.
-        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. What is kept between actions
-            has to fit: activations, parameters, buffers, gradients, optimizer state and receive buffers; not what a
-            kernel needs while it runs.
+        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. Activations, parameters,
+            buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
         link: (latency in seconds, bandwidth in bytes per second) between ranks, or a function of (rank, other rank)
             that returns it. Without a link, crossing a boundary takes no time.
         state_factor: how many times a rank holds parameters that have a gradient: 4 for parameters, gradients and the
@@ -113,6 +113,7 @@ def solve(
         alternatives: how many other cuts to return, at most.
         effort: scales how long the search goes on. 1 is a few seconds.
         names: of the segments, for messages.
+        advises: whether a shortage of memory says what would be enough, which takes long to find.
         memory: another name of ``memory_bytes``.
 
     Raises:
@@ -136,12 +137,16 @@ def solve(
     starts = [equal_parts(sums, stages, TIMES if resolved.trains else TIMES[:1])]
     if need.limits:
         space = space.restrict(need.allows)
+        if not space.empty:
+            starts.append(space.cheapest(seconds.stage_bound, np.maximum))
+        elif not advises:
+            raise MemoryShortage(f"No cuts fit into {format_bytes(need.limit)} on each rank.", 0)
 
         def with_stages(stages: int) -> MemoryNeed:
             ranks = stages // (resolved.stages // resolved.ranks)
             return memory_of(resolve_schedule(schedule, stages, microbatches, None, ranks))
 
-        starts = _starts_that_fit(sums, need, starts, effort, with_stages)
+        starts = _starts_that_fit(sums, need, starts, effort, with_stages if advises else None)
         seconds = MemoryLimited(seconds, need, float(seconds.values(starts[0][None])[0]))
     incumbents = Incumbents(seconds, need.fits, 1 + alternatives)
     bound = search_cuts(incumbents, space, starts, effort)
@@ -206,12 +211,13 @@ def _starts_that_fit(
     memory: MemoryNeed,
     starts: Sequence[Integers],
     effort: float,
-    memory_of: Callable[[int], MemoryNeed],
+    memory_of: Callable[[int], MemoryNeed] | None,
 ) -> list[Integers]:
     """Return the starts and, if none of them fits, the cuts that need the least.
 
     ``memory_of`` gives the need of the same schedule with another number of stages; it raises ScheduleError or
-    PlanError if there is none. Raises a MemoryShortage that says what would fit if the cuts that need the least do not.
+    PlanError if there is none. Without it, a shortage does not say what other numbers need. Raises a MemoryShortage
+    that says what would fit if the cuts that need the least do not.
     """
     if any(memory.fits(start[None])[0] for start in starts):
         return list(starts)
@@ -221,7 +227,7 @@ def _starts_that_fit(
     lines = [
         _sufficient_memory(memory, needed, bound),
         _parts_of_need(memory, cuts),
-        *_with_more_stages(sums, memory, effort, memory_of),
+        *(_with_more_stages(sums, memory, effort, memory_of) if memory_of is not None else ()),
     ]
     raise MemoryShortage("\n".join(lines), math.ceil(needed), cuts.tolist())
 
@@ -248,12 +254,12 @@ def _sufficient_memory(memory: MemoryNeed, needed: float, bound: float) -> str:
 
 
 def _parts_of_need(memory: MemoryNeed, cuts: Integers) -> str:
-    state, saved, buffers = (part[:, 0] for part in memory.parts(cuts[None]))
+    state, saved, buffers, transient = (part[:, 0] for part in memory.parts(cuts[None]))
     rank = memory.fullest(cuts)
     return (
         f"Of that, rank {rank} needs {format_bytes(state[rank])} for parameters, buffers, gradients and optimizer "
         f"state, {format_bytes(saved[rank])} for saved activations, which recompute or smaller microbatches make less, "
-        f"and {format_bytes(buffers[rank])} for receive buffers. What a kernel needs while it runs comes on top."
+        f"{format_bytes(buffers[rank])} for receive buffers, and {format_bytes(transient[rank])} while F, I or W runs."
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import NoneType
 
 from pipegraph.arguments import argument, require_type
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.errors import ArgumentError, PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
@@ -36,7 +36,8 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
             raise PlanError(f"{where} has no SegmentCost, but {cost!r}.")
         for field in fields(cost):
             figure = getattr(cost, field.name)
-            if not (_is_figure(figure) or (figure is None and field.default is None)):
+            each = figure if isinstance(figure, TransientBytes) else (figure,)
+            if not (all(map(_is_figure, each)) or (figure is None and field.default is None)):
                 raise PlanError(f"{where} has {field.name}={figure!r}, and a cost is a number from 0 on.")
         if cost.trained_bytes is not None and cost.trained_bytes > cost.parameter_bytes:
             raise PlanError(

@@ -17,7 +17,17 @@ from pipegraph.planner.solver.cut_space import CutSpace
 from pipegraph.planner.solver.local_search import without_empty_stages
 from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
-from pipegraph.planner.solver.prefix_sums import QUANTITIES, TIMES, Booleans, Floats, Integers, LinearBound, PrefixSums
+from pipegraph.planner.solver.prefix_sums import (
+    QUANTITIES,
+    TIMES,
+    Booleans,
+    Floats,
+    Integers,
+    LinearBound,
+    PrefixSums,
+    RangeMaxima,
+    window,
+)
 from pipegraph.schedule import Schedule
 
 
@@ -34,6 +44,8 @@ class OptionSums(PrefixSums):
         self.each = tuple(PrefixSums(costs) for costs in options)
         self.segments, self.crossing, self._stages = self.each[0].segments, self.each[0].crossing, stages
         self._before = np.stack([sums.before for sums in self.each])  # (options, quantities, positions)
+        self._transient = np.stack([sums.transient.levels for sums in self.each])  # (options, levels, kinds, segments)
+        self.transient = RangeMaxima(self._transient[:, 0].min(axis=0))
         least = np.diff(self._before, axis=2).min(axis=0)
         self.before = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
 
@@ -50,6 +62,15 @@ class OptionSums(PrefixSums):
         edges = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
         figures = self._before[options, :, edges[:, 1:]] - self._before[options, :, edges[:, :-1]]
         return np.moveaxis(figures, (0, 1, 2), (2, 1, 0))
+
+    def transient_at(self, cuts: Integers) -> Floats:
+        places, options = self.split(cuts)
+        edges = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
+        begins, ends = edges[:, :-1].T, edges[:, 1:].T
+        level, last = window(begins, ends)
+        sides = (self._transient[options.T, level, :, each] for each in (begins, last))
+        figures: Floats = np.moveaxis(np.maximum(*sides), -1, 0)
+        return figures
 
     def crossing_at(self, cuts: Integers) -> Floats:
         crossing: Floats = self.crossing[self.split(cuts)[0].T]
@@ -131,6 +152,11 @@ class OptionFits:
         chosen = np.arange(self.options)
         restricted._fits[stage] = self._fits[stage] & ((low <= chosen) & (chosen <= high))[:, None, None]
         return restricted
+
+    def any(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
+        """Return for positions in a row whether any option of a stage fits: (ends, begins)."""
+        fits: Booleans = self.at(stage, begins, ends).any(axis=0)
+        return fits
 
     def at(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
         """Return for positions in a row whether each option of a stage fits: (options, ends, begins)."""

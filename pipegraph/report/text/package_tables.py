@@ -33,7 +33,8 @@ def render_package(
         table(*stage_table(package), width, ("weights", "keeps", "I", "W", "F", "forward")),
         table(*boundary_table(manifest), width, ("gradient", "from")),
     ]
-    parts += ["\n".join(explain_cuts(manifest))]
+    layout = [f"layout     {one_line(manifest.plan.layout)}"] if manifest.plan.layout else []
+    parts += ["\n".join([*explain_cuts(manifest), *layout])]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
     changes = {**_changes(package), "damaged, or changed since it was written": damaged}
     parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in changes.items() if files]

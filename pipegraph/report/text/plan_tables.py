@@ -56,7 +56,8 @@ def stage_lines(described: Sequence[str]) -> list[str]:
 def render_plan(plan: Plan, width: int | None = None, coloured: bool = False) -> Text:
     """Return a plan that was priced: what a step takes, what the stages hold, and its tables."""
     assert plan.prediction is not None
-    opening = [render_prediction_summary(plan.prediction), "", *stage_lines(plan.describe()), "", ""]
+    layout = [f"layout     {plan.layout}"] if plan.layout else []
+    opening = [render_prediction_summary(plan.prediction), *layout, "", *stage_lines(plan.describe()), "", ""]
     return Text("\n".join(opening)).append(render_prediction(plan.prediction, width, coloured))
 
 
@@ -166,9 +167,11 @@ def _memory(prediction: Prediction, width: int | None) -> str:
     for rank, needed in enumerate(prediction.memory):
         held = [prediction.stages[n] for n, where in enumerate(prediction.placement) if where == rank]
         kept = [format_bytes(sum(stage.saved_bytes for stage in held))] if trained else []
+        kept += [format_bytes(prediction.transient[rank])] if prediction.transient else []
         parameters = format_bytes(sum(stage.parameter_bytes for stage in held))
         rows.append([str(rank), format_bytes(needed), parameters, *kept])
     headers = ["rank", "memory", "parameters", *(["a microbatch keeps"] if trained else [])]
+    headers += ["transient"] if prediction.transient else []
     head, *lines = table(headers, rows, width).split("\n")
     used = max(map(len, (head, *lines))) + 2
     longest = bar_width(used, width, _BAR // 2) / (prediction.peak or 1)

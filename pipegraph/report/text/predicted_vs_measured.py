@@ -33,7 +33,7 @@ def render_run_comparison(compared: RunComparison, width: int | None = None) -> 
 
 def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
     """Return the same as data, for ``--json``: seconds and bytes."""
-    ranks = zip(compared.state, compared.saved, compared.buffers, strict=True)
+    ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
     return {
         "priced_by": compared.basis or None,
         "measured_steps": compared.measured.steps,
@@ -53,8 +53,15 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
         "step": asdict(compared.step),
         "bubble": None if compared.bubble is None else asdict(compared.bubble),
         "memory": [
-            {"rank": rank, "state": asdict(state), "saved": asdict(saved), "buffers": {"predicted": buffers}}
-            for rank, (state, saved, buffers) in enumerate(ranks)
+            {
+                "rank": rank,
+                "state": asdict(state),
+                "saved": asdict(saved),
+                "buffers": {"predicted": buffers},
+                "transient": {"predicted": transient},
+                "all": asdict(allocated),
+            }
+            for rank, (state, saved, buffers, transient, allocated) in enumerate(ranks)
         ],
         "allocated": list(compared.measured.allocated) or None,
         "hints": list(compared.hints),
@@ -133,10 +140,15 @@ def _steps(compared: RunComparison) -> str:
 
 def _memory(compared: RunComparison, width: int | None) -> str:
     headers = ["rank", "state predicted", "measured", "saved predicted", "measured", "buffers predicted"]
-    ranks = zip(compared.state, compared.saved, compared.buffers, strict=True)
+    headers += ["transient predicted", "all predicted"]
+    ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
     rows = [
-        [str(rank), *map(format_bytes, (state.predicted, state.measured, saved.predicted, saved.measured, buffers))]
-        for rank, (state, saved, buffers) in enumerate(ranks)
+        [
+            str(rank),
+            *map(format_bytes, (state.predicted, state.measured, saved.predicted, saved.measured, buffers, transient)),
+            format_bytes(allocated.predicted),
+        ]
+        for rank, (state, saved, buffers, transient, allocated) in enumerate(ranks)
     ]
     allocated, notes = compared.measured.allocated, []
     if len(allocated) == len(rows):
@@ -144,8 +156,11 @@ def _memory(compared: RunComparison, width: int | None) -> str:
         rows = [[*row, format_bytes(each)] for row, each in zip(rows, allocated, strict=True)]
     elif allocated:
         notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}"]
-    legend = "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most"
-    less = "buffers predicted", "allocated"
+    legend = (
+        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most\n"
+        "transient: on top while F, I or W runs"
+    )
+    less = "transient predicted", "all predicted", "buffers predicted", "allocated"
     return "\n".join([table(headers, rows, width, less), legend, *notes])
 
 

@@ -1,0 +1,91 @@
+"""What the graphs of a block hold in memory while they run, by the live ranges of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from pipegraph.cost.roofline.fused_kernels import fused_kernels, value_size
+from pipegraph.cost.segments.subgraph import Subgraph
+from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.graphs.division import base_of
+from pipegraph.schedule import Kind
+
+
+def peak_bytes(graph: fx.Graph, dropped: Collection[str] = ()) -> int:
+    """Return the most that a graph holds while it runs, beyond what is there before, kernel by kernel.
+
+    A value that neighbours in one kernel hand on is never in memory. Any other is there from the kernel that makes it
+    to the last one that reads it, or to the end if the graph returns it.
+
+    Args:
+        graph: its nodes have their values, without memory, in ``meta["val"]``.
+        dropped: inputs whose memory is free after the last kernel that reads them.
+    """
+    kernels = fused_kernels(graph)
+    (end,) = graph.find_nodes(op="output")
+    returned = set(map(base_of, end.all_input_nodes)).union(*(kernel.kept for kernel in kernels))
+    last: dict[fx.Node, int] = {}
+    for index, kernel in enumerate(kernels):
+        last |= dict.fromkeys((*kernel.writes, *kernel.reads), index)
+    free: dict[int, list[fx.Node]] = {}
+    for node, index in last.items():
+        if node not in returned and (node.op == "call_function" or node.name in dropped):
+            free.setdefault(index, []).append(node)
+    made: set[fx.Node] = set()
+    held = peak = 0
+    for index, kernel in enumerate(kernels):
+        held += sum(value_size(node) for node in kernel.writes if node not in made)
+        made.update(kernel.writes)
+        peak = max(peak, held)
+        held -= sum(value_size(node) for node in free.get(index, ()))
+    return peak
+
+
+class BlockPeaks(NamedTuple):
+    """What F, I, W and B of a block hold at the most, beyond what is there before: bytes.
+
+    What F saved, and what I hands to W, is free after its last reader. So is a gradient that came, in ``input_grad``
+    and ``backward``; in those ``held`` its holder keeps it.
+    """
+
+    forward: int
+    input_grad: int
+    weight_grad: int
+    backward: int
+    input_grad_held: int
+    backward_held: int
+
+    def of(self, kind: Kind, holds_gradients: bool) -> int:
+        """Return the figure of a kind; ``holds_gradients`` says whether someone keeps the gradients that came."""
+        if kind is Kind.F or kind is Kind.W:
+            return self.forward if kind is Kind.F else self.weight_grad
+        held, free = (self.input_grad_held, self.input_grad) if kind is Kind.I else (self.backward_held, self.backward)
+        return held if holds_gradients else free
+
+
+def block_peaks(subgraph: Subgraph, derivative: DividedFunction | None) -> BlockPeaks:
+    """Return the peaks of a block. If it has no graphs, autograd is taken to hold the largest value twice more."""
+    if derivative is None:
+        values = [value for node in subgraph.nodes if isinstance(value := node.meta["val"], torch.Tensor)]
+        largest = 2 * max((value.nbytes for value in values), default=0)
+        return BlockPeaks(sum(value.nbytes for value in values), *[largest] * 5)
+    joint, backward = derivative.joint, derivative.backward(derivative.full_mask)
+    state = {node.name for node in joint.primals[: len(subgraph.state)]}
+    gradients = {node.name for node in joint.tangents if node is not None}
+    read_by_w = set() if backward.weight is None or backward.input is None else {*backward.weight.inputs}
+    of_inputs = [0, 0]
+    if backward.input is not None:
+        dropped = {*backward.input.inputs} - state - read_by_w
+        of_inputs = [peak_bytes(backward.input.module.graph, each) for each in (dropped, dropped - gradients)]
+    of_weights = 0
+    if backward.weight is not None:
+        of_weights = peak_bytes(backward.weight.module.graph, {*backward.weight.inputs} - state)
+    dropped = {*backward.whole.inputs} - state
+    whole = [peak_bytes(backward.whole.module.graph, each) for each in (dropped, dropped - gradients)]
+    return BlockPeaks(
+        peak_bytes(derivative.forward.module.graph), of_inputs[0], of_weights, whole[0], of_inputs[1], whole[1]
+    )
