@@ -73,7 +73,7 @@ format: $(READY)  ## Put the source in order
 docs: $(VENV)/.docs-ready  ## Build the pages of docs/ into build/docs; a warning is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs build/docs
 
-pictures: $(READY)  ## Draw docs/images anew, with Chromium (some minutes of an idle machine)
+pictures: $(READY)  ## Draw the package and the report of docs/images anew (minutes, Chromium)
 	$(BIN)/python -m benchmarks.pictures
 
 # In an environment of its own: transformers imports torchvision where it is there, and beside a torch for the CPU that

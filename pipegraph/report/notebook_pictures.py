@@ -10,6 +10,7 @@ from itertools import chain
 from pipegraph.package import Package
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.step_prediction import PlannedStep
+from pipegraph.report.drawing import Drawing
 from pipegraph.report.html_pages import templates
 from pipegraph.report.package_picture import simulated_package
 from pipegraph.report.text import Table
@@ -47,7 +48,7 @@ def package_html(package: Package) -> str:
     picture = None
     if sum(map(len, schedule.actions)) <= _MOST:
         drawn = schedule_drawing(simulated_package(manifest, schedule))
-        picture = drawn.to_svg(schedule.name)
+        picture = _fitting(drawn, schedule.name)
     tables = [short_stage_table(manifest, schedule.placement), short_boundary_table(manifest)]
     return _html(package_title(manifest), tables, explain_cuts(manifest), picture)
 
@@ -57,7 +58,7 @@ def schedule_svg(schedule: Schedule) -> str | None:
     if sum(map(len, schedule.actions)) > _MOST:
         return None
     drawn = schedule_drawing(SimulatedSchedule(schedule, Times.equal(schedule.stages)))
-    return drawn.to_svg(schedule.name)
+    return _fitting(drawn, schedule.name)
 
 
 def timeline_svg(timeline: Timeline) -> str | None:
@@ -68,7 +69,7 @@ def timeline_svg(timeline: Timeline) -> str | None:
     ranks = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     microbatches = 1 + max(action.microbatch for action in chain.from_iterable(actions))
     schedule = Schedule("timeline", tuple(ranks[stage] for stage in sorted(ranks)), microbatches, actions)
-    return simulated_timeline_drawing(schedule, timeline).to_svg("timeline")
+    return _fitting(simulated_timeline_drawing(schedule, timeline), "timeline")
 
 
 def _planned(package: Package) -> Schedule:
@@ -77,6 +78,11 @@ def _planned(package: Package) -> Schedule:
     if planned is None or not planned.is_buildable:
         return build("1f1b", stages, planned.microbatches if planned else stages)
     return build(planned.schedule, planned.ranks, planned.microbatches, stages // planned.ranks)
+
+
+def _fitting(drawing: Drawing, name: str) -> str:
+    """Return an SVG that shrinks where a cell is narrower."""
+    return drawing.to_svg(name).replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
 
 
 def _html(title: str, tables: list[Table], lines: list[str], picture: str | None = None) -> str:

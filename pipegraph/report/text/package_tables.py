@@ -104,9 +104,10 @@ def bytes_of(value: Value, sizes: Mapping[str, int] | None = None) -> int:
 
 
 def package_title(manifest: Manifest) -> str:
-    """Return ``Transformer of transformer.py in 4 stages``."""
-    name, source = one_line(manifest.model.class_name or "model"), one_line(manifest.model.source or "?")
-    return f"{name} of {source} in {format_number_of('stage', len(manifest.stages))}"
+    """Return ``Transformer of transformer.py in 4 stages``; without the file if the model came from none."""
+    name = one_line(manifest.model.class_name or "model")
+    source = f" of {one_line(manifest.model.source)}" if manifest.model.source else ""
+    return f"{name}{source} in {format_number_of('stage', len(manifest.stages))}"
 
 
 def has_times(manifest: Manifest) -> bool:
