@@ -97,7 +97,7 @@ class ModeComparison:
         )
         self._align(own.items, other.items, ())
         output = next(node for node in self._evaluation.nodes if node.op == "output")
-        if output.meta.get(STRUCTURE) == self._last.meta.get(STRUCTURE):
+        if _output_form(output) == _output_form(self._last):
             self._compare_arguments(self._last, output)
         else:
             self.outputs = self._chosen_outputs(output)
@@ -280,6 +280,12 @@ def _beginning(node: fx.Node, depth: int) -> fx.Node:
     while len(path) > depth and path_of(node.prev)[: depth + 1] == path:
         node = node.prev
     return node
+
+
+def _output_form(output: fx.Node) -> object:
+    """How the outputs of a graph are nested, and which of them are None."""
+    leaves: Any = output.args[0]
+    return output.meta.get(STRUCTURE), [leaf is None for leaf in leaves]
 
 
 def _nodes(item: _Item) -> Iterator[fx.Node]:

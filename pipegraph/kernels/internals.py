@@ -10,13 +10,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+
+from pipegraph.grouped_mm import register_grouped_mm
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """A graph that runs. It takes the tensors out of the list that it is called with, so that it can release them."""
@@ -160,7 +162,7 @@ def fake_tensors(environment: Any = None) -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import _config
 
-    _register_grouped_mm()
+    register_grouped_mm()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -170,32 +172,6 @@ def fake_tensors(environment: Any = None) -> Iterator[Any]:
             yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment))
     finally:
         logger.disabled = before
-
-
-@cache
-def _register_grouped_mm() -> None:
-    """Let fake tensors of every dtype go through ``F.grouped_mm``, as real ones do: torch says so of bfloat16 alone.
-
-    Rows of the result lie at multiples of 16 bytes where torch is built for CUDA, as torch says of bfloat16.
-    """
-
-    def grouped_mm(
-        one: Tensor,
-        other: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        dtype = out_dtype or one.dtype
-        rows, columns = one.shape[-2], other.shape[-1]
-        step = 16 // dtype.itemsize if torch.version.cuda else 1
-        padded = (columns + step - 1) // step * step
-        if one.dim() != other.dim():
-            return one.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
-        groups = one.shape[0] if offs is None else offs.shape[0]
-        return one.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
-
-    torch.library.register_fake("aten::_grouped_mm", grouped_mm)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -105,7 +105,7 @@ def test_a_product_for_each_expert_is_the_same_in_two_dtypes(kernels: str, tmp_p
     for dtype in (torch.float32, torch.bfloat16):
         x = batch(6, 8).to(dtype)
         package = split(tmp_path / str(dtype), Experts().to(dtype), (x, ends), cut="last")
-        texts.append(source(package))
+        texts.append([line for line in source(package).splitlines() if ".to(" in line or "return" in line])
         pipe = pipegraph.Pipeline(
             package, schedule="zb-h1", microbatches=1, loss_fn=lambda y, _: y.square().mean(), kernels=kernels
         )
@@ -116,9 +116,9 @@ def test_a_product_for_each_expert_is_the_same_in_two_dtypes(kernels: str, tmp_p
         for stage in pipe.stages.values():
             for name, parameter in stage.named_parameters():
                 torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
-    assert texts[0].replace("f32", "bf16") == texts[1]
-    assert "F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)" in texts[0]
-    assert "transformers" not in texts[0]
+        assert package.manifest.requires == ()
+    assert texts[0] == texts[1]
+    assert texts[0][0].strip() == "return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)"
 
 
 def test_a_model_that_branches_on_the_dtype_is_the_model_in_its_own(tmp_path: Path) -> None:

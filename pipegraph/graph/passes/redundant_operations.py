@@ -12,6 +12,7 @@ from pipegraph.graph.calls import replace_node
 from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
+from pipegraph.grouped_mm import register_grouped_mm
 
 aten = torch.ops.aten
 
@@ -97,6 +98,7 @@ def restore_grouped_products(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if str(node.target) == "transformers.grouped_mm_fallback.default":
+            register_grouped_mm()
             named = arguments_of(node)
             node.target = aten._grouped_mm.default
             node.args, node.kwargs = (named["input"], named["weight"], named["offs"]), {}
