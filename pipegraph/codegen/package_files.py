@@ -115,6 +115,7 @@ def _manifest(
         args=pytree.tree_map(unique_name, list(captured.args)),
         kwargs=pytree.tree_map(unique_name, captured.kwargs),
         outputs=pytree.tree_map(unique_name, captured.outputs),
+        evaluation_outputs=pytree.tree_map(unique_name, captured.evaluation_outputs),
         sizes=sizes,
         conditions=captured.sizes.conditions,
         values=values,

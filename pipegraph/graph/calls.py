@@ -152,12 +152,14 @@ class ArgumentPlace:
         name: the parameter of ``forward``; None for a part of a tuple, which has no name.
         other_names: further parameters that took the same value: ``attention(x, x, x)``.
         other_orders: its further positions.
+        part_of: of a part of a tuple, the parameter that takes the tuple, and its index there.
     """
 
     order: int
     name: str | None
     other_names: tuple[str, ...] = ()
     other_orders: tuple[int, ...] = ()
+    part_of: tuple[str, int] | None = None
 
     @property
     def orders(self) -> tuple[int, ...]:

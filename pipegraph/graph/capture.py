@@ -23,7 +23,14 @@ from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
-from pipegraph.graph.model_structure import check_keys, check_module_names, inputs_of, modules_of, outputs_of
+from pipegraph.graph.model_structure import (
+    check_keys,
+    check_module_names,
+    evaluation_outputs_of,
+    inputs_of,
+    modules_of,
+    outputs_of,
+)
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.passes.constants import simplify_masks, write_constants
 from pipegraph.graph.passes.dtypes import (
@@ -38,7 +45,12 @@ from pipegraph.graph.passes.modes import (
     may_differ_by_mode,
     settle_fixed_modes,
 )
-from pipegraph.graph.passes.redundant_operations import drop_assertions, drop_dead_code, drop_identities
+from pipegraph.graph.passes.redundant_operations import (
+    drop_assertions,
+    drop_dead_code,
+    drop_identities,
+    restore_grouped_products,
+)
 from pipegraph.graph.passes.views import (
     cancel_views,
     drop_contiguous,
@@ -56,6 +68,7 @@ from pipegraph.units import format_seconds
 PASSES: tuple[Pass, ...] = (
     tie_casts_to_buffers,
     follow_dtypes,
+    restore_grouped_products,
     drop_assertions,
     drop_identities,
     drop_redundant_dtypes,
@@ -210,6 +223,7 @@ def _capture(
         args=positional,
         kwargs=keywords,
         outputs=outputs_of(graph, exported.program),
+        evaluation_outputs=evaluation_outputs_of(graph),
         constants=constants,
         state=state,
         tensors=tensors,

@@ -98,6 +98,7 @@ class Captured:
     Attributes:
         model_name: class name of the model.
         args, kwargs, outputs: the model's own nesting, with names of graph values (or constants) as leaves.
+        evaluation_outputs: what it returns in evaluation mode, if that is only some of ``outputs``; else None.
         constants: inputs that are no tensors, fixed at capture: name → value.
         state: every parameter, buffer and constant by FQN, in the order of ``state_dict()``.
         tensors: the tensor behind each FQN (a parameter may be on the meta device).
@@ -120,6 +121,7 @@ class Captured:
     modules: dict[str, ModuleEntry] = field(repr=False)
     sizes: SizeLimits
     training: bool = True
+    evaluation_outputs: Any = None
     segments: tuple[Segment, ...] = ()
     device_branch: str = ""
 
@@ -208,7 +210,14 @@ CHECKPOINTED = "checkpointed"
 """Key of a node's metadata: the module calls that returned it under ``torch.utils.checkpoint``."""
 
 VALUE = "value"
-"""Key of a node's metadata: the number in a constant of one element that the model's code makes at each call."""
+"""Key of a node's metadata: the number in a constant of one element that the model's code makes at each call, or the
+numbers of a short list of indices."""
+
+STRUCTURE = "structure"
+"""Key of the metadata of an ``output`` node: how what the model returns is nested."""
+
+EVALUATION_OUTPUTS = "evaluation_outputs"
+"""Key of the metadata of an ``output`` node: what the model returns in evaluation mode, if it is nested otherwise."""
 
 BRANCH = "branch"
 """Key of a node's metadata: the `BranchPart` that it is, if one mode runs it and the other does not."""

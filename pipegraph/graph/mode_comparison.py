@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.calls import CallTree, argument_place, call_tree, result_place, sorted_by_place
-from pipegraph.graph.captured import ModuleEntry
+from pipegraph.graph.captured import STRUCTURE, ModuleEntry
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of, shape_of, source_line
@@ -65,6 +65,7 @@ class ModeComparison:
     Attributes:
         differences: where they differ.
         in_every_mode: the operations of the training graph that do as in training mode in evaluation mode too.
+        outputs: what evaluation mode returns of what training mode does, if it does not return all of it.
 
     Raises:
         OtherGraphError: there is a difference that is no branch.
@@ -78,6 +79,7 @@ class ModeComparison:
         self.differences: list[ModeDifference] = []
         self._difference_of: dict[fx.Node, ModeDifference] = {}
         self.in_every_mode: list[fx.Node] = []
+        self.outputs: Any = None
         inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
         state = {node.target: node for node in graph.find_nodes(op="get_attr")}
         for node in evaluation.nodes:
@@ -95,7 +97,10 @@ class ModeComparison:
         )
         self._align(own.items, other.items, ())
         output = next(node for node in self._evaluation.nodes if node.op == "output")
-        self._compare_arguments(self._last, output)
+        if _output_form(output) == _output_form(self._last):
+            self._compare_arguments(self._last, output)
+        else:
+            self.outputs = self._chosen_outputs(output)
         for branch in self.differences:
             self._check(branch)
 
@@ -127,6 +132,22 @@ class ModeComparison:
         self.differences.append(branch)
         self._difference_of |= dict.fromkeys((*branch.training, *branch.evaluation), branch)
         self._value |= {node: node for node in branch.evaluation}
+
+    def _chosen_outputs(self, output: fx.Node) -> Any:
+        """The outputs of evaluation mode as values of training mode, if it returns some of what that returns.
+
+        What leads to other outputs alone runs in both modes.
+        """
+        returned = {self._effective(node): node for node in self._last.all_input_nodes}
+        leaves: Any = output.args[0]
+        chosen = [None if leaf is None else returned.get(self._effective(self.value_of(leaf))) for leaf in leaves]
+        if any((leaf is None) != (node is None) for leaf, node in zip(leaves, chosen, strict=True)):
+            raise OtherGraphError(self._last.all_input_nodes[-1])
+        for branch in [each for each in self.differences if not each.evaluation and not each.joins]:
+            readers = {user for node in branch.training for user in node.users}
+            if readers <= {*branch.training, self._last}:
+                self.differences.remove(branch)
+        return pytree.tree_unflatten(chosen, output.meta[STRUCTURE])
 
     def _pair(self, item: _Item, twin: _Item) -> None:
         if isinstance(item, fx.Node) and isinstance(twin, fx.Node):
@@ -259,6 +280,12 @@ def _beginning(node: fx.Node, depth: int) -> fx.Node:
     while len(path) > depth and path_of(node.prev)[: depth + 1] == path:
         node = node.prev
     return node
+
+
+def _output_form(output: fx.Node) -> object:
+    """How the outputs of a graph are nested, and which of them are None."""
+    leaves: Any = output.args[0]
+    return output.meta.get(STRUCTURE), [leaf is None for leaf in leaves]
 
 
 def _nodes(item: _Item) -> Iterator[fx.Node]:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pipegraph.errors import CaptureError, one_line
-from pipegraph.graph.captured import ModuleEntry, StateEntry, plain_containers
+from pipegraph.graph.captured import EVALUATION_OUTPUTS, ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.initialisation import initialisation_of
 from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.nodes import label_of
@@ -100,6 +100,13 @@ def inputs_of(
         constants[name] = leaf
     positional, keywords = plain_containers(pytree.tree_unflatten(names, spec))
     return tuple(positional), keywords, constants
+
+
+def evaluation_outputs_of(graph: fx.Graph) -> Any:
+    """As `outputs_of`, in evaluation mode; None if the model returns the same as in training mode."""
+    (output,) = graph.find_nodes(op="output")
+    names = pytree.tree_map_only(fx.Node, label_of, output.meta.get(EVALUATION_OUTPUTS))
+    return plain_containers(names)
 
 
 def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:

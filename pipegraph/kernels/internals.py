@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from pipegraph.grouped_mm import register_grouped_mm
+
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """A graph that runs. It takes the tensors out of the list that it is called with, so that it can release them."""
 
@@ -154,6 +156,7 @@ def fake_tensors(environment: Any = None) -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import _config
 
+    register_grouped_mm()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

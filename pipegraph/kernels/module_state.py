@@ -16,7 +16,7 @@ from pipegraph.kernels.symbolic.symbolic_sizes import same
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """The place of a tensor in a module: `held` is the module's dict of parameters or of buffers."""
 
     module: nn.Module
@@ -29,12 +29,12 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        places: dict[int, list[_Place]] = {}
+        places: dict[int, list[_TensorPlace]] = {}
         for module in modules:
             for held in internals.tensor_dicts(module):
                 for name, tensor in held.items():
                     if tensor is not None:
-                        places.setdefault(id(tensor), []).append(_Place(module, held, name))
+                        places.setdefault(id(tensor), []).append(_TensorPlace(module, held, name))
         self._places = list(places.values())
         self._recurrent = [module for module in modules if internals.rnn_weight_lists(module)]
 

@@ -48,6 +48,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         generator: the version of pipegraph that wrote the package.
         model, plan: what was split, and where.
         args, kwargs, outputs: what the model takes and returns, nested as it does; the leaves are names of `values`.
+        evaluation_outputs: what it returns of `outputs` in evaluation mode; None if it returns all.
         sizes: the dimensions that may vary, by name.
         conditions: what the stages take for granted of the sizes.
         values: everything that crosses, by name.
@@ -68,6 +69,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     args: Nested
     kwargs: dict[str, Nested]
     outputs: Nested
+    evaluation_outputs: Nested = None
     sizes: dict[Name, Size] = msgspec.field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     values: dict[Name, Value]
@@ -82,7 +84,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     recompute: Text = DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("args", "kwargs", "outputs"):
+        for name in ("args", "kwargs", "outputs", "evaluation_outputs"):
             msgspec.structs.force_setattr(self, name, _tuples(getattr(self, name), name))
         for place, problem in _problems(self):
             raise PackageError(shortened(f"{place}: {problem}"))
@@ -100,10 +102,12 @@ class Manifest(Entry, frozen=True, kw_only=True):
             ]
         if self.recompute == DEFAULT:
             del entry["recompute"]
+        if self.evaluation_outputs is None:
+            del entry["evaluation_outputs"]
         if self.plan.prediction is not None:
             entry["plan"]["prediction"] = self.plan.prediction.to_dict()
         # Sorted, but for what the model takes and returns: a loss may unpack a dict's values in the model's order.
-        ordered = {"args", "kwargs", "outputs"}
+        ordered = {"args", "kwargs", "outputs", "evaluation_outputs"}
         return json_text({key: entry[key] if key in ordered else _sorted(entry[key]) for key in sorted(entry)}) + "\n"
 
     @classmethod
@@ -125,6 +129,10 @@ class Manifest(Entry, frozen=True, kw_only=True):
     def captured_sizes(self) -> dict[str, int]:
         """The value of each size at capture."""
         return {name: size.captured for name, size in self.sizes.items()}
+
+    def outputs_in(self, training: bool) -> Nested:
+        """What the model returns in a mode."""
+        return self.outputs if training or self.evaluation_outputs is None else self.evaluation_outputs
 
     def at_capture(self) -> Manifest:
         """The same with the numbers at capture in all shapes."""
@@ -241,9 +249,10 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for leaf in leaves((manifest.args, manifest.kwargs)):
         if leaf is not None and (leaf not in values or values[leaf].producer != CALLER):
             yield "args", f"the argument {leaf!r} is not a value that the caller passes"
-    for leaf in leaves(manifest.outputs):
-        if leaf is not None and leaf not in stages[-1].outputs:
-            yield "outputs", f"the output {leaf!r} is not an output of the last stage"
+    for key, nested in (("outputs", manifest.outputs), ("evaluation_outputs", manifest.evaluation_outputs)):
+        for leaf in leaves(nested):
+            if leaf is not None and leaf not in stages[-1].outputs:
+                yield key, f"the output {leaf!r} is not an output of the last stage"
     prediction = manifest.plan.prediction
     if prediction is not None and (len(prediction.placement), len(prediction.cuts) + 1) != (len(stages), len(stages)):
         yield (

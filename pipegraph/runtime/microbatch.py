@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
@@ -167,15 +167,20 @@ class BatchSplitter:
             targets += cut_target(target, 1, device, lengths, f"target[{index}]")
         return StepBatch(step, inputs, targets)
 
-    def join(self, results: StepOutputs) -> Any:
-        """The model's outputs for the whole batch, in its own structure; None if none were kept here."""
+    def join(self, results: StepOutputs, stages: Mapping[int, nn.Module]) -> Any:
+        """The model's outputs for the whole batch, in its own structure; None if none were kept here.
+
+        Args:
+            stages: of this process. The mode of the model's last stage is that of the outputs.
+        """
         if not results.outputs:
             return None
         manifest = self._manifest
         by_microbatch = [results.outputs[index] for index in sorted(results.outputs)]
         named = zip(manifest.stages[-1].outputs, zip(*by_microbatch, strict=True), strict=True)
         joined = {name: join_outputs(parts, manifest.values[name].batch_dim) for name, parts in named}
-        return fill_structure(manifest.outputs, joined)
+        training = stages[len(manifest.stages) - 1].training
+        return fill_structure(manifest.outputs_in(training), joined)
 
     def _cut_input(self, value: Value, passed: Tensor | list[Tensor], step: StepSizes) -> Sequence[Tensor]:
         """A checked input, cut along its batch, or the same for all microbatches if it has none."""

@@ -332,7 +332,7 @@ class Pipeline(PipelineState, PipelineRanks):
         result = StepResult(
             loss=loss,
             losses=results.loss_by_microbatch() if request.return_losses else None,
-            outputs=self._runner.batches.join(results),
+            outputs=self._runner.batches.join(results, self.stages),
             metrics=metrics,
         )
         return result, given.batch.sizes

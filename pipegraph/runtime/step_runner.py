@@ -117,7 +117,7 @@ class StepRunner:
         find_parts(groups, stages)
         self._wiring = wiring = stage_wirings(manifest)
         self._boundaries = BoundaryDtypes(manifest, wiring, stages, places)
-        self.kernels = _make_kernels(makers, stages, wiring, _packed_loss(manifest, loss_fn))
+        self.kernels = _make_kernels(makers, stages, wiring, _packed_loss(manifest, stages, loss_fn))
         if precision is not None:
             for index, kernels in self.kernels.items():
                 precision.tell(index, kernels)
@@ -320,10 +320,15 @@ def _make_kernels(
     return kernels
 
 
-def _packed_loss(manifest: Manifest, loss_fn: LossFunction | None) -> Loss | None:
+def _packed_loss(manifest: Manifest, stages: Mapping[int, nn.Module], loss_fn: LossFunction | None) -> Loss | None:
     """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
     if loss_fn is None:
         return None
     require_type(loss_fn, Callable, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")
-    names, structure = manifest.stages[-1].outputs, manifest.outputs
-    return lambda outputs, target: loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)
+    names, last = manifest.stages[-1].outputs, stages.get(len(manifest.stages) - 1)
+
+    def loss(outputs: Sequence[Tensor], target: Any) -> Any:
+        structure = manifest.outputs_in(last is None or last.training)
+        return loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)
+
+    return loss

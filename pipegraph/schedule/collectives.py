@@ -42,7 +42,7 @@ def require_resident(resident: object) -> None:
 
 
 @dataclass
-class _Place:
+class _CollectivesBefore:
     """The collectives before an action: memory is freed first, and what is waited for comes before what is not."""
 
     reshard: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ def _of_rank(
     schedule: Schedule, rank: int, sharded: Collection[int], reduced: Collection[int], resident: int | None
 ) -> Iterator[Collective]:
     row = schedule.actions[rank]
-    places: dict[int, _Place] = defaultdict(_Place)  # by position: before the action there
+    places: dict[int, _CollectivesBefore] = defaultdict(_CollectivesBefore)  # by position: before the action there
     uses: list[tuple[int, ...]] = []
     ends: list[int] = []  # of each use, the position after it
     last_contribution: dict[int, int] = {}

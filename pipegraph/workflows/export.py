@@ -30,7 +30,7 @@ _METADATA: Final = {"format": "pt"}  # which transformers asks for
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What was written.
 
     Attributes:
@@ -84,7 +84,7 @@ def export(
     out: str | PathLike[str],
     shard_bytes: int = SHARD_BYTES,
     timeout: float = TIMEOUT,
-) -> Exported:
+) -> ExportResult:
     """Write the model of a checkpoint as safetensors files with their index.
 
     Names are those of the model's ``state_dict()``; for a Hugging Face model those that ``save_pretrained`` writes, a
@@ -143,7 +143,7 @@ def export(
             place_of_files.close()  # it takes its place
 
         ranks.agree(lambda: finish() if ranks.is_first else None)
-        return Exported(place, tuple(files), total, config.is_file(), _is_huggingface(package.manifest))
+        return ExportResult(place, tuple(files), total, config.is_file(), _is_huggingface(package.manifest))
 
 
 def _require_new(folder: Path) -> None:

@@ -83,6 +83,44 @@ def test_captures_in_two_dtypes_give_the_same_forward(tmp_path: Path) -> None:
     assert "        hidden_states_1 = hidden_states.to(torch.float32)" in texts[0]
 
 
+class Experts(nn.Module):
+    """Multiplies the rows of each expert by its matrix, as the layers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.last = nn.Parameter(torch.randn(3, 8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        from transformers.integrations.moe import _grouped_mm
+
+        return self.last(_grouped_mm(x, self.weight.transpose(-2, -1), ends))
+
+
+@pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_product_for_each_expert_is_the_same_in_two_dtypes(kernels: str, tmp_path: Path) -> None:
+    """transformers runs an operator of its own while float32 is traced, and torch's otherwise."""
+    pytest.importorskip("transformers")
+    texts, ends = [], torch.tensor([2, 2, 6], dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = batch(6, 8).to(dtype)
+        package = split(tmp_path / str(dtype), Experts().to(dtype), (x, ends), cut="last")
+        texts.append([line for line in source(package).splitlines() if ".to(" in line or "return" in line])
+        pipe = pipegraph.Pipeline(
+            package, schedule="zb-h1", microbatches=1, loss_fn=lambda y, _: y.square().mean(), kernels=kernels
+        )
+        model = Experts().to(dtype)
+        model(x, ends).square().mean().backward()
+        pipe.step(x, ends, target=x)
+        assert not any(report.autograd for report in pipe.kernels_report())
+        for stage in pipe.stages.values():
+            for name, parameter in stage.named_parameters():
+                torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+        assert package.manifest.requires == ()
+    assert texts[0] == texts[1]
+    assert texts[0][0].strip() == "return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)"
+
+
 def test_a_model_that_branches_on_the_dtype_is_the_model_in_its_own(tmp_path: Path) -> None:
     model = BranchesOnDtype()
     assert differences(split(tmp_path, model, (batch(),), cut="norms.2"), model, (batch(),)) == []

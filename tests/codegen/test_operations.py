@@ -51,7 +51,8 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: x[:-1], "x[:-1]"),
     (lambda x, y: x[None], "x.unsqueeze(0)"),
     (lambda x, y: x.view(2, 2, 6)[..., 1], "x.unflatten(0, (-1, 2))[..., 1]"),
-    (lambda x, y: x[:, [1, 0]], "x[:, self.constant]"),
+    (lambda x, y: x[:, [1, 0]], "x[:, [1, 0]]"),
+    (lambda x, y: x[:, torch.tensor([3, 1, 1])], "x[:, [3, 1, 1]]"),
     (lambda x, y: x[:, :] + 1, "x + 1"),
     # shapes
     (lambda x, y: x.view(2, -1), "x.view(2, -1)"),
@@ -147,6 +148,20 @@ CASES: list[tuple[Function, str]] = [
     ),
     (lambda x, y: F.fold(x, (3, 4), (2, 2)), "F.fold(x, (3, 4), (2, 2))"),
     (lambda x, y: F.dropout2d(x.view(1, 2, 2, 6), 0.0), "F.dropout2d(x.unflatten(0, (-1, 2, 2)), 0.0)"),
+    (lambda x, y: F.max_pool1d(x, 2, return_indices=True)[1] * 2, "F.max_pool1d(x, 2, return_indices=True)[1] * 2"),
+    (lambda x, y: F.adaptive_max_pool3d(x.view(1, 2, 2, 6), 2), "F.adaptive_max_pool3d(x.unflatten(0, (-1, 2, 2)), 2)"),
+    (
+        lambda x, y: F.max_unpool2d(x[None], y.flatten().argsort().view(1, 4, 6), 2),
+        "F.max_unpool2d(x.unsqueeze(0), y.flatten().argsort().view(1, 4, 6), 2)",
+    ),
+    (
+        lambda x, y: F.max_unpool2d(x[None], y.flatten().argsort().view(1, 4, 6), 2, output_size=(9, 13)),
+        "F.max_unpool2d(x.unsqueeze(0), y.flatten().argsort().view(1, 4, 6), 2, output_size=(9, 13))",
+    ),
+    (
+        lambda x, y: F.embedding_bag(y[:, 0].argsort(), x, y[:2, 0].argsort(), mode="sum", padding_idx=0),
+        'F.embedding_bag(y[:, 0].argsort(), x, y[:2][:, 0].argsort(), mode="sum", padding_idx=0)',
+    ),
     (lambda x, y: F.logsigmoid(x), "F.logsigmoid(x)"),
     (lambda x, y: F.relu6(F.softshrink(x, 0.1)), "F.relu6(F.softshrink(x, lambd=0.1))"),
     (lambda x, y: F.soft_margin_loss(x, y.sign()), "F.soft_margin_loss(x, y.sign())"),

@@ -120,3 +120,38 @@ def test_parts_of_arguments_keep_their_own_names(tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(),), cut="head")
     assert differences(package, model, (batch(),)) == []
     assert source(package).count("class Pair(") == 1
+
+
+class Cell(nn.Module):
+    """Takes its state as a tuple, and returns it as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, c = state
+        i, f, g, o = self.gates(torch.cat([x, h], -1)).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return x + c, (o.sigmoid() * c.tanh(), c)
+
+
+class Cells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Cell(), Cell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.sin(), x.cos()
+        out, state = self.first(x, state)
+        out, (hidden, cell) = self.second(out, state)
+        return out + hidden + cell
+
+
+def test_the_parts_of_a_tuple_have_the_names_that_the_source_gives_them(tmp_path: Path) -> None:
+    model = nn.Sequential(Cells(), nn.Linear(8, 8))
+    package = split(tmp_path, model, (batch(),), cut="1")
+    text = source(package)
+    assert "def forward(self, x: Tensor, h: Tensor, c: Tensor)" in text
+    assert differences(package, model, (batch(),), train=True) == []

@@ -85,6 +85,35 @@ def test_a_number_is_that_of_the_function_to_which_the_source_gives_it(tmp_path:
     assert differences(package, model, (x,), train=True) == []
 
 
+class Heads(nn.Module):
+    """Divides a size of its input by an attribute, in all places where a tensor is given a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.gate = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        gate = self.gate(x).view(b, t, self.heads, c // self.heads).transpose(1, 2)
+        y = (q * k + v * gate).transpose(1, 2).flatten(2)
+        weights = y.transpose(1, 2).reshape(b * self.heads, c // self.heads, t).softmax(1)
+        return x + y * weights.view(b, c, t).transpose(1, 2)
+
+
+def test_quotients_of_sizes_stay_quotients(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Row([Heads(), Heads()]), batch(2, 5, 32)
+    package = split(tmp_path, model, (x,))
+    text = written(tmp_path)
+    assert "self.qkv(x).unflatten(-1, (3, self.heads, -1))" in text
+    assert "self.gate(x).unflatten(-1, (self.heads, -1))" in text
+    assert ".reshape(-1, x.shape[2] // self.heads, x.shape[1])" in text
+    assert "8" not in text.split("def forward")[1]
+    assert differences(package, model, (x,), train=True) == []
+
+
 class Transposed(nn.Module):
     """Has as many heads as the number of a dimension, and as many rows of a table."""
 

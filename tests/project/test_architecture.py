@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,12 @@ def test_the_recipe_of_a_device_names_every_file_that_knows_one() -> None:
     recipe = text[text.index("### Add a device type") : text.index("### Support a new torch")]
     named = set(re.findall(r"`(?:pipegraph/)?([\w/]+\.py)`", recipe))
     assert {file for file in files if not any(file == name or file.endswith("/" + name) for name in named)} == set()
+
+
+def test_a_class_name_stands_once() -> None:
+    nodes = [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def _named_files() -> list[str]:

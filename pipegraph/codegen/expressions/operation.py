@@ -12,7 +12,15 @@ from torch import fx
 
 from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall, follows_mode
 from pipegraph.codegen.expressions.operator_spellings import index, spelling_function
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, FunctionCall, Subscript, call, literal
+from pipegraph.codegen.syntax.expressions import (
+    Attribute,
+    Collection,
+    Expression,
+    FunctionCall,
+    Subscript,
+    call,
+    literal,
+)
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
 from pipegraph.graph.internals import operator_name, schema_arguments
 from pipegraph.graph.nodes import on_meta
@@ -31,7 +39,10 @@ def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression]
     if node.target is operator.getitem:
         owner, position = node.args
         assert isinstance(owner, fx.Node)
-        return Subscript(value(owner), (literal(position),))
+        held = value(owner)
+        if isinstance(held, Collection):
+            return held.items[int(position)]  # type: ignore[arg-type]
+        return Subscript(held, (literal(position),))
     called = OperatorCall.of(node, value, device)
     if called.target.namespace != "aten":
         return _by_overload(called)

@@ -2,8 +2,8 @@
 
 The column ``spelling`` of ``graph/operators.py`` names the spelling of an operator. ``x + y``, ``-x``, ``x.T`` and
 ``F.logsigmoid`` are read as they are, with any operator, attribute or function of the same arguments. Every other
-spelling is a function, here in ``SPELLINGS`` or in ``function_spellings``; it returns None for a call that it cannot
-express. "F.name" needs no function, and ``operation`` writes assignments such as ``x[indices] = y``.
+spelling is a function, here in ``SPELLINGS``, in ``function_spellings`` or in ``pool_spellings``; it returns None for a
+call that it cannot express. "F.name" needs no function, and ``operation`` writes ``x[indices] = y``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.function_spellings import FUNCTION_SPELLINGS, Spelling, interpolate
 from pipegraph.codegen.expressions.operator_call import OperatorCall
+from pipegraph.codegen.expressions.pool_spellings import POOL_SPELLINGS
 from pipegraph.codegen.expressions.reshapes import expand_sizes, flatten_dims, reshape_sizes, shortest_reshape
 from pipegraph.codegen.syntax.expressions import (
     ATOM,
@@ -30,6 +32,10 @@ from pipegraph.codegen.syntax.expressions import (
     method,
     unary,
 )
+from pipegraph.graph.nodes import shape_of
+from pipegraph.graph.operators import operator_of
+
+aten = torch.ops.aten
 
 
 def spelling_function(spelling: str) -> Spelling | None:
@@ -110,6 +116,18 @@ def index(operator: OperatorCall) -> Subscript | None:
     return Subscript(operator.expression(operator.arguments["self"]), tuple(indices)) if indices else None
 
 
+def _stack(operator: OperatorCall) -> Expression | None:
+    """``[1, 0]`` for numbers that are a list of indices; any other stack is the function."""
+    arguments = operator.arguments
+    parts = [each for each in arguments["tensors"] if each.target is aten.full.default and not shape_of(each)]
+    is_list = len(parts) == len(arguments["tensors"]) and "dim" not in arguments
+    if not is_list or any(
+        operator_of(user).spelling not in ("index", "x[indices] = y") for user in operator.node.users
+    ):
+        return None
+    return literal([each.args[1] for each in parts])
+
+
 def _index(value: Expression) -> Expression:
     """``[-1]`` for ``torch.full((1,), -1)``."""
     if not isinstance(value, FunctionCall) or value.function != Name("torch.full"):
@@ -150,9 +168,11 @@ def _expand(operator: OperatorCall) -> Expression:
 
 SPELLINGS: dict[str, Spelling] = {
     **FUNCTION_SPELLINGS,
+    **POOL_SPELLINGS,
     "slice": _slice,
     "select": _select,
     "index": index,
+    "stack": _stack,
     "reshape": _reshape,
     "flatten": _flatten,
     "expand": _expand,

@@ -12,6 +12,7 @@ from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import StatementLoop
 from pipegraph.codegen.forward.local_variables import Lists, LocalVariables
 from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import (
     Attribute,
     Expression,
@@ -37,7 +38,7 @@ class LoopHeaders:
         values: the variables of the ``forward``.
         lists: its lists.
         tree: the modules of the class.
-        number: returns the number of iterations as the source writes it; None if it is no attribute.
+        number: returns the number of iterations of a loop as the source writes it; None if it is no attribute.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class LoopHeaders:
         values: LocalVariables,
         lists: Lists,
         tree: ModuleTree,
-        number: Callable[[StatementLoop], Expression | None],
+        number: Callable[[SourceLoop, int], Expression | None],
     ) -> None:
         self._values = values
         self._lists = lists
@@ -118,7 +119,7 @@ class LoopHeaders:
         count = len(item.iterations)
         ends = start == 0 and step == 1, start == count - 1 and step == -1
         size = self._size(item, body, Progression(start, step), count) if any(ends) else None
-        stop = size or (self._number(item) if ends[0] else None)
+        stop = size or (self._number(item.source, count) if ends[0] else None)
         if stop is not None:
             counted = call("range", stop)
             return call("reversed", counted) if ends[1] and not ends[0] else counted

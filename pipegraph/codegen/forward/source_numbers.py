@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
 
+from pipegraph.codegen.forward.computed_numbers import Known, Number, Read, computed_numbers, evaluated, plain_numbers
 from pipegraph.codegen.forward.items import Operation, Step
 from pipegraph.codegen.names.identifiers import is_plain
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
@@ -17,14 +18,13 @@ from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,
     Attribute,
-    Binary,
+    Collection,
     Expression,
     FunctionCall,
     Literal,
     Name,
     Subscript,
     literal,
-    unary,
 )
 from pipegraph.graph.calls import argument_place
 from pipegraph.graph.captured import Captured
@@ -33,20 +33,6 @@ from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
-Number = int | float
-Known = tuple[Number, Expression]
-_Read = Callable[[ast.expr], Known | None]
-"""An expression of the source → its value, and how it is written; None for any other."""
-
-_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] = {
-    ast.Add: ("+", operator.add),
-    ast.Sub: ("-", operator.sub),
-    ast.Mult: ("*", operator.mul),
-    ast.Div: ("/", operator.truediv),
-    ast.FloorDiv: ("//", operator.floordiv),
-    ast.Mod: ("%", operator.mod),
-    ast.Pow: ("**", operator.pow),
-}
 # These stand in many expressions that have nothing to do with an attribute of the same value.
 _COMMON = (0, 0.5, 1, 2)
 
@@ -109,7 +95,9 @@ class ModuleNumbers:
             name: value for name, value in self._attributes.items() if all(each.get(name) == value for each in alike)
         }
         found: dict[str, Expression | None] = {}
-        for value, expression, _ in _expressions(source.of_forward(fqn), partial(_of_module, constant)):
+        for value, expression, function in computed_numbers(source.of_forward(fqn), partial(_of_module, constant)):
+            if function == "range":  # the number of iterations of a loop is no other number
+                continue
             text = literal(value).text
             if found.setdefault(text, expression) != expression or abs(value) in _COMMON:
                 found[text] = None  # it may be another number
@@ -139,13 +127,17 @@ class ModuleNumbers:
         if self._source.of_helpers(node):
             numbers = {text: found for text, found in numbers.items() if not text.lstrip("-").isdigit()}
         statements = self._source.of_operation(node)
-        if statements and path_of(node)[-1:] and path_of(node)[-1][1] == self._fqn:
-            numbers |= _in_statement(statements[-1], expression, partial(_of_module, self._attributes))
-        return _replaced(expression, operands, numbers, self._use)
+        if not statements or not path_of(node)[-1:] or path_of(node)[-1][1] != self._fqn:
+            return _replaced(expression, operands, numbers, self._use)
+        statement, of_module = statements[-1], partial(_of_module, self._attributes)
+        numbers |= _in_statement(statement, expression, of_module)
+        made = _replaced(_with_computed_size_open(expression, node, statement, of_module), operands, numbers, self._use)
+        of_sizes = partial(_size_or, of_module, self._source.sizes_assigned(node), variables)
+        return _replaced(made, operands, _in_statement(statement, made, of_sizes), self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
         """An expression of the source that is this number and has an attribute in it; None if it is another one."""
-        found = _evaluated(tree, partial(_of_module, self._attributes))
+        found = evaluated(tree, partial(_of_module, self._attributes))
         if found is None or found[0] != number or isinstance(found[1], Literal):
             return None
         self._use(found[1])
@@ -153,7 +145,7 @@ class ModuleNumbers:
 
     def _use(self, found: Expression) -> None:
         for inner in found.walk():
-            if isinstance(inner, Attribute):
+            if isinstance(inner, Attribute) and inner.owner == SELF:
                 self.used[inner.name] = literal(self._attributes[inner.name])
 
 
@@ -203,7 +195,7 @@ class HelperNumbers:
             case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=index):
                 if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
                     return None
-                position = _evaluated(index, _nothing)
+                position = evaluated(index, _nothing)
                 if name not in self._parameters or position is None:
                     return None
                 parameter, variable = self._parameters[name]
@@ -241,12 +233,12 @@ def _replaced(
     return named
 
 
-def _in_statement(statement: SourceStatement, expression: Expression, read: _Read) -> dict[str, Expression]:
+def _in_statement(statement: SourceStatement, expression: Expression, read: Read) -> dict[str, Expression]:
     """The numbers that a statement computes from what ``read`` knows → how it writes them."""
     numbers: dict[str, Expression] = {}
     texts = [each.text for each in expression.walk() if isinstance(each, Literal)]
-    written = {*_plain_numbers(statement.tree, read)}
-    for value, found, function in _expressions([statement], read):
+    written = {*plain_numbers(statement.tree, read)}
+    for value, found, function in computed_numbers([statement], read):
         text = literal(value).text
         # Of `pad(x, (self.dilation, 0)).chunk(2, dim=1)` it is the argument of `pad`, if that is 1 as well.
         is_meant = value not in written or function == _function_name(expression)
@@ -275,60 +267,47 @@ def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Known | None
     return None
 
 
+def _size_or(
+    other: Read, assigned: Mapping[str, tuple[str, int]], variables: Mapping[str, fx.Node], node: ast.expr
+) -> Known | None:
+    """``x.shape[2]`` for ``c`` after ``b, t, c = x.shape``, if the size does not vary; else what ``other`` reads."""
+    match node:
+        case ast.Name(id=name) if name in assigned:
+            owner, dim = assigned[name]
+            value = variables.get(owner)
+            shape = shape_of(value) if value is not None and isinstance(value.meta.get("val"), Tensor) else ()
+            if dim < len(shape) and type(shape[dim]) is int:
+                return shape[dim], Subscript(Attribute(Name(owner), "shape"), (literal(dim),))
+    return other(node)
+
+
+def _with_computed_size_open(
+    expression: Expression, node: fx.Node, statement: SourceStatement, read: Read
+) -> Expression:
+    """``x.unflatten(-1, (3, self.heads, -1))`` where the source says ``x.view(…, 3, self.heads, width // self.heads)``:
+    of the sizes that a dimension is split in, the one that is left open is the one that nothing else says."""
+    match expression:
+        case FunctionCall(
+            function=Attribute(name="unflatten"),
+            arguments=(dim, Argument(value=Collection(items=sizes) as split) as given),
+        ):
+            first = int(dim.value.text) % len(shape_of(node.args[0]))
+        case _:
+            return expression
+    numbers = shape_of(node)[first : first + len(sizes)]
+    said = {*plain_numbers(statement.tree, read), *(value for value, _, _ in computed_numbers([statement], read))}
+    unsaid = [at for at, number in enumerate(numbers) if number not in said]
+    opened = [at for at, size in enumerate(sizes) if size == literal(-1)]
+    if len(unsaid) != 1 or len(opened) != 1 or opened == unsaid or any(type(number) is not int for number in numbers):
+        return expression
+    items = tuple(literal(-1) if [at] == unsaid else literal(number) for at, number in enumerate(numbers))
+    return replace(expression, arguments=(dim, given.changed(replace(split, items=items))))
+
+
 def _nothing(node: ast.expr) -> Known | None:
     return None
-
-
-def _expressions(statements: Iterable[SourceStatement], read: _Read) -> Iterator[tuple[Number, Expression, str]]:
-    """The parts of statements that are computed from what ``read`` knows and numbers alone, the whole before its parts,
-    and the name of the function that each is an argument of."""
-    for statement in statements:
-        waiting: list[tuple[ast.AST, str]] = [(statement.tree, "")]
-        while waiting:
-            node, function = waiting.pop(0)
-            found = _evaluated(node, read) if isinstance(node, ast.expr) else None
-            if found is None:
-                called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else function
-                parts = ast.iter_child_nodes(node)
-                waiting += [(part, function if part is getattr(node, "func", None) else called) for part in parts]
-            elif any(isinstance(part, Attribute) for part in found[1].walk()):
-                yield *found, function
-
-
-def _plain_numbers(tree: ast.AST, read: _Read) -> Iterator[Number]:
-    """The numbers of a statement that are computed from no others."""
-    found = _evaluated(tree, read) if isinstance(tree, ast.expr) else None
-    if found is None:
-        for part in ast.iter_child_nodes(tree):
-            yield from _plain_numbers(part, read)
-    elif isinstance(found[1], Literal):
-        yield found[0]
 
 
 def _function_name(expression: Expression) -> str:
     """``pad`` of ``F.pad(…)``, and of a method likewise."""
     return expression.function.text.rpartition(".")[2] if isinstance(expression, FunctionCall) else ""
-
-
-def _evaluated(node: ast.expr, read: _Read) -> Known | None:
-    """The value of an expression of numbers and of what ``read`` knows, and the expression; None for any other."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value, literal(node.value)  # type: ignore[return-value]
-    known = read(node)
-    if known is not None:
-        return known
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = _evaluated(node.operand, read)
-        if inner is None:
-            return None
-        return -inner[0], literal(-inner[0]) if isinstance(inner[1], Literal) else unary("-", inner[1])
-    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
-        return None
-    left, right = _evaluated(node.left, read), _evaluated(node.right, read)
-    if left is None or right is None:
-        return None
-    symbol, compute = _OPERATORS[type(node.op)]
-    try:
-        return compute(left[0], right[0]), Binary(symbol, left[1], right[1])
-    except ArithmeticError:
-        return None

@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from torch import fx
 
+from pipegraph.codegen.forward.inner_loops import with_inner_loops
 from pipegraph.codegen.forward.items import Item, ModuleCall, StatementLoop, Step, operands
 from pipegraph.codegen.forward.local_variables import Lists, LocalVariables
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import (
     Collection,
     Expression,
@@ -56,6 +58,7 @@ class StatementLoopWriter:
         inputs: the parameters of the ``forward``.
         name: returns the name of a value that an item makes.
         write_item: writes an item.
+        number: returns the number of iterations of a loop as the source writes it; None if it is no attribute.
 
     Attributes:
         names: the values that need a variable while a loop is written → the wanted names.
@@ -69,6 +72,7 @@ class StatementLoopWriter:
         inputs: Sequence[fx.Node],
         name: Callable[[Item, fx.Node], str],
         write_item: Callable[[Item], None],
+        number: Callable[[SourceLoop, int], Expression | None],
     ) -> None:
         self._values = values
         self._headers = headers
@@ -76,6 +80,7 @@ class StatementLoopWriter:
         self._inputs = inputs
         self._name = name
         self._write_item = write_item
+        self._number = number
         self.names: dict[fx.Node, str] = {}
         self._third: dict[fx.Node, fx.Node] = {}  # the values of the second iteration → those of the third
         self._second: dict[fx.Node, fx.Node] = {}  # what the third takes → what the second takes there
@@ -105,6 +110,10 @@ class StatementLoopWriter:
     def module(self, called: ModuleCall, access: Callable[[ModuleCall], Expression]) -> Expression:
         """The expression of the module of a call: ``self.experts[i]`` inside a loop."""
         return self._by_iteration([access(each) for each in self._calls.get(called, [called])])
+
+    def classes(self, called: ModuleCall) -> list[str]:
+        """The classes of the modules that a call stands for: in a loop, of all that are called in its place."""
+        return [each.constructor.function.text for each in self._calls.get(called, [called])]
 
     def _of_second(self, taken: fx.Node | SymbolicSize) -> fx.Node | SymbolicSize:
         return self._second.get(taken, taken) if isinstance(taken, fx.Node) else taken
@@ -161,7 +170,9 @@ class StatementLoopWriter:
         self._leave(item, lists, carried)
         for of_this_loop in (self.names, self._third, self._second, self._varying, self._calls):
             of_this_loop.clear()
-        values.statements.append(((), self._with_tuple(item, self._headers.statement(item, body))))
+        loop = self._headers.statement(item, body)
+        loop = with_inner_loops(loop, item.inner_sources, values.taken() | {*values.variables}, self._number)
+        values.statements.append(((), self._with_tuple(item, loop)))
 
     def _list_names(self, item: StatementLoop) -> list[str]:
         """The names of the source, if it appends to as many lists; else the names of the elements, with an s."""

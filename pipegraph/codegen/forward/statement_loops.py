@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import fx
 
 from pipegraph.codegen.forward.items import HelperCall, Item, ModuleCall, Operation, StatementLoop, Step, operands
 from pipegraph.codegen.forward.local_variables import goes_over_modules
-from pipegraph.codegen.names.source_loops import SourceLoop, loops_at
-from pipegraph.codegen.names.source_statements import SourceStatements, is_of_torch
-from pipegraph.graph.captured import BRANCH
+from pipegraph.codegen.forward.step_keys import LoopFrame, form_of, key_of, lines_of, loops_around
+from pipegraph.codegen.names.source_loops import SourceLoop
+from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import shape_of
 
@@ -28,8 +28,6 @@ aten = torch.ops.aten
 
 # The place of a value in an iteration: the number of the step, and of the result.
 _Place = tuple[int, int]
-# A loop of the source, and the number of the frame in which it is.
-_LoopFrame = tuple[int, SourceLoop]
 _Iterations = Sequence[Sequence[Step | None]]
 
 
@@ -58,12 +56,12 @@ class _Finder:
     def __init__(self, items: Sequence[Item], outputs: Iterable[fx.Node], source: SourceStatements, fqn: str) -> None:
         self._items = items
         self._outputs = frozenset(outputs)
-        self._lines = [_lines_of(item, source, fqn) for item in items]
-        self._loops = [_loops_around(lines) for lines in self._lines]
+        self._lines = [lines_of(item, source, fqn) for item in items]
+        self._loops = [loops_around(lines) for lines in self._lines]
         numbers: dict[object, int] = {}
-        keys = (_key(item, lines) for item, lines in zip(items, self._lines, strict=True))
+        keys = (key_of(item, lines) for item, lines in zip(items, self._lines, strict=True))
         self._keys = [numbers.setdefault(key, len(numbers)) for key in keys]
-        self._forms = [tuple(map(_form, item.makes)) for item in items]
+        self._forms = [tuple(map(form_of, item.makes)) for item in items]
 
     def loop_at(self, start: int) -> tuple[StatementLoop | None, int]:
         """The loop that begins with an item, and how many items it stands for; None and 1 if there is none."""
@@ -105,7 +103,7 @@ class _Finder:
         if count < _ITERATIONS:
             return None
         common = [each for each in self._loops[start] if all(each in self._loops[start + at] for at in range(size))]
-        if self._calls_several(start, size):
+        if common and self._calls_several(start, size, common[-1]):
             common.pop()  # it is not the loop over these modules, but one around it
         if not common:
             return None
@@ -124,15 +122,21 @@ class _Finder:
                 later = (*self._items[:start], *self._items[start + items :])
                 loop = _checked(iterations, {node for item in later for node in item.reads} | self._outputs, source)
                 if loop is not None and not _is_module_loop(loop) and not _is_the_same(loop):
-                    return loop, items
+                    return replace(loop, inner_sources=self._inside(start, size, common[-1])), items
         return None
 
-    def _calls_several(self, start: int, size: int) -> bool:
-        """Return whether one step calls several modules of a list."""
+    def _inside(self, start: int, size: int, outer: LoopFrame) -> tuple[SourceLoop, ...]:
+        """The loops of the source that steps of an iteration are in, inside of the loop over iterations."""
+        around = (self._loops[start + at] for at in range(size))
+        inside = [loop for loops in around for loop in loops[loops.index(outer) + 1 :]]
+        return tuple(loop for _, loop in dict.fromkeys(inside))
+
+    def _calls_several(self, start: int, size: int, loop: LoopFrame) -> bool:
+        """Return whether one step calls several modules of a list, in no loop inside of this one."""
         modules: dict[int, set[str]] = {}
         for at in range(start, start + size):
             item = self._items[at]
-            if isinstance(item, ModuleCall):
+            if isinstance(item, ModuleCall) and self._loops[at][-1] == loop:
                 modules.setdefault(self._keys[at], set()).add(item.fqn)
         return any(len(each) > 1 for each in modules.values())
 
@@ -157,52 +161,6 @@ class _Finder:
         item = self._items[position]
         assert isinstance(item, (Operation, ModuleCall, HelperCall))
         return item
-
-
-# ---- items that may be the same step of two iterations ---------------------------------------------------------------
-
-
-def _lines_of(item: Item, source: SourceStatements, fqn: str) -> tuple[tuple[str, int], ...]:
-    if not isinstance(item, (Operation, ModuleCall, HelperCall)):
-        return ()
-    return source.lines_within(fqn, item.nodes[0], item.fqn if isinstance(item, ModuleCall) else None)
-
-
-def _loops_around(lines: Sequence[tuple[str, int]]) -> tuple[_LoopFrame, ...]:
-    own = ((frame, file, line) for frame, (file, line) in enumerate(lines) if not is_of_torch(file))
-    return tuple((frame, loop) for frame, file, line in own for loop in loops_at(file, line))
-
-
-def _key(item: Item, lines: object) -> object:
-    """What two steps have in common if they are one step of two iterations; for an item that is in none, the item."""
-    if not isinstance(item, (Operation, ModuleCall, HelperCall)) or any(BRANCH in node.meta for node in item.nodes):
-        return item
-    if isinstance(item, Operation):
-        node = item.node
-        leaves = tuple(_kind(leaf) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-        structure = str(pytree.tree_structure((node.args, node.kwargs)))
-        return node.target, leaves, structure, lines, repr(node.meta["regions"]), "writes" in node.meta
-    if isinstance(item, ModuleCall):
-        path = re.sub(r"\b\d+\b", "#", item.fqn)
-        given = item.arguments
-        form = given.form if given is not None else tuple(("", 1) for _ in item.reads)
-        return path, item.constructor, form, repr(given.settings if given else ()), item.parameters, lines
-    return item.function, len(item.reads), lines
-
-
-def _kind(leaf: object) -> object:
-    """A value is like any other, and so is a whole number."""
-    return fx.Node if isinstance(leaf, fx.Node) else int if type(leaf) is int else repr(leaf)
-
-
-def _form(node: fx.Node) -> object:
-    """The shape and dtype of a value, or of those in a tuple."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return shape_of(node), value.dtype
-    if not isinstance(value, (tuple, list)):
-        return value
-    return tuple((part.shape, part.dtype) if isinstance(part, torch.Tensor) else part for part in value)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -234,7 +192,7 @@ def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -
     if any(len(nodes) < len(iterations) or shared.count(node) > 1 for nodes in varying for node in nodes):
         return None
     values = [{place: node for node, place in each.items()} for each in places]
-    if any(_form(node) != _form(values[0][place]) for place, node in begin.items()):
+    if any(form_of(node) != form_of(values[0][place]) for place, node in begin.items()):
         return None
     second, last = values[1], values[-1]
     collected, final = [], []

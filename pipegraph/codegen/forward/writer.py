@@ -35,8 +35,9 @@ from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
 from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelDtypes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
+from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, Name, Subscript, call, literal
+from pipegraph.codegen.syntax.expressions import Attribute, Collection, Expression, Name, Subscript, call, literal
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
@@ -104,7 +105,9 @@ class ForwardWriter:
         self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
         self._lists = Lists(self._values)
         headers = LoopHeaders(self._values, self._lists, tree, self._iterations)
-        self._bodies = StatementLoopWriter(self._values, headers, self._lists, contents.inputs, self._name, self._item)
+        self._bodies = StatementLoopWriter(
+            self._values, headers, self._lists, contents.inputs, self._name, self._item, self._iterations
+        )
         self._indexed = indexed_tuples(contents.items)
 
     def write(self) -> WrittenForward:
@@ -231,7 +234,8 @@ class ForwardWriter:
 
     def _call(self, item: ModuleCall) -> None:
         function = self._bodies.module(item, lambda each: self._tree.access(self._path(each.fqn)))
-        self._called(item, lambda: item.invocation(function, [self._expression(node) for node in item.argument_values]))
+        classes, values = self._bodies.classes(item), item.argument_values
+        self._called(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
 
     def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
         expression = self._build(item, build)
@@ -256,11 +260,11 @@ class ForwardWriter:
             return self._sizes.expression(argument)
         return self._bodies.varying(argument) or self._values.expression(argument)
 
-    def _iterations(self, loop: StatementLoop) -> Expression | None:
+    def _iterations(self, loop: SourceLoop, count: int) -> Expression | None:
         """The number of iterations as the source writes it, if it is an attribute."""
-        if not isinstance(self._numbers, ModuleNumbers) or not isinstance(loop.source.iterable, ast.Call):
+        if not isinstance(self._numbers, ModuleNumbers) or not isinstance(loop.iterable, ast.Call):
             return None
-        return self._numbers.in_source(loop.source.iterable.args[-1], len(loop.iterations))
+        return self._numbers.in_source(loop.iterable.args[-1], count) if loop.iterable.args else None
 
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item. The deferred values that it reads go inside.
@@ -318,7 +322,7 @@ class ForwardWriter:
         length = len(expression.text)
         if node in self._branches.joined or node in self._bodies.names:
             return False
-        if node.target in OF_MODEL_DTYPE:
+        if node.target in OF_MODEL_DTYPE or isinstance(expression, Collection):
             return self._values.uses_left[node] == 1
         if not self._names or self._values.uses_left[node] != 1 or length > _FOLDED_LENGTH:
             return False

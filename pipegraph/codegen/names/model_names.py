@@ -40,7 +40,10 @@ class ModelNames:
         names: list[str] = []
         for node in reads:
             place = argument_place(node, call.call)
-            wanted = place.name if place is not None and place.name else self.value_name(node)
+            wanted = place.name if place is not None else None
+            if place is not None and place.part_of is not None:
+                wanted = self._source.unpacked_parameter(call.fqn, *place.part_of)
+            wanted = wanted or self.value_name(node)
             names.append(unused(variable(wanted or "x", "x"), names))
         return names
 

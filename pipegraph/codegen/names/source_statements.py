@@ -100,10 +100,16 @@ class SourceStatements:
         frames = [frame for frame in _frames(node.meta["stack_trace"]) if _known([frame])]
         if not frames or not _functions_around(frames[-1].file, frames[-1].line):
             return frozenset()
-        assigned = _sizes_assigned(frames[-1].file, frames[-1].line)
+        assigned = {name: dim for name, (_, dim) in _sizes_assigned(frames[-1].file, frames[-1].line).items()}
         parts = [*ast.walk(_known(frames[-1:])[0].tree)]
         named = {assigned[each.id] for each in parts if isinstance(each, ast.Name) and each.id in assigned}
         return frozenset(named | {dim for each in parts if (dim := _dimension(each)) is not None})
+
+    def sizes_assigned(self, node: fx.Node) -> dict[str, tuple[str, int]]:
+        """The variables that the function around an operation assigns a size → the tensor and its dimension: ``c`` →
+        ``x`` and 2, if it says ``b, t, c = x.shape``."""
+        frames = _frames(node.meta["stack_trace"])
+        return _sizes_assigned(frames[-1].file, frames[-1].line) if _known(frames[-1:]) else {}
 
     def _behind(self, node: fx.Node) -> int:
         """The number of frames of an operation up to those of functions that ``forward``, or the helper, calls."""
@@ -134,6 +140,14 @@ class SourceStatements:
             return None
         name = chain[-1].targets[place.index]
         return None if name == "_" else name
+
+    def unpacked_parameter(self, fqn: str, parameter: str, index: int) -> str | None:
+        """The name that a module gives to a part of a parameter that takes a tuple: ``h`` of ``h, c = state``."""
+        for statement in self.of_forward(fqn):
+            match statement.tree:
+                case ast.Assign(value=ast.Name(id=name)) if name == parameter and index < len(statement.targets) > 1:
+                    return statement.targets[index]
+        return None
 
     def parameter_name(self, node: fx.Node, name: str) -> str | None:
         """The parameter of a ``forward`` of the model's own source that takes a value, if it is not called ``name``."""
@@ -285,18 +299,19 @@ def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
 
 
 @cache
-def _sizes_assigned(file: str, line: int) -> dict[str, int]:
-    """The variables to which the function around a line assigns the size of a tensor, and of which dimension: ``rows,
-    length = x.shape``, ``length = x.size(1)``."""
-    found: dict[str, int] = {}
+def _sizes_assigned(file: str, line: int) -> dict[str, tuple[str, int]]:
+    """The variables to which the function around a line assigns the size of a tensor → the tensor, and its dimension:
+    ``rows, length = x.shape``, ``length = x.size(1)``."""
+    found: dict[str, tuple[str, int]] = {}
     for each in (part for function in _functions_around(file, line)[:1] for part in ast.walk(function)):
         if not isinstance(each, ast.Assign) or len(each.targets) != 1:
             continue
         target = each.targets[0]
         if isinstance(target, ast.Name) and (dim := _dimension(each.value)) is not None:
-            found[target.id] = dim
+            found[target.id] = _owner(each.value), dim
         elif isinstance(target, ast.Tuple) and _is_shape(each.value):
-            found |= {part.id: dim for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
+            owner = _owner(each.value)
+            found |= {part.id: (owner, dim) for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
     return found
 
 
@@ -317,6 +332,12 @@ def _is_shape(node: ast.expr) -> bool:
     return False
 
 
+def _owner(node: ast.expr) -> str:
+    """``x`` of ``x.shape``, ``x.shape[1]`` and ``x.size(1)``."""
+    names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
+    return next(names, "")
+
+
 def _attributes_called(node: ast.AST) -> frozenset[str]:
     functions = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))
@@ -332,6 +353,11 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
         return ()
     while isinstance(target, ast.Subscript):  # x[0] = … makes x
         target = target.value
-    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    parts = _parts(target)
     names = tuple(part.id for part in parts if isinstance(part, ast.Name))
     return names if len(names) == len(parts) else ()
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    """``a``, ``b`` and ``c`` of ``a, (b, c) = …``."""
+    return [part for each in target.elts for part in _parts(each)] if isinstance(target, ast.Tuple) else [target]

@@ -188,8 +188,9 @@ def profile_dtype(tensor: Tensor) -> str:
 def _formula(node: fx.Node) -> Any:
     packet = getattr(node.target, "overloadpacket", node.target)
     like = operator_of(node).flops_like
-    grouped = _GROUPED.get(str(node.target).rpartition(".")[0])
-    return grouped or flop_registry.get(getattr(torch.ops.aten, like) if like else packet)
+    if packet is torch.ops.aten._grouped_mm:
+        return _grouped_product
+    return flop_registry.get(getattr(torch.ops.aten, like) if like else packet)
 
 
 def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:
@@ -201,19 +202,6 @@ def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object
     if one.dim() == 3 and other.dim() == 2:
         return 2 * one.shape[1] * other.numel()
     return 2 * one.numel() * other.shape[-1]
-
-
-def _grouped_gradients(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:
-    """Operations of both gradients of such a product."""
-    return 2 * _grouped_product(one, other)
-
-
-# The operators of transformers, for dtypes that torch's does not take, exist once transformers is imported.
-_GROUPED = {
-    "aten._grouped_mm": _grouped_product,
-    "transformers.grouped_mm_fallback": _grouped_product,
-    "transformers.grouped_mm_fallback_backward": _grouped_gradients,
-}
 
 
 def _kind_and_sizes(name: str, named: Mapping[str, Any], result: Any) -> tuple[str, Sizes] | None:

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import copy_places
-from pipegraph.graph.captured import PIPE_SPLITS, VALUE, StateEntry
+from pipegraph.graph.captured import PIPE_SPLITS, STRUCTURE, VALUE, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
@@ -30,6 +30,10 @@ _AUTOCAST = "wrap_with_autocast"
 _PIPE_SPLIT = "pippy._pipe_split.default"
 # The line of a constant that the model's code makes and gives a name.
 _ASSIGNED = re.compile(r": (\w+) = torch\.(?:tensor|as_tensor|\w*Tensor)\(")
+
+_NAMELESS = "constant"
+# A longer list of indices is a table.
+_LONGEST_LIST = 8
 
 
 class _Unwritable(NamedTuple):
@@ -106,8 +110,8 @@ class _Flattening:
             assert spec.target is not None
             placed = self._get_attr(node, self._constant(node, spec.target))
             tensor = self.exported.constants[spec.target]
-            if "lifted" in spec.target and tensor.numel() == 1 and not tensor.is_meta and not tensor.is_complex():
-                placed.meta[VALUE] = tensor.item()
+            if "lifted" in spec.target and not tensor.is_meta:
+                _keep_numbers(placed, tensor)
         else:
             raise CaptureError(
                 f"The model uses {spec.target or node.name}, a {spec.kind.name.lower()} that a stage's source cannot "
@@ -136,7 +140,7 @@ class _Flattening:
         owner, _, name = target.rpartition(".")
         if "lifted" in target:  # a name that export made up
             assigned = _ASSIGNED.search(source_line(reader)) if reader is not None else None
-            name = assigned[1] if assigned else "constant"
+            name = assigned[1] if assigned else _NAMELESS
         if "lifted" in target or not owner:
             stack = list(reader.meta.get("nn_module_stack", {}).values()) if reader is not None else []
             owner = stack[-1][0] if stack else ""
@@ -172,7 +176,7 @@ class _Flattening:
             if node.op == "output":
                 result = fx.map_arg(node.args[0], lambda arg: values[arg])
                 if not regions:
-                    self.graph.output(result)
+                    self.graph.output(result).meta[STRUCTURE] = self.exported.call_spec.out_spec
                 return result
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
@@ -253,6 +257,15 @@ class _Flattening:
         }
         copy_places(node, placed)
         return placed
+
+
+def _keep_numbers(node: fx.Node, tensor: torch.Tensor) -> None:
+    """Note the number of a constant, or those of a short list without a name: ``x[:, [1, 0]]``."""
+    if tensor.numel() == 1 and not tensor.is_complex():
+        node.meta[VALUE] = tensor.item()
+    elif tensor.dim() == 1 and tensor.numel() <= _LONGEST_LIST and tensor.dtype == torch.int64:
+        is_nameless = re.fullmatch(rf"{_NAMELESS}(_\d+)?", str(node.target).rpartition(".")[2])
+        node.meta |= {VALUE: tensor.tolist()} if is_nameless else {}
 
 
 def _checks_size(node: fx.Node) -> bool:

@@ -304,8 +304,10 @@ def _plain(argument: _Argument) -> object:
 def _argument_places(arguments: Iterable[_Argument]) -> Iterator[tuple[torch.Tensor, ArgumentPlace]]:
     order = 0
     for name, value, is_variadic in arguments:
-        for tensor in _tensors(value):
-            yield tensor, ArgumentPlace(order, name if tensor is value and not is_variadic else None)
+        for index, tensor in enumerate(_tensors(value)):
+            is_whole = tensor is value and not is_variadic
+            part = None if is_whole or is_variadic else (name, index)
+            yield tensor, ArgumentPlace(order, name if is_whole else None, part_of=part)
             order += 1
 
 

@@ -15,12 +15,14 @@ from torch import fx
 from pipegraph.graph.aliasing import is_stable
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE
 from pipegraph.graph.internals import OpOverload, is_mutable, pytree
-from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, named_sizes, set_value, shape_of
+from pipegraph.graph.nodes import OTHER_DTYPE, SIZES, arguments_of, named_sizes, set_value, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
 aten = torch.ops.aten
 
+# What takes a tensor of indices, and may be given a list.
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 _FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
 
 # A mask that takes no more operations (``positions > 0``) stays as it is: the plain form has as many.
@@ -33,37 +35,52 @@ _Ends = tuple[int | None, int | None]
 
 
 def write_constants(graph: fx.Graph) -> None:
-    """Replace a constant of one element by the operation that makes it, for each reader: only then is it no buffer.
+    """Replace a constant of one element, or a short list of indices, by the operations that make it, for each reader:
+    only then is it no buffer.
 
     before:  c = get_attr(constant);  y = mul(x, c)      # torch.tensor(64.0) in the model's code
     after:   c = full([], 64.0);  y = mul(x, c)
     """
     for node in list(graph.find_nodes(op="get_attr")):
-        number = node.meta.get(VALUE)
-        if number is None or math.isnan(number) or not is_stable(node):
+        value = node.meta.get(VALUE)
+        if value is None or not is_stable(node):
             continue
-        value = node.meta["val"]
-        for reader in list(node.users):
-            if reader.op != "call_function":
-                continue
-            if reader.target is aten.fill_.Tensor:
-                reader.target, reader.args = aten.fill_.Scalar, (reader.args[0], number)
-                continue
-            with graph.inserting_before(reader):
-                made = graph.call_function(
-                    aten.full.default,
-                    (list(shape_of(node)), number),
-                    {"dtype": value.dtype, "device": value.device, "pin_memory": False},
-                )
-            made.meta = {
-                "val": value,
-                "in_every_mode": False,
-                **{key: reader.meta[key] for key in _FROM_READER if key in reader.meta},
-                **({OTHER_DTYPE: node.meta[OTHER_DTYPE]} if OTHER_DTYPE in node.meta else {}),
-            }
-            reader.replace_input_with(node, made)
+        for reader in [reader for reader in node.users if reader.op == "call_function"]:
+            if isinstance(value, list):
+                if reader.target in _INDEXED:
+                    numbers = [_full(node, reader, (), number) for number in value]
+                    reader.replace_input_with(node, _made(node, reader, aten.stack.default, (numbers,)))
+            elif reader.target is aten.fill_.Tensor:
+                reader.target, reader.args = aten.fill_.Scalar, (reader.args[0], value)
+            elif not math.isnan(value):
+                reader.replace_input_with(node, _full(node, reader, shape_of(node), value))
         if not node.users:
             graph.erase_node(node)
+
+
+def _full(node: fx.Node, reader: fx.Node, shape: Sequence[int], number: float) -> fx.Node:
+    """``full(shape, number)`` for a reader of a constant."""
+    value = node.meta["val"]
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    made = _made(node, reader, aten.full.default, (list(shape), number), kwargs)
+    set_value(made, shape, value.dtype)
+    return made
+
+
+def _made(
+    node: fx.Node, reader: fx.Node, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """An operation that makes a constant for one reader, on the line of that."""
+    with node.graph.inserting_before(reader):
+        made = node.graph.call_function(target, args, kwargs)
+    made.meta = {
+        "val": node.meta["val"],
+        SIZES: shape_of(node),
+        "in_every_mode": False,
+        **{key: reader.meta[key] for key in _FROM_READER if key in reader.meta},
+        **({OTHER_DTYPE: node.meta[OTHER_DTYPE]} if OTHER_DTYPE in node.meta else {}),
+    }
+    return made
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.calls import copy_places, replace_node
-from pipegraph.graph.captured import BRANCH, BranchPart, ModuleEntry, by_mode
+from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, BranchPart, ModuleEntry, by_mode
 from pipegraph.graph.internals import call_name, pytree
 from pipegraph.graph.mode_comparison import ModeComparison, ModeDifference, OtherGraphError
 from pipegraph.graph.model_structure import class_text, is_layer_of_torch
@@ -155,6 +155,9 @@ class _ModeMerge:
         """Write the branches into the graph."""
         for node in self._comparison.in_every_mode:
             node.meta["in_every_mode"] = True
+        if self._comparison.outputs is not None:
+            (output,) = self._graph.find_nodes(op="output")
+            output.meta[EVALUATION_OUTPUTS] = self._comparison.outputs
         copies: dict[fx.Node, fx.Node] = {}
         for number, branch in enumerate(self._comparison.differences):
             for node in branch.training:

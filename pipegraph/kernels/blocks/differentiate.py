@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipegraph.kernels import internals
 from pipegraph.kernels.autocast import autocast_as
 from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
-from pipegraph.kernels.blocks.repeated_modules import Layout, RecordedCall, RepeatedModules
+from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules, TensorLayout
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.graphs.regions import ModuleRegions, Regions
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
@@ -148,7 +148,7 @@ def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedF
         )
 
 
-def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:
+def _laid_out(tensor: Tensor, layout: TensorLayout) -> Tensor:
     """A tensor without memory of this layout."""
     like = torch.empty_strided(layout.shape, layout.strides, dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)

@@ -265,7 +265,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Sizes and strides of a tensor: numbers, and expressions of the symbols that stand for the block's sizes."""
 
     shape: tuple[Any, ...]
@@ -279,7 +279,7 @@ class BlockSizes:
     Two calls with equal layouts run the same code, whatever their sizes: the caller's `seq // 2` is as good as `seq`.
 
     Attributes:
-        layouts: of each argument, its `Layout`, the symbol of a size, or None for what is neither.
+        layouts: of each argument, its `TensorLayout`, the symbol of a size, or None for what is neither.
         symbols: what stands for the block's sizes in the layouts.
         values: what the sizes are in the caller.
     """
@@ -294,7 +294,7 @@ class BlockSizes:
         names = _Names()
         shapes = [names.of_all(leaf.shape) if isinstance(leaf, Tensor) else names.of(leaf) for leaf in leaves]
         layouts = [
-            Layout(shape, names.strides(leaf, shape))
+            TensorLayout(shape, names.strides(leaf, shape))
             if isinstance(leaf, Tensor)
             else shape
             if is_symbolic(leaf)
@@ -306,10 +306,10 @@ class BlockSizes:
     def at(self, layout: Any, values: Sequence[Any]) -> Any:
         """Return a layout, or a size, with other values for the block's sizes."""
         given = dict(zip(self.symbols, values, strict=True))
-        if not isinstance(layout, Layout):
+        if not isinstance(layout, TensorLayout):
             return evaluate(layout, given)
         shape, strides = ([evaluate(each, given) for each in part] for part in (layout.shape, layout.strides))
-        return Layout(tuple(shape), tuple(strides))
+        return TensorLayout(tuple(shape), tuple(strides))
 
 
 class _Names:

@@ -167,7 +167,7 @@ def _instead(values: Mapping[fx.Node, Any], node: fx.Node) -> Any:
     return values.get(node, node)
 
 
-class Size(NamedTuple):
+class CallSize(NamedTuple):
     """A dimension that is a size of the calls, by its position among them."""
 
     number: int
@@ -184,7 +184,7 @@ class CallLayout:
         names: what the sizes are called.
     """
 
-    shapes: tuple[tuple[int | Size, ...], ...]
+    shapes: tuple[tuple[int | CallSize, ...], ...]
     orders: tuple[tuple[int, ...], ...]
     numbers: Numbers
     names: tuple[str, ...]
@@ -195,7 +195,7 @@ class CallLayout:
         seen = [False] * len(numbers)
         for shape, tensor in zip(self.shapes, tensors, strict=True):
             for dimension, number in zip(shape, tensor.shape, strict=True):
-                if not isinstance(dimension, Size):
+                if not isinstance(dimension, CallSize):
                     if dimension != number:
                         return None
                 elif not seen[dimension.number]:
@@ -207,7 +207,8 @@ class CallLayout:
     def shapes_at(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return the shapes for sizes: numbers or symbols."""
         return [
-            tuple(values[each.number] if isinstance(each, Size) else each for each in shape) for shape in self.shapes
+            tuple(values[each.number] if isinstance(each, CallSize) else each for each in shape)
+            for shape in self.shapes
         ]
 
     def strides_at(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -236,10 +237,10 @@ def call_layout(
         names: of each tensor, what is known of its dimensions.
         ones: whether what is 1 now, and was more, is a size. It is then traced as the number that it was.
     """
-    sizes: dict[Any, Size] = {}
-    by_history: dict[tuple[int, ...], Size] = {}
-    found: dict[tuple[int, int], int | Size] = {}
-    numbers: dict[Size, tuple[int, str]] = {}
+    sizes: dict[Any, CallSize] = {}
+    by_history: dict[tuple[int, ...], CallSize] = {}
+    found: dict[tuple[int, int], int | CallSize] = {}
+    numbers: dict[CallSize, tuple[int, str]] = {}
     places = [
         (position, dim, tuple(shapes[position][dim] for shapes in seen), names[position][dim])
         for position, tensor in enumerate(tensors)
@@ -250,7 +251,7 @@ def call_layout(
         is_named, varies = isinstance(name, str), len(set(history)) > 1
         number = history[-1] if history[-1] > 1 or not ones else max(history)
         if number > 1 and (is_named or varies or (name is None and history in by_history)):
-            new = Size(len(numbers))
+            new = CallSize(len(numbers))
             size = sizes.setdefault((name, history), new) if is_named else by_history.get(history, new)
             by_history.setdefault(history, size)
             numbers.setdefault(size, (number, name if isinstance(name, str) else f"size_{size.number}"))

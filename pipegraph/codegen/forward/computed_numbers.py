@@ -1,0 +1,76 @@
+"""Numbers that the source of a model computes: ``self.width // 2`` of a statement, and its value."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pipegraph.codegen.names.source_statements import SourceStatement
+from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Literal, literal, unary
+
+Number = int | float
+Known = tuple[Number, Expression]
+Read = Callable[[ast.expr], Known | None]
+"""An expression of the source → its value, and how it is written; None for any other."""
+
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+    ast.FloorDiv: ("//", operator.floordiv),
+    ast.Mod: ("%", operator.mod),
+    ast.Pow: ("**", operator.pow),
+}
+
+
+def computed_numbers(statements: Iterable[SourceStatement], read: Read) -> Iterator[tuple[Number, Expression, str]]:
+    """The parts of statements that are computed from what ``read`` knows and numbers alone, the whole before its parts,
+    and the name of the function that each is an argument of."""
+    for statement in statements:
+        waiting: list[tuple[ast.AST, str]] = [(statement.tree, "")]
+        while waiting:
+            node, function = waiting.pop(0)
+            found = evaluated(node, read) if isinstance(node, ast.expr) else None
+            if found is None:
+                called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else function
+                parts = ast.iter_child_nodes(node)
+                waiting += [(part, function if part is getattr(node, "func", None) else called) for part in parts]
+            elif any(isinstance(part, Attribute) for part in found[1].walk()):
+                yield *found, function
+
+
+def plain_numbers(tree: ast.AST, read: Read) -> Iterator[Number]:
+    """The numbers of a statement that are computed from no others."""
+    found = evaluated(tree, read) if isinstance(tree, ast.expr) else None
+    if found is None:
+        for part in ast.iter_child_nodes(tree):
+            yield from plain_numbers(part, read)
+    elif isinstance(found[1], Literal):
+        yield found[0]
+
+
+def evaluated(node: ast.expr, read: Read) -> Known | None:
+    """The value of an expression of numbers and of what ``read`` knows, and the expression; None for any other."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value, literal(node.value)  # type: ignore[return-value]
+    known = read(node)
+    if known is not None:
+        return known
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = evaluated(node.operand, read)
+        if inner is None:
+            return None
+        return -inner[0], literal(-inner[0]) if isinstance(inner[1], Literal) else unary("-", inner[1])
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
+        return None
+    left, right = evaluated(node.left, read), evaluated(node.right, read)
+    if left is None or right is None:
+        return None
+    symbol, compute = _OPERATORS[type(node.op)]
+    try:
+        return compute(left[0], right[0]), Binary(symbol, left[1], right[1])
+    except ArithmeticError:
+        return None

@@ -1,0 +1,37 @@
+"""``F.grouped_mm`` on tensors without memory, of every dtype that its kernels take: torch says so of bfloat16 alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@cache
+def register_grouped_mm() -> None:
+    """Let fake tensors of every dtype go through ``F.grouped_mm``, as real ones do.
+
+    Rows of the result lie at multiples of 16 bytes where torch is built for CUDA, as torch says of bfloat16.
+    """
+    import torch
+
+    def grouped_mm(
+        one: Tensor,
+        other: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        dtype = out_dtype or one.dtype
+        rows, columns = one.shape[-2], other.shape[-1]
+        step = 16 // dtype.itemsize if torch.version.cuda else 1
+        padded = (columns + step - 1) // step * step
+        if one.dim() != other.dim():
+            return one.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+        groups = one.shape[0] if offs is None else offs.shape[0]
+        return one.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
+
+    torch.library.register_fake("aten::_grouped_mm", grouped_mm)
