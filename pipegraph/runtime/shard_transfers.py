@@ -57,10 +57,12 @@ class GroupTransfers:
         with torch.no_grad():
             for each, rows in zip(self._parameters, gathered.split(self._lengths(), dim=1), strict=True):
                 each.allocate()
-                shape, dim = self._part_shape(each), each.dim(SHARD)
-                joined = rows.view(-1, *shape).movedim(0, dim).flatten(dim, dim + 1)
-                own = each.local_whole
-                own.detach().copy_(joined.narrow(dim, 0, own.shape[dim]))
+                own, shape, dim = each.local_whole.detach(), self._part_shape(each), each.dim(SHARD)
+                parts = rows.view(-1, *shape).movedim(0, dim)
+                if self._is_even(each):
+                    own.unflatten(dim, (self._line.size, shape[dim])).copy_(parts)
+                else:
+                    own.copy_(parts.flatten(dim, dim + 1).narrow(dim, 0, own.shape[dim]))
 
     def end(self) -> None:
         """Free and forget what a step has left, also one that failed."""
@@ -107,11 +109,14 @@ class GroupTransfers:
                 continue
             counts[:, index] = 1
             shape, dim = self._part_shape(each), each.dim(SHARD)
-            whole = list(shape)
-            whole[dim] *= self._line.size
-            padded = torch.zeros(whole, dtype=dtype, device=like.device)
-            padded.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
-            row.copy_(padded.unflatten(dim, (self._line.size, -1)).movedim(dim, 0).flatten(1))
+            whole = gradient
+            if not self._is_even(each):
+                filled = list(shape)
+                filled[dim] *= self._line.size
+                whole = torch.zeros(filled, dtype=dtype, device=like.device)
+                whole.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
+            parts = whole.unflatten(dim, (self._line.size, shape[dim])).movedim(dim, 0)
+            row.view(parts.shape).copy_(parts)
         started, reduced = self._line.start_reduce(sent)
         self._reducing = started, reduced, sent
         return [(each.work, Message(each.what, each.size, each.ranks)) for each in started]
@@ -155,6 +160,11 @@ class GroupTransfers:
         shape, dim = list(parameter.local_whole.shape), parameter.dim(SHARD)
         shape[dim] = math.ceil(shape[dim] / self._line.size)
         return tuple(shape)
+
+    def _is_even(self, parameter: ShardedParameter) -> bool:
+        """Whether all ranks have parts of the same size: then nothing is filled up."""
+        dim = parameter.dim(SHARD)
+        return parameter.local_whole.shape[dim] == self._part_shape(parameter)[dim] * self._line.size
 
     def _lengths(self) -> list[int]:
         return [math.prod(self._part_shape(each)) for each in self._parameters]
