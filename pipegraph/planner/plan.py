@@ -111,7 +111,7 @@ class Plan:
     def predicted(self, prediction: Prediction) -> Plan:
         """Return this plan with a prediction."""
         stages = zip(self.costs, prediction.stages, strict=True)
-        costs = tuple(_with_prediction(cost, stage, prediction.in_seconds) for cost, stage in stages)
+        costs = tuple(_with_prediction(cost, stage, prediction) for cost, stage in stages)
         return replace(self, prediction=prediction, costs=costs)
 
 
@@ -354,7 +354,12 @@ def _cost(made: Plan, stage: StageGraph) -> StageCost:
     )
 
 
-def _with_prediction(cost: StageCost, stage: StagePrediction, in_seconds: bool) -> StageCost:
+def _with_prediction(cost: StageCost, stage: StagePrediction, prediction: Prediction) -> StageCost:
+    """Add what was predicted. Of what ranks along tp divide, a rank has a part."""
+    if prediction.mesh.get("tp", 1) > 1 and cost.parameter_bytes:
+        part = stage.parameter_bytes / cost.parameter_bytes
+        trained = None if cost.trained_bytes is None else round(part * cost.trained_bytes)
+        cost = structs.replace(cost, parameter_bytes=stage.parameter_bytes, trained_bytes=trained)
     cost = structs.replace(
         cost,
         saved_bytes=stage.saved_bytes,
@@ -362,6 +367,6 @@ def _with_prediction(cost: StageCost, stage: StagePrediction, in_seconds: bool) 
         offloaded_bytes=stage.offloaded_bytes,
         transient_bytes=stage.transient_bytes,
     )
-    if not in_seconds:
+    if not prediction.in_seconds:
         return cost
     return structs.replace(cost, forward=stage.forward, input_grad=stage.input_grad, weight_grad=stage.weight_grad)

@@ -140,6 +140,22 @@ def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> N
     assert {each.resident for each in JointSearch(costs, 4, 32, None, ["interleaved-1f1b"]).candidates} == {None}
 
 
+def test_a_package_holds_what_a_rank_along_tp_has(costs: LayoutCosts) -> None:
+    """So that a run is compared with the parameters of one rank."""
+    search = JointSearch(costs, 4, 32, None, ["1f1b"])
+    candidate = next(each for each in search.candidates if each.layout == Layout(2, 1, 1, 2) and each.rows == 2)
+    choice = search.search(candidate)
+    assert choice is not None
+    made = plan_of_choice(captured(2), choice, PlanOptions(hardware=A100), 0.0)
+    assert made.prediction is not None
+    held = [each.parameter_bytes for each in made.costs]
+    assert (
+        held == [each.parameter_bytes for each in made.prediction.stages] == [each.trained_bytes for each in made.costs]
+    )
+    whole = sum(parameter.numel() for parameter in Model().parameters()) * 4
+    assert whole / 2 <= sum(each or 0 for each in held) < 0.6 * whole
+
+
 def test_copies_to_the_host_have_to_hide_in_each_layout() -> None:
     fast, slow = (structs.replace(A100, host_link=Link(0.0, rate)) for rate in (1e15, 1e8))
     single, double = (RecomputeOptions.price(captured(rows), PlanOptions(hardware=fast)) for rows in (2, 4))

@@ -31,10 +31,17 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+class Residual(Layer):
+    """What goes into it is kept too: it is what another layer made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer: type[Layer] = Layer) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -90,8 +97,10 @@ def test_a_rank_waits_for_copies_that_do_not_hide() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:recompute=.offload. is emulated on a CPU")
-def test_what_is_measured_is_what_was_predicted(captured: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", [Layer, Residual])
+def test_what_is_measured_is_what_was_predicted(layer: type[Layer], tmp_path: Path) -> None:
     """Of what each rank keeps, as a rank in one process counts it."""
+    captured = pipegraph.capture(Model(layer), (torch.randn(ROWS, WIDTH),))
     made = pipegraph.plan(captured, stages=4, microbatches=MICROBATCHES, hardware=A100, recompute=OFFLOAD)
     assert made.prediction is not None
     package = pipegraph.write_package(made, tmp_path / "package")

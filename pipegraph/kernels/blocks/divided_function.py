@@ -14,7 +14,13 @@ from pipegraph.debug import dump, verifying
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
 from pipegraph.kernels.graphs.checks import check_division, runs_as_traced
-from pipegraph.kernels.graphs.division import BackwardGraphs, backward_graphs, forward_graph, saved_values
+from pipegraph.kernels.graphs.division import (
+    BackwardGraphs,
+    backward_graphs,
+    base_of,
+    forward_graph,
+    saved_values,
+)
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import with_strides
@@ -132,10 +138,10 @@ class DividedFunction:
         """Return whether a result, if the backward reads it, waits for it in the memory of the host."""
         call = node.args[0] if node.target is operator.getitem else None
         if isinstance(call, fx.Node) and call.target is OPERATION:
-            block: Any = block_operation.block_of(call)
+            block: Any = block_operation.block_of(call)  # its modules may have choices of their own
             name = block_operation.called_graph(call).outputs[node.args[1]]  # type: ignore[index]
-            if name not in {each.name for each in block.joint.outputs} and name in block.saved(block.full_mask):
-                return name in block.offloaded  # its module may have a choice of its own
+            inner = next(each for each in block.joint.module.graph.nodes if each.name == name)
+            return bool(block.is_offloaded(base_of(inner)))
         return self._regions.of(node).choice == OFFLOAD
 
     def hold(self, numbers: Numbers) -> bool:
