@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.graphs.regions import Regions
+from pipegraph.kernels.inductor import internals as inductor_internals
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
 from pipegraph.progress import track
@@ -31,7 +32,7 @@ Gradients = Sequence[Tensor | None]
 def compiler(name: str) -> Compiler:
     """Return the compiler "inductor" or "eager", one for all stages of this process."""
     if name == "inductor":
-        missing = internals.compiler_is_missing()
+        missing = inductor_internals.compiler_is_missing()
         if missing is None:
             return Compiler(_inductor)
         warnings.warn(
@@ -51,7 +52,9 @@ def decompositions(inductor: bool) -> Mapping[Any, Any]:
 
     Inductor wants some taken apart; an operation whose results belong to both I and W is two.
     """
-    table = internals.inductor_decompositions() if inductor else {}
+    table = inductor_internals.inductor_decompositions() if inductor else {}
+    if inductor and not torch.cuda.is_initialized():
+        inductor_internals.preparing_headers()
     other = table.get(convolution_backward, lambda *args: NotImplemented)
     return {**table, convolution_backward: functools.partial(_separate_gradients, other)}
 
@@ -109,7 +112,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
 def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
     """Remove the files of Inductor's cache that could not be loaded, if they were there at the start. Return whether
     there were any. Another process may have written them anew since."""
-    folder, removed = Path(internals.cache_folder()).resolve(), False
+    folder, removed = Path(inductor_internals.cache_folder()).resolve(), False
     while error is not None:
         for name in re.findall(r"/\S+?\.(?:py|so)\b", str(error)):
             file = Path(name).resolve()
@@ -123,12 +126,13 @@ def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
 def _compile_together(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
     results: list[Run | Exception] = []
     ends: list[int] = []
+    inductor_internals.wait_for_headers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
-        with internals.deferred_waits() as waits:
+        with inductor_internals.deferred_waits() as waits:
             for module in track("writing kernels", modules):
                 try:
-                    results.append(internals.compile_graph(module))
+                    results.append(inductor_internals.compile_graph(module))
                 except Exception as error:
                     results.append(error)
                 ends.append(len(waits))

@@ -7,11 +7,8 @@ autograd: a torch that changed makes a stage slower, and no stage wrong.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -226,28 +223,7 @@ def trace(
     return module
 
 
-# Compiling
-
-
-def inductor_decompositions() -> Mapping[Any, Any]:
-    """Return what Inductor wants operations to be made of, before it gets a graph."""
-    import_module("torch._inductor.lowering")  # some decompositions need it, and do not import it
-    from torch._inductor.decomposition import select_decomp_table
-
-    table: Mapping[Any, Any] = select_decomp_table()
-    return table
-
-
-def compiler_is_missing() -> str | None:
-    """Return why Inductor has no C++ compiler to work with, or None if it has one."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        return str(error)
-    return None
+# Running
 
 
 def boxed(module: fx.GraphModule) -> Run:
@@ -258,90 +234,3 @@ def boxed(module: fx.GraphModule) -> Run:
     module.recompile()
     run: Run = module.forward
     return run
-
-
-_patching = threading.RLock()
-
-
-@contextmanager
-def deferred_waits() -> Iterator[list[Callable[[], None]]]:
-    """Collect this thread's waits for compiler processes instead of waiting, so that many graphs compile at once.
-
-    The module that Inductor generates waits as it is imported, and only this method of the class is in between. Other
-    threads wait as ever, and so does what runs after an inner use.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    waits: list[Callable[[], None]] = []
-    thread = threading.get_ident()
-    with _patching:
-        before = AsyncCompile.wait
-        original = getattr(before, "original", before)
-
-        def wait(pool: Any, scope: Any) -> None:
-            if threading.get_ident() == thread:
-                waits.append(partial(original, pool, scope))
-            else:
-                original(pool, scope)
-
-        wait.original = original  # type: ignore[attr-defined]
-        AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
-        try:
-            yield waits
-        finally:
-            AsyncCompile.wait = before  # type: ignore[method-assign]
-
-
-def compile_graph(module: fx.GraphModule) -> Run:
-    """Compile a functional graph of ATen operations with Inductor, which gets a copy.
-
-    `torch._inductor.compile`, the public way, wraps each call in AOTAutograd's run-time checks, which cost more than
-    some of the kernels. Outputs have the strides that the graph says: other graphs are compiled for them.
-
-    For a graph with symbols Inductor is to choose what suits all sizes, where it would otherwise choose by those at
-    hand, on the condition of sizes like these: how a long sum is added up, for example. If it cannot, it may. Its cache
-    is not used: with a graph of another trace it returns that trace's conditions. Compiled C++ and Triton is.
-    """
-    from torch._inductor import config
-    from torch.fx.experimental import _config
-
-    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    if any(isinstance(example, torch.SymInt) for example in examples):
-        with config.patch(fx_graph_cache=False):
-            try:
-                with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-                    return _compiled(_copied(module), examples)
-            except Exception:  # whatever Inductor raises on a choice that it cannot leave open
-                return _compiled(_copied(module), examples)
-    return _compiled(_copied(module), examples)
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
-
-
-def cache_folder() -> str:
-    """Return the folder in which Inductor keeps what it compiled. Public torch has only the variable that sets it."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
-def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
-    from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    values = [node.meta.get("val") for node in module.graph.nodes]
-    mode = next((each.fake_mode for each in values if isinstance(each, FakeTensor)), None) or FakeTensorMode()
-    with ExitStack() as stack:
-        stack.enter_context(tracing(TracingContext(mode)))
-        stack.enter_context(V.set_fake_mode(mode))
-        module = _recursive_joint_graph_passes(module)
-        (output,) = module.graph.find_nodes(op="output")
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        compiled: Run = compile_fx_inner(module, examples, is_inference=True)
-    return compiled

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def test_processes_save_and_one_process_goes_on(
     lines = again.out.splitlines()
     assert lines[0] == f"goes on from {folder}"
     assert re.match(r"step 3   loss \d\.\d{6}   accuracy 0\.\d+   \d\.\d{3} s", lines[1])
-    assert losses(tmp_path) == pytest.approx(whole, rel=1e-5)  # gradients of a tied weight are added in another order
+    assert losses(tmp_path) == whole
     assert {each.name for each in tmp_path.iterdir()} == {"log.jsonl", "step-00000006", "step-00000008"}
     done = pipegraph(*run, "--steps", 8, "--nproc", 1)
     assert done.out.splitlines() == [
@@ -97,16 +98,27 @@ def test_ranks_of_a_pipeline_that_read_different_data_are_refused(
 def test_sigterm_saves_and_leaves(
     pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path, processes: int
 ) -> None:
-    command = ["-m", "pipegraph", "run", counting, *OPTIONS, "--nproc", processes, "--checkpoint", tmp_path / "run"]
-    started = subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    deadline = time.monotonic() + 60
-    while len(read_log(tmp_path / "run")) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    started.send_signal(signal.SIGTERM)
-    out, err = started.communicate(timeout=60)
-    assert (started.returncode, err) == (128 + signal.SIGTERM, "")
+    command = ["run", counting, *OPTIONS, "--nproc", processes, "--checkpoint", tmp_path / "run"]
+
+    def end(process: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(read_log(tmp_path / "run")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process, signal.SIGTERM)
+
+    if processes == 1:
+        ending = threading.Thread(target=end, args=(os.getpid(),))
+        ending.start()
+        done = pipegraph(*command)
+        ending.join()
+        code, out, err = done.code, done.out, done.err
+    else:
+        words = [sys.executable, "-m", "pipegraph", *map(str, command)]
+        started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        end(started.pid)
+        out, err = started.communicate(timeout=60)
+        code = started.returncode
+    assert (code, err) == (128 + signal.SIGTERM, "")
     (place,) = (tmp_path / "run").glob("step-*")
     steps = int(place.name[-8:])
     assert f"SIGTERM came: saved after {steps} steps. The same command goes on." in out
@@ -118,15 +130,20 @@ def test_sigterm_saves_and_leaves(
     assert len(both) == steps + 2
 
 
-@pytest.fixture
-def saved(pipegraph: Command, counting: Path, tmp_path: Path) -> Path:
-    """The folder of a run that was saved after 1 and after 2 steps."""
-    folder = tmp_path / "run"
-    done = pipegraph(
-        "run", counting, *OPTIONS, "--nproc", 1, "--steps", 2, "--checkpoint", folder, "--checkpoint-every", 1
-    )
-    assert done.code == 0, done.err
+@pytest.fixture(scope="module")
+def saved_once(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    more = "--nproc", 1, "--steps", 2, "--checkpoint", folder, "--checkpoint-every", 1
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in ("run", counting, *OPTIONS, *more)])
+    assert ended.value.code == 0
     return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was saved after 1 and after 2 steps."""
+    return shutil.copytree(saved_once, tmp_path / "run")
 
 
 def go_on(pipegraph: Command, package: Path, folder: Path, *options: object) -> Any:
@@ -166,32 +183,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert "--checkpoint with a new folder, which begins anew" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            ("WORDS, LENGTH, WIDTH, ROWS = 11, 6, 8, 8", "WORDS, LENGTH, WIDTH, ROWS = 11, 6, 4, 8"),
-            "has the shape [11, 8]",
-        ),
-        (("self.layers", "self.blocks"), "it lacks blocks.0.0.bias. Did you mean"),
-        (("return Counting()", "return Counting().to(torch.bfloat16)"), "is torch.float32 there, and torch.bfloat16"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused(
-    pipegraph: Command, saved: Path, tmp_path: Path, change: tuple[str, str], said: str
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Path, tmp_path: Path) -> None:
     text = MODEL.read_text()
-    assert change[0] in text
+    assert "self.layers" in text
     file = tmp_path / MODEL.name
-    file.write_text(text.replace(*change))
-    points = "blocks.2" if "blocks" in change[1] else "layers.2"
-    assert pipegraph("split", file, "--points", points, "-o", tmp_path / "other").code == 0
+    file.write_text(text.replace("self.layers", "self.blocks"))
+    with equal_work_shared():
+        assert pipegraph("split", file, "--points", "blocks.2", "-o", tmp_path / "other").code == 0
     before = {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
     options = ["--model", file, "--kernels", "eager", "--nproc", 1, "--checkpoint", saved, "--steps", 3]
     refused = pipegraph("run", tmp_path / "other", *options)
     assert (refused.code, refused.out) == (2, "")
     assert "the checkpoint is of another model" in refused.err
-    assert said in refused.err
+    assert "it lacks blocks.0.0.bias. Did you mean" in refused.err
     assert refused.err.count("Try: ") == 1
     assert before == {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
 

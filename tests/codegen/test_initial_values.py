@@ -24,9 +24,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"vocab_size": 512, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64},
     "BertForMaskedLM": {**_SMALL, "intermediate_size": 128, "max_position_embeddings": 64},
     "T5ForConditionalGeneration": {
-        "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4
+        "vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4
     },
-    "MixtralForCausalLM": {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+    "MixtralForCausalLM": {
+        **_SMALL, "num_hidden_layers": 2, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 2
+    },
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What Inductor left in its cache when its process was killed."""
+"""Inductor's cache: what was compiled before is found, and what a killed process left there is removed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,31 @@ import time
 from pathlib import Path
 
 import pytest
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.compilers import compile_graphs
+from pipegraph.kernels.inductor import internals
+from pipegraph.kernels.internals import Run, fake_tensors, trace
+
+
+def test_a_graph_that_was_compiled_before_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of matrices alone: it needs no C++ compiler."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def product(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [x @ y]
+
+    found = counters["inductor"]["fxgraph_cache_hit"]
+    x, y = torch.ones(2, 3), torch.full((3, 4), 2.0)
+    for hits in (0, 1):
+        with fake_tensors():
+            module = trace(product, (torch.empty(2, 3), torch.empty(3, 4)), None)
+        (run,) = compile_graphs([module])
+        assert not isinstance(run, Exception)
+        assert run([x, y])[0].eq(6).all()
+        assert counters["inductor"]["fxgraph_cache_hit"] == found + hits
 
 
 @pytest.mark.parametrize("case", ["damaged", "written since", "another's"])
@@ -29,7 +50,7 @@ def test_a_damaged_file_of_the_cache_is_removed_and_compiled_again(
     def run(inputs: object) -> list[object]:
         return []
 
-    def compile_graph(module: fx.GraphModule) -> internals.Run:
+    def compile_graph(module: fx.GraphModule) -> Run:
         tries.append(module)
         if file.exists():
             raise RuntimeError(f"Failed to import {file}\nSyntaxError: '(' was never closed (abc.py, line 1)")

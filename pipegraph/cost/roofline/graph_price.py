@@ -23,6 +23,7 @@ from pipegraph.cost.roofline.operator_work import (
 )
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, call_of, called_graph
+from pipegraph.kernels.inductor.internals import inductor_decompositions
 
 
 def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -39,7 +40,7 @@ def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Gra
 
     with internals.fake_tensors(), torch.no_grad():
         arguments = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs]
-        module = internals.trace(outputs, arguments, internals.inductor_decompositions())
+        module = internals.trace(outputs, arguments, inductor_decompositions())
     module.graph.eliminate_dead_code()
     return module
 

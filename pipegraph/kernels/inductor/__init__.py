@@ -1,0 +1,1 @@
+"""Compiling graphs with Inductor."""
