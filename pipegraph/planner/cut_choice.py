@@ -110,7 +110,7 @@ class CutChoice:
                     each.saved_bytes,
                     each.parameter_bytes,
                     each.weight_saved_bytes,
-                    tuple(each.transient_bytes),
+                    each.transient_bytes,
                 )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),
