@@ -1,9 +1,9 @@
 """Seconds and memory to plan the largest open models, from their configurations and without weights.
 
 python benchmarks/planner_scale.py [--ranks 16] [--seq 4096] [--search] [--json]
-python benchmarks/planner_scale.py --devices 64 --global-batch 512 [--seq 4096] [--json]
+python benchmarks/planner_scale.py --devices 64 --global-batch 512 --hardware h200 [--seq 4096] [--json]
 
-Llama 3.1 with 405 B parameters and DeepSeek-V3 with 671 B are loaded, captured, priced for an H100 and planned: with
+Llama 3.1 with 405 B parameters and DeepSeek-V3 with 671 B are loaded, captured, priced and planned: with
 1F1B and nothing recomputed; with --search, over all that `pipegraph plan` compares by default; or with --devices, Llama
 alone, over all axes of a cluster. Each model has a process of its own, with one thread; after each phase its CPU
 seconds and its largest resident memory so far are recorded.
@@ -126,7 +126,9 @@ class PlanMeasurement:
     stages: list[str]
 
 
-def measure(model: str, ranks: int, seq: int, search: bool, devices: int, global_batch: int) -> PlanMeasurement:
+def measure(
+    model: str, ranks: int, seq: int, search: bool, devices: int, global_batch: int, profile: str
+) -> PlanMeasurement:
     """Plan a model in this process, which should do nothing else."""
     phases: list[Phase] = []
 
@@ -149,7 +151,7 @@ def measure(model: str, ranks: int, seq: int, search: bool, devices: int, global
         file = Path(folder, "config.json")
         file.write_text(json.dumps(MODELS[model]))
         source = load(f"hf:{file}", weights=False, batch=1, seq=seq)
-    hardware = Hardware.load("h100")
+    hardware = Hardware.load(profile)
     options = PlanOptions(hardware=hardware, loss=loss_and_target(source))
     if devices:
         options = replace(options, memory_bytes=hardware.memory_bytes)
@@ -212,13 +214,14 @@ def main(
     search: Annotated[bool, typer.Option(help="Search every schedule and recompute, as pipegraph plan does.")] = False,
     devices: Annotated[int, typer.Option(help="Plan Llama for so many devices, over all axes.")] = 0,
     global_batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 512,
+    hardware: Annotated[str, typer.Option(help="Whose profile prices them.")] = "h100",
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure the models, one after the other."""
     measurements = []
     for model in ["Llama 405 B"] if devices else MODELS:
         with multiprocessing.get_context("spawn").Pool(1) as process:
-            measurements.append(process.apply(measure, (model, ranks, seq, search, devices, global_batch)))
+            measurements.append(process.apply(measure, (model, ranks, seq, search, devices, global_batch, hardware)))
     if as_json:
         print(json.dumps([asdict(each) for each in measurements], indent=1))
         return

@@ -110,7 +110,7 @@ def models(
 
 def _measured(name: str, length: int, effort: float) -> list[str]:
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.graph.capture import capture
+    from pipegraph.graph.capture import capture_rows
     from pipegraph.graph.sources import load
     from pipegraph.graph.sources.huggingface import tp_plan_of
     from pipegraph.planner.joint_plan.layout import Layout
@@ -129,7 +129,7 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
         file = Path(folder, "config.json")
         file.write_text(json.dumps(config))
         source = load(f"hf:{file}", weights=False, batch=1, seq=length)
-    captured = capture(source.model, source.args, source.kwargs)
+    captured = capture_rows(source, 1)
     priced = RecomputeOptions.price(captured, PlanOptions(hardware=hardware, loss=loss_and_target(source)))
     shares = tensor_shares(priced.costs[0].priced.chain, plan or tp_plan_of(source.model), hardware)
     options = [each.segments for each in LayoutCosts(hardware, 1, priced, priced, shares).options(layout, 1)]

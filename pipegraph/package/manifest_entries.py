@@ -153,8 +153,8 @@ class PlanEntry(Entry, frozen=True):
 
     points: tuple[Name, ...] = ()
     stages: tuple[str, ...] = ()
-    layout: Text | UnsetType = UNSET
     prediction: Prediction | None = None
+    layout: Text | UnsetType = UNSET
 
 
 class CheckpointNames(Entry, frozen=True):

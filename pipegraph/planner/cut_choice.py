@@ -111,7 +111,7 @@ class CutChoice:
                     each.parameter_bytes,
                     each.weight_saved_bytes,
                     each.offloaded_bytes or None,
-                    tuple(each.transient_bytes),
+                    each.transient_bytes,
                 )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),

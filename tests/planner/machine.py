@@ -25,8 +25,8 @@ MACHINE = Hardware(
 )
 
 
-def linears(*widths: int) -> Captured:
+def linears(*widths: int, rows: int = 16) -> Captured:
     """Layers without bias, from 64 values to 64, but for some that go to more; then their sum of a row."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, width, bias=False) for width in widths))
-    return pipegraph.capture(model, (torch.randn(16, 64),))
+    return pipegraph.capture(model, (torch.randn(rows, 64),))

@@ -42,7 +42,8 @@ def test_what_is_compared() -> None:
 
 
 def test_no_choice_is_worse_than_another() -> None:
-    choices = compared().choices
+    model = linears(*[64] * 7, 320, rows=1024)  # of which activations take more than parameters
+    choices = compare_model(model, PlanOptions(hardware=MACHINE, ranks=2), 2, candidates(2)).choices
     assert len(choices) > 1
     times, memory = [choice.per_microbatch for choice in choices], [choice.peak for choice in choices]
     assert times == sorted(times)
@@ -50,9 +51,9 @@ def test_no_choice_is_worse_than_another() -> None:
 
 
 def test_of_equal_plans_the_simplest_is_the_best() -> None:
-    plans = candidates(1, microbatches=[2])
+    plans = candidates(1, ["zb-h1", "1f1b"], [2])
     alone = compare_model(MODEL, PlanOptions(hardware=MACHINE, ranks=1), 1, plans).best
-    assert alone.schedule.stages == 1
+    assert alone.schedule.name == "1f1b"
     best = compared(schedules=["1f1b", "gpipe"], microbatches=[1], recompute=["none"]).best
     assert best.schedule.name == "gpipe"  # with one microbatch they are the same
 

@@ -180,12 +180,14 @@ class JointSearch:
             )
         bounds = {candidate: self.bound(candidate) for candidate in self.candidates}
         possible = sorted((each for each in bounds if self._may_fit(each)), key=bounds.__getitem__)
-        best = math.inf
-        for candidate in track("comparing plans", possible):
-            if bounds[candidate] < best:
-                choice = self.search(candidate)
-                best = min(best, math.inf if choice is None else choice.step)
-        found = [choice for choice in self._found.values() if choice is not None]
+        found: list[JointChoice] = []
+        for whole in (True, False) if len(self._costs.layers) >= _FEW_LAYERS else (False,):
+            best = math.inf
+            for candidate in track("comparing plans", possible):
+                if not found and bounds[candidate] < best:
+                    choice = self.search(candidate, whole=whole)
+                    best = min(best, math.inf if choice is None else choice.step)
+            found = found or [choice for choice in self._found.values() if choice is not None]
         if not found:
             raise self._shortage(possible or self.candidates)
         fastest = min(found, key=lambda choice: choice.step)

@@ -155,8 +155,7 @@ class OptionFits:
 
     def any(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
         """Return for positions in a row whether any option of a stage fits: (ends, begins)."""
-        fits: Booleans = self.at(stage, begins, ends).any(axis=0)
-        return fits
+        return np.asarray(self.at(stage, begins, ends).any(axis=0))
 
     def at(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
         """Return for positions in a row whether each option of a stage fits: (options, ends, begins)."""

@@ -140,7 +140,7 @@ def _steps(compared: RunComparison) -> str:
 
 def _memory(compared: RunComparison, width: int | None) -> str:
     headers = ["rank", "state predicted", "measured", "saved predicted", "measured", "buffers predicted"]
-    headers += ["transient predicted", "all predicted"]
+    headers += ["transient", "all"]
     ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
     rows = [
         [
@@ -158,9 +158,9 @@ def _memory(compared: RunComparison, width: int | None) -> str:
         notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}"]
     legend = (
         "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most\n"
-        "transient: on top while F, I or W runs"
+        "transient: predicted on top while F, I or W runs; all: predicted together"
     )
-    less = "transient predicted", "all predicted", "buffers predicted", "allocated"
+    less = "transient", "all", "buffers predicted", "allocated"
     return "\n".join([table(headers, rows, width, less), legend, *notes])
 
 
