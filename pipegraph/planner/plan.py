@@ -202,9 +202,10 @@ def plan(
                 "predicts what a step takes with these points."
             )
     else:
+        middle = captured.segments[len(captured.segments) // 2].fqn or "layers.4"
         raise PlanError(
             f"No split point was given for {captured.model_name}.\n"
-            f"Try: {argument('points', [_suggestion(captured)])}, or {argument('stages', 2)}."
+            f"Try: {argument('points', [middle])}, or {argument('stages', 2)}."
         )
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     made = _cut(captured, split_points, starts)
@@ -338,11 +339,6 @@ def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...],
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {names[-1]}"
-
-
-def _suggestion(captured: Captured) -> str:
-    chain = captured.segments
-    return chain[len(chain) // 2].fqn or "layers.4"
 
 
 def _cost(made: Plan, stage: StageGraph) -> StageCost:
