@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from pipegraph.arguments import argument
 from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
 from pipegraph.cost.measurement_cache import Cache
-from pipegraph.cost.segments.distinct_blocks import Block, memory_of
+from pipegraph.cost.segments.distinct_blocks import Block
+from pipegraph.cost.segments.saved_memory import memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
 from pipegraph.errors import PlanError
 from pipegraph.graph.internals import pytree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from os import PathLike
@@ -24,15 +24,16 @@ from pipegraph.debug import dump
 from pipegraph.errors import ArgumentError, PlanError, one_line
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import graph_text, stage_modules, stages_text
-from pipegraph.graph.partition.split_points import Point, SplitPoint, locate, mark, points_of_pipe_splits
+from pipegraph.graph.partition.split_points import Point, locate, mark, points_of_pipe_splits
 from pipegraph.graph.partition.stages import Boundary, StageGraph, boundaries, divide_into_stages
 from pipegraph.graph.partition.stages import relay_skips as relay
 from pipegraph.notebook import draw
 from pipegraph.package import StageCost
 from pipegraph.package.prediction import Prediction, StagePrediction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, refine_cuts
-from pipegraph.planner.layer_layout import is_layout, layout_of, layout_points
+from pipegraph.planner.layer_layout import layout_of
 from pipegraph.planner.plan_options import PlanOptions, check_number
+from pipegraph.planner.point_arguments import equal_segments, parse_points
 from pipegraph.planner.recompute_options import choose_recompute, choose_recompute_at, parse_recompute
 from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
@@ -190,10 +191,10 @@ def plan(
         if balance != UNIFORM:
             best = _best_plan(captured, options, stages, is_auto)
             return best.with_relays() if relay_skips else best
-        split_points, starts = _equal_segments(captured, stages)
+        split_points, starts = equal_segments(captured, stages)
         balance = None
     elif points or (points is None and captured.pipe_splits):
-        split_points = _points(captured, points) if points else points_of_pipe_splits(captured)
+        split_points = parse_points(captured, points) if points else points_of_pipe_splits(captured)
         starts = locate(captured, split_points)
         if not options.timed:
             raise ArgumentError(
@@ -301,44 +302,6 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
         f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\n'
         f"Try: {argument('recompute', 'block')}."
     )
-
-
-def _points(captured: Captured, points: Sequence[str | Point] | Mapping[str, Enum] | str) -> tuple[Point, ...]:
-    if isinstance(points, Mapping):
-        return tuple(Point(fqn, _side(fqn, side)) for fqn, side in points.items())
-    if isinstance(points, str) and is_layout(points):
-        return layout_points(captured, points)
-    if isinstance(points, str):
-        raise PlanError(f"points is a string, not a sequence of names.\nTry: points={points.split(',')!r}.")
-    require_type(points, Iterable, "points are names of modules", 'points=["layers.4"]')
-    for point in points:
-        require_type(point, (str, Point), "Each of points is the name of a module", 'points=["layers.4"]')
-    return tuple(point if isinstance(point, Point) else Point.parse(point) for point in points)
-
-
-def _side(fqn: str, side: object) -> SplitPoint:
-    """The side of a point by its name, because torch has an enumeration of its own with the same names."""
-    name = str(getattr(side, "name", ""))
-    if name not in SplitPoint.__members__:
-        raise PlanError(f"points[{fqn!r}] is {side!r}.\nTry: SplitPoint.BEGINNING or SplitPoint.END.")
-    return SplitPoint[name]
-
-
-def _equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], list[int]]:
-    chain = captured.segments
-    if stages > len(chain):
-        named = _few([segment.fqn for segment in chain if segment.fqn])
-        has = format_number_of("segment", len(chain))
-        raise PlanError(
-            f"{captured.model_name} has {has}{f' ({named})' if named else ''}, which is too few for {stages} "
-            f"stages.\nTry: {argument('stages', len(chain))}, or {argument('points')} inside a segment."
-        )
-    firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]
-    return tuple(Point(segment.fqn) for segment in firsts), [segment.start for segment in firsts]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])}, …, {names[-1]}"
 
 
 def _cost(made: Plan, stage: StageGraph) -> StageCost:

@@ -19,6 +19,22 @@ class Block(nn.Module):
         return torch.relu(self.linear(x))
 
 
+class Layers(nn.Module):
+    """Two blocks and a linear layer; ``middle`` is for subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = Block()
+        self.c = nn.Linear(8, 8)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.middle(self.a(x)))
+
+
 class Blocks(nn.Module):
     """Three blocks ``a``, ``b`` and ``c``, for a ``forward`` of a subclass."""
 

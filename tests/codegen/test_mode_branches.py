@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +12,8 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.errors import PlanError
 from pipegraph.runtime.pipeline import Pipeline
-from tests.codegen.layers import Block, batch
+from tests.codegen.layers import Block, Layers, batch
 from tests.codegen.parity import differences, source, split
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Block()
-        self.b = Block()
-        self.c = nn.Linear(8, 8)
-
-    def middle(self, h: Tensor) -> Tensor:
-        return h
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.middle(self.a(x)))
 
 
 class TrainingOnly(Layers):
@@ -301,24 +286,6 @@ def test_a_pipeline_follows_the_mode_from_step_to_step(kernels: str, tmp_path: P
             assert torch.allclose(pipe.eval(x), model(x))
 
 
-class AuxiliaryHead(Layers):
-    """Returns more in training mode."""
-
-    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
-        h = self.a(x)
-        extra = self.c(h) if self.training else None
-        y = self.b(h)
-        return {"y": y, "extra": extra} if extra is not None else y
-
-
-class OtherOutput(Layers):
-    """Returns in evaluation mode what it does not return in training mode."""
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        h = self.a(x)
-        return (self.b(h), self.c(h)) if self.training else self.b(h).softmax(-1)
-
-
 class SkipsLayers(Deep):
     """Calls layers in training mode alone, between which a stage may not begin."""
 
@@ -326,44 +293,6 @@ class SkipsLayers(Deep):
         for index, layer in enumerate(self.layers):
             x = layer(x) if self.training or index == 0 else x
         return self.b(x)
-
-
-class NoneInEvaluation(AuxiliaryHead):
-    """Returns None in the place of what it does not compute."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor | None]:
-        h = self.a(x)
-        return {"y": self.b(h), "extra": self.c(h) if self.training else None}
-
-
-@pytest.mark.filterwarnings("ignore:.* got no gradient in a step, as in the model")
-@pytest.mark.parametrize(("build", "schedule"), [(AuxiliaryHead, "1f1b"), (NoneInEvaluation, "zb-h1")])
-def test_outputs_of_training_alone(build: type[nn.Module], schedule: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = build()
-    package = split(tmp_path, model, (batch(),), cut="b")
-    assert package.manifest.evaluation_outputs is not None
-
-    def loss(output: Any, target: Tensor) -> Any:
-        parts = output.values() if isinstance(output, dict) else [output]
-        return sum((part - target).square().mean() for part in parts if part is not None)
-
-    pipe = Pipeline(package, schedule=schedule, microbatches=2, loss_fn=loss, kernels="eager")
-    x, target = batch(4, 8), torch.zeros(4, 8)
-    for training in (False, True, False):
-        model.train(training)
-        for stage in pipe.stages.values():
-            stage.train(training)
-        expected = model(x)
-        result = pipe.step(x, target=target, return_outputs=True)
-        torch.testing.assert_close(result.loss, loss(expected, target))
-        torch.testing.assert_close(result.outputs, expected)
-        torch.testing.assert_close(pipe.eval(x), expected)
-
-
-def test_what_is_no_branch_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="not compute the same in evaluation mode.*test_mode_branches.py:.*self"):
-        split(tmp_path, OtherOutput(), (batch(),), cut="b")
 
 
 def test_no_stage_begins_inside_a_branch(tmp_path: Path) -> None:

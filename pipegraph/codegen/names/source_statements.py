@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from pipegraph.codegen.names.source_sizes import assigned_sizes, dimension_of
 from pipegraph.graph.calls import parameter_names, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import HELPER_MARK, path_of
@@ -103,7 +104,7 @@ class SourceStatements:
         assigned = {name: dim for name, (_, dim) in _sizes_assigned(frames[-1].file, frames[-1].line).items()}
         parts = [*ast.walk(_known(frames[-1:])[0].tree)]
         named = {assigned[each.id] for each in parts if isinstance(each, ast.Name) and each.id in assigned}
-        return frozenset(named | {dim for each in parts if (dim := _dimension(each)) is not None})
+        return frozenset(named | {dim for each in parts if (dim := dimension_of(each)) is not None})
 
     def sizes_assigned(self, node: fx.Node) -> dict[str, tuple[str, int]]:
         """The variables that the function around an operation assigns a size → the tensor and its dimension: ``c`` →
@@ -300,42 +301,8 @@ def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
 
 @cache
 def _sizes_assigned(file: str, line: int) -> dict[str, tuple[str, int]]:
-    """The variables to which the function around a line assigns the size of a tensor → the tensor, and its dimension:
-    ``rows, length = x.shape``, ``length = x.size(1)``."""
-    found: dict[str, tuple[str, int]] = {}
-    for each in (part for function in _functions_around(file, line)[:1] for part in ast.walk(function)):
-        if not isinstance(each, ast.Assign) or len(each.targets) != 1:
-            continue
-        target = each.targets[0]
-        if isinstance(target, ast.Name) and (dim := _dimension(each.value)) is not None:
-            found[target.id] = _owner(each.value), dim
-        elif isinstance(target, ast.Tuple) and _is_shape(each.value):
-            owner = _owner(each.value)
-            found |= {part.id: (owner, dim) for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
-    return found
-
-
-def _dimension(node: ast.AST) -> int | None:
-    """1 for ``x.shape[1]`` and ``x.size(1)``; None for anything else."""
-    match node:
-        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(value=int(dim))):
-            return dim
-        case ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(value=int(dim))]):
-            return dim
-    return None
-
-
-def _is_shape(node: ast.expr) -> bool:
-    match node:
-        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
-            return True
-    return False
-
-
-def _owner(node: ast.expr) -> str:
-    """``x`` of ``x.shape``, ``x.shape[1]`` and ``x.size(1)``."""
-    names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
-    return next(names, "")
+    functions = _functions_around(file, line)
+    return assigned_sizes(functions[0]) if functions else {}
 
 
 def _attributes_called(node: ast.AST) -> frozenset[str]:

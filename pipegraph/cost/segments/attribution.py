@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from pipegraph.cost.segments.distinct_blocks import Block, SavedMemory, SegmentGroup, SegmentGroups, memory_of
+from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
+from pipegraph.cost.segments.saved_memory import SavedMemory, memory_of
 
 Times = tuple[float, float, float]
 """F, I and W."""

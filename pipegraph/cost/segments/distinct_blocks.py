@@ -6,7 +6,6 @@ A block's joint graph is divided into F, I and W as the kernels of a stage are, 
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,34 +20,18 @@ from pipegraph.cost.model_output import LossOf, loss_of_pieces, mean_square
 from pipegraph.cost.roofline.fused_kernels import fused_attention
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.live_ranges import BlockPeaks, block_peaks
+from pipegraph.cost.segments.saved_memory import SavedMemory, base_of, kept_memory, unknown_memory
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import path_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.compilers import compiler, options
-from pipegraph.kernels.graphs.division import is_view
-from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
 from pipegraph.recompute import DEFAULT, EVERYWHERE, OFFLOAD, Recompute, Region
-
-
-@dataclass(frozen=True)
-class SavedMemory:
-    """The memory kept for the backward of one microbatch, without parameters and buffers.
-
-    ``inputs``, ``outputs``, ``input_gradients`` and ``output_gradients`` are positions among the piece's own: other
-    pieces may hold the same memory. ``bytes`` is the size of everything else.
-    """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    bytes: int
-    input_gradients: tuple[int, ...] = ()
-    output_gradients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +75,8 @@ class Block:
     def saved(self) -> SavedMemory:
         """The memory that F keeps; if that is not known, every value that has a gradient."""
         if self.derivative is None:
-            return _saved_unknown(self.subgraph)
-        return _kept(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.full_mask))
+            return unknown_memory(self.subgraph)
+        return kept_memory(self.subgraph, self.derivative.joint, self.derivative.saved(self.derivative.full_mask))
 
     @cached_property
     def offloads(self) -> bool:
@@ -106,7 +89,7 @@ class Block:
         """Of the memory that F keeps, what waits for the backward in that of the host, without what crosses."""
         if self.derivative is None or not self.offloads:
             return SavedMemory((), (), 0)
-        return _kept(self.subgraph, self.derivative.joint, self.derivative.offloaded)
+        return kept_memory(self.subgraph, self.derivative.joint, self.derivative.offloaded)
 
     @cached_property
     def offloaded_outputs(self) -> tuple[int, ...]:
@@ -114,7 +97,7 @@ class Block:
         if self.derivative is None or not self.offloads:
             return ()
         made = self.derivative.joint.outputs[: len(self.subgraph.outputs)]
-        return tuple(index for index, node in enumerate(made) if self.derivative.is_offloaded(_base(node)))
+        return tuple(index for index, node in enumerate(made) if self.derivative.is_offloaded(base_of(node)))
 
     @cached_property
     def weight_saved(self) -> SavedMemory:
@@ -126,9 +109,9 @@ class Block:
         joint, present = self.derivative.joint, self.derivative.full_mask
         backward = self.derivative.backward(present)
         if backward.input is not None:
-            return _kept(self.subgraph, joint, () if backward.weight is None else backward.weight.inputs)
+            return kept_memory(self.subgraph, joint, () if backward.weight is None else backward.weight.inputs)
         came = (node.name for node in joint.tangents if node is not None)
-        return _kept(self.subgraph, joint, (*self.derivative.saved(present), *came))
+        return kept_memory(self.subgraph, joint, (*self.derivative.saved(present), *came))
 
     @cached_property
     def peaks(self) -> BlockPeaks:
@@ -308,53 +291,3 @@ def _with_loss(key: str, derivative: DividedFunction) -> str:
     """Hash the operations of the loss: a function has no hash that is equal in every process."""
     lines = [f"{node.target} {node.args} {node.kwargs}" for node in derivative.joint.module.graph.nodes]
     return hashlib.sha256("\n".join([key, *lines]).encode()).hexdigest()
-
-
-def _kept(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> SavedMemory:
-    """Sort kept values by who else may hold them. A view counts as its base, and once: the base's memory is kept."""
-    nodes = {node.name: node for node in joint.module.graph.nodes}
-    states, received, made = len(subgraph.state), len(subgraph.inputs), len(subgraph.outputs)
-    places: dict[fx.Node, tuple[str, int]] = {}
-    # Of memory that is several of these at once, the first in this order counts.
-    for index, node in enumerate(joint.primals):
-        places[node] = ("inputs", index - states) if 0 <= index - states < received else ("apart", index)
-    for what, found in (("outputs", joint.outputs[:made]), ("output_gradients", joint.tangents[:made])):
-        for index, each in enumerate(found):
-            if each is not None:
-                places.setdefault(_base(each), (what, index))
-    for index, each in enumerate(joint.gradients[states : states + received]):
-        if each is not None:
-            places.setdefault(_base(each), ("input_gradients", index))
-    at: dict[str, list[int]] = {}
-    other = 0
-    for base in dict.fromkeys(_base(nodes[name]) for name in names):
-        if base in places:
-            at.setdefault(places[base][0], []).append(places[base][1])
-        else:
-            other += memory_of(base.meta["val"])
-    at.pop("apart", None)
-    inputs, outputs, of_inputs, of_outputs = (
-        tuple(at.get(what, ())) for what in ("inputs", "outputs", "input_gradients", "output_gradients")
-    )
-    return SavedMemory(inputs, outputs, other, of_inputs, of_outputs)
-
-
-def _saved_unknown(subgraph: Subgraph) -> SavedMemory:
-    made = [node for node in subgraph.nodes if node.meta["requires_grad"] and not is_view(node)]
-    values = (value for node in made for value in pytree.tree_leaves(node.meta["val"]))
-    wanted = [index for index, wanted in enumerate(subgraph.input_gradients) if wanted]
-    return SavedMemory(tuple(wanted), (), sum(memory_of(value) for value in values if isinstance(value, Tensor)))
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while is_view(node) or (node.target is operator.getitem and is_view(node.all_input_nodes[0])):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def memory_of(value: Tensor) -> int:
-    """Bytes from the first element of a tensor to its last: elements that overlap count once."""
-    if value.numel() == 0:
-        return 0
-    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-    return span * value.element_size()

@@ -1,0 +1,44 @@
+"""The sizes of tensors that a function of the model's source reads: ``x.shape[1]``, ``rows, length = x.shape``."""
+
+from __future__ import annotations
+
+import ast
+
+
+def assigned_sizes(function: ast.AST) -> dict[str, tuple[str, int]]:
+    """Return the variables to which a function assigns the size of a tensor → the tensor, and its dimension:
+    ``rows, length = x.shape``, ``length = x.size(1)``."""
+    found: dict[str, tuple[str, int]] = {}
+    for each in ast.walk(function):
+        if not isinstance(each, ast.Assign) or len(each.targets) != 1:
+            continue
+        target = each.targets[0]
+        if isinstance(target, ast.Name) and (dim := dimension_of(each.value)) is not None:
+            found[target.id] = _owner(each.value), dim
+        elif isinstance(target, ast.Tuple) and _is_shape(each.value):
+            owner = _owner(each.value)
+            found |= {part.id: (owner, dim) for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
+    return found
+
+
+def dimension_of(node: ast.AST) -> int | None:
+    """Return 1 for ``x.shape[1]`` and ``x.size(1)``; None for anything else."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(value=int(dim))):
+            return dim
+        case ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(value=int(dim))]):
+            return dim
+    return None
+
+
+def _is_shape(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
+            return True
+    return False
+
+
+def _owner(node: ast.expr) -> str:
+    """``x`` of ``x.shape``, ``x.shape[1]`` and ``x.size(1)``."""
+    names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
+    return next(names, "")
