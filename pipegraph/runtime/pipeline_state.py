@@ -107,6 +107,13 @@ class PipelineState:
         request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {}, steps, frozen)
         return self._checkpointer.save(request)
 
+    def prepare_save(self) -> None:
+        """Connect the ranks for checkpoints now instead of at the first one. Collective.
+
+        A rank that dies before the first checkpoint then ends it at once on the others, not after the timeout.
+        """
+        self._checkpointer.prepare()
+
     def wait_for_save(self) -> Path | None:
         """Wait until a checkpoint that is saved in the background is there. Collective.
 

@@ -54,6 +54,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: none is whole, or it is of another model, optimizer or data. Nothing was changed.
         """
+        self._pipe.prepare_save()  # while SIGTERM still ends a rank at once
         folder = self._options.folder
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is a file.\nTry: --checkpoint with a folder.")

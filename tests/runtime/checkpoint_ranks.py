@@ -124,6 +124,21 @@ def killed(rank: int, package: str, folder: str) -> str:
     return "saved"
 
 
+def die_before_the_first_save(rank: int, package: str, folder: str) -> tuple[str, float]:
+    """A rank is killed once all are connected. What the other one says, and after how many seconds."""
+    run = start(package, "1f1b", {"pp": 2}, timeout=60)
+    run.pipe.prepare_save()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        run.save(folder, 1, background=True)
+        run.pipe.wait_for_save()
+    except PipegraphError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "saved", 0.0
+
+
 def fail_beside(rank: int, package: str, folder: str) -> tuple[bool, str, str]:
     """Whether a pipeline is freed after it has saved; and what this rank says when a step fails during a save."""
     run = start(package, "1f1b", {"pp": 2}, timeout=20)

@@ -10,9 +10,11 @@ import torch
 from torch.testing import assert_close
 
 from pipegraph.errors import CheckpointError
+from pipegraph.runtime.checkpoint import checkpointer
 from pipegraph.runtime.checkpoint.extra_state import version_for
 from pipegraph.runtime.checkpoint.folder import SavedExtra
 from pipegraph.runtime.checkpoint.storage import on_host
+from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.processes.rank_grid import RankGrid
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, ranks
@@ -128,6 +130,15 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_one_before(packages: Pa
     said, _ = ranks.run(checkpoint_ranks.killed, 2, str(packages / "2"), str(tmp_path))
     assert said.startswith("RuntimeFault: ")
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_rank_that_dies_before_the_first_save_is_noticed_at_once(packages: Path, tmp_path: Path) -> None:
+    """Ranks that were connected before do not wait for the timeout."""
+    said, _ = ranks.run(checkpoint_ranks.die_before_the_first_save, 2, str(packages / "2"), str(tmp_path))
+    message, seconds = said
+    assert message.startswith("RuntimeFault: ") and "rank 1 is gone" in message
+    assert seconds < 30  # the timeout is 60 seconds
+    assert list(tmp_path.glob("step-*")) == []
 
 
 def test_a_step_that_fails_ends_what_is_saved_beside_it(packages: Path, tmp_path: Path) -> None:
@@ -258,6 +269,23 @@ def test_a_copy_on_the_host_shares_no_memory() -> None:
         for tensor in tensors.values():
             tensor.add_(1)
     assert_close(copied, {"step": torch.tensor(1.0), "weight": torch.ones(2), "bytes": torch.ones(2).byte()})
+
+
+def test_a_rank_that_is_lost_in_the_background_is_the_cause(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By it a launcher tells the rank that failed first from those that failed because of it."""
+    lost = ConnectionLost(1, "its connection closed")
+
+    def lose(*_: Any) -> Path:
+        raise lost
+
+    monkeypatch.setattr(checkpointer, "write", lose)
+    run = models.start(packages / "1")
+    run.save(tmp_path, 1, background=True)
+    with pytest.raises(CheckpointError, match="step-00000001 was not saved: a rank is gone") as caught:
+        run.pipe.wait_for_save()
+    assert caught.value.__cause__ is lost
 
 
 def test_an_error_in_the_background_is_raised_once(packages: Path, tmp_path: Path) -> None:

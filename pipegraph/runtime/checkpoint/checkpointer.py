@@ -40,6 +40,9 @@ class Checkpointer:
         self._saving: Future[Path] | None = None
         guard.closing.callback(self.close)
 
+    def prepare(self) -> None:
+        self._ranks.connect()
+
     def save(self, request: SaveRequest) -> Path:
         self.wait()
         collected = collect(request, self._manifest, self._stages, self._device, self._ranks)
@@ -77,6 +80,7 @@ def _write_beside(request: SaveRequest, collected: Collected, ranks: CheckpointR
         return write(request, collected, ranks)
     except BaseException as error:  # which `wait` raises, but nobody may call that
         if isinstance(error, ConnectionLost):
-            error = CheckpointError(f"{request.place} was not saved: a rank is gone ({error}).")
+            lost, error = error, CheckpointError(f"{request.place} was not saved: a rank is gone ({error}).")
+            error.__cause__ = lost  # by which a launcher knows that another rank failed first
         logging.getLogger(__name__).error("%s", error)
         raise error

@@ -50,6 +50,10 @@ class CheckpointRanks:
         """Whether this rank does what one rank does for all."""
         return self.rank == _FIRST
 
+    def connect(self) -> None:
+        """Connect the ranks, unless they are. Collective."""
+        self._connected()
+
     def in_thread(self) -> CheckpointRanks:
         """The same ranks for another thread, where a connection that is lost does not end the pipeline."""
         return CheckpointRanks(self._world, nullcontext(), self._connected())
