@@ -47,10 +47,11 @@ def shared_work() -> Iterator[None]:
 def _sharing_captures(own: Any) -> Any:
     """A model gets the graph of the one before, with its own weights and modules."""
 
-    def capture(model: nn.Module, example: object, *others: object) -> Captured:
-        key = _description(model), repr(pytree.tree_map_only(torch.Tensor, _form, example)), repr(others)
+    def capture(model: nn.Module, example: object, *others: object, **options: object) -> Captured:
+        form = repr(pytree.tree_map_only(torch.Tensor, _form, example))
+        key = _description(model), form, repr(others), repr(options)
         if key not in _captures:
-            _captures[key] = own(model, example, *others)
+            _captures[key] = own(model, example, *others, **options)
             return _captures[key]
         _, tensors = state_of(model)
         return replace(_captures[key], tensors=_captures[key].tensors | tensors, modules=modules_of(model))

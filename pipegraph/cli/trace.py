@@ -47,7 +47,7 @@ def merge(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write one trace of all ranks for Perfetto, those of a whole mesh.
+    """Write one trace of all ranks for Perfetto.
 
     Open it at ui.perfetto.dev or in chrome://tracing. It shows measured and predicted actions.
 

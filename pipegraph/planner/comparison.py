@@ -15,7 +15,7 @@ from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, r
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage, solve
-from pipegraph.recompute import AUTO, CHOICES, EVERYWHERE, Recompute
+from pipegraph.recompute import AUTO, CHOICES, EVERYWHERE, OFFLOAD, Recompute
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
@@ -30,6 +30,7 @@ SAME_TIME = 0.002
 # second estimate on: by a sixth of that.
 _LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
 _LOW_EFFORT, _FREE_EFFORT = 0.05, 0.2
+_COMPARED = tuple(choice for choice in CHOICES if choice != OFFLOAD)
 _MANY_STAGES = 32  # 4 stages on a rank are compared by default if they are no more than so many in all
 _CLOSEST = 3  # plans that are searched for what they need if none fits
 
@@ -68,7 +69,7 @@ def candidates(
     schedules: Sequence[str] | None = None,
     microbatches: Sequence[int] | None = None,
     chunks: Sequence[int] | None = None,
-    recompute: Sequence[str] = CHOICES,
+    recompute: Sequence[str] = _COMPARED,
 ) -> tuple[PlanCandidate, ...]:
     """Return the plans to compare for so many ranks.
 
@@ -78,7 +79,8 @@ def candidates(
         microbatches: of a step; by default 2 and 4 for each rank.
         chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
             2), and 4 if that makes no more than 32 stages.
-        recompute: what backwards compute again, as text; "auto" for the best choice of each stage.
+        recompute: what backwards compute again, as text; "auto" for the best choice of each stage. By default every
+            choice that needs no link to the memory of the host.
 
     Raises:
         ScheduleError: an unknown schedule.

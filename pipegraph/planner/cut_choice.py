@@ -162,10 +162,10 @@ def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoi
         try:
             solution = options.solve(costs, stages, memory)
         except MemoryShortage as shortage:
-            least = CutChoice(costs, options, shortage.cuts, options.schedule_of(stages))
+            least = _leanest(CutChoice(costs, options, shortage.cuts, options.schedule_of(stages)))
             if least.fits:
                 return least
-            if memory is options.memory_bytes and least.peak <= shortage.needed:
+            if memory is options.memory_bytes and least.peak == shortage.needed:
                 raise
             raise _shortage(least, _NONE_FITS, "more stages") from None
         choices = [
@@ -179,6 +179,17 @@ def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoi
         figures = zip(limits, choices[0].memory, solution.memory, strict=True)
         memory = [max(0.0, limit - max(0, exact - summed)) for limit, exact, summed in figures]
     raise _shortage(choices[0], _NONE_FITS, "more stages")
+
+
+def _leanest(choice: CutChoice) -> CutChoice:
+    """Move single cuts by a segment for as long as the fullest rank needs less: `solve` chose them by sums over
+    segments, and a stage may need less, or, with a tied weight, more."""
+    while True:
+        shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
+        best = min((other for other in shifted if other is not None), key=lambda other: other.peak, default=choice)
+        if best.peak >= choice.peak:
+            return choice
+        choice = best
 
 
 def _most_even(best: CutChoice, solution: Solution) -> CutChoice:

@@ -37,6 +37,7 @@ def test_llama(pipegraph: Command, tmp_path: Path) -> None:
     assert manifest["tied"] == [["model.embed_tokens.weight", "lm_head.weight"]]
 
 
+@pytest.mark.slow  # the pages split it as well
 def test_unet(pipegraph: Command, tmp_path: Path) -> None:
     stages = split_and_verify(pipegraph, "examples/unet.py", tmp_path / "out", "--points", "down.2,up.1")
     assert stages[1] == "stage 1: down.2, bottom, up.0"

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.live import Live
 
 from pipegraph.cli import progress_bar
-from pipegraph.kernels import internals
 from pipegraph.kernels.compilers import compile_graphs
+from pipegraph.kernels.inductor import internals
 from pipegraph.progress import listen, report_progress, track
 from pipegraph.runtime.processes.progress_relay import ProgressRelay, relay_progress
 from tests.cli.command import ROOT, Command

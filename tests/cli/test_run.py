@@ -142,7 +142,8 @@ def test_predicted_and_measured(pipegraph: Command, priced: Path, nproc: int, sc
     assert step[0] == ("step, 2 ranks in turn" if nproc == 1 else "step")
     assert any(line[0] == "bubble" for line in lines) == (nproc == 2)
     # Of 4 B each: weights and biases of (8 × 8 + 8) × 2 and 8 × 2 + 2 more, with gradients and two moments.
-    memory = [line[1:3] for line in lines if len(line) == 6]
+    first = next(number for number, line in enumerate(lines) if "state predicted" in line)
+    memory = [line[1:3] for line in lines[first : first + 3]]
     assert memory == [["state predicted", "measured"], ["2.2 KiB", "2.3 KiB"], ["2.5 KiB", "2.6 KiB"]]
     assert done.out.splitlines()[-2:] == [
         f"The plan was 1f1b with 8 microbatches on 2 ranks, and this was {schedule} with 4 microbatches on 2 ranks. "

@@ -73,6 +73,7 @@ def test_processes_save_and_one_process_goes_on(
     assert [step["index"] for step in found["steps"]] == [8, 8]  # the second one is the evaluation
 
 
+@pytest.mark.slow  # tests/runtime/test_checkpoint.py has positions in the data
 def test_data_parallel_ranks_share_the_data(
     pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path
 ) -> None:

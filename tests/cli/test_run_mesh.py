@@ -57,6 +57,7 @@ def said_by(node: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow  # tests/runtime has the grid of ranks over nodes
 def test_stages_lie_across_nodes(package: Path) -> None:
     """The first process of the last stage prints: it is in the second node."""
     nodes = on_two_nodes(package, "--dp-shard", 2, "--steps", 3, "--json")

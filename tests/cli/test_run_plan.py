@@ -60,7 +60,10 @@ def test_options_win_over_the_plan(pipegraph: Command, planned: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [({"placement": [0], "memory": [1]}, "it is of 1 stages"), ({"microbatches": "x"}, 'microbatches: "x" must be a')],
+    [
+        ({"placement": [0], "memory": [1], "transient": [0]}, "it is of 1 stages"),
+        ({"microbatches": "x"}, 'microbatches: "x" must be a'),
+    ],
 )
 def test_a_damaged_plan(
     pipegraph: Command, planned: Path, tmp_path: Path, damage: dict[str, object], said: str

@@ -36,6 +36,7 @@ def pages_touched(**environment: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep their ways")
+@pytest.mark.slow  # a process for each setting
 def test_freed_memory_is_kept_unless_the_user_decides() -> None:
     kept, mapped_anew = pages_touched(), pages_touched(MALLOC_MMAP_THRESHOLD_="33554432")
     assert kept < 50 < mapped_anew  # at least 20 pages for each tensor, if they are huge ones

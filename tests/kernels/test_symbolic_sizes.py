@@ -205,6 +205,7 @@ def test_a_loss_that_is_refused_is_refused_at_every_size() -> None:
         compare(torch.randn(5, 8))
 
 
+@pytest.mark.slow  # the tests beside it compile one size after the other
 def test_inductor_compiles_for_all_sizes_on_no_condition() -> None:
     """Not for sums of few rows or of many, for slices, or for the sizes at hand."""
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import compilers, internals, make
+from pipegraph.kernels import compilers, make
+from pipegraph.kernels.inductor import internals
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
 

@@ -66,13 +66,13 @@ def memory(
         held = peak = 0.0
         away = absences(order)
         for position, action in enumerate(order):
-            # What leaves behind this action is here until it ends, and what comes before it is there.
+            # What leaves behind this action is gone when it ends, and what comes before it is there when it begins.
             held += sum(offloaded[each.stage] for each in away if each.back == position)
             one, other = saved[action.stage], weights[action.stage]
             changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
-            before, held = held, held + changes[action.kind]
+            left = sum(offloaded[each.stage] for each in away if each.left == position)
+            before, held = held, held + changes[action.kind] - left
             peak = max(peak, held, _while_it_runs(action, before, held, stages[action.stage], trained[action.stage]))
-            held -= sum(offloaded[each.stage] for each in away if each.left == position)
         own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
         states = sum(parameters[stage] + buffered[stage] for stage in own)
         states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in own)

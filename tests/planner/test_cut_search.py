@@ -68,9 +68,10 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
         for linear in [*objective.initial_bounds(), objective.tightest_bound(cuts, np.full(len(cuts), 1 / len(cuts)))]:
             assert (linear.at(cuts) <= values + slack).all()
         for value, chosen in zip(values, cuts, strict=True):
-            assert objective.tightest_bound(chosen[None], one).at(chosen[None])[0] == pytest.approx(
-                value, rel=1e-9, abs=1e-9
-            )
+            tightest = objective.tightest_bound(chosen[None], one).at(chosen[None])[0]
+            if objective in (full, objectives[1]) or not any(any(cost.transient_bytes) for cost in chain):
+                assert tightest == pytest.approx(value, rel=1e-9, abs=1e-9)
+            assert tightest <= value + 1e-9 * (1 + value)  # of what is transient it counts the least of any cuts
             edges = np.array([0, *chosen, len(chain)])
             for stage in range(schedule.stages):
                 least = objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])

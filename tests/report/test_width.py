@@ -58,7 +58,7 @@ def _hardware(width: int | None, folder: Path) -> str:
 
 def _merge(width: int | None, folder: Path) -> str:
     run = analysed(folder, "interleaved-1f1b", 2, 4).run
-    return render_merge(run, Path("build/trace.json.gz"), MergedTrace(192, 48, 2, 3), None, width)
+    return render_merge([run], Path("build/trace.json.gz"), MergedTrace(192, 48, 2, 3), None, width)
 
 
 def _plan_comparison(width: int | None, folder: Path) -> str:
@@ -72,7 +72,7 @@ def _joint_comparison(width: int | None, folder: Path) -> str:
     layout = SimpleNamespace(pp=8, dp_replicate=16, dp_shard=32, tp=4)
     choices = []
     for name, stages in (("interleaved-1f1b", 16), ("dualpipe-v", 16)):
-        candidate = SimpleNamespace(layout=layout, schedule=name, rows=2, microbatches=64)
+        candidate = SimpleNamespace(layout=layout, schedule=name, rows=2, microbatches=64, resident=None)
         fields = vars(_choice(name, stages)) | {"candidate": candidate, "step": 12.5, "solution": _choice(name, stages)}
         choices.append(SimpleNamespace(**fields))
     neighbours = [SimpleNamespace(axis="dp_replicate", value="8", choice=choices[1])]

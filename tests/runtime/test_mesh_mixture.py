@@ -55,6 +55,7 @@ def test_more_dimensions(tmp_path: Path) -> None:
     assert run(tmp_path, *cases, seconds=580) == [[TRAINED] * len(cases)] * 8
 
 
+@pytest.mark.slow  # the mixture as a whole has them, too
 def test_packed_projections_and_experts(tmp_path: Path) -> None:
     """Their parameters are divided as transformers says. A packed bias cannot be divided twice."""
     twice: Case = ("experts", {"pp": 1, "dp_shard": 2, "tp": 2}, "interleaved-1f1b", EXPERTS)

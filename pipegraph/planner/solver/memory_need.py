@@ -89,7 +89,7 @@ class MemoryNeed:
         """Return what cuts (candidates, cuts) need, in its parts."""
         stages, crossing = self._sums.stages(cuts), self._sums.crossing_at(cuts)
         kept = self._kept(stages, crossing)
-        saved = np.maximum.reduceat(kept, self._first)
+        saved = np.maximum.reduceat(self._moments.ends[:, None] * kept, self._first)
         most = np.maximum.reduceat(kept + self._added(stages, self._sums.transient_at(cuts)), self._first)
         return MemoryParts(self._state(stages), saved, self._buffers @ crossing, most - saved)
 
@@ -193,6 +193,7 @@ class _Moments(NamedTuple):
     Attributes:
         rank, stage: (moments,), sorted by rank.
         kind: F, I, W or B, which runs there, numbered as in `TransientBytes`; −1 for nothing.
+        ends: whether the action has ended: nothing is being copied in for the backward after it.
         adds: whether the gradients of the stage's parameters have been made, and not yet been added to the others.
         kept: how many microbatches are kept: (moments, 3 · stages + boundaries). The columns are what F saved, per
             stage; what W reads, per stage; of what F saved, what is here if it is offloaded, per stage; a gradient
@@ -202,6 +203,7 @@ class _Moments(NamedTuple):
     rank: Integers
     stage: Integers
     kind: Integers
+    ends: Booleans
     adds: Booleans
     kept: Floats
 
@@ -222,7 +224,7 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
     Unless something ``offloads``, no offloaded microbatch is counted as here.
     """
     arrays = schedule.arrays
-    found: list[tuple[int, int, int, bool, Floats]] = []
+    found: list[tuple[int, int, int, bool, bool, Floats]] = []
     for rank, (first, last) in enumerate(pairwise(arrays.bounds)):
         kinds, stages = arrays.kind[first:last], arrays.stage[first:last]
         own = stages[:, None] == np.arange(schedule.stages)
@@ -236,16 +238,12 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
         gradients[:, :1] = weights[:, :1]
         saved[:, 0] += weights[:, 0]
         weights[:, 0] = 0
-        away = np.zeros_like(saved)
+        held, began = (saved.copy(), _shifted(saved)) if offloads else (np.zeros_like(saved), np.zeros_like(saved))
         for each in absences(schedule.actions[rank]) if offloads else ():
-            away[each.left + 1 : each.back, each.stage] += 1  # while those actions run
-        after, before = (
-            np.concatenate([kept, reads, kept - away if offloads else np.zeros_like(kept), arrived], axis=1)
-            for kept, reads, arrived in (
-                (saved, weights, gradients),
-                (_shifted(saved), _shifted(weights), _shifted(gradients)),
-            )
-        )
+            held[each.left : each.back, each.stage] -= 1  # when those actions end
+            began[each.left + 1 : each.back, each.stage] -= 1  # when they begin
+        after = np.concatenate([saved, weights, held, gradients], axis=1)
+        before = np.concatenate([_shifted(saved), _shifted(weights), began, _shifted(gradients)], axis=1)
         for kind in np.unique(kinds).tolist():
             for stage in np.unique(stages[kinds == kind]).tolist():
                 runs = (kinds == kind) & (stages == stage)
@@ -254,9 +252,8 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
                 sides = [(after, kind in (B, W))] if kind == F else [(before, False), (after, kind in (B, W))]
                 for rows, adds in sides:
                     for row in _not_dominated(np.unique(rows[runs], axis=0)):
-                        found.append((rank, stage, place, adds, row))
-    ranks, of_stages, places, added, kept = zip(*found, strict=True)
-    return _Moments(np.array(ranks), np.array(of_stages), np.array(places), np.array(added), np.array(kept))
+                        found.append((rank, stage, place, rows is after, adds, row))
+    return _Moments(*(np.array(column) for column in zip(*found, strict=True)))
 
 
 def _shifted(counts: Integers) -> Integers:
