@@ -1,7 +1,7 @@
 """Where the time of one of pipegraph's own steps goes beyond the limit, rank by rank.
 
     step − limit = page faults + cache and memory + preempted + divided backward + loss + cuts    (the kernels)
-                 + imbalance + bubble + transfers + interpreter + unexplained
+                 + imbalance + busiest rank idle + transfers + interpreter + unexplained
 
 Kernels are counted by the processor's time of the thread that runs them. "Alone" is a rank's kernels run for as many
 microbatches as a step has, while the other rank waits. A cause that the limit has as well counts as the difference.
@@ -65,7 +65,7 @@ class Account:
     """F and B of the stages without the loss − their share of the unsplit model's forward and backward, alone"""
     imbalance: float
     """the share of the limit's work that lies here − an equal share, and how much more the busiest rank has to do"""
-    bubble: float
+    busiest_rank_idle: float
     """the schedule's makespan with the kernels as in the step and no transfers − the busiest rank's kernels"""
     transfers: float
     """the makespan if a transfer takes as long as a message to and fro ÷ 2 − that without transfers"""
@@ -118,7 +118,7 @@ def accounts(
             "loss": whole - body - limit_loss,
             "cuts": body - share,
             "imbalance": share + limit_loss - limit_alone + most - busy.seconds,
-            "bubble": makespan - most,
+            "busiest_rank_idle": makespan - most,
             "transfers": with_transfers - makespan,
             "interpreter": rank.interpreter,
         }

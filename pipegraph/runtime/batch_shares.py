@@ -20,7 +20,7 @@ from pipegraph.runtime.step_data import StepInputs
 
 
 class BatchShares:
-    """What the data-parallel ranks of one stage tell each other in a step. Making it is collective for them."""
+    """What the data-parallel ranks of one stage exchange in a step. Making it is collective for them."""
 
     def __init__(self, world: World) -> None:
         self._ranks = world.grid.line(world.rank, *DATA)

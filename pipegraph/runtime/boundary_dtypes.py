@@ -1,6 +1,6 @@
 """The dtypes in which values cross between stages in a region of `torch.autocast`: those that their stages make there.
 
-stage 0 ─ run without memory ─▶ bfloat16 ─ told to its consumers ─▶ stage 1 ─ run without memory ─▶ …
+stage 0 ─ run without memory ─▶ bfloat16 ─ sent to its consumers ─▶ stage 1 ─ run without memory ─▶ …
 
 A receiver has to know the dtype of a message before it comes. It is found at the first call in such a region; all
 ranks make their calls in the same ones, which the header before the first message says.
@@ -36,12 +36,12 @@ _AS_PROMISED: Final = -1
 class NumberTransport(Protocol):
     """Carries whole numbers between ranks, before the messages of a call."""
 
-    def tell(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
+    def send_numbers(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
         """Send to the second rank."""
         ...
 
-    def hear(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
-        """Wait for what the first rank sends."""
+    def receive_numbers(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
+        """Wait for the numbers that the first rank sends, and return them."""
         ...
 
 
@@ -75,7 +75,7 @@ class BoundaryDtypes:
 
     def _find(self, given: StepInputs, transport: NumberTransport | None) -> Dtypes:
         found: Dtypes = {}
-        waiting: dict[tuple[int, int], deque[Edge]] = defaultdict(deque)  # in the order in which they are told
+        waiting: dict[tuple[int, int], deque[Edge]] = defaultdict(deque)  # in the order in which their dtypes are sent
         for producer in range(len(self._wiring)):
             for edge in self._wiring[producer].leaving:
                 if producer not in self._stages and edge.consumer in self._stages:
@@ -85,14 +85,14 @@ class BoundaryDtypes:
                 edges = waiting[self._ranks(edge)]
                 while transport is not None and edge in edges:
                     next_edge = edges.popleft()
-                    numbers = transport.hear(self._ranks(edge), len(next_edge.values), given)
+                    numbers = transport.receive_numbers(self._ranks(edge), len(next_edge.values), given)
                     pairs = zip(next_edge.names, numbers, strict=True)
                     found |= {name: _FLOATS[number] for name, number in pairs if number != _AS_PROMISED}
             found |= self._made_by(index, found)
             for edge in self._wiring[index].leaving:
                 if transport is not None and edge.consumer not in self._stages:
                     own = [_FLOATS.index(found[name]) if name in found else _AS_PROMISED for name in edge.names]
-                    transport.tell(self._ranks(edge), own)
+                    transport.send_numbers(self._ranks(edge), own)
         return found
 
     def _ranks(self, edge: Edge) -> tuple[int, int]:
@@ -119,7 +119,7 @@ class BoundaryDtypes:
             raise
         except Exception as error:  # whatever an operation raises on a tensor without memory
             warnings.warn(
-                f"what stage {index} makes under autocast cannot be told beforehand ({type(error).__name__}: "
+                f"what stage {index} makes under autocast cannot be found out beforehand ({type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]}): what it sends is cast to the package's dtypes.",
                 stacklevel=2,
             )

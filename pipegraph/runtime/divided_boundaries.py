@@ -23,12 +23,12 @@ Shapes = dict[str, list[int]]
 
 
 def divided_boundaries(
-    stages: Mapping[int, nn.Module], manifest: Manifest, size: int, tell: Callable[[str], Sequence[str]]
+    stages: Mapping[int, nn.Module], manifest: Manifest, size: int, gather_text: Callable[[str], Sequence[str]]
 ) -> Manifest:
     """The manifest with the shapes that values have on each of `size` ranks which divide the stages.
 
     Args:
-        tell: gives a text to all ranks of this pipeline, and returns those of all. Collective.
+        gather_text: gives a text to all ranks of this pipeline, and returns those of all. Collective.
 
     Raises:
         ArgumentError: a stage does not run, as with a number of heads that does not divide, or returns something else
@@ -45,7 +45,7 @@ def divided_boundaries(
                     _check(manifest.values[name], own, manifest.values[name].shape_at(sizes), index, size)
             except ArgumentError as error:
                 problem = str(error)
-        for text in tell(json.dumps([problem, returned])):
+        for text in gather_text(json.dumps([problem, returned])):
             problem, returned = json.loads(text)
             if problem is not None:
                 raise ArgumentError(problem)

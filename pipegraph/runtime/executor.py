@@ -37,7 +37,7 @@ class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
     `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
-    the transport knows it. `numbers` is told of each microbatch, whose random numbers it seeds. `ties` adds up the
+    the transport knows it. `numbers` seeds the random numbers of each microbatch. `ties` adds up the
     gradients of tied weights. `collectives` does those of the schedule; without it there are none.
     """
 

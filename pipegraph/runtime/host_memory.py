@@ -86,7 +86,7 @@ class HostMemory:
         if action.kind is Kind.F and key in self._leaving:
             own = saved.get(key)
             if isinstance(own, OffloadedValues) and (values := own.take_offloaded()):
-                self._tell()
+                self._warn_of_emulation()
                 own.put_back(values)  # until they are copied
                 self._away[key] = self._sent(values)
 
@@ -157,7 +157,7 @@ class HostMemory:
             self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         return self._streams
 
-    def _tell(self) -> None:
+    def _warn_of_emulation(self) -> None:
         if not self._is_gpu and not self._warned:
             self._warned = True
             warnings.warn(

@@ -334,5 +334,6 @@ class Pipeline(PipelineState, PipelineRanks):
             losses=results.loss_by_microbatch() if request.return_losses else None,
             outputs=self._runner.batches.join(results, self.stages),
             metrics=metrics,
+            weight=None if loss is None else given.total_weight,
         )
         return result, given.batch.sizes

@@ -1,4 +1,4 @@
-"""The processes of a pipeline: where they are in the mesh, and what they tell each other."""
+"""The processes of a pipeline: where they are in the mesh, and the texts they exchange."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class AppliedPrecision:
     kept: Mapping[int, frozenset[str]]
     cast_from: torch.dtype
 
-    def tell(self, index: int, kernels: StageKernels) -> None:
+    def apply_to(self, index: int, kernels: StageKernels) -> None:
         """Let the kernels of a stage compute with copies in fewer bits. Raises PipegraphError if they cannot."""
         if not self.asked.is_mixed:
             return
@@ -103,7 +103,8 @@ def convert_stages(
     In mixed precision batch norms keep float32 all along: their statistics are sums over many steps.
 
     Returns:
-        what kernels are told, and the manifest with the dtypes of computing, the caller's inputs included.
+        what the kernels of the stages need, and the manifest with the dtypes of computing, those of the caller's
+            inputs included.
     """
     own = model_dtype(manifest)
     kept: dict[int, frozenset[str]] = {}

@@ -43,7 +43,7 @@ class PreparedStages:
     Attributes:
         modules: as `parallelize_fn` returned them.
         manifest: with the shapes and dtypes that values have now.
-        precision: what kernels are told of it; None without one.
+        precision: applied to the kernels; None without one.
         groups: of each stage, the groups of its sharded parameters.
     """
 

@@ -226,6 +226,11 @@ class StepInputs:
     def _counts_items(self) -> bool:
         return self.with_loss and self._reduction.weight_of is not None
 
+    @property
+    def total_weight(self) -> float:
+        """What the batches of all data-parallel ranks weigh together."""
+        return self.weight if self._total is None else self._total
+
     def take_share(self, microbatches: int, weight: float) -> None:
         """Cut the batch into so many microbatches, of a whole that weighs so much over all data-parallel ranks."""
         if microbatches != len(self.batch.sizes.microbatches):
@@ -239,7 +244,7 @@ class StepInputs:
         Raises:
             BatchError: none of them counts.
         """
-        divisor = self._weight or (self.weight if self._total is None else self._total)
+        divisor = self._weight or self.total_weight
         if divisor == 0:
             raise BatchError(
                 "loss_weight counts nothing in this batch, over all ranks: its loss would be divided by 0.\n"
@@ -262,7 +267,7 @@ class StepInputs:
         """The batch. Raises RuntimeFault if a size is not known."""
         if self._batch is None:
             raise RuntimeFault(
-                f"this rank does not know {', '.join(self.unknown)}, which no message has told it: pass every input of "
+                f"this rank does not know {', '.join(self.unknown)}, and no message brought it: pass every input of "
                 "the model to every rank."
             )
         return self._batch
@@ -316,6 +321,8 @@ class StepResult:
         losses: one number for each microbatch of this rank's share of the batch, if asked for.
         outputs: the model's outputs for this share joined along the batch, if asked for.
         metrics: what `loss_fn` returned with the loss, by name, put together as the loss is.
+        weight: what the batches of all ranks weigh together: their rows, or with loss_weight what counts. The mean loss
+            of several calls is the sum of loss · weight over the sum of weight.
 
     No tensor carries a graph.
     """
@@ -324,3 +331,4 @@ class StepResult:
     losses: Tensor | None
     outputs: Any
     metrics: Mapping[str, Tensor] | None = None
+    weight: float | None = None

@@ -23,7 +23,7 @@ class StepExecutors:
         processes: how many run it, one per rank; None for one process.
         edges, gradient_edges: (producer stage, consumer stage) pairs that carry values, and gradients.
         make: lowered schedule → the executors of this process.
-        collectives: what `lower` is told of stages that several ranks hold: sharded, replicated, resident.
+        collectives: the arguments of `lower` for stages that several ranks hold: sharded, replicated, resident.
 
     Attributes:
         training: the pipeline's own schedule with its transfers.

@@ -120,7 +120,7 @@ class StepRunner:
         self.kernels = _make_kernels(makers, stages, wiring, _packed_loss(manifest, stages, loss_fn))
         if precision is not None:
             for index, kernels in self.kernels.items():
-                precision.tell(index, kernels)
+                precision.apply_to(index, kernels)
         if numbers.seed is not None:
             share = world.grid.line(world.rank, *DATA).index(world.rank) if world else 0
             for index, kernels in self.kernels.items():

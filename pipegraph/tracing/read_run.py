@@ -89,7 +89,7 @@ def _may_be_of(line: Sequence[int], file: Path, grid: RankGrid | None) -> bool:
 
 
 def _is_of(line: Sequence[int], rank: int, grid: RankGrid) -> bool:
-    """Return whether a rank is of a pipeline, or of none: that is told."""
+    """Return whether a rank is of a pipeline, or outside of the mesh, which the report says."""
     return rank in line or rank >= grid.size
 
 
@@ -122,7 +122,7 @@ def _read_info(folder: Path, problems: list[str]) -> RunInfo:
     try:
         found = json.loads(read_regular_file(folder / "run.json"))
         windows = tuple(str(window["digits"]) for window in found.get("windows", []))
-        names = ("run", "package", "schedule", "device", "torch", "kernels")
+        names = ("run", "package", "package_folder", "schedule", "device", "torch", "kernels")
         texts = {name: str(found.get(name, "")) for name in names}
         mesh = read_mesh(found["mesh"]) if "mesh" in found else None
         return RunInfo(processes=int(found["processes"]), windows=windows, mesh=mesh, **texts)

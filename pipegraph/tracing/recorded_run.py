@@ -164,10 +164,11 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ``run.json`` says; empty and None if it does not."""
+    """What ``run.json`` says; empty and None if it does not. ``package_folder`` is as seen from where it ran."""
 
     run: str = ""
     package: str = ""
+    package_folder: str = ""
     schedule: str = ""
     processes: int | None = None
     device: str = ""

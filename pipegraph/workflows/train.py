@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,7 +28,7 @@ from pipegraph.workflows.profile import profile
 from pipegraph.workflows.run_checkpoints import CheckpointOptions, RunCheckpoints, Termination
 from pipegraph.workflows.run_measurement import RunMeasurement
 from pipegraph.workflows.training_data import TrainingData, fingerprint
-from pipegraph.workflows.training_functions import loss_with_metrics, make_optimizer
+from pipegraph.workflows.training_functions import loss_with_metrics, make_optimizer, training_function
 from pipegraph.workflows.training_log import Evaluation, TrainingLog, TrainingStep
 
 _RECORDED_STEPS: Final = 3  # of a run with data, because no viewer takes a trace of days
@@ -102,6 +103,7 @@ class Training:
             package,
             schedule,
             loss_fn=loss_with_metrics(source),
+            loss_weight=training_function(source, "loss_weight"),
             device=device,
             kernels=kernels,
             timeout=seconds,
@@ -264,23 +266,25 @@ class Training:
         return batch_sizes(self._pipeline.package.manifest, sizes)[1] or 0
 
     def _evaluate(self) -> Iterator[Evaluation]:
-        """Yield the mean loss of the evaluation data, if the file has some, in the process that knows it."""
+        """Yield the mean loss over the evaluation data, if the file has some, in the process that knows it."""
         data = None if self._evaluated == self.done else TrainingData.of(self._source, "evaluation_data", *self._share)
         self._evaluated = self.done
         if data is None:
             return
-        losses = []
+        results = []
         with evaluating(self._pipeline), self._explained(data):
             batch = data.take()
             while all(row[0] for row in self._pipeline.gather([batch is not None], everywhere=True)):
                 assert batch is not None, "all ranks have one"
-                losses.append(self._pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs).loss)
+                results.append(self._pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs))
                 batch = data.take()
-        if not losses:
+        if not results:
             raise SourceError(f"{data.named} has no batch.\nTry: one or more for every data-parallel rank.")
-        known = [float(loss) for loss in losses if loss is not None]
+        known = [(float(each.loss), each.weight or 0.0) for each in results if each.loss is not None]
         if known and self._prints:
-            yield self._logged(Evaluation(self.done - 1, statistics.fmean(known)))
+            weight = math.fsum(weight for _, weight in known)
+            loss = math.fsum(loss * weight for loss, weight in known) / weight
+            yield self._logged(Evaluation(self.done - 1, loss))
 
     def _logged(self, entry: _Entry) -> _Entry:
         if self._log is not None:

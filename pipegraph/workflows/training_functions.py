@@ -22,6 +22,7 @@ _SIGNATURES: Final = {
     "optimizer": "optimizer(parameters)",
     "scheduler": "scheduler(optimizer)",
     "metrics": "metrics(output, target)",
+    "loss_weight": "loss_weight(target)",
 }
 _LEARNING_RATE: Final = 1e-3
 

@@ -131,7 +131,7 @@ def test_an_account_finds_each_cause() -> None:
     assert [each.loss for each in found] == pytest.approx([0.0, 0.5 - 2 * 0.2])
     assert mean.cuts == pytest.approx((3.5 + 5.0) / 2 - 4.0)
     assert mean.imbalance == pytest.approx(6.0 - 5.0)
-    assert mean.bubble == pytest.approx((0.5 + 6.0 + 1.5) - 6.0)
+    assert mean.busiest_rank_idle == pytest.approx((0.5 + 6.0 + 1.5) - 6.0)
     assert mean.transfers == pytest.approx(2 * 0.125)
     assert mean.unexplained == pytest.approx(9.0 - (8.0 + 0.25) - 0.25)
 

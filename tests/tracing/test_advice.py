@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import force_setattr
 
 from pipegraph.schedule import Schedule, Times, build, simulate
-from pipegraph.tracing.analysis.advice import SimulatedChange, advise, stage_layers
+from pipegraph.tracing.analysis.advice import CommandNames, SimulatedChange, advise
+from pipegraph.tracing.analysis.cut_moves import stage_layers
 from tests.tracing.recordings import manifest
 
 
@@ -44,7 +45,17 @@ def test_a_moved_cut_has_a_command() -> None:
     advice = advise(with_edges(build("1f1b", 2, 8)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), made)
     assert advice.best is not None and advice.best.change.startswith("move layers.4")
     last = advice.best.change.split()[-4]
-    assert f"pipegraph split MODEL --points {last}:end --overwrite" in advice.commands
+    assert f"pipegraph split MODEL --points {last}:end -o OUT --overwrite" in advice.commands
+
+
+def test_commands_name_the_package_and_the_model() -> None:
+    names = CommandNames("build/gpt", "gpt.py")
+    made = manifest(2, layers=4)
+    force_setattr(made.plan, "points", ("layers.4",))
+    advice = advise(with_edges(build("1f1b", 2, 4)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), made, names=names)
+    assert all("OUT" not in each and "MODEL" not in each for each in replace(advice, mispredicted=3.7).commands)
+    assert advice.commands[0].startswith("pipegraph split gpt.py --points layers.")
+    assert advice.commands[0].endswith(":end -o build/gpt --overwrite")
 
 
 def test_predictions_that_are_far_off_come_first() -> None:

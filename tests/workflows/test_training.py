@@ -133,6 +133,41 @@ def test_evaluation_is_in_evaluation_mode(trainer: Trainer) -> None:
     assert all(stage.training for stage in training._pipeline.stages.values())
 
 
+def test_an_evaluation_is_the_mean_over_rows(trainer: Trainer) -> None:
+    """The last batch of a loader may be smaller: it counts as its rows do."""
+    lines = """
+def evaluation_data(rank, world):
+    tokens, target = batch(7)
+    return [batch(6), (tokens[:2], target[:2])]
+"""
+    *_, evaluation = trainer(lines).steps(1)
+    model = counting.build_model()
+    optimizer = counting.optimizer(list(model.parameters()))
+    tokens, target = counting.batch(0)
+    counting.loss_fn(model(tokens), target).backward()
+    optimizer.step()
+    pairs = [counting.batch(6), tuple(each[:2] for each in counting.batch(7))]
+    tokens, target = (torch.cat(each) for each in zip(*pairs, strict=True))
+    expected = counting.loss_fn(model(tokens), target).item()
+    assert isinstance(evaluation, Evaluation) and evaluation.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_file_says_what_counts_in_its_loss(trainer: Trainer) -> None:
+    lines = """
+def loss_fn(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
+
+
+def loss_weight(target):
+    return (target != 0).sum()
+"""
+    found = losses(trainer(lines), 1)
+    tokens, target = counting.batch(0)
+    logits = counting.build_model()(tokens).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, target.flatten(), ignore_index=0)
+    assert found == pytest.approx([expected.item()], rel=1e-5)
+
+
 def test_data_that_ends_ends_the_run_and_what_is_done_is_saved(trainer: Trainer, tmp_path: Path) -> None:
     lines = "def data(rank, world):\n    return [batch(step) for step in range(3)]"
     assert len(losses(trainer(lines), None)) == 3

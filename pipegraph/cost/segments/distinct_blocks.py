@@ -20,13 +20,14 @@ from pipegraph.cost.model_output import LossOf, loss_of_pieces, mean_square
 from pipegraph.cost.roofline.fused_kernels import fused_attention
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.live_ranges import BlockPeaks, block_peaks
-from pipegraph.cost.segments.saved_memory import SavedMemory, base_of, kept_memory, unknown_memory
+from pipegraph.cost.segments.saved_memory import SavedMemory, kept_memory, unknown_memory
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import path_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.compilers import compiler, options
+from pipegraph.kernels.graphs.division import base_of
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import Tensor, fx
 
 from pipegraph.cost.segments.subgraph import Subgraph
 from pipegraph.graph.internals import pytree
-from pipegraph.kernels.graphs.division import is_view
+from pipegraph.kernels.graphs.division import base_of, is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 
 
@@ -67,13 +66,6 @@ def unknown_memory(subgraph: Subgraph) -> SavedMemory:
     values = (value for node in made for value in pytree.tree_leaves(node.meta["val"]))
     wanted = [index for index, wanted in enumerate(subgraph.input_gradients) if wanted]
     return SavedMemory(tuple(wanted), (), sum(memory_of(value) for value in values if isinstance(value, Tensor)))
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """Return the value whose memory a view shares."""
-    while is_view(node) or (node.target is operator.getitem and is_view(node.all_input_nodes[0])):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def memory_of(value: Tensor) -> int:

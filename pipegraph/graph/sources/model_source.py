@@ -25,6 +25,7 @@ class TrainingFunctions:
         optimizer: ``optimizer(parameters)``.
         scheduler: ``scheduler(optimizer)``, whose ``step()`` is called after each step.
         metrics: ``metrics(output, target)``, a dict of tensors that are averaged as the loss is.
+        loss_weight: ``loss_weight(target)``, how many items of a microbatch count, for a loss that is their sum.
     """
 
     data: Any = None
@@ -32,6 +33,7 @@ class TrainingFunctions:
     optimizer: Any = None
     scheduler: Any = None
     metrics: Any = None
+    loss_weight: Any = None
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,10 @@ def backward_graphs(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node's result shares the memory of its first argument."""
+    """Return whether a node's result shares the memory of its first argument, also as one of several such results."""
     target = node.target
+    if target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
     if node.op != "call_function" or not isinstance(target, internals.OpOverload):
         return False
     return target in _VIEWS_WITHOUT_ALIAS or internals.is_view_operation(target)

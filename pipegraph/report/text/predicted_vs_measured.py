@@ -139,14 +139,15 @@ def _steps(compared: RunComparison) -> str:
 
 
 def _memory(compared: RunComparison, width: int | None) -> str:
-    headers = ["rank", "state predicted", "measured", "saved predicted", "measured", "buffers predicted"]
-    headers += ["transient", "all"]
+    is_predicted = any(each.predicted is not None for each in compared.allocated)
+    headers = ["rank", "state predicted", "measured", "saved predicted", "measured"]
+    headers += ["buffers predicted", "transient predicted", "all predicted"] if is_predicted else []
     ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
     rows = [
         [
             str(rank),
-            *map(format_bytes, (state.predicted, state.measured, saved.predicted, saved.measured, buffers, transient)),
-            format_bytes(allocated.predicted),
+            *map(format_bytes, (state.predicted, state.measured, saved.predicted, saved.measured)),
+            *(map(format_bytes, (buffers, transient, allocated.predicted)) if is_predicted else ()),
         ]
         for rank, (state, saved, buffers, transient, allocated) in enumerate(ranks)
     ]
@@ -156,12 +157,11 @@ def _memory(compared: RunComparison, width: int | None) -> str:
         rows = [[*row, format_bytes(each)] for row, each in zip(rows, allocated, strict=True)]
     elif allocated:
         notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}"]
-    legend = (
-        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most\n"
-        "transient: predicted on top while F, I or W runs; all: predicted together"
-    )
-    less = "transient", "all", "buffers predicted", "allocated"
-    return "\n".join([table(headers, rows, width, less), legend, *notes])
+    text = table(headers, rows, width, ("transient predicted", "all predicted", "buffers predicted", "allocated"))
+    legend = ["state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most"]
+    if "transient predicted" in text:
+        legend.append("transient: on top while F, I or W runs; all: together")
+    return "\n".join([text, *legend, *notes])
 
 
 def prediction_error(each: PredictedAndMeasured) -> str:

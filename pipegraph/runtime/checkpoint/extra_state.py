@@ -71,7 +71,7 @@ def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, r
     its share of the data.
 
     Raises:
-        CheckpointError: it cannot be told which one.
+        CheckpointError: nothing says which one.
     """
     if len({*saved.versions}) == 1:
         return saved.versions[0]
@@ -86,7 +86,7 @@ def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, r
     named = for_asker(f'extra["{name}"]', f'the state of "{name}"')
     raise CheckpointError(
         f"{named} was saved with different values on {before.size} ranks ({_text(before)}), and there are "
-        f"{now.size} now ({_text(now)}): it cannot be told which rank takes which.\n"
+        f"{now.size} now ({_text(now)}): nothing says which rank takes which.\n"
         "Try: as many data-parallel ranks as there were; or load() without extra, which leaves it out."
     )
 

@@ -99,7 +99,7 @@ class OptimizerState:
         return OptimizerShare(type(self._optimizer).__name__, groups, plain)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the state. Raises CheckpointError for those of which a rank's part cannot be told."""
+        """The tensors of the state. Raises CheckpointError for those of which a rank's part is unknown."""
         found = {}
         for name, (parameter, _) in self._parameters.items():
             for key, value in self._state(parameter).items():
@@ -109,7 +109,7 @@ class OptimizerState:
                 if is_sharded(parameter) and not is_like and value.numel() != 1:
                     raise CheckpointError(
                         f"the optimizer's {key} of {name} has the shape {list(value.shape)}, and the parameter is "
-                        f"sharded and has {list(parameter.shape)}: it cannot be told which part of the whole it is.\n"
+                        f"sharded and has {list(parameter.shape)}: nothing says which part of the whole it is.\n"
                         "Try: an optimizer whose state has the layout of its parameters."
                     )
                 found[f"{PREFIX}{key}.{name}"] = value

@@ -67,7 +67,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class _Share:
-    """What the ranks tell each other before anything is written."""
+    """What the ranks exchange before anything is written."""
 
     text: str
     optimizer: OptimizerShare | None

@@ -131,7 +131,7 @@ class DistributedTransport:
 
     Args:
         pairs: the (sender, receiver) ranks between which anything is sent at all.
-        report: is told at once, in a thread, of a message that this rank could not send.
+        report: called at once, in a thread, with what became of a message that this rank could not send.
     """
 
     def __init__(self, world: World, pairs: Iterable[tuple[int, int]], report: Callable[[SendFailed], None]) -> None:
@@ -166,15 +166,15 @@ class DistributedTransport:
         call = header.wait()
         given.learn_numbers(call.sizes, call.rows)
 
-    def tell(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
+    def send_numbers(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
         """Send whole numbers to the second rank, before the messages of the call."""
         sent = [torch.tensor(numbers, dtype=torch.int64, device=self._device)]
         if self._is_first(ranks) and self._given is not None:
             sent.insert(0, self._call_with(self._given).header(self._device))
         self._sends.add(PendingSend(self._groups[ranks], ranks[1], sent))
 
-    def hear(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
-        """Wait for the numbers that the first rank tells."""
+    def receive_numbers(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
+        """Wait for the numbers that the first rank sends, and return them."""
         header = self._first_header(ranks, given)
         numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
         work = self._groups[ranks].receive(numbers, ranks[0])

@@ -101,7 +101,7 @@ _Queue = SimpleQueue[PendingSend | threading.Event | None]
 
 
 class SendFailures:
-    """What went wrong in the threads that send. `report` is told at once of what no other rank can notice."""
+    """What went wrong in the threads that send. `report` is called at once with what no other rank can notice."""
 
     def __init__(self, report: Callable[[SendFailed], None]) -> None:
         self._report = report
@@ -131,7 +131,7 @@ class GlooSends:
     when it is waited for. One thread for both would let a message whose receiver is not ready hold up all others.
 
     Args:
-        report: is told at once, in the thread, when one failed for anything but a lost connection.
+        report: called at once, in the thread, if one failed for anything but a lost connection.
         timeout: after how many seconds gloo gives a message up.
     """
 

@@ -1,32 +1,44 @@
-"""Advice on what to change, and what it would save: each change is simulated with the measured times.
-
-A cut may move over whole layers; those of a package's stages are recognised by the names of their parameters.
-"""
+"""Advice on what to change, and what it would save: each change is simulated with the measured times."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest
 from pipegraph.schedule import Kind, Schedule, Times, build, names, peak_activations, simulate
 from pipegraph.schedule.recipes import trains
+from pipegraph.tracing.analysis.cut_moves import CutMove, cut_moves
 from pipegraph.units import format_factor, format_percent
 
 WORTH = 0.01
 """A smaller gain is not worth a change."""
 
 _FAR_OFF = 1.5  # times: predictions that are further off name no good cuts
-_CALIBRATE = ("pipegraph calibrate -o hardware.json", "pipegraph split MODEL --hardware hardware.json --overwrite …")
 _GainOf = Callable[[float], float]  # of a makespan
 
-_LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
 
-_StageTimes = tuple[float, float, float]  # F, I, W
+@dataclass(frozen=True)
+class CommandNames:
+    """What commands are given: the package's folder, and the model that was split; empty if unknown."""
+
+    package: str = ""
+    model: str = ""
+
+    def run(self, schedule: str, microbatches: int) -> str:
+        """Return the command that runs the package under a schedule."""
+        return f"pipegraph run {self._package} --schedule {schedule} --microbatches {microbatches}"
+
+    def split(self, *options: str) -> str:
+        """Return the command that splits the model again, into the same folder."""
+        model = shlex.quote(self.model or "MODEL")
+        return " ".join(["pipegraph split", model, *options, "-o", self._package, "--overwrite"])
+
+    @property
+    def _package(self) -> str:
+        return shlex.quote(self.package or "OUT")
 
 
 @dataclass(frozen=True)
@@ -61,12 +73,14 @@ class Advice:
         shared_process: whether the ranks of the run shared a process.
         hindrance: why nothing could be tried; empty if something was.
         mispredicted: how many times as long as predicted a step of compiled kernels took; 1 if that is not known.
+        names: of what commands are given.
     """
 
     changes: tuple[SimulatedChange, ...]
     shared_process: bool = False
     hindrance: str = ""
     mispredicted: float = 1.0
+    names: CommandNames = CommandNames()
 
     @property
     def best(self) -> SimulatedChange | None:
@@ -93,8 +107,10 @@ class Advice:
     def commands(self) -> list[str]:
         """Return what to type, in the order of the sentence."""
         chosen = [each.command for each in (self.best, self._best_of_same_batch) if each is not None]
-        calibrate = list(_CALIBRATE) if self.predictions_are_off else []
-        return list(dict.fromkeys(filter(None, [*calibrate, *chosen])))
+        if self.predictions_are_off:
+            again = self.names.split("--hardware", "hardware.json", "…")
+            chosen = ["pipegraph calibrate -o hardware.json", again, *chosen]
+        return list(dict.fromkeys(filter(None, chosen)))
 
     @property
     def _best_of_same_batch(self) -> SimulatedChange | None:
@@ -125,6 +141,7 @@ def advise(
     shares: str = "",
     shared_process: bool = False,
     measured: float = 0.0,
+    names: CommandNames = CommandNames(),
 ) -> Advice:
     """Simulate every change.
 
@@ -135,20 +152,23 @@ def advise(
         shares: how B was divided into I and W if only B was measured.
         shared_process: whether ranks shared a process.
         measured: seconds of the step, if they were measured.
+        names: of what commands are given.
     """
     step = simulate(schedule, times).makespan
     if schedule.ranks < 2 or step <= 0:
-        return Advice((), shared_process)
+        return Advice((), shared_process, names=names)
 
     def gain_of(makespan: float) -> float:
         return (step - makespan) / max(step, measured)
 
-    found = [*_cuts(schedule, times, manifest, gain_of), *_schedules(schedule, times, gain_of, shares)]
-    found += _more_microbatches(schedule, times, gain_of)
-    return Advice(tuple(sorted(found, key=lambda each: -each.gain)), shared_process)
+    found = [*_cuts(schedule, times, manifest, gain_of, names), *_schedules(schedule, times, gain_of, shares, names)]
+    found += _more_microbatches(schedule, times, gain_of, names)
+    return Advice(tuple(sorted(found, key=lambda each: -each.gain)), shared_process, names=names)
 
 
-def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: _GainOf) -> Iterator[SimulatedChange]:
+def _cuts(
+    schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: _GainOf, names: CommandNames
+) -> Iterator[SimulatedChange]:
     """Yield for each cut and direction the best number of layers to move."""
     if manifest is None or len(manifest.stages) != schedule.stages:
         return
@@ -158,12 +178,14 @@ def _cuts(schedule: Schedule, times: Times, manifest: Manifest | None, gain_of: 
             gain = gain_of(simulate(schedule, move.times).makespan)
             if best is not None and gain <= best.gain:
                 break
-            best = SimulatedChange(move.change, gain, move.assuming, command=_split_at(manifest, move))
+            best = SimulatedChange(move.change, gain, move.assuming, command=_split_at(manifest, move, names))
         if best is not None:
             yield best
 
 
-def _schedules(schedule: Schedule, times: Times, gain_of: _GainOf, shares: str) -> Iterator[SimulatedChange]:
+def _schedules(
+    schedule: Schedule, times: Times, gain_of: _GainOf, shares: str, commands: CommandNames
+) -> Iterator[SimulatedChange]:
     """Yield other orders of the same stages on the same ranks; of equally fast ones, the one that holds least."""
     if not schedule.trains:
         return
@@ -179,29 +201,28 @@ def _schedules(schedule: Schedule, times: Times, gain_of: _GainOf, shares: str) 
         holds = f"a rank then holds {peak} saved activations, now {held}" if peak != held else ""
         aside = ", and ".join(filter(None, [holds, shares if divides and not divided else ""]))
         name = names()[number]
-        yield SimulatedChange(f"run {name} instead of {schedule.name}", gain, aside, command=_run(schedule, name))
+        command = commands.run(name, schedule.microbatches)
+        yield SimulatedChange(f"run {name} instead of {schedule.name}", gain, aside, command=command)
 
 
-def _more_microbatches(schedule: Schedule, times: Times, gain_of: _GainOf) -> Iterator[SimulatedChange]:
+def _more_microbatches(
+    schedule: Schedule, times: Times, gain_of: _GainOf, commands: CommandNames
+) -> Iterator[SimulatedChange]:
     count = 2 * schedule.microbatches
     other = _rebuilt(schedule.name, schedule, count)
     if other is not None:
         gain = gain_of(simulate(other, times).makespan / 2)
         change = f"take {count} microbatches of this size instead of {schedule.microbatches}"
-        yield SimulatedChange(change, gain, "", False, _run(schedule, schedule.name, count))
+        yield SimulatedChange(change, gain, "", False, commands.run(schedule.name, count))
 
 
-def _run(schedule: Schedule, name: str, microbatches: int | None = None) -> str:
-    return f"pipegraph run OUT --schedule {name} --microbatches {microbatches or schedule.microbatches}"
-
-
-def _split_at(manifest: Manifest, move: CutMove) -> str:
+def _split_at(manifest: Manifest, move: CutMove, names: CommandNames) -> str:
     """Return the command that splits the model with one cut moved; empty if the package does not name its cuts."""
     points = list(manifest.plan.points)
     if len(points) != len(manifest.stages) - 1:
         return ""
     points[move.cut - 1] = move.point
-    return f"pipegraph split MODEL --points {','.join(points)} --overwrite"
+    return names.split("--points", shlex.quote(",".join(points)))
 
 
 def _divides_backward(schedule: Schedule) -> bool:
@@ -217,133 +238,3 @@ def _rebuilt(name: str, schedule: Schedule, microbatches: int) -> Schedule | Non
     if made.placement != schedule.placement:
         return None
     return made.changed(edges=schedule.edges, gradient_edges=schedule.gradient_edges)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """``layers.5`` of a stage. Layers with the same ``structure`` have parameters of the same names."""
-
-    name: str
-    structure: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StageLayers:
-    """The layers of a stage.
-
-    Attributes:
-        count: of its layers.
-        structures: those that the model has more than once.
-        first, last: the equal layers at its begin and at its end, from the border on; empty if the stage begins or
-            ends with something else.
-    """
-
-    count: int
-    structures: frozenset[tuple[str, ...]]
-    first: tuple[Layer, ...]
-    last: tuple[Layer, ...]
-
-
-def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
-    """Return the layers of each stage, given the FQNs of its parameters in the model's order.
-
-    A layer is what stands under an FQN's first number, ``layers.5`` of ``layers.5.norm.weight``. A part of a layer that
-    is cut in two counts as a layer, and equals no other because it has fewer names.
-    """
-    rows = [[_layer(name, list(names)) for name, names in groupby(parameters, key=_name)] for parameters in stages]
-    known = Counter(layer.structure for row in rows for layer in row if layer is not None)
-    found = []
-    for row in rows:
-        whole = [layer if layer is not None and known[layer.structure] > 1 else None for layer in row]
-        structures = frozenset(layer.structure for layer in whole if layer is not None)
-        count = sum(layer is not None for layer in row)
-        found.append(StageLayers(count, structures, _equal(whole), _equal(whole[::-1])))
-    return found
-
-
-def _equal(layers: Sequence[Layer | None]) -> tuple[Layer, ...]:
-    """Return the layers at the begin that equal the first one."""
-    found: list[Layer] = []
-    for layer in layers:
-        if layer is None or (found and layer.structure != found[0].structure):
-            break
-        found.append(layer)
-    return tuple(found)
-
-
-def _name(parameter: str) -> str:
-    match = _LAYER.fullmatch(parameter)
-    return match[1] if match else ""
-
-
-def _layer(name: str, parameters: Sequence[str]) -> Layer | None:
-    if not name:
-        return None
-    kind = name.rpartition(".")[0]  # layers of two lists, such as an encoder's and a decoder's, are not equal
-    return Layer(name, (kind, *sorted(parameter.removeprefix(name) for parameter in parameters)))
-
-
-@dataclass(frozen=True)
-class CutMove:
-    """A change of the cut before the stage ``cut``, the point where it then is, what it assumes, and its times."""
-
-    change: str
-    assuming: str
-    times: Times
-    cut: int
-    point: str
-
-
-def cut_moves(manifest: Manifest, times: Times) -> Iterator[Iterator[CutMove]]:
-    """Yield, for each cut and direction, the moves of one layer, two layers, …, from the cut on.
-
-    A layer takes as long as one layer of any stage that has equal ones: the one with the least time per layer.
-    """
-    layers = stage_layers([stage.parameters for stage in manifest.stages])
-    for cut in range(1, len(manifest.stages)):
-        for source, target in ((cut, cut - 1), (cut - 1, cut)):
-            border = layers[source].first if source > target else layers[source].last
-            border = border[: layers[source].count - 1]  # a stage keeps one
-            if border:
-                yield _moves(border, source, target, layers, times)
-
-
-def _moves(
-    border: Sequence[Layer], source: int, target: int, layers: Sequence[StageLayers], times: Times
-) -> Iterator[CutMove]:
-    def of_layer(stage: int) -> _StageTimes:
-        forward, input_grad, weight_grad = _times_of(times, stage)
-        count = layers[stage].count
-        return forward / count, input_grad / count, weight_grad / count
-
-    equal = [stage for stage, held in enumerate(layers) if border[0].structure in held.structures]
-    best = min(equal, key=lambda stage: sum(of_layer(stage)))
-    count, taken = layers[best].count, of_layer(best)
-    assuming = f"a layer taken as {'all' if count == 1 else f'1/{count}'} of stage {best}"
-    for number, last in enumerate(border, 1):
-        times = _moved(times, source, target, taken)
-        ends = (border[0], last) if source > target else (last, border[0])
-        what = last.name if number == 1 else f"{ends[0].name} – {ends[1].name}"
-        cut, point = (source, f"{last.name}:end") if source > target else (target, last.name)
-        yield CutMove(f"move {what} to stage {target}", assuming, times, cut, point)
-
-
-def _moved(times: Times, source: int, target: int, part: _StageTimes) -> Times:
-    """Return the times with a part of one stage in another.
-
-    Each stage keeps its own share of I in a backward: the first has no I, because its input has no gradient.
-    """
-    rows = [list(_times_of(times, stage)) for stage in range(times.stages)]
-    for stage, sign in ((source, -1), (target, 1)):
-        _, input_grad, weight_grad = _times_of(times, stage)
-        backward = input_grad + weight_grad
-        share = input_grad / backward if backward else 0.0
-        change = part[1] + part[2]
-        changes = (part[0], change * share, change * (1 - share))
-        rows[stage] = [max(0.0, figure + sign * each) for figure, each in zip(rows[stage], changes, strict=True)]
-    forward, input_grads, weight_grads = zip(*rows, strict=True)
-    return replace(times, forward=forward, input_grad=input_grads, weight_grad=weight_grads)
-
-
-def _times_of(times: Times, stage: int) -> _StageTimes:
-    return times.forward[stage], times.input_grad[stage], times.weight_grad[stage]

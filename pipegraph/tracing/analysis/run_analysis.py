@@ -11,7 +11,7 @@ from functools import cached_property
 from pipegraph.errors import PipegraphError
 from pipegraph.planner.run_comparison import PredictedAndMeasured
 from pipegraph.schedule import CollectiveKind, Kind, Timeline, Times, simulate
-from pipegraph.tracing.analysis.advice import Advice, advise
+from pipegraph.tracing.analysis.advice import Advice, CommandNames, advise
 from pipegraph.tracing.analysis.idle_causes import (
     RankIdleTime,
     SimulatedIdleTimes,
@@ -133,6 +133,7 @@ def _with_collectives(times: Times, taken: Mapping[tuple[int, CollectiveKind], f
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
     """Advise on changes only if all stages were measured: that is about how they compare."""
+    names = CommandNames(run.info.package_folder, run.manifest.model.source if run.manifest else "")
     step = 0.0 if run.shares_process else _median(steps)
     took = step or simulate(run.schedule, times.times).makespan
     expected = run.prediction.timeline.makespan if run.prediction and run.prediction.timeline else 0.0
@@ -140,8 +141,8 @@ def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep
     mispredicted = took / expected if is_comparable and expected > 0 and took > 0 else 1.0
     if times.assumed:
         hindrance = "it takes the times of all stages, and not all were recorded"
-        return Advice((), run.shares_process, hindrance, mispredicted)
-    made = advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step)
+        return Advice((), run.shares_process, hindrance, mispredicted, names)
+    made = advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step, names)
     return replace(made, mispredicted=mispredicted)
 
 

@@ -140,6 +140,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
         "generator": f"pipegraph {__version__}",
         "run": run,
         "package": pipe.package.path.name,
+        "package_folder": _from_here(pipe.package.path),
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
@@ -200,6 +201,12 @@ def run_on_all_ranks(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> No
 
 def _is_first(pipe: Pipeline) -> bool:
     return 0 in [pipe.mesh_ranks[rank] for rank in pipe.ranks]
+
+
+def _from_here(folder: Path) -> str:
+    """Return how a command in the working folder names a folder: relative if it lies within."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def _make_new(parent: Path, name: str) -> Path:
