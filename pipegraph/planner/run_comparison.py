@@ -134,13 +134,13 @@ def _collectives(
 ) -> dict[CollectiveKind, PredictedAndMeasured]:
     """Return the seconds of each kind of collective of a stage that sends something."""
     return {
-        kind: PredictedAndMeasured(_seconds_of_messages(found.messages, hardware), found.seconds)
+        kind: PredictedAndMeasured(seconds_of_messages(found.messages, hardware), found.seconds)
         for kind in CollectiveKind
         if (found := measured.collectives.get((stage, kind))) is not None and found.messages
     }
 
 
-def _seconds_of_messages(messages: Iterable[Message], hardware: Hardware | None) -> float | None:
+def seconds_of_messages(messages: Iterable[Message], hardware: Hardware | None) -> float | None:
     """Return what the messages of a collective take one after the other; None if the links are not known."""
     if hardware is None:
         return None

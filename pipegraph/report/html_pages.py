@@ -19,17 +19,21 @@ from pipegraph.errors import one_line
 from pipegraph.planner.step_prediction import describe_step
 from pipegraph.report.colours import COLLECTIVE_MEANING, COLLECTIVES, MEANING, ActionColours, colour, ink
 from pipegraph.report.text import is_number
-from pipegraph.report.text.predicted_vs_measured import ERROR, prediction_error, stage_time_format
+from pipegraph.report.text.predicted_vs_measured import (
+    ERROR,
+    prediction_error,
+    stage_time_format,
+    stage_time_table,
+)
 from pipegraph.report.text.trace_report import (
     CAUSES,
-    collective_table,
     critical_step,
     heading,
     idle_table,
     idle_times,
     remarks,
 )
-from pipegraph.schedule import Collective, Event, Kind, Schedule, Timeline
+from pipegraph.schedule import Collective, CollectiveKind, Event, Kind, Schedule, Timeline
 from pipegraph.tracing.analysis.advice import WORTH
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_timeline, messages
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
@@ -174,9 +178,12 @@ def _stages(analysis: RunAnalysis) -> dict[str, Any]:
 
 def _collectives(analysis: RunAnalysis) -> dict[str, Any]:
     """What the collectives of stages take, as a table; no rows without any."""
-    headers, rows = collective_table(analysis)
-    unit = TimeFormat.of_column(analysis.collectives.values()).unit
-    return {"collective_headers": headers, "collectives": rows if analysis.collectives else [], "collective_unit": unit}
+    found = analysis.collectives
+    if not found:
+        return {"collectives": []}
+    headers, rows = stage_time_table(found, analysis.run.schedule.placement, CollectiveKind)
+    unit = stage_time_format(found).unit
+    return {"collective_headers": headers, "collectives": rows, "collective_unit": unit}
 
 
 def _changes(analysis: RunAnalysis) -> Iterator[dict[str, Any]]:

@@ -46,9 +46,9 @@ class BatchShares:
 
     def total(self, numbers: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each number over all shares."""
-        together = torch.stack([number.detach().to(torch.float64) for number in numbers])
+        together = torch.stack(list(numbers))
         self._device.all_reduce(together)
-        return [total.to(number.dtype) for total, number in zip(together, numbers, strict=True)]
+        return list(together)
 
     def _check(self, table: Tensor) -> None:
         for column, what in ((0, ("a step", "an evaluation")), (4, ("no loss", "a loss"))):

@@ -240,6 +240,13 @@ class Pipeline(PipelineState, PipelineRanks):
         result, self.last_sizes = self._run(args, kwargs, asked)
         return result
 
+    def check_batch(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> None:
+        """Raise BatchError or ScheduleError if `step` would refuse this batch. Not collective; nothing is computed.
+
+        A step that fails ends a pipeline of several processes, and one that was never begun does not.
+        """
+        self._runner.check(args, kwargs, StepRequest(target, self._loss_fn is not None, False, False, microbatches))
+
     def evaluate(
         self,
         *args: Any,

@@ -80,6 +80,7 @@ class StandaloneStages:
                     )
             own = {world.rank} if world else {0}
             self._ties = TiedWeights(package.manifest, dict(sorted(stages.items())), placement, own)
+            self._ties.add_up_together()
             if world:
                 self._ties.connect(world)
         for stage in stages.values():

@@ -97,8 +97,6 @@ class StepSizes:
 
     def mean(self, numbers: Tensor) -> Tensor:
         """The mean over the rows of the batch of one number for each microbatch [microbatches]."""
-        if not (numbers.is_floating_point() or numbers.is_complex()):
-            numbers = numbers.to(torch.get_default_dtype())
         if self.is_even:
             return numbers.mean()
         return (numbers * torch.tensor(self.weights, dtype=numbers.dtype, device=numbers.device)).sum()
@@ -288,14 +286,22 @@ class StepInputs:
     def reduce(self, numbers: Tensor) -> Tensor:
         """Put the losses [microbatches], or one of their metrics, together: this rank's part of the step's.
 
-        Those of all data-parallel ranks add up to it.
+        Those of all data-parallel ranks add up to it. Both are done with twice the digits of float32, so that the
+        result is the same to the last of its own however microbatches are shared among ranks.
         """
+        numbers = numbers.detach().to(torch.complex128 if numbers.is_complex() else torch.float64)
         if self._reduction.sums:
             return numbers.sum()
         if self._counts_items:
             return numbers.sum() / self.divisor
         mean = self.batch.sizes.mean(numbers)
         return mean if self._share == 1 else mean * self._share
+
+    def reduced_dtype(self, numbers: Tensor) -> torch.dtype:
+        """The dtype of what losses or metrics are put together to."""
+        if numbers.is_floating_point() or numbers.is_complex():
+            return numbers.dtype
+        return torch.int64 if self._reduction.sums else torch.get_default_dtype()
 
     def shape(self, value: Value, microbatch: int) -> tuple[int, ...]:
         """The shape of a value in a microbatch."""

@@ -185,11 +185,7 @@ class StepRunner:
         """
         evaluates = request.evaluates
         trains = self._trains and not evaluates
-        if self.batches.has_last_stage and not request.with_loss:
-            self._check_without_loss(trains, request.has_target)
-        passed = self.batches.take(args, kwargs, request)
-        asked = self._count(passed.count, request.microbatches)
-        given = self.batches.split(passed, request, asked, trains)
+        given, asked = self.check(args, kwargs, request)
         self.transport.start("evaluate" if evaluates else "step", given)
         for ranks in self._informants:
             if given.unknown:
@@ -226,6 +222,22 @@ class StepRunner:
         self._numbers.steps += not evaluates
         return given, results
 
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> tuple[StepInputs, int]:
+        """Check and cut a batch. Nothing is sent.
+
+        Returns:
+            What a step takes, and how many microbatches it is asked to have.
+
+        Raises:
+            BatchError, ScheduleError, PipegraphError: as `run` does.
+        """
+        trains = self._trains and not request.evaluates
+        if self.batches.has_last_stage and not request.with_loss:
+            self._check_without_loss(trains, request.has_target)
+        passed = self.batches.take(args, kwargs, request)
+        asked = self._count(passed.count, request.microbatches)
+        return self.batches.split(passed, request, asked, trains), asked
+
     def reduced(self, given: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
         """The loss and the metrics of a step, of the batch of all data-parallel ranks; None without a loss here.
 
@@ -234,10 +246,12 @@ class StepRunner:
         losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
         if losses is None or metrics is None:
             return None, None
-        numbers = [given.reduce(each) for each in (losses, *metrics.values())]
+        every = losses, *metrics.values()
+        numbers = [given.reduce(each) for each in every]
         if self._shares is not None:
             numbers = self._shares.total(numbers)
-        return numbers[0], dict(zip(metrics, numbers[1:], strict=True))
+        loss, *others = (total.to(given.reduced_dtype(each)) for total, each in zip(numbers, every, strict=True))
+        return loss, dict(zip(metrics, others, strict=True))
 
     def _what_is_collective(
         self, world: World | None, groups: Mapping[int, Sequence[ShardedGroup]], resident: int | None

@@ -3,8 +3,11 @@
 Stages of one process share one `nn.Parameter`. Across ranks every copy starts as the first stage's. At the end of a
 step the copies' gradients are summed, so that every copy holds the whole gradient and the copies never drift apart.
 
-The gradient of each stage is added up by itself, and then those of the stages, also within one process: the sum of two
-stages is the same to the last digit wherever they are.
+The gradient of each stage is added up by itself, and then those of the stages in their order, also within one process:
+the sum is the same to the last digit wherever the stages are.
+
+rank 0: stages 0, 3 ─ g0, g3 ─┐
+rank 1: stages 1, 2 ─ g1, g2 ─┴─▶ ((g0 + g1) + g2) + g3 on both
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels.sharded import layout, layout_text, local, wrapper_of
+from pipegraph.kernels.sharded import layout, layout_text, local, rebuilt, wrapper_of
 from pipegraph.package import Manifest
-from pipegraph.runtime.parameters import owner_of
+from pipegraph.runtime.parameters import owner_of, redistribute
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.world import World
 
@@ -29,6 +33,11 @@ class Tie:
     """The places of one parameter: (stage, name), in the order of the stages."""
 
     places: tuple[tuple[int, str], ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that have it, ascending."""
+        return tuple(dict.fromkeys(stage for stage, _ in self.places))
 
     def ranks(self, placement: Sequence[int]) -> tuple[int, ...]:
         """The ranks that hold a copy, ascending."""
@@ -48,6 +57,54 @@ def find_ties(manifest: Manifest) -> tuple[Tie, ...]:
     return tuple(Tie(tuple(each)) for each in places.values() if len(each) > 1)
 
 
+class TiedParameter:
+    """A tied weight as this process has it: one parameter for all of its stages.
+
+    Attributes:
+        parameter: of all stages here.
+        adds_by_stage: whether the gradients of several stages here are kept apart until the end of a step.
+        group: the ranks that have copies; None if this process has all of them.
+    """
+
+    def __init__(self, tie: Tie, parameter: nn.Parameter, placement: Sequence[int], ranks: Collection[int]) -> None:
+        self.tie, self.parameter = tie, parameter
+        self.is_owned = tie.owner(placement) in ranks
+        self.ranks = tie.ranks(placement)
+        self.group: Group | None = None
+        self._holders = tuple(placement[stage] for stage in tie.stages)
+        self._here = [stage for stage in tie.stages if placement[stage] in ranks]
+        self.adds_by_stage = len(self._here) > 1
+        self._sums: dict[int, Tensor | None] = {}
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The rank of each gradient that is added up, in the order of the stages."""
+        return self._holders if self.adds_by_stage else tuple(dict.fromkeys(self._holders))
+
+    def begin(self, stage: int) -> None:
+        """Let `.grad` be that of a stage."""
+        self.parameter.grad = self._sums.pop(stage, None)
+
+    def end(self, stage: int) -> None:
+        """Keep the gradient of a stage."""
+        self._sums[stage], self.parameter.grad = self.parameter.grad, None
+
+    def redistribute_gradients(self) -> None:
+        """Give the gradients that are kept apart the parameter's placements, as `redistribute` does."""
+        for stage in self._here if self.adds_by_stage else ():
+            self.begin(stage)
+            redistribute([self.parameter])
+            self.end(stage)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of this process's stages, in their order."""
+        return [self._sums.get(stage) for stage in self._here] if self.adds_by_stage else [self.parameter.grad]
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left."""
+        self._sums.clear()
+
+
 class TiedWeights:
     """The tied weights of this process's stages, each made one parameter when this is made.
 
@@ -57,18 +114,13 @@ class TiedWeights:
     def __init__(
         self, manifest: Manifest, stages: Mapping[int, nn.Module], placement: Sequence[int], ranks: Collection[int]
     ) -> None:
-        self._placement = placement
-        self._parameters = _share(find_ties(manifest), stages)
-        self._owned_elsewhere = {
-            id(parameter) for tie, parameter in self._parameters.items() if tie.owner(placement) not in ranks
-        }
-        self._copies: list[tuple[nn.Parameter, Group]] = []
-        self._by_stage: dict[int, list[nn.Parameter]] = {}  # those that several stages here have
-        for tie, parameter in self._parameters.items():
-            here = dict.fromkeys(stage for stage, _ in tie.places if stage in stages)
-            for stage in here if len(here) > 1 else ():
-                self._by_stage.setdefault(stage, []).append(parameter)
-        self._sums: dict[tuple[int, int], torch.Tensor | None] = {}  # by parameter and stage
+        shared = _share(find_ties(manifest), stages)
+        self._tied = [TiedParameter(tie, parameter, placement, ranks) for tie, parameter in shared.items()]
+        self._owned_elsewhere = {id(each.parameter) for each in self._tied if not each.is_owned}
+        self._by_stage: dict[int, list[TiedParameter]] = {}  # those that several stages here have
+        for each in self._tied:
+            for stage in each.tie.stages if each.adds_by_stage else ():
+                self._by_stage.setdefault(stage, []).append(each)
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters without those that another rank counts, so that all ranks count each weight once."""
@@ -77,60 +129,108 @@ class TiedWeights:
     def connect(self, world: World) -> None:
         """Make equal the copies on several ranks. Collective: every rank of the pipeline must call it."""
         groups: dict[tuple[int, ...], Group] = {}
-        for tie, parameter in self._parameters.items():
-            ranks = tie.ranks(self._placement)
+        for each in self._tied:
+            ranks, tie, parameter = each.ranks, each.tie, each.parameter
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
                 groups[ranks] = world.connect(f"tie-{'-'.join(map(str, ranks))}", ranks)
-            if not groups[ranks].agrees(layout_text(parameter), world.device):
+            each.group = groups[ranks]
+            if not each.group.agrees(layout_text(parameter), world.device):
                 raise PipegraphError(
                     f"parallelize_fn has sharded {tie.places[0][1]} differently on the ranks that share it; here it is "
                     f"{layout_text(parameter)}. Give its copies the same placements on every stage: "
                     f"{', '.join(f'{name} of stage {stage}' for stage, name in tie.places)}."
                 )
-            groups[ranks].broadcast(local(parameter.data), tie.owner(self._placement))
-            self._copies.append((parameter, groups[ranks]))
+            each.group.broadcast(local(parameter.data), each.holders[0])
 
     def add_up_together(self) -> None:
         """Add the gradients of all stages of this process up in one sum, which collectives take as it grows."""
         self._by_stage.clear()
+        for each in self._tied:
+            each.adds_by_stage = False
 
     @contextmanager
     def adding(self, stage: int) -> Iterator[None]:
         """A context around a backward of a stage."""
-        parameters = self._by_stage.get(stage, ())
-        for parameter in parameters:
-            parameter.grad = self._sums.pop((id(parameter), stage), None)
+        tied = self._by_stage.get(stage, ())
+        for each in tied:
+            each.begin(stage)
         yield
-        for parameter in parameters:
-            self._sums[id(parameter), stage], parameter.grad = parameter.grad, None
+        for each in tied:
+            each.end(stage)
 
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:
         """A context around a step: sums what the step adds to the gradients of tied weights."""
-        of_stages = [parameter for parameters in self._by_stage.values() for parameter in parameters]
-        held = list(dict.fromkeys([*(parameter for parameter, _ in self._copies), *of_stages]))
-        before = [parameter.grad for parameter in held]
-        for parameter in held:
-            parameter.grad = None
-        self._sums.clear()
+        tied = [each for each in self._tied if each.group is not None or each.adds_by_stage]
+        before = [each.parameter.grad for each in tied]
+        for each in tied:
+            each.parameter.grad = None
+            each.clear()
         try:
             yield
-            for stage in sorted(self._by_stage):
-                for parameter in self._by_stage[stage]:
-                    own = self._sums.pop((id(parameter), stage), None)
-                    if own is not None:
-                        parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
-            for parameter, group in self._copies:
-                # A frozen copy takes part with zeros, because other ranks may not have frozen theirs.
-                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-                group.all_reduce(local(total.detach()))
-                parameter.grad = total.detach() if parameter.requires_grad else None
+            _add_up(tied)
         finally:
-            for parameter, old in zip(held, before, strict=True):
+            for each, old in zip(tied, before, strict=True):
                 if old is not None:
-                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+                    own = each.parameter.grad
+                    each.parameter.grad = old if own is None else old.add_(own)
+
+
+def _add_up(tied: Sequence[TiedParameter]) -> None:
+    """Give every copy the gradients of all stages that have the weight, or none if none of them has one."""
+    for each in tied:
+        each.redistribute_gradients()
+    counts = _count_gradients(tied)
+    for each in tied:
+        parameter, own = each.parameter, each.gradients()
+        known = [gradient for gradient in own if gradient is not None]
+        if each.group is None:
+            parameter.grad = reduce(Tensor.add_, known) if known else None
+            continue
+        empty = torch.zeros_like(local(parameter.detach()))
+        parts = [empty.clone() if part is None else local(part.detach()).contiguous() for part in own]
+        total = _sum_in_order(parts, each.holders, each.group)
+        # A frozen copy takes part, because those of other ranks may not be frozen.
+        is_whole = parameter.requires_grad and (bool(known) or counts[parameter] > 0)
+        parameter.grad = rebuilt(total, parameter) if is_whole else None
+
+
+def _count_gradients(tied: Sequence[TiedParameter]) -> dict[nn.Parameter, Tensor]:
+    """How many ranks have a gradient of each weight that others have as well. Collective, once for each group."""
+    groups: dict[Group, list[TiedParameter]] = {}
+    for each in tied:
+        if each.group is not None:
+            groups.setdefault(each.group, []).append(each)
+    counts: dict[nn.Parameter, Tensor] = {}
+    for group, shared in groups.items():
+        here = [any(gradient is not None for gradient in each.gradients()) for each in shared]
+        counted = torch.tensor(here, dtype=torch.int32, device=shared[0].parameter.device)
+        group.all_reduce(counted)
+        counts |= zip((each.parameter for each in shared), counted, strict=True)
+    return counts
+
+
+def _sum_in_order(own: Sequence[Tensor], holders: Sequence[int], group: Group) -> Tensor:
+    """The sum of one tensor of each holder, in their order. Collective for the ranks of a group.
+
+    Two are added up by an all-reduce, whose order does not matter. More are sent one after the other: what an
+    all-reduce adds first depends on the element and on how many ranks there are.
+
+    Args:
+        own: this rank's, in their order, which are used up.
+        holders: the rank of each.
+    """
+    if len(holders) == 2:
+        group.all_reduce(own[0])
+        return own[0]
+    mine, total = iter(own), torch.empty(0)
+    for place, holder in enumerate(holders):
+        part = next(mine) if holder == group.rank else torch.empty_like(own[0])
+        group.broadcast(part, holder)
+        total = total.add_(part) if place else part
+    return total
 
 
 def _share(ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn.Parameter]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from pipegraph.errors import ArgumentError, ScheduleError
+from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid, check_dimensions
 from pipegraph.schedule import Action, Collective, CollectiveKind, Kind
 from pipegraph.tracing import COLLECTIVE_EVENT
@@ -43,6 +44,7 @@ class RankFile:
         host, gpu: actions by (step, action), as the host and as the GPU took them.
         steps: step → (start, end).
         collectives: (step, collective, start, end), by what tells them apart in the file.
+        messages: what is sent for a collective in each step.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class RankFile:
     gpu: dict[tuple[int, Action], RawSpan] = field(default_factory=dict)
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
     collectives: dict[Any, tuple[int, Collective, int, int]] = field(default_factory=dict)
+    messages: dict[Collective, tuple[Message, ...]] = field(default_factory=dict)
 
     @property
     def offset(self) -> int:
@@ -114,10 +117,29 @@ def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
     try:
         found.run, found.rank = str(header["run"]), int(header["rank"])
         found.window, found.mesh = str(header["digits"]), read_mesh(header.get("mesh", {PIPELINE: header["ranks"]}))
+        found.messages = {
+            _read_collective(text): tuple(map(_read_message, sent)) for text, sent in header.get("messages", {}).items()
+        }
         clock = header["clock"]
         found.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, ArgumentError):
         found.problem = f"{found.path.name}: its entry of pipegraph is damaged"
+
+
+def _read_collective(text: str) -> Collective:
+    """Raises ValueError for what is no collective."""
+    found = Collective.parse(text)
+    if found is None:
+        raise ValueError(f"no collective: {text!r}")
+    return found
+
+
+def _read_message(entry: Sequence[Any]) -> Message:
+    """Raises ValueError or TypeError for what is no message."""
+    what, size, ranks = entry
+    if what not in ("gather", "reduce", "all_reduce"):
+        raise ValueError(f"a message of the kind {what!r}")
+    return Message(what, int(size), tuple(map(int, ranks)))
 
 
 def read_mesh(lengths: Mapping[str, Any]) -> RankGrid:

@@ -235,7 +235,8 @@ def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
     spans.sort(key=lambda span: (span.start, span.end))
     collectives.sort(key=lambda each: (each.start, each.end))
     kept = tuple(TraceFile(file.path, file.window, file.clock, file.offset - origin) for file in files)
-    return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files), tuple(collectives))
+    messages = {collective: sent for file in files for collective, sent in file.messages.items()}
+    return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files), tuple(collectives), messages)
 
 
 def _missing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,12 @@ import msgspec
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
-from pipegraph.planner.step_prediction import StepPrediction, predict_step
+from pipegraph.planner.run_comparison import seconds_of_messages
+from pipegraph.planner.step_prediction import StepPrediction, predict_step, pricing_profile
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
+from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid
-from pipegraph.schedule import Action, Collective, Schedule
+from pipegraph.schedule import Action, Collective, CollectiveKind, Schedule
 from pipegraph.units import format_bytes
 
 _GZIP = b"\x1f\x8b"
@@ -146,6 +148,7 @@ class RankTrace:
         files: one per window.
         on_gpu: whether the spans that compute are the GPU's.
         collectives: in the order of their starts.
+        messages: what is sent for a collective in each step.
     """
 
     rank: int
@@ -154,6 +157,7 @@ class RankTrace:
     files: tuple[TraceFile, ...] = ()
     on_gpu: bool = False
     collectives: tuple[RecordedCollective, ...] = ()
+    messages: Mapping[Collective, tuple[Message, ...]] = field(default_factory=dict)
 
     @property
     def clock(self) -> RankClock:
@@ -222,7 +226,22 @@ class RecordedRun:
         """What was predicted of a step; None without a manifest, or with one of another number of stages."""
         if self.manifest is None or len(self.manifest.stages) != self.schedule.stages:
             return None
-        return predict_step(self.manifest, self.schedule)
+        return predict_step(self.manifest, self.schedule, collectives=self.predicted_collectives)
+
+    @cached_property
+    def predicted_collectives(self) -> Mapping[tuple[int, CollectiveKind], float]:
+        """The seconds that the messages of each stage's collectives take by the profile that priced the package.
+
+        Empty without a profile or without messages.
+        """
+        hardware = None if self.manifest is None else pricing_profile(self.manifest)
+        found = {}
+        for trace in self.ranks.values():
+            for each, sent in trace.messages.items():
+                seconds = seconds_of_messages(sent, hardware)
+                if seconds is not None and each.stage < self.schedule.stages:
+                    found[each.stage, each.kind] = seconds
+        return found
 
     @property
     def shares_process(self) -> bool:

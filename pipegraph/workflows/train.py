@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from pipegraph.cost.hardware import Hardware
-from pipegraph.errors import BatchError, SourceError
+from pipegraph.errors import BatchError, PipegraphError, RuntimeFault, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.progress import report_progress
@@ -22,12 +22,13 @@ from pipegraph.runtime.processes.world import make_mesh
 from pipegraph.schedule import Schedule
 from pipegraph.tracing.recording.profiler import LoopProfiler
 from pipegraph.tracing.recording.step_figures import batch_sizes
+from pipegraph.workflows.agreed_batches import AgreedBatches
 from pipegraph.workflows.batch import Batch, batch_from_manifest, batch_from_source, explain_model_mismatch
 from pipegraph.workflows.pace import Pace
 from pipegraph.workflows.profile import profile
 from pipegraph.workflows.run_checkpoints import CheckpointOptions, RunCheckpoints, Termination
 from pipegraph.workflows.run_measurement import RunMeasurement
-from pipegraph.workflows.training_data import TrainingData, fingerprint
+from pipegraph.workflows.training_data import TrainingData
 from pipegraph.workflows.training_functions import loss_with_metrics, make_optimizer, training_function
 from pipegraph.workflows.training_log import Evaluation, TrainingLog, TrainingStep
 
@@ -122,6 +123,7 @@ class Training:
             example = batch_from_manifest(manifest, count) if source is None else batch_from_source(source, count)
             data = TrainingData.repeated(example)
         self._data = data
+        self._batches = AgreedBatches(self._pipeline, data, *self._share)
         self._measurement = RunMeasurement(self._pipeline, self._optimizer, kernels)
         self._pace = Pace()
         self._profile: LoopProfiler | None = None
@@ -214,22 +216,21 @@ class Training:
         report_progress("training steps" + (f", {pace}" if pace else ""), self.done, last or 0)
 
     def _next_batch(self) -> Batch | None:
-        """The next batch of this process; None on all of them if one has none left."""
-        batch = self._data.take()
+        """The next batch of this process; None on all of them if one has none left.
+
+        Raises:
+            PipegraphError: it cannot be trained on, on all of them. What is done is saved.
+        """
         if not self.has_data:
-            return batch
-        is_first = batch is not None and self._pace.steps == 0
-        own = [batch is not None, *self._share[:1], fingerprint(batch) if batch is not None and is_first else 0]
-        rows = self._pipeline.gather(own, everywhere=True)
-        if not all(row[0] for row in rows):
-            return None
-        marks = {(place, mark) for _, place, mark in rows}
-        if len(marks) > self._share[1]:
-            raise SourceError(
-                f"{self._data.last} is not the same on all ranks of a pipeline, which each read it: what is random in "
-                "it has to be seeded.\nTry: generator=torch.Generator().manual_seed(rank)"
-            )
-        return batch
+            return self._data.take()
+        try:
+            return self._batches.take(self._explained(self._data))
+        except RuntimeFault:
+            raise
+        except PipegraphError as error:
+            self._save(background=False)
+            problem, _, advice = str(error).partition("\nTry: ")
+            raise type(error)(f"{problem}{self._kept()}\nTry: {advice}") from error.__cause__ or error
 
     def _step(self, batch: Batch, last: int | None) -> TrainingStep | None:
         self._optimizer.zero_grad()
@@ -304,11 +305,14 @@ class Training:
             advice = advice or "batches of the shapes that were captured; or the model split anew, with dynamic_shapes"
             raise BatchError(f"{data.last}: {problem}\nTry: {advice}") from error
 
+    def _kept(self) -> str:
+        """That what is done is saved, if it is."""
+        return f" What is done is saved as step {self.done}." if self._checkpoints is not None and self.done else ""
+
     def _too_few_batches(self, last: int) -> str:
-        kept = f" What is done is saved as step {self.done}." if self._checkpoints is not None and self.done else ""
         fewer = f"--steps {self.done}; or " if self.done else ""
         return (
-            f"{self._data.named} ended after {self.done} of {last} steps.{kept}\n"
+            f"{self._data.named} ended after {self.done} of {last} steps.{self._kept()}\n"
             f"Try: {fewer}data that begins anew at its end: while True: yield from loader"
         )
 

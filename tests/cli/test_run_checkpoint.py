@@ -95,6 +95,20 @@ def test_ranks_of_a_pipeline_that_read_different_data_are_refused(
     assert "batch 0 of data(0, 1) of counting.py is not the same on all ranks of a pipeline" in refused.err
 
 
+def test_a_rank_whose_data_fail_is_named_and_all_save(pipegraph: Command, counting: Path, tmp_path: Path) -> None:
+    """The other ranks of a mesh have a batch, and end with it before the step begins."""
+    file = tmp_path / MODEL.name
+    lines = "def data(rank, world):\n    for step in range(9):\n        if step == 2 and rank == 1:\n"
+    lines += "            raise OSError('the file is gone')\n        yield batch(step, rank, world)\n"
+    file.write_text(f"{MODEL.read_text()}\n\n{lines}")
+    options = ("--model", file, "--kernels", "eager", "--microbatches", 2, "--dp-replicate", 2)
+    refused = pipegraph("run", counting, *options, "--steps", 9, "--checkpoint", tmp_path / "run")
+    assert refused.code == 2
+    assert "data(1, 2) of counting.py: batch 2 raised OSError: the file is gone" in refused.err
+    assert "What is done is saved as step 2." in refused.err
+    assert (tmp_path / "run/step-00000002").is_dir()
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_saves_and_leaves(
     pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path, processes: int

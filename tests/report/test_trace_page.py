@@ -5,19 +5,23 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import force_setattr
 
+from pipegraph.cost.hardware import Hardware
 from pipegraph.report import html_pages
 from pipegraph.report.colours import MEANING, colour
 from pipegraph.report.colours import ink as ink_on
 from pipegraph.report.html_pages import page_data, script_json, trace_page
-from pipegraph.schedule import Event, Times, build, lower, simulate, without_transfers
+from pipegraph.report.text.predicted_vs_measured import prediction_error
+from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
+from pipegraph.schedule import CollectiveKind, Event, Times, build, lower, simulate, without_transfers
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
 from pipegraph.tracing.read_run import read_run
 from tests.report.browser import needs_chromium, opened
@@ -38,14 +42,15 @@ def analysed(
     return analyse_run(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, made)))
 
 
-def analysed_with_collectives(folder: Path) -> RunAnalysis:
+def analysed_with_collectives(folder: Path, messages: Sequence[Mapping[str, Any]] = ()) -> RunAnalysis:
     """Both stages are gathered before the step, and their gradients reduced beside it."""
     schedule = without_transfers(lower(SCHEDULE, sharded=range(2)))
     schedule = SCHEDULE.changed(collectives=schedule.collectives)
     times = replace(TIMES, unshard=0.0005, reduce_grad=0.0004)
     beside = [each.events for each in simulate(schedule, times).collectives]
     rows = rows_of(schedule, times)
-    run = write_run(folder / "run", schedule, {4: rows, 5: rows}, manifest(2, TIMES), beside=beside)
+    made = manifest(2, TIMES, plan={"hardware": "h100"})
+    run = write_run(folder / "run", schedule, {4: rows, 5: rows}, made, beside=beside, messages=messages)
     return analyse_run(read_run(run))
 
 
@@ -128,6 +133,30 @@ def test_collectives_lie_beside_the_actions_of_their_rank(tmp_path: Path) -> Non
     page = trace_page(analysis)
     assert "Collectives beside them, in µs (medians)" in page and "below each, its collectives" in page
     assert "Collectives beside" not in trace_page(analysed(tmp_path))
+
+
+def test_collectives_are_predicted_by_the_links_of_the_profile(tmp_path: Path) -> None:
+    """A rank says what it sends for them. What is damaged is told."""
+    sent = {"0UNSHARD": [["gather", 2**20, [0, 1]]] * 2, "0REDUCE_GRAD": [["reduce", 2**20, [0, 1]]]}
+    analysis = analysed_with_collectives(tmp_path, [sent, {}])
+    link = Hardware.load("h100").links.among((0, 1))
+    gather, reduction = 2 * link.gather_seconds(2**20, 2), link.reduce_seconds(2**20, 2)
+    first, second = analysis.collectives
+    unshard, reduce_grad = first[CollectiveKind.UNSHARD], first[CollectiveKind.REDUCE_GRAD]
+    assert (unshard.predicted, reduce_grad.predicted) == pytest.approx((gather, reduction))
+    assert (unshard.measured, reduce_grad.measured) == pytest.approx((0.0005, 0.0004))
+    assert second[CollectiveKind.UNSHARD].predicted is None
+    assert analysis.expected is not None
+    predicted = analysis.expected.collectives[0].events
+    assert predicted[0].end - predicted[0].start == pytest.approx(gather)
+    text, page = render_trace_report(analysis), trace_page(analysis)
+    error = prediction_error(unshard)
+    assert "UNSHARD predicted" in text and error in text
+    assert "UNSHARD predicted" in page and f"<td>{error}</td>" in page
+    said = {"stage": 0, "kind": "UNSHARD", "predicted": unshard.predicted, "measured": unshard.measured}
+    assert said in trace_report_dict(analysis)["collectives"]
+    damaged = analysed_with_collectives(tmp_path / "damaged", [{"0UNSHARD": [["throw", 1, [0]]]}, {}])
+    assert any("entry of pipegraph is damaged" in problem for problem in damaged.run.problems)
 
 
 def test_a_page_holds_as_many_steps_as_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,13 @@ WIDTH, WORDS, LENGTH, LAYERS = 8, 6, 4, 8
 FROZEN = "layers.1.0.weight"
 
 
-def perceptrons(stages: int, width: int = WIDTH, tied: bool = True, dropout: float = 0.0) -> Sketch:
-    """Eight layers with the same names however they are cut. Stages start as nobody else's: seeds are their numbers."""
+def perceptrons(
+    stages: int, width: int = WIDTH, tied: bool = True, dropout: float = 0.0, shared: bool = False
+) -> Sketch:
+    """Eight layers with the same names however they are cut. Stages start as nobody else's: seeds are their numbers.
+
+    With `shared` one more layer is called after every two of them.
+    """
     each = LAYERS // stages
     layer = f"nn.Sequential(nn.Linear({width}, {width}), nn.Tanh(), nn.Dropout({dropout}))"
     wide = ("float32", ("batch", LENGTH, width), True)
@@ -30,7 +35,10 @@ def perceptrons(stages: int, width: int = WIDTH, tied: bool = True, dropout: flo
         init = f"self.layers = nn.ModuleDict({{str(i): {layer} for i in range({own.start}, {own.stop})}})\n"
         taken = "tokens" if index == 0 else f"h{index - 1}"
         body = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
-        body += "for layer in self.layers.values():\n    x = x + layer(x)\n"
+        body += "for name, layer in self.layers.items():\n    x = x + layer(x)\n"
+        if shared:
+            init += f"self.shared = nn.Linear({width}, {width})\n"
+            body += "    if int(name) % 2:\n        x = x + torch.tanh(self.shared(x))\n"
         init += f"self.embed = nn.Embedding({WORDS}, {width})\n" if index == 0 else ""
         if index == stages - 1:
             init += f"self.norm = nn.BatchNorm1d({LENGTH})\nself.head = nn.Linear({width}, {WORDS}, bias=False)\n"
@@ -92,15 +100,37 @@ class Run:
         """The losses of these steps, where they are."""
         losses = []
         for step in range(first, last):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(WORDS, (self.batch, LENGTH), generator=generator)
-            target = torch.randn(self.batch, generator=generator)
+            tokens, target = self.batch_of(step)
             self.optimizer.zero_grad()
             found = self.pipe.step(tokens[self.rows], target=target[self.rows]).loss
             self.optimizer.step()
             self.scheduler.step()
             losses.append(None if found is None else float(found))
         return losses
+
+    def train_in_halves(self, first: int, last: int) -> list[float]:
+        """`train` in one process, with the gradients of each half of the batch added up by themselves first."""
+        losses, parameters = [], list(self.pipe.parameters())
+        for step in range(first, last):
+            halves, found = [], []
+            for tokens, target in zip(*(each.chunk(2) for each in self.batch_of(step)), strict=True):
+                self.optimizer.zero_grad()
+                result = self.pipe.step(tokens, target=target, microbatches=2, return_losses=True)
+                halves.append([parameter.grad for parameter in parameters])
+                found.append(result.losses)
+            for parameter, one, other in zip(parameters, *halves, strict=True):
+                parameter.grad = None if one is None or other is None else (one + other) / 2
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(float(torch.cat(found).double().mean().float()))
+        return losses
+
+    def batch_of(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens and the target of a step, of all ranks."""
+        generator = torch.Generator().manual_seed(step)
+        return torch.randint(WORDS, (self.batch, LENGTH), generator=generator), torch.randn(
+            self.batch, generator=generator
+        )
 
     def save(self, folder: str | Path, step: int, **more: Any) -> Path:
         return self.pipe.save(folder, self.optimizer, step=step, extra=self.extra, **more)

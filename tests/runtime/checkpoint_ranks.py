@@ -38,17 +38,21 @@ def go_on(rank: int, package: str, schedule: str, folder: str, own: str) -> tupl
     return before, after
 
 
-def resume(rank: int, package: str, schedule: str, shape: dict[str, int], folder: str, batch: int, seed: int) -> Losses:
+def resume(
+    rank: int, package: str, schedule: str, shape: dict[str, int], folder: str, batch: int, seed: int | None
+) -> Losses:
     """The losses of steps 6 to 10 after a checkpoint of another process."""
     run = start(package, schedule, shape, batch, seed=seed)
     run.load(folder)
     return run.train(5, 10)
 
 
-def over_mesh(rank: int, package: str, shape: dict[str, int], folder: str, own: str) -> tuple[Losses, Losses, bool]:
+def over_mesh(
+    rank: int, package: str, shape: dict[str, int], folder: str, own: str, schedule: str = "1f1b"
+) -> tuple[Losses, Losses, bool]:
     """The losses of steps 6 to 10 after a checkpoint of another process, and after one of this mesh."""
     options: dict[str, Any] = {"tp_plan": TP_PLAN} if "tp" in shape else {}
-    run = start(package, "1f1b", shape, **options)
+    run = start(package, schedule, shape, **options)
     assert not run.load(folder).has_random_state
     torch.manual_seed(rank)
     drawn = torch.get_rng_state()

@@ -37,8 +37,11 @@ Shape = dict[str, int]
 """dimension → how many ranks"""
 
 
-def perceptrons(stages: int, tied: bool = True) -> Sketch:
-    """Stages of two residual layers each, behind an embedding and before a head, which may have the same weight."""
+def perceptrons(stages: int, tied: bool = True, shared: bool = False) -> Sketch:
+    """Stages of two residual layers each, behind an embedding and before a head, which may have the same weight.
+
+    With `shared` all stages end with the same layer.
+    """
     parts, wide = [], ("float32", ("batch", LENGTH, WIDTH), True)
     values: dict[str, tuple[str, tuple[int | str, ...], bool]] = {"tokens": ("int64", ("batch", LENGTH), False)}
     for index in range(stages):
@@ -52,6 +55,9 @@ def perceptrons(stages: int, tied: bool = True) -> Sketch:
         taken = "tokens" if index == 0 else f"h{index - 1}"
         first = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
         body = f"{first}for norm, layer in zip(self.{names[1]}, self.{names[0]}):\n    x = x + layer(norm(x))\n"
+        if shared:
+            init += f"self.shared = nn.Linear({WIDTH}, {WIDTH})\n"
+            body += "x = x + torch.tanh(self.shared(x))\n"
         init += f"self.embed = nn.Embedding({WORDS}, {WIDTH})\n" if index == 0 else ""
         if index == stages - 1:
             init += f"self.head = nn.Linear({WIDTH}, {WORDS}, bias=False)\n"

@@ -115,3 +115,13 @@ def test_an_input_called_target_is_another_one(tmp_path: Path) -> None:
         pipe.step(X, cut(X, [2, 2, 2]), target=cut(TARGET, [3, 3]))
     expected = pipe.step(X, X, target=TARGET, microbatches=3).loss
     assert pipe.step(X, cut(X, [2, 2, 2]), target=TARGET).loss == expected
+
+
+def test_a_batch_is_checked_without_a_step(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=3, loss_fn=mean)
+    pipe.check_batch(X, target=TARGET)
+    with pytest.raises(BatchError, match="x has the shape"):
+        pipe.check_batch(X[:, :4], target=TARGET)
+    with pytest.raises(BatchError, match="target has 5 rows"):
+        pipe.check_batch(X, target=TARGET[:5])
+    assert all(parameter.grad is None for parameter in pipe.parameters())

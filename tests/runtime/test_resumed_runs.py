@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.testing import assert_close
 
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, ranks
@@ -39,7 +40,7 @@ def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     [
         ("4", "zb-v", {"pp": 2}, 8),
         ("4", "zb-h1", {"pp": 4}, 8),
-        # A microbatch for each rank: with more of them, gradients are added up in another order.
+        # A microbatch for each rank: of more, each rank adds up the gradients of its own first.
         ("2", "1f1b", {"pp": 2, "dp_shard": 2}, 2),
     ],
 )
@@ -66,3 +67,27 @@ def test_it_goes_on_in_one_process(
         run = models.start(packages / stages, schedule, batch=batch, seed=SEED)
         run.load(folder)
         assert run.train(5, 10) == losses
+
+
+def test_data_parallel_ranks_add_up_in_another_order(
+    packages: Path, saved: dict[int, tuple[Path, list[float | None]]]
+) -> None:
+    """With two microbatches each, gradients differ in their last digits: (0 + 1) + (2 + 3) is not ((0 + 1) + 2) + 3."""
+    folder, losses = saved[8]
+    arguments = (str(packages / "2"), "1f1b", {"pp": 2, "dp_shard": 2}, str(folder), 8, SEED)
+    first, second = (each for each in ranks.run(checkpoint_ranks.resume, 4, *arguments) if each[0] is not None)
+    assert first == second
+    assert first[0] == losses[0]  # of which no gradient is a part
+    assert_close(first, losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}], ids=["shard", "replicate"])
+def test_nothing_else_differs_between_data_parallel_ranks_and_one(shape: dict[str, int], tmp_path: Path) -> None:
+    """One process that adds up the gradients of each half first has the same losses, to the last digit."""
+    package = write(models.perceptrons(2, tied=False), tmp_path / "package")
+    run = models.start(package)
+    run.train(0, 5)
+    run.save(tmp_path / "run", 5)
+    losses = run.train_in_halves(5, 10)
+    said = ranks.run(checkpoint_ranks.resume, 4, str(package), "1f1b", shape, str(tmp_path / "run"), 8, None)
+    assert [each for each in said if each[0] is not None] == [losses] * 2

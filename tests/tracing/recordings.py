@@ -114,10 +114,12 @@ def write_run(
     mesh: Mapping[str, int] | None = None,
     line: Sequence[int] | None = None,
     begin: float = 1.0,
+    messages: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write ``steps`` (number → events of each rank) one after the other. ``offsets``: rank 0's clock − the rank's.
 
-    ``beside``: the collectives of each rank, in each step. ``line``: the numbers of the ranks in a ``mesh``.
+    ``beside``: the collectives of each rank, in each step; ``messages``: what each rank sends for them. ``line``: the
+    numbers of the ranks in a ``mesh``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = schedule.ranks
@@ -173,6 +175,7 @@ def write_run(
                 "ranks": ranks if mesh is None else math.prod(mesh.values()),
                 "digits": DIGITS,
                 **of_mesh,
+                **({"messages": messages[rank]} if messages else {}),
                 "clock": {"offset_ns": offsets[rank] * 1e9, "error_ns": error * 1e9 if line[rank] else 0},
             },
             "traceEvents": [*events, *extra],

@@ -97,6 +97,11 @@ def assert_read(folder: Path, programs: dict[int, list[str]]) -> None:
                 assert [str(each.collective) for each in spans] == programs[rank]
     text = render_trace_report(analyse_run(runs[1]))
     assert "collectives of each stage, beside its actions, in" in text and "REDUCE_GRAD" in text
+    for run in runs:
+        known = {str(each) for rank in run.ranks.values() for each in rank.messages}
+        assert known == {name for rank in run.line for name in programs[rank] if "RESHARD" not in name}
+        sent = [message for rank in run.ranks.values() for each in rank.messages.values() for message in each]
+        assert all(message.size > 0 and len(message.ranks) == 2 for message in sent)
     assert f"at {runs[1].place}" in text.splitlines()[0] and "4 processes" in text.splitlines()[0]
     merged = folder / "merged.json"
     merge_traces(runs, merged)

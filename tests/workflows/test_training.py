@@ -185,6 +185,30 @@ def test_data_that_ends_ends_the_run_and_what_is_done_is_saved(trainer: Trainer,
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
+        ("yield tokens[:, :, None], target", "batch 2 of data(0, 1) of counting.py: tokens has the shape [8, 6, 1]"),
+        ("yield tokens.float(), target", "batch 2 of data(0, 1) of counting.py: tokens is float32"),
+        ("yield tokens, target[:-1]", "batch 2 of data(0, 1) of counting.py: target has 7 rows"),
+        ("yield tokens", "a batch of data(0, 1) of counting.py is a Tensor"),
+        ("1 / 0", "data(0, 1) of counting.py: batch 2 raised ZeroDivisionError"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_lose_nothing(trainer: Trainer, tmp_path: Path, lines: str, said: str) -> None:
+    """Two steps that no checkpoint has yet are saved before the run ends."""
+    good = "def data(rank, world):\n    for step in range(4):\n        tokens, target = batch(step)\n"
+    bad = f"        if step == 2:\n            {lines}\n"
+    training = trainer(f"{good}{bad}        yield tokens, target", every=100)
+    with pytest.raises(PipegraphError) as raised:
+        losses(training, 4)
+    problem, _, advice = str(raised.value).partition("\nTry: ")
+    assert problem.startswith(said) and problem.endswith("What is done is saved as step 2.") and advice
+    again = trainer(f"{good}        yield tokens, target", every=100)
+    assert (again.done, again.went_on_from) == (2, tmp_path / "run/step-00000002")
+    assert losses(again, 2) == pytest.approx(unsplit(4)[0][2:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
         ("data = [1, 2]", "data is a list, and to train it has to be a function, data(rank, world)"),
         ("def data(rank, world):\n    return 3", "data(0, 1) of counting.py returned a int, which holds no batches"),
         ("def data(rank, world):\n    return []", "data(0, 1) of counting.py ended after 0 of 2 steps"),

@@ -35,7 +35,9 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
     stages = render_stage_times(analysis.stages, analysis.run.schedule.placement, width)
     parts += [f"a microbatch of each stage, in {stage_time_format(analysis.stages).unit} (medians)\n{stages}"]
     if analysis.collectives:
-        parts.append(_collectives(analysis, width))
+        collectives = render_stage_times(analysis.collectives, analysis.run.schedule.placement, width, CollectiveKind)
+        unit = stage_time_format(analysis.collectives).unit
+        parts.append(f"collectives of each stage, beside its actions, in {unit} (medians)\n{collectives}")
     if analysis.idle:
         of = "the simulated step" if analysis.run.shares_process else "a step (mean)"
         unit = idle_times(analysis).unit
@@ -48,23 +50,6 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
     lines = [f"  {one_line(advice.sentence)}", *(f"    {one_line(command)}" for command in advice.commands)]
     parts += ["\n".join(["advice", *lines]), "\n".join(map(one_line, remarks(analysis)))]
     return "\n\n".join(filter(None, parts))
-
-
-def _collectives(analysis: RunAnalysis, width: int | None) -> str:
-    unit = TimeFormat.of_column(analysis.collectives.values())
-    found = table(*collective_table(analysis), width)
-    return f"collectives of each stage, beside its actions, in {unit.unit} (medians)\n{found}"
-
-
-def collective_table(analysis: RunAnalysis) -> Table:
-    """Return what the collectives of each stage take, the median."""
-    unit = TimeFormat.of_column(analysis.collectives.values())
-    kinds = [kind for kind in CollectiveKind if any(kind is found for _, found in analysis.collectives)]
-    rows = [
-        [str(stage), str(rank), *(unit.number(analysis.collectives.get((stage, kind))) for kind in kinds)]
-        for stage, rank in enumerate(analysis.run.schedule.placement)
-    ]
-    return ["stage", "rank", *map(str, kinds)], rows
 
 
 def heading(analysis: RunAnalysis) -> str:
@@ -175,8 +160,9 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
             for kind, times in kinds.items()
         ],
         "collectives": [
-            {"stage": stage, "kind": str(kind), "measured": seconds}
-            for (stage, kind), seconds in analysis.collectives.items()
+            {"stage": stage, "kind": str(kind), **asdict(times)}
+            for stage, kinds in enumerate(analysis.collectives)
+            for kind, times in kinds.items()
         ],
         "hops": [{"from": a, "to": b, "seconds": hop} for (a, b), hop in analysis.times.hops.items()],
         "bubble": [_idle_dict(each) for each in analysis.idle],

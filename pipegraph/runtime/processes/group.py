@@ -54,7 +54,7 @@ class Group:
     """Connections between `ranks`, numbered within the pipeline. `rank` is this process's.
 
     Attributes:
-        ranks: as given.
+        ranks, rank: as given.
 
     Every method raises ConnectionLost if a connection is broken, was closed here, or is silent for `timeout` seconds
     while it is waited for.
@@ -63,7 +63,7 @@ class Group:
     def __init__(
         self, store: dist.Store, rank: int, ranks: Sequence[int], device: torch.device, timeout: float
     ) -> None:
-        self.ranks = tuple(ranks)
+        self.ranks, self.rank = tuple(ranks), rank
         own = self.ranks.index(rank)
         self._other = self.ranks[1 - own] if len(self.ranks) == 2 else None  # who is lost in a collective
         with lost_connections(self._other):

@@ -42,7 +42,7 @@ class RunAnalysis:
         stages: of each stage, seconds of each kind of action that the schedule has; measured: the median.
         simulated: the schedule with the measured times, hops and collectives included.
         expected: the same with the predicted times; None if nothing was predicted.
-        collectives: of each stage and kind that was recorded, the median seconds; a RESHARD is left out.
+        collectives: of each stage, seconds of each kind that was recorded but RESHARD, likewise; () without any.
         critical: the shown step, with what waited for what; None if that is not complete, or ranks shared a process.
     """
 
@@ -57,7 +57,7 @@ class RunAnalysis:
     expected: Timeline | None
     critical: Timeline | None
     advice: Advice
-    collectives: Mapping[tuple[int, CollectiveKind], float]
+    collectives: tuple[Mapping[CollectiveKind, PredictedAndMeasured], ...]
 
     @property
     def step(self) -> MeasuredStep:
@@ -91,8 +91,8 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
     predicted = run.prediction.times if run.prediction else None
     times = measured_times(steps, schedule, predicted, shared_process)
-    collectives = _collectives(run)
-    simulated = simulate(schedule, _with_collectives(times.times, collectives))
+    taken = _collective_times(run)
+    simulated = simulate(schedule, _with_collectives(times.times, taken))
     simulated_idle = SimulatedIdleTimes.of(schedule, times)
     idle_by_step = tuple(() if shared_process else idle_of_step(step, simulated_idle) for step in steps)
     complete = sorted((step.makespan, index) for index, step in enumerate(steps) if step.complete)
@@ -110,11 +110,26 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         expected=run.prediction.timeline if run.prediction else None,
         critical=measured_timeline(steps[shown], schedule, times.hops) if has_critical_path else None,
         advice=_advice(run, times, steps),
-        collectives=collectives,
+        collectives=_collectives(run, taken) if taken else (),
     )
 
 
-def _collectives(run: RecordedRun) -> dict[tuple[int, CollectiveKind], float]:
+def _collectives(
+    run: RecordedRun, taken: Mapping[tuple[int, CollectiveKind], float]
+) -> tuple[dict[CollectiveKind, PredictedAndMeasured], ...]:
+    predicted = run.predicted_collectives
+    return tuple(
+        {
+            kind: PredictedAndMeasured(predicted.get((stage, kind)), seconds)
+            for (found, kind), seconds in taken.items()
+            if found == stage
+        }
+        for stage in range(run.schedule.stages)
+    )
+
+
+def _collective_times(run: RecordedRun) -> dict[tuple[int, CollectiveKind], float]:
+    """Return the median seconds of each kind of a stage's collectives."""
     taken: dict[tuple[int, CollectiveKind], list[float]] = defaultdict(list)
     for trace in run.ranks.values():
         for each in trace.collectives:

@@ -31,12 +31,16 @@ class ActionSpans:
 
     Collectives have spans of the profiler's own while they are started; on a GPU that shows when they ran. On a CPU
     their times are kept, for events in a lane of their own.
+
+    Attributes:
+        messages: of each collective, by its text, what was sent for it the last time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._open: dict[int, record_function] = {}
         self._keeps = device.type != "cuda"
         self._collectives: list[tuple[Collective, float, float, int]] = []
+        self.messages: dict[str, Sequence[Message]] = {}
 
     def begin(self, rank: int, action: Action) -> None:
         self._open[rank] = span = record_function(action_name(action))
@@ -46,6 +50,7 @@ class ActionSpans:
         self._open.pop(rank).__exit__(None, None, None)
 
     def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
+        self.messages[str(collective)] = messages
         if self._keeps:
             self._collectives.append((collective, begin, end, sum(message.size for message in messages)))
 

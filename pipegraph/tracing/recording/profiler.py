@@ -176,6 +176,7 @@ class LoopProfiler:
         for rank, own in events_by_rank(events, [self._pipe.mesh_ranks[each] for each in self._pipe.ranks]).items():
             header = {"run": self._run.run, "rank": rank, "ranks": grid.size, "digits": digits}
             header["mesh"] = dict(zip(grid.names, grid.shape, strict=True))
+            header["messages"] = {text: sent for text, sent in self._spans.messages.items() if sent}
             name = {"traceName": trace_file(rank, digits)}
             # The events come last: the plugin adds its own to a GPU's, at the last bracket that it finds.
             traces[rank] = {**trace, **name, "pipegraph": {**header, "clock": asdict(clock)}, "traceEvents": own}

@@ -1,0 +1,126 @@
+"""Weights that three stages and more share: their gradients, in one order everywhere; checkpoints; meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.testing import assert_close
+
+from tests.runtime import checkpoint_models as models
+from tests.runtime import checkpoint_ranks, meshes, ranks, tie_ranks
+from tests.runtime.packages import Sketch, Stage, write
+
+SEED = 7
+Saved = tuple[Path, list[float | None]]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in 1, 2 and 4 stages, of which all have one layer."""
+    folder = tmp_path_factory.mktemp("packages")
+    for stages in (1, 2, 4):
+        write(models.perceptrons(stages, dropout=0.1, shared=True), folder / str(stages))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The folder of a run of 4 stages that was saved at step 5, and its losses after that."""
+    folder = tmp_path_factory.mktemp("run")
+    run = models.start(packages / "4", "zb-h1", seed=SEED)
+    run.train(0, 5)
+    run.save(folder, 5)
+    return folder, run.train(5, 10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape"), [("zb-v", {"pp": 2}), ("interleaved-1f1b", {"pp": 2}), ("1f1b", {"pp": 4})]
+)
+def test_gradients_are_added_up_in_the_order_of_stages_whichever_ranks_have_them(
+    packages: Path, schedule: str, shape: dict[str, int]
+) -> None:
+    """To the last digit; the second step adds to the gradients of the first."""
+    expected = tie_ranks.gradients(0, str(packages / "4"), "1f1b", None, SEED)
+    expected["head.weight"] = expected["embed.weight"]
+    for found in ranks.run(tie_ranks.gradients, shape["pp"], str(packages / "4"), schedule, shape, SEED):
+        assert "shared.weight" in found
+        assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "gpipe", "interleaved-1f1b"])
+def test_one_process_adds_them_up_in_that_order(packages: Path, schedule: str) -> None:
+    expected = tie_ranks.gradients(0, str(packages / "4"), "1f1b", None, SEED)
+    assert_close(tie_ranks.gradients(0, str(packages / "4"), schedule, None, SEED), expected, rtol=0, atol=0)
+
+
+def test_a_run_goes_on_to_the_last_digit(packages: Path, saved: Saved) -> None:
+    folder, losses = saved
+    said = ranks.run(checkpoint_ranks.resume, 2, str(packages / "4"), "zb-v", {"pp": 2}, str(folder), 8, SEED)
+    assert [each for each in said if each[0] is not None] == [losses]
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_other_cuts_go_on(packages: Path, saved: Saved, stages: str) -> None:
+    """A stage that uses a weight twice adds up its two gradients of each microbatch first."""
+    folder, losses = saved
+    run = models.start(packages / stages, seed=SEED)
+    run.load(folder)
+    found = run.train(5, 10)
+    assert found[0] == losses[0]
+    assert_close(found, losses, rtol=1e-6, atol=0)
+
+
+def test_a_mesh_reads_and_writes_what_one_process_does(packages: Path, saved: Saved, tmp_path: Path) -> None:
+    """Four stages on two ranks, each of which another one shares."""
+    folder, _ = saved
+    shape = {"pp": 2, "dp_shard": 2}
+    package = write(models.perceptrons(4, shared=True), tmp_path / "without dropout")
+    arguments = (str(package), shape, str(folder), str(tmp_path / "mesh"), "interleaved-1f1b")
+    for first, again, same_numbers in ranks.run(checkpoint_ranks.over_mesh, 4, *arguments):
+        assert first == again and same_numbers
+    run = models.start(packages / "4")
+    place = run.load(tmp_path / "mesh").folder
+    tensors = checkpoint_ranks.content(place)
+    assert "model.shared.weight" in tensors and "optimizer.exp_avg.shared.bias" in tensors
+    assert_close(tensors, checkpoint_ranks.content(folder / "step-00000005"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [({"pp": 2, "dp_shard": 2}, (8, 6)), ({"pp": 2, "dp_replicate": 2}, (8, 6))],
+    ids=["dp_shard", "dp_replicate"],
+)
+def test_data_parallel_ranks_train_as_the_unsplit_model(
+    shape: meshes.Shape, rows: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = str(write(meshes.perceptrons(4, shared=True), tmp_path / "perceptrons"))
+    cases = [(folder, shape, schedule, rows, {}) for schedule in ("zb-v", "interleaved-1f1b")]
+    assert ranks.run(meshes.train_each, 4, cases, timeout=110) == [[]] * 4
+
+
+def test_ranks_of_one_stage_each_train_as_the_unsplit_model(tmp_path: Path) -> None:
+    folder = str(write(meshes.perceptrons(4, shared=True), tmp_path / "perceptrons"))
+    cases = [(folder, {"pp": 4}, schedule, (8,), {}) for schedule in ("1f1b", "zb-h1")]
+    assert ranks.run(meshes.train_each, 4, cases, timeout=110) == [[]] * 4
+
+
+def idle(stages: int) -> Sketch:
+    """Stages of one layer each, and a weight of all of them, each time under another name, that none uses."""
+    values: dict[str, tuple[str, tuple[int | str, ...], bool]] = {"x": ("float32", (2, 8), False)}
+    parts = []
+    for index in range(stages):
+        taken = "x" if index == 0 else f"h{index - 1}"
+        init = f"self.idle{index} = nn.Linear(8, 8, bias=False)\nself.layer{index} = nn.Linear(8, 8)"
+        parts.append(Stage(taken, f"h{index}", init, f"return torch.tanh(self.layer{index}({taken}))"))
+        values[f"h{index}"] = ("float32", (2, 8), True)
+    tied = tuple(f"idle{index}.weight" for index in range(stages))
+    return Sketch(tuple(parts), values, f"h{stages - 1}", (tied,))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_weight_that_no_stage_uses_gets_no_gradient(stages: int, tmp_path: Path) -> None:
+    """As in the unsplit model: with a gradient of zeros it would decay."""
+    folder = str(write(idle(stages), tmp_path / "idle"))
+    assert ranks.run(tie_ranks.gradient_of_idle_weight, stages, folder) == ["none"] * stages
+    assert tie_ranks.gradient_of_idle_weight(0, folder) == "none"
