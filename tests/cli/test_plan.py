@@ -107,7 +107,7 @@ def test_split_prints_the_predicted_step(pipegraph: Command) -> None:
     assert (first[:7], second[:7]) == ("stage 0", "stage 1")
     assert fixed.startswith("x.shape[1] is 8 in every batch: ")
     assert fixed.endswith("tests/models/chain.py:17: x = layer(x)")
-    assert layout == "layout     Et*3|tL"
+    assert layout.startswith("layout     t*3|tL (for --points: E what runs before the layers, t a layer, ")
     assert predicted.startswith("predicted  ")
     assert predicted.endswith(
         " a step of 1f1b with 6 microbatches on h100; no other cuts at the 4 places looked at are better"
