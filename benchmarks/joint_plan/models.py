@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.small_llama import cross_entropy, small_llama
+
+VOCABULARY = 1024
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -23,30 +27,14 @@ class Subject:
 
 def llama() -> Subject:
     """Eight layers of width 256, 64 tokens a row."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from pipegraph.graph.sources.huggingface import tp_plan_of
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = small_llama(VOCABULARY)
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(1024, (rows, 64)), torch.randint(1024, (rows, 64))
+        return torch.randint(VOCABULARY, (rows, 64)), torch.randint(VOCABULARY, (rows, 64))
 
-    return Subject(model, _cross_entropy, tp_plan_of(model), batch)
-
-
-def _cross_entropy(output: Any, target: Tensor) -> Tensor:
-    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+    return Subject(model, cross_entropy, tp_plan_of(model), batch)
 
 
 class Layer(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.sleeping_stages import SleepingKernels
 from pipegraph.kernels import Forward, Loss
 from pipegraph.schedule import Action, Kind
 
@@ -28,8 +29,8 @@ class ThreadSeconds:
             self.seconds.setdefault(action.kind, []).append(time.thread_time() - self._begun)
 
 
-class SleepingKernels:
-    """F and B that sleep, and return zeros of the shapes that the manifest has."""
+class PlannedKernels(SleepingKernels):
+    """F and B that sleep, return zeros of the shapes that the manifest has, and fill in gradients."""
 
     def __init__(
         self,
@@ -38,17 +39,8 @@ class SleepingKernels:
         wanted: Sequence[bool],
         seconds: Mapping[Kind, float],
     ) -> None:
-        self._parameters = list(stage.parameters())
-        self._shapes, self._wanted, self._seconds = shapes, tuple(wanted), seconds
-
-    def begin(self) -> None:
-        return
-
-    def retrace(self) -> None:
-        return
-
-    def prepare(self, *_: Any, **__: Any) -> None:
-        return
+        super().__init__(0.0, wanted)
+        self._parameters, self._shapes, self._seconds = list(stage.parameters()), shapes, seconds
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
@@ -62,9 +54,8 @@ class SleepingKernels:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return tuple(
-            torch.zeros_like(each) if wanted else None for each, wanted in zip(saved, self._wanted, strict=True)
-        )
+        pairs = zip(saved, self._input_gradients, strict=True)
+        return tuple(torch.zeros_like(each) if wanted else None for each, wanted in pairs)
 
     def input_backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         raise NotImplementedError("the schedules here have whole backwards")
@@ -81,7 +72,7 @@ def sleeping(package: Any, index: int, seconds: Mapping[Kind, float]) -> Any:
         for name in manifest.stages[index].outputs
     ]
 
-    def make(stage: nn.Module, wanted: Sequence[bool], arriving: Sequence[bool], loss: Loss | None) -> SleepingKernels:
-        return SleepingKernels(stage, shapes, wanted, seconds)
+    def make(stage: nn.Module, wanted: Sequence[bool], arriving: Sequence[bool], loss: Loss | None) -> PlannedKernels:
+        return PlannedKernels(stage, shapes, wanted, seconds)
 
     return make

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-BALANCES = "measured", "time"
+BALANCES = "auto", "measured", "time"
 CORES_HELP = "for the two processes, such as 2,3; by default the first two that may be used"
 
 
@@ -77,12 +79,13 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
         hardware=Hardware.load(str(hardware)),
         loss=(subject.loss, subject.target),
         setting=MeasureOptions(threads=1),
-        cache=Cache(folder / "cache"),
     ).on_ranks(RANKS)
     costs, chosen = {}, {}
     for balance in BALANCES:
-        own = replace(options, balance=balance)
+        own = replace(options, balance=balance, cache=Cache(folder / f"cache-{balance}"))
+        begun = time.perf_counter()
         costs[balance] = own.price(captured, layers), own
+        print(f"{name} priced by {balance} in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
         best = refine_cuts(choose_cuts(*costs[balance], stages))
         segments = best.costs.priced.chain.segments
         chosen[balance] = tuple(segments[cut].start for cut in best.cuts)

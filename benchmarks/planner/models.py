@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.small_llama import cross_entropy, small_llama
 from examples import transformer, unet
 
-ROWS, LENGTH = 4, 128
+ROWS, LENGTH, VOCABULARY = 4, 128, 16384
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,9 @@ def tutorial() -> Subject:
 
 def llama() -> Subject:
     """Eight layers of width 256; the head on 16 384 words takes as long as three of them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16384,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    tokens = torch.randint(config.vocab_size, (2, ROWS, LENGTH))
-    return Subject(LlamaForCausalLM(config), (tokens[0],), llama_loss, tokens[1])
-
-
-def llama_loss(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy of the logits."""
-    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+    model = small_llama(VOCABULARY)
+    tokens = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
+    return Subject(model, (tokens[0],), cross_entropy, tokens[1])
 
 
 def u_net() -> Subject:

@@ -111,7 +111,7 @@ MemoryOption = Annotated[
 HardwareOption = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="Profile that prices the model: h100, …, or what calibrate wrote.")
 ]
-DeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="What --balance measured runs on.")]
+DeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="What --balance measured and auto run on.")]
 CheckpointOption = Annotated[
     Path | None,
     typer.Option(
@@ -142,8 +142,9 @@ BalanceOption = Annotated[
     typer.Option(
         metavar="WHAT",
         show_default=False,
-        help="With --stages, what to balance: time, measured (here), flops, parameters, memory, uniform (equally "
-        "many segments), type:REGEX (layers of a class). [default: time]",
+        help="With --stages, what to balance: time, measured (here), auto (layers measured here within seconds, the "
+        "rest as time), flops, parameters, memory, uniform (equally many segments), type:REGEX (layers of a class). "
+        "[default: time]",
     ),
 ]
 RanksOption = Annotated[

@@ -67,7 +67,7 @@ def plan(
     recompute: Annotated[str, typer.Option(metavar="R,…", help="What a backward computes again, as for split.")] = (
         "none,min-cut,block"
     ),
-    balance: Annotated[str, typer.Option(metavar="time|measured", help="Where times are from.")] = "time",
+    balance: Annotated[str, typer.Option(metavar="time|measured|auto", help="Where times are from.")] = "time",
     device: DeviceOption = "cpu",
     hardware: HardwareOption = "cpu",
     out: Annotated[
@@ -97,9 +97,9 @@ def plan(
             "one of them is missing, or one too many.\nTry: --ranks, or --devices with --global-batch",
             param_hint="--ranks / --devices",
         )
-    if balance not in ("time", "measured"):
+    if balance not in ("time", "measured", "auto"):
         raise typer.BadParameter(
-            f"{balance!r} is neither time nor measured.\nTry: one of them; split takes the others.",
+            f"{balance!r} is none of time, measured and auto.\nTry: one of them; split takes the others.",
             param_hint="--balance",
         )
     names = None if schedule is None else parse_names(schedule, "--schedule")

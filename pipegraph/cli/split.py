@@ -132,7 +132,7 @@ def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, 
         raise typer.BadParameter(
             f"a plan is used as it was made.\nTry: leave out {options}; or leave out --plan.", param_hint="--plan"
         )
-    if points is not None and given.get("balance") not in (None, "time", "measured"):
+    if points is not None and given.get("balance") not in (None, "time", "measured", "auto"):
         raise typer.BadParameter(
             f"{given['balance']} chooses points, and they were given.\nTry: --stages instead, or --balance time, which "
             "predicts what a step takes with these points.",
@@ -217,7 +217,7 @@ def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: 
 def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.package_tables import manifest_dict
-    from pipegraph.report.text.plan_tables import render_prediction_summary, stage_lines
+    from pipegraph.report.text.plan_tables import layout_lines, render_prediction_summary, stage_lines
 
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
@@ -225,8 +225,7 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     lines = [*stage_lines(planned.describe()), *(one_line(str(size)) for size in planned.captured.sizes.fixed)]
     if planned.captured.device_branch:
         lines.append(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
-    if planned.layout:
-        lines.append(f"layout     {planned.layout}")
+    lines += layout_lines(planned.layout)
     if planned.prediction is not None:
         lines.append(render_prediction_summary(planned.prediction))
     if folder is not None:

@@ -5,6 +5,7 @@ calibrate.py    measure such a profile on this machine
 segments/       a model's chain of segments, and its distinct blocks as graphs of F, I and W
 roofline/       the seconds of a graph on a profile
 block_times.py  the seconds of distinct blocks, as they run on this machine
+measured_layers.py  the seconds of those that run here within a short time, and of the rest by the roofline
 price.py        a captured model → the cost of each of its segments
 """
 

@@ -17,7 +17,11 @@ from pipegraph.graph.nodes import path_of
 UNIFORM = "uniform"
 """The balance that prices nothing: equal numbers of segments."""
 
+AUTO = "auto"
+"""The balance that runs the distinct layers where the device is at hand, and is ``time`` where it is not."""
+
 BALANCES = {
+    AUTO: "s",
     "time": "s",
     "measured": "s",
     "flops": "FLOP",
@@ -28,7 +32,7 @@ BALANCES = {
 }
 """balance → the unit of F, I and W. ``type`` is followed by a colon and a regular expression."""
 
-TIMED = ("time", "measured")
+TIMED = (AUTO, "time", "measured")
 """The balances that make the time of a step the least. Any other makes the largest stage the smallest."""
 
 PRICED = tuple(name for name in BALANCES if name != UNIFORM)

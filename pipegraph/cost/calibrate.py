@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
 from pipegraph.cost.hardware import Hardware, Link, Links
+from pipegraph.cost.host_link import WITHIN_MEMORY, measure_host_link
 from pipegraph.cost.machine_links import LinkRates, measure_links
 from pipegraph.cost.machine_rates import (
     Stopwatch,
@@ -58,6 +60,8 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
         noise["element_rates"] = _noise(watches)
         first_touch = measure_first_touch(watches[0])
         noise["first_touch"] = _noise(watches)
+        host_link = measure_host_link(watches[-1])
+        noise["host_link"] = _noise(watches)
     peaks = {dtype: max(table.largest for table in tables.values()) for dtype, tables in flops.items()}
     return Hardware(
         name=name,
@@ -76,7 +80,10 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
         element_rates={function: _rounded(rate) for function, rate in rates.items()},
         first_touch=None if first_touch is None else first_touch.map(_rounded),
         links=_links(links),
-        sources=_sources(noise),
+        host_link=structs.replace(
+            host_link, latency=_rounded(host_link.latency), bandwidth=_rounded(host_link.bandwidth)
+        ),
+        sources=_sources(noise, where),
     )
 
 
@@ -100,13 +107,15 @@ def _noise(watches: Sequence[Stopwatch]) -> float:
     return statistics.median(spreads or [0.0])
 
 
-def _sources(noise: Mapping[str, float]) -> dict[str, str]:
+def _sources(noise: Mapping[str, float], device: torch.device) -> dict[str, str]:
     measured = "measured by pipegraph calibrate"
     sources = {
         place: f"{measured}: medians; the quartiles are {format_percent(spread, decimals=0)} of them apart"
         for place, spread in noise.items()
     }
     most = f"{measured}: the most that a kernel attained"
+    if device.type == "cpu":
+        sources["host_link"] += f"; {WITHIN_MEMORY}, with which offload is emulated on a CPU"
     return {
         "memory_bytes": "what the system says; ranks on a CPU share it",
         "peak_flops": most,

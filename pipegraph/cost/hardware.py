@@ -220,6 +220,11 @@ class Hardware(Entry, frozen=True, kw_only=True):
         return 0.0 if self.first_touch is None or not size else size / self.first_touch.at(bytes=size)
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether the device is a CPU: new memory comes from the operating system, and is that of the host."""
+        return self.first_touch is not None
+
+    @property
     def figures(self) -> Hardware:
         """The profile without its name, sources and correction: equal for one device as it was measured once."""
         return structs.replace(self, name="", measured_ratio=UNCORRECTED, sources={})

@@ -163,14 +163,14 @@ def _usual_seconds(call: Callable[[], object], device: torch.device) -> float:
     return float(np.median(samples[_WARM:]))
 
 
-def fit(times: list[float]) -> tuple[float, float]:
-    """(latency, bandwidth) of one way, from the times of a round trip with each of the sizes.
+def fit(times: Sequence[float], both_ways: Sequence[int] = _SIZES) -> tuple[float, float]:
+    """(latency, bandwidth) of one way, from the times of round trips that take so many bytes both ways together.
 
     The least squares of relative errors, so that small messages count as much as large ones:
     2 × latency + size ÷ bandwidth = time.
     """
     seconds = np.array(times)
-    sizes = np.array(_SIZES, dtype=float)
+    sizes = np.array(both_ways, dtype=float)
     (latency, per_byte), *_ = np.linalg.lstsq(np.stack([2 / seconds, sizes / seconds], axis=1), np.ones(len(times)))
     fastest = float(np.max(sizes / seconds))
     return max(float(latency), 0.0), float(1 / per_byte) if per_byte > 0 else fastest

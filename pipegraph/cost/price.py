@@ -9,9 +9,10 @@ from typing import Any
 
 from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
-from pipegraph.cost.balance import BALANCES, PRICED, begins_of_type, first_uses, parse_balance
+from pipegraph.cost.balance import AUTO, BALANCES, PRICED, begins_of_type, first_uses, parse_balance
 from pipegraph.cost.block_times import MeasureOptions, measure
 from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.measured_layers import auto_times
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten
@@ -103,14 +104,15 @@ def price(
 
     Args:
         captured: the model, whose parameters need no memory.
-        method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``flops``, ``parameters`` or
-            ``memory`` (parameters, and what is saved for the backward) alone; ``type:REGEX``, the modules whose class
-            name matches. A weight that is not a time is the weight of F, of I and of W.
+        method: ``time``, a roofline of ``hardware``; ``measured``, on this machine; ``auto``, layers on this machine
+            and the rest by the roofline; ``flops``, ``parameters`` or ``memory`` (parameters, and what is saved for the
+            backward) alone; ``type:REGEX``, the modules whose class name matches. A weight that is not a time is the
+            weight of F, of I and of W.
         hardware: the device of the roofline, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as `Recompute.parse` takes it.
         loss: a function of output and target, and a target; by default the mean square of the outputs.
-        setting: how ``measured`` measures.
-        cache: what ``measured`` measured before.
+        setting: how ``measured`` and ``auto`` measure.
+        cache: what they measured before.
         kept: positions in ``Captured.nodes`` at which the chain is always cut.
         traced: filled with the derivatives of blocks, by a hash of their structure, and read: for prices with another
             ``recompute``.
@@ -128,7 +130,8 @@ def price(
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     chain.check_stages(stages)
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
-    gpu = not setting.device.startswith("cpu") if name == "measured" else hardware.first_touch is None
+    is_run = name in ("measured", AUTO)
+    gpu = not setting.device.startswith("cpu") if is_run else not hardware.is_cpu
     parts = group_segments(chain, BlockOptions(loss, again, gpu, {} if traced is None else traced))
     blocks = parts.blocks()
     prices = {block.key: _price(block, hardware) for block in blocks}
@@ -151,6 +154,8 @@ def price(
         if name == "measured":
             found = measure(blocks, setting, cache)
             of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
+        elif name == AUTO:
+            of_blocks = auto_times(parts, of_blocks, setting, cache or Cache())
         times, crossing = segment_times(parts, of_blocks)
     costs = tuple(
         SegmentCost(
@@ -187,7 +192,7 @@ def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, Gr
 def _counted(graphs: Sequence[GraphPrice], name: str, hardware: Hardware) -> Times:
     forward, of_inputs, of_weights = (float(each.flops) if name == "flops" else each.seconds for each in graphs)
     times = forward, of_inputs, of_weights
-    return hardware.measured_ratio.of(times) if name == "time" else times
+    return hardware.measured_ratio.of(times) if name in (AUTO, "time") else times
 
 
 def _alike(weight: float) -> Times:

@@ -2,7 +2,8 @@
 
 ``Et*3|(tt|)*29,m|L`` has 32 stages: the embedding with three layers, 29 stages of two layers, one of a layer that
 predicts several tokens, and the loss. Here E is what runs before the first of the repeated layers, t one of these,
-and L all that runs after the last of them, the final norm and the head included.
+and L all that runs after the last of them, the final norm and the head included. Only a model whose repeated layers
+are one row, each run once and nothing between them, has a layout: a U-Net, with two lists of layers, has none.
 
 Source: ``--pipeline-model-parallel-layout`` of Megatron-LM
 (https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/features/pipeline_parallel_layout.html).
@@ -11,9 +12,9 @@ Source: ``--pipeline-model-parallel-layout`` of Megatron-LM
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from pipegraph.arguments import argument
 from pipegraph.errors import PlanError
@@ -59,40 +60,59 @@ def parse_layout(text: str) -> list[str]:
     return stages
 
 
+class _LayerRow(NamedTuple):
+    """The repeated layers of a model, which run one after the other with nothing between them.
+
+    Attributes:
+        layers: two or more.
+        has_before: whether anything runs before them.
+        after: the first segment behind them; None if nothing runs there.
+    """
+
+    layers: Sequence[Segment]
+    has_before: bool
+    after: Segment | None
+
+    @property
+    def letters(self) -> str:
+        """The layout of all in one stage."""
+        return EMBEDDING * self.has_before + LAYER * len(self.layers) + LOSS * (self.after is not None)
+
+
 def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
-    """Return the points that a layout cuts a model at.
+    """Return the points that a layout cuts a model at. E and L may stand for nothing, as Megatron's always have them.
 
     Raises:
         PlanError: as `parse_layout` does; or the model does not have these layers.
     """
     stages = parse_layout(text)
-    layers, before, after = _layers(captured)
-    if not layers:
-        raise PlanError(
-            f"{captured.model_name} has no repeated layers, which a layout counts.\n"
-            f"Try: {argument('points')} with names of modules, or {argument('stages', 2)}."
-        )
+    row = _layer_row(captured)
+    if row is None:
+        raise _no_row(captured)
     letters = "".join(stages)
-    wanted = EMBEDDING * before + LAYER * len(layers) + LOSS * (after is not None)
-    given = letters if before else letters.removeprefix(EMBEDDING)
-    given = given if after is not None else given.removesuffix(LOSS)
-    if given != wanted:
+    given = letters if row.has_before else letters.removeprefix(EMBEDDING)
+    given = given if row.after is not None else given.removesuffix(LOSS)
+    if given != row.letters:
         raise PlanError(
-            f"The layout {text} has {_described(letters)}, and {captured.model_name} has {_described(wanted)}.\n"
-            f"Try: {argument('points', _even(wanted, len(stages)))}."
+            f"The layout {text} has {_described(letters)}, and {captured.model_name} has {_described(row.letters)}.\n"
+            f"Try: {argument('points', _even(row.letters, len(stages)))}."
         )
     points, done = [], 0
     for stage, following in pairwise(stages):
         done += stage.count(LAYER)
-        first = following[0]
-        if first == LAYER:
-            points.append(Point(layers[done].fqn))
-        elif after is not None:
-            points.append(Point(after.fqn))
+        if not done and not row.has_before:
+            raise PlanError(
+                f"The first stage of the layout {text} has nothing to compute: {captured.model_name} begins with its "
+                f"first layer.\nTry: {argument('points', _even(row.letters, len(stages) - 1))}."
+            )
+        if following[0] == LAYER:
+            points.append(Point(row.layers[done].fqn))
+        elif row.after is not None:
+            points.append(Point(row.after.fqn))
         else:
             raise PlanError(
                 f"The last stage of the layout {text} has nothing to compute: {captured.model_name} ends with its last "
-                f"layer.\nTry: {argument('points', _even(wanted, len(stages) - 1))}."
+                f"layer.\nTry: {argument('points', _even(row.letters, len(stages) - 1))}."
             )
     return tuple(points)
 
@@ -100,22 +120,22 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
 def layout_of(captured: Captured, starts: Sequence[int]) -> str:
     """Return the layout of stages that begin at these positions in ``Captured.nodes``, without the first's.
 
-    It is empty for a model without repeated layers, and if a cut is inside a layer.
+    It is empty for a model without one row of repeated layers, without a cut, and if a cut is not between two of E, the
+    layers and L.
     """
-    layers, before, after = _layers(captured)
-    places = {segment.start: index for index, segment in enumerate(layers)}
-    if after is not None:
-        places[after.start] = len(layers)
-    if not layers or any(start not in places for start in starts):
+    row = _layer_row(captured)
+    if row is None or not starts:
         return ""
-    cuts = [places[start] for start in starts]
-    if not before and cuts[:1] == [0]:
+    places = {segment.start: index for index, segment in enumerate(row.layers)}
+    if row.after is not None:
+        places[row.after.start] = len(row.layers)
+    if any(start not in places for start in starts):
         return ""
-    edges = [0, *cuts, len(layers)]
+    edges = [0, *(places[start] for start in starts), len(row.layers)]
     stages = [LAYER * (stop - start) for start, stop in pairwise(edges)]
-    return format_layout(
-        (EMBEDDING + stages[0], *stages[1:-1], f"{stages[-1]}{LOSS}") if cuts else (f"{EMBEDDING}{stages[0]}{LOSS}",)
-    )
+    stages[0] = EMBEDDING * row.has_before + stages[0]
+    stages[-1] += LOSS * (row.after is not None)
+    return format_layout(stages)
 
 
 def format_layout(stages: Sequence[str]) -> str:
@@ -129,14 +149,48 @@ def format_layout(stages: Sequence[str]) -> str:
     return "".join([*parts, last])
 
 
-def _layers(captured: Captured) -> tuple[list[Segment], bool, Segment | None]:
-    """Return the layers, whether anything runs before them, and the first segment after them, if there is one."""
-    segments = captured.segments
-    names = [segment.fqn.rpartition(".") for segment in segments]
-    lists = Counter(name for name, _, number in names if number.isdecimal())
-    inside = [index for index, (name, _, number) in enumerate(names) if number.isdecimal() and lists[name] > 1]
-    after = segments[inside[-1] + 1] if inside and inside[-1] + 1 < len(segments) else None
-    return [segments[index] for index in inside], bool(inside) and inside[0] > 0, after
+def _layer_row(captured: Captured) -> _LayerRow | None:
+    """Return the repeated layers of a model; None if it has none, several lists of them, or something between them."""
+    lists = [*_layer_lists(captured).values()]
+    if len(lists) != 1:
+        return None
+    (numbers,) = lists
+    first, behind = numbers[0], numbers[-1] + 1
+    row, after = captured.segments[first:behind], captured.segments[behind : behind + 1]
+    if len(row) != len(numbers) or len({layer.fqn for layer in row}) != len(row):
+        return None
+    return _LayerRow(row, first > 0, after[0] if after else None)
+
+
+def _layer_lists(captured: Captured) -> dict[str, list[int]]:
+    """The lists of modules that have repeated layers: ``layers`` of ``layers.0``, ``layers.1``, … → their segments.
+
+    In a list a layer is repeated if it has a class that another one has too. Modules without parts, such as the linear
+    ones at the ends of a ``Sequential`` of blocks, are layers only where nothing else is repeated.
+    """
+    holders = {fqn.rpartition(".")[0] for fqn in captured.modules}
+    of_class: dict[tuple[str, str], list[int]] = {}
+    for index, segment in enumerate(captured.segments):
+        name, _, number = segment.fqn.rpartition(".")
+        if number.isdecimal():
+            of_class.setdefault((name, captured.modules[segment.fqn].class_name), []).append(index)
+    repeated = {key: indices for key, indices in of_class.items() if len(indices) > 1}
+    whole = {key: each for key, each in repeated.items() if captured.segments[each[0]].fqn in holders}
+    lists: dict[str, list[int]] = {}
+    for (name, _), indices in (whole or repeated).items():
+        lists[name] = sorted([*lists.get(name, ()), *indices])
+    return lists
+
+
+def _no_row(captured: Captured) -> PlanError:
+    lists = _layer_lists(captured)
+    counts = [f"{format_number_of('layer', len(found))} in {name or 'itself'}" for name, found in lists.items()]
+    why = ", not in a row and once each" if len(lists) == 1 else ""
+    return PlanError(
+        f"A layout counts layers that follow one another in one list, and {captured.model_name} has "
+        f"{' and '.join(counts) or 'no repeated layers'}{why}.\n"
+        f"Try: {argument('points')} with names of modules, or {argument('stages', 2)}."
+    )
 
 
 def _described(letters: str) -> str:
@@ -147,8 +201,10 @@ def _described(letters: str) -> str:
 
 def _even(letters: str, stages: int) -> str:
     """Return a layout of these layers with as many of them in each stage as possible."""
-    count = max(1, min(stages, letters.count(LAYER)))
-    body = letters.count(LAYER)
-    sizes = [(index + 1) * body // count - index * body // count for index in range(count)]
-    made = [LAYER * size for size in sizes]
-    return format_layout([EMBEDDING + made[0], *made[1:-1], made[-1] + LOSS] if count > 1 else [f"E{made[0]}L"])
+    layers = letters.count(LAYER)
+    before, after = letters.partition(LAYER)[0], letters.rpartition(LAYER)[2]
+    count = max(1, min(stages, layers))
+    made = [LAYER * ((index + 1) * layers // count - index * layers // count) for index in range(count)]
+    made[0] = before + made[0]
+    made[-1] += after
+    return format_layout(made)

@@ -146,10 +146,11 @@ def plan(
             ``stages`` are given, the model's own calls of ``pipe_split()`` are taken. What a step takes is predicted
             if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
         stages: cut into this many stages instead, where it is best.
-        balance: what is balanced. ``time`` (the default) and ``measured`` make the time of a step the least, by a
-            roofline of the hardware or as the segments run here. ``flops``, ``parameters``, ``memory`` and
-            ``type:REGEX`` (layers whose class name matches) make the largest stage the smallest. ``uniform`` makes
-            equal numbers of segments; what a step takes is predicted as for ``points``.
+        balance: what is balanced. ``time`` (the default), ``measured`` and ``auto`` make the time of a step the least,
+            by a roofline of the hardware, as the segments run here, or as the layers that can be run within a quarter
+            of a minute do, and the rest by the roofline; ``auto`` is ``time`` if the hardware is not here. ``flops``,
+            ``parameters``, ``memory`` and ``type:REGEX`` (layers whose class name matches) make the largest stage the
+            smallest. ``uniform`` makes equal numbers of segments; what a step takes is predicted as for ``points``.
         schedule: a name, or a schedule of so many stages; "1f1b" by default.
         microbatches: of a step; 8 by default.
         ranks: for schedules that can have any number of stages on a rank.
@@ -163,7 +164,7 @@ def plan(
         loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search goes on; 1 is a few seconds.
-        setting, cache: for ``measured``; see `pipegraph.cost.price.price`.
+        setting, cache: for ``measured`` and ``auto``; see `pipegraph.cost.price.price`.
         relay_skips: whether a value for a later stage than the next one is handed on by those in between, as torch's
             ``PipelineStage`` needs it, in place of being sent straight there. What a step takes is predicted without.
         memory: another name of ``memory_bytes``.

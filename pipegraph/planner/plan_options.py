@@ -10,9 +10,10 @@ from typing import Any
 
 from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
-from pipegraph.cost.balance import TIMED, parse_balance
+from pipegraph.cost.balance import AUTO, TIMED, parse_balance
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.measured_layers import is_at_hand
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel, price
@@ -108,10 +109,12 @@ class PlanOptions:
         return describe_stages((self.recompute,) if isinstance(self.recompute, Recompute) else self.recompute)
 
     def on_ranks(self, ranks: int) -> PlanOptions:
-        """Return the same options; a rank is measured with the threads that `pipegraph run` gives to one of so many."""
+        """Return the same options for so many ranks: one is measured with the threads that `pipegraph run` gives it,
+        and ``auto`` is ``time`` if the device that the hardware is of is not here."""
         setting = self.setting or MeasureOptions()
+        balance = "time" if self.balance == AUTO and not is_at_hand(self.hardware, setting) else self.balance
         threads = setting.threads or threads_per_rank(ranks)
-        return replace(self, setting=replace(setting, threads=threads, ranks=ranks))
+        return replace(self, balance=balance, setting=replace(setting, threads=threads, ranks=ranks))
 
     @property
     def timed(self) -> bool:

@@ -23,7 +23,7 @@ from pipegraph.recompute import OFFLOAD, Recompute, parse_stages
 
 _PARTS = 8
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # which of eight layers come first, so that any number of them is spread evenly
-_STEPS = (("min-cut", "block", range(1, _PARTS)), ("none", "min-cut", (2, 4, 6)), ("none", "block", (2, 4, 6)))
+_MIXES = (("min-cut", "block", range(1, _PARTS)), ("none", "min-cut", (2, 4, 6)), ("none", "block", (2, 4, 6)))
 """(the choice for most, the choice for some layers, how many of eight these are)"""
 _TRIES = 4
 _UNIFORM_EFFORT = 0.2
@@ -53,12 +53,12 @@ class RecomputeOptions:
     allowed: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
-    def of_stages(cls, captured: Captured, options: PlanOptions, each: Sequence[Recompute]) -> RecomputeOptions:
+    def of_stages(cls, captured: Captured, options: PlanOptions, of_stages: Sequence[Recompute]) -> RecomputeOptions:
         """Price a model with the choice that each stage was given."""
         traced: dict[str, DividedFunction] = {}
-        distinct = tuple(dict.fromkeys(each))
+        distinct = tuple(dict.fromkeys(of_stages))
         costs = tuple(replace(options, recompute=one).price(captured, traced=traced) for one in distinct)
-        return cls(distinct, costs, (), tuple((distinct.index(one),) for one in each))
+        return cls(distinct, costs, (), tuple((distinct.index(one),) for one in of_stages))
 
     @classmethod
     def price(cls, captured: Captured, options: PlanOptions, kept: Collection[int] = ()) -> RecomputeOptions:
@@ -75,21 +75,21 @@ class RecomputeOptions:
         }
         recompute, costs = [*alike.values()], [ChainCosts(model) for model in priced.values()]
         layers = _layers(priced["none"].chain, containers)
-        if options.host_link is not None and containers:
+        if options.host_link is not None and not options.hardware.is_cpu and containers:  # a CPU only emulates it
             offload = Recompute.parse({f"{name}.*": OFFLOAD for name in containers})
-            model = replace(options, recompute=offload).price(captured, traced=traced).priced
+            model = replace(options, recompute=offload).price(captured, kept, traced).priced
             if _is_hidden(model, layers, options.host_link):
                 recompute.append(offload)
                 costs.append(ChainCosts(model))
-        alone = tuple(range(len(recompute)))
-        for most, some, counts in _STEPS if containers else ():
+        uniform = tuple(range(len(recompute)))
+        for most, some, counts in _MIXES if containers else ():
             for count in counts:
                 chosen = _SPREAD[:count]
                 rules = {f"{name}[{first}::{_PARTS}]": some for name in containers for first in chosen}
                 recompute.append(Recompute.parse({"": most, **rules}))
                 choices = [most if each is None or each.number % _PARTS not in chosen else some for each in layers]
                 costs.append(ChainCosts(mix(priced, choices)))
-        return cls(tuple(recompute), tuple(costs), alone)
+        return cls(tuple(recompute), tuple(costs), uniform)
 
     def only(self, recompute: Collection[Recompute]) -> RecomputeOptions:
         """Return the same without the choices that are none of these."""
@@ -132,8 +132,9 @@ class RecomputeOptions:
                 choice.peak,
                 choice.cuts,
             )
-        bound = next((each.solution for each in reversed(found) if each.solution is not None), None)
-        best = min(found, key=lambda each: each.value)
+        # The joint search's, which comes last, bounds all.
+        bound = next((choice.solution for choice in reversed(found) if choice.solution is not None), None)
+        best = min(found, key=lambda choice: choice.value)
         return replace(best, solution=bound)
 
     def choose_at(self, options: PlanOptions, cuts: Sequence[int]) -> CutChoice:
@@ -179,8 +180,9 @@ class RecomputeOptions:
 
     def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
         for option in self.uniform:
-            again = self.recompute[option]
-            own = replace(options, recompute=(again,) * stages, effort=_UNIFORM_EFFORT * options.effort)
+            own = replace(
+                options, recompute=(self.recompute[option],) * stages, effort=_UNIFORM_EFFORT * options.effort
+            )
             try:
                 yield refine_cuts(replace(choose_cuts(self.costs[option], own, stages), solution=None))
             except MemoryShortage:

@@ -107,7 +107,7 @@ def test_split_prints_the_predicted_step(pipegraph: Command) -> None:
     assert (first[:7], second[:7]) == ("stage 0", "stage 1")
     assert fixed.startswith("x.shape[1] is 8 in every batch: ")
     assert fixed.endswith("tests/models/chain.py:17: x = layer(x)")
-    assert layout == "layout     Et*3|tL"
+    assert layout.startswith("layout     t*3|tL (for --points: E what runs before the layers, t a layer, ")
     assert predicted.startswith("predicted  ")
     assert predicted.endswith(
         " a step of 1f1b with 6 microbatches on h100; no other cuts at the 4 places looked at are better"
@@ -147,7 +147,7 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("plan", CHAIN), 2, "--ranks"),
         (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "Invalid value for --microbatches: '4,x'"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
-        (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "neither time nor measured"),
+        (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "is none of time, measured and auto"),
         (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 2, 'recompute cannot be "all"'),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "The model can be cut into 5 segments"),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: --ranks 5 or fewer."),

@@ -21,7 +21,7 @@ def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
     *stages, fixed, layout, wrote = done.out.splitlines()
     assert stages == ["stage 0: layers.0", "stage 1: layers.1 – layers.3", "stage 2: head"]
     assert re.fullmatch(r"x\.shape\[1\] is 8 in every batch: .*chain\.py:\d+: x = layer\(x\)", fixed)
-    assert layout.split() == ["layout", "Et|t*3|L"]
+    assert layout.split()[:2] == ["layout", "t|t*3|L"]
     assert wrote == f"wrote {tmp_path / 'out'}"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "__init__.py",
@@ -99,7 +99,7 @@ def test_show(pipegraph: Command, chain: Path) -> None:
         "x         float32[batch, 8]  caller   stage 0       128 B  no",
         f"{value:<8}  float32[batch, 8]  stage 0  stage 1       128 B  yes",
         "",
-        "layout     Ett|ttL",
+        "layout     tt|ttL (for --points: E what runs before the layers, t a layer, L what runs after them)",
         "",
         "1f1b: 2 ranks, 2 stages, 3 microbatches",
         "rank 0  0F0 0F1         0B0──── 0F2 0B1────     0B2────",

@@ -137,6 +137,6 @@ def test_measured_segments(tmp_path: Path) -> None:
 
 
 def test_too_large_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measuring, "_free_bytes", lambda device: 100)
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: 100)
     with pytest.raises(PlanError, match=r"To measure 1 distinct blocks takes .* are free on cpu.\nTry: balance=.time"):
         measure(blocks()[-1:], QUICK, Cache(tmp_path))

@@ -9,9 +9,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pipegraph.cost import calibrate, machine_links, machine_rates
 from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
+from pipegraph.cost.host_link import measure_host_link
 from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
 from pipegraph.cost.size_table import SizeTable
@@ -97,6 +99,17 @@ def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
     assert bandwidth > 1e9
 
 
+def test_copies_to_the_host_are_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 µs each way, and 2 GB/s, by a clock that counts the bytes."""
+    copied = []
+    monkeypatch.setattr(Tensor, "copy_", lambda own, other, **_: copied.append(other.nbytes) or own)
+    watch = Stopwatch(CPU, budget=0.001)
+    watch._clock = lambda: 1e-5 * len(copied) + sum(copied) / 2e9
+    link = measure_host_link(watch)
+    assert (link.latency, link.bandwidth) == (pytest.approx(1e-5), pytest.approx(2e9))
+    assert link.name == "copies within memory"
+
+
 @pytest.mark.slow
 def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = MeasuredLinks(((None, 1e-5), (3e-5, None)), ((None, 1e9), (3e9, None)), "gloo")
@@ -113,3 +126,5 @@ def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(table["float32"].largest for table in found.attained_flops.values()) == 1
     assert found.attained_bandwidth.largest == 1
     assert "quartiles" in found.sources["attained_flops"]
+    assert found.host_link is not None and found.host_link.bandwidth > 1e8
+    assert found.sources["host_link"].endswith("copies within memory, with which offload is emulated on a CPU")

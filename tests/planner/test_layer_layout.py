@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
+from examples import unet
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
-from pipegraph.planner.layer_layout import format_layout, parse_layout
+from pipegraph.planner.layer_layout import format_layout, layout_of, parse_layout
 from pipegraph.recompute import Recompute, parse_stages
 
 
@@ -21,6 +22,43 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x))
+
+
+class Headless(nn.Module):
+    """Layers and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Interrupted(nn.Module):
+    """Layers with another module between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.between = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](self.between(x)))
+
+
+class Twice(nn.Module):
+    """Layers of which one runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 2, 0):
+            x = self.layers[number](x)
+        return x
 
 
 class Model(nn.Module):
@@ -73,6 +111,55 @@ def test_stages_are_cut_where_the_layout_says(captured: Captured, layout: str, p
 
 def test_cuts_inside_layers_have_no_layout(captured: Captured) -> None:
     assert pipegraph.plan(captured, points=["layers.3.down"]).layout == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "points", "layout"),
+    [
+        (Headless(), ["layers.1", "layers.3"], "t|tt|t"),
+        (nn.Sequential(nn.Linear(4, 8), *(Layer() for _ in range(4)), nn.Linear(8, 4)), ["2", "5"], "Et|t*3|L"),
+    ],
+)
+def test_e_and_l_stand_only_for_what_there_is(model: nn.Module, points: list[str], layout: str) -> None:
+    width = 4 if isinstance(model, nn.Sequential) else 8
+    small = pipegraph.capture(model, (torch.randn(2, width),), dynamic_shapes=False)
+    assert pipegraph.plan(small, points=points).layout == layout
+    for text in (layout, f"E{layout}L".replace("EE", "E").replace("LL", "L")):  # Megatron's always have both
+        assert [str(point) for point in pipegraph.plan(small, points=text).points] == points
+
+
+def test_a_layout_has_two_stages_or_more(captured: Captured) -> None:
+    assert layout_of(captured, ()) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "point", "has"),
+    [
+        (unet.UNet(8), torch.randn(2, 3, 16, 16), "up.1", "3 layers in down and 3 layers in up"),
+        (
+            Interrupted(),
+            torch.randn(2, 8),
+            "layers.2",
+            "4 layers in layers, not in a row and once each",
+        ),
+        (Twice(), torch.randn(2, 8), "layers.2", "4 layers in layers, not in a row and once each"),
+        (nn.Linear(4, 4), torch.randn(2, 4), None, "no repeated layers"),
+    ],
+    ids=["two lists", "another between", "one twice", "none"],
+)
+def test_only_one_row_of_layers_has_a_layout(model: nn.Module, example: Tensor, point: str | None, has: str) -> None:
+    several = pipegraph.capture(model, (example,), dynamic_shapes=False)
+    if point is not None:
+        assert pipegraph.plan(several, points=[point]).layout == ""
+    with pytest.raises(PlanError, match=f"{type(model).__name__} has {has}.\nTry: points with names of modules"):
+        pipegraph.plan(several, points="Et|tL")
+
+
+def test_a_stage_with_nothing_to_compute_is_refused() -> None:
+    small = pipegraph.capture(Headless(), (torch.randn(2, 8),), dynamic_shapes=False)
+    for layout, which in (("E|tttt", "first"), ("tttt|L", "last")):
+        with pytest.raises(PlanError, match=f"The {which} stage of the layout .* has nothing to compute"):
+            pipegraph.plan(small, points=layout)
 
 
 @pytest.mark.parametrize(

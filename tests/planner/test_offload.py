@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.planner.plan_options import PlanOptions
+from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.planner.step_prediction import predict_step, stage_times, step_seconds
 from pipegraph.recompute import OFFLOAD
@@ -79,6 +81,16 @@ def test_it_is_chosen_where_its_copies_hide_and_memory_is_short(captured: Any) -
         except MemoryShortage:
             continue
     assert OFFLOAD not in planned(captured, fast).recompute, "nothing is short of memory"
+
+
+def test_auto_never_offloads_on_a_cpu_which_only_emulates_it(captured: Any) -> None:
+    cpu = structs.replace(Hardware.load("cpu"), host_link=Link(0.0, 1e15))
+    chosen = {
+        each.device: [str(one) for one in RecomputeOptions.price(captured, PlanOptions(hardware=each)).recompute]
+        for each in (cpu, structs.replace(cpu, device="a GPU", first_touch=None))
+    }
+    assert f"layers.*={OFFLOAD}" in chosen["a GPU"]
+    assert not any(OFFLOAD in each for each in chosen[cpu.device])
 
 
 def test_asked_for_by_name_it_takes_the_time_of_its_link(captured: Any) -> None:

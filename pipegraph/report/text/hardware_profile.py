@@ -36,6 +36,9 @@ def render_hardware(hardware: Hardware, width: int | None = None) -> str:
     for where, link in (("in a node", links.intra_node), ("between nodes", links.inter_node)):
         tables = {} if link is None else {"gather": link.gather, "reduce": link.reduce, "all-reduce": link.all_reduce}
         rows += [(f"{what} {where}", _span(each, 1.0, "B/s")) for what, each in tables.items() if each is not None]
+    if hardware.host_link is not None:
+        figures = f"{format_seconds(hardware.host_link.latency)}, {format_count(hardware.host_link.bandwidth, 'B/s')}"
+        rows.append(("link to the host's memory", f"{figures} ({hardware.host_link.name})"))
     ratio = hardware.measured_ratio
     if ratio != UNCORRECTED:
         factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, StageCost, StageEntry, Value
 from pipegraph.report.text import Table, clip, short_modules, table
-from pipegraph.report.text.plan_tables import render_prediction_summary
+from pipegraph.report.text.plan_tables import layout_lines, render_prediction_summary
 from pipegraph.report.text.schedule_report import render_grid, render_legend, schedule_title
 from pipegraph.schedule import Schedule, Times, simulate
 from pipegraph.units import TimeFormat, format_bytes, format_count, format_number_of
@@ -33,8 +33,7 @@ def render_package(
         table(*stage_table(package), width, ("weights", "keeps", "I", "W", "F", "forward")),
         table(*boundary_table(manifest), width, ("gradient", "from")),
     ]
-    layout = [f"layout     {one_line(manifest.plan.layout)}"] if manifest.plan.layout else []
-    parts += ["\n".join([*explain_cuts(manifest), *layout])]
+    parts += ["\n".join([*explain_cuts(manifest), *layout_lines(manifest.plan.layout or "")])]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
     changes = {**_changes(package), "damaged, or changed since it was written": damaged}
     parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in changes.items() if files]

@@ -26,6 +26,7 @@ from pipegraph.units import (
     format_seconds,
 )
 
+_LETTERS = "E what runs before the layers, t a layer, L what runs after them"
 _BAR = 40  # columns of the longest bar
 _PARTS = ((Kind.F, "forward", "█"), (Kind.I, "input_grad", "▓"), (Kind.W, "weight_grad", "░"))
 _PROSE = 120  # columns of a paragraph in a file
@@ -53,11 +54,16 @@ def stage_lines(described: Sequence[str]) -> list[str]:
     return [f"{stage}{colon}{short_modules(modules)}" for stage, colon, modules in halves]
 
 
+def layout_lines(layout: str) -> list[str]:
+    """Return the line that says a layout and its letters; none for an empty one."""
+    return [f"layout     {one_line(layout)} (for --points: {_LETTERS})"] if layout else []
+
+
 def render_plan(plan: Plan, width: int | None = None, coloured: bool = False) -> Text:
     """Return a plan that was priced: what a step takes, what the stages hold, and its tables."""
     assert plan.prediction is not None
-    layout = [f"layout     {plan.layout}"] if plan.layout else []
-    opening = [render_prediction_summary(plan.prediction), *layout, "", *stage_lines(plan.describe()), "", ""]
+    opening = [render_prediction_summary(plan.prediction), *layout_lines(plan.layout)]
+    opening += ["", *stage_lines(plan.describe()), "", ""]
     return Text("\n".join(opening)).append(render_prediction(plan.prediction, width, coloured))
 
 

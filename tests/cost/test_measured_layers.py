@@ -1,0 +1,141 @@
+"""The balance ``auto``: what is measured, what follows from it, and where nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+import pipegraph
+from pipegraph.cost import block_times, measured_layers
+from pipegraph.cost.block_times import BlockTimes, MeasureOptions, device_name, measure_first
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.measured_layers import auto_times, is_at_hand
+from pipegraph.cost.measurement_cache import Cache
+from pipegraph.cost.price import price
+from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroups
+from pipegraph.planner.plan_options import PlanOptions
+from tests.cost.models import model
+from tests.planner.machine import MACHINE
+
+QUICK = MeasureOptions(kernels="eager", seconds=0.02)
+FACTORS = 2.0, 3.0, 5.0
+
+
+@pytest.fixture
+def parts() -> SegmentGroups:
+    """An embedding, three layers of several segments each, and a head."""
+    return price(model("decoder"), "time").parts
+
+
+def roofline(parts: SegmentGroups) -> dict[str, Any]:
+    """1, 10 and 100 s for each block, but no I where no input has a gradient."""
+    return {block.key: (1.0, 10.0 * block.has_input_grad, 100.0) for block in parts.blocks()}
+
+
+def only(parts: SegmentGroups, monkeypatch: pytest.MonkeyPatch, *, first: int) -> list[str]:
+    """Let the first blocks of those that are to be measured take `FACTORS` times what the roofline says."""
+    expected, asked = roofline(parts), []
+
+    def measured(blocks: Sequence[Block], possible: Sequence[Block], *_: Any) -> dict[str, BlockTimes]:
+        asked.extend(block.key for block in possible)
+        own = {block.key: expected[block.key] for block in possible[:first]}
+        return {
+            key: BlockTimes(*(time * factor for time, factor in zip(times, FACTORS, strict=True)))
+            for key, times in own.items()
+        }
+
+    monkeypatch.setattr(measured_layers, "measure_first", measured)
+    monkeypatch.setattr(measured_layers, "SECONDS", 1e9)
+    return asked
+
+
+def test_what_is_inside_a_measured_layer_takes_as_many_times_as_long(
+    parts: SegmentGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = only(parts, monkeypatch, first=1)
+    before = roofline(parts)
+    found = auto_times(parts, before, QUICK, Cache())
+    (layer, *_) = parts.layers
+    assert asked[0] == layer.block.key, "three layers take more than the embedding or the head"
+    assert len(set(asked)) == len(asked) < len(before)
+    for part in (layer, *(parts.segments[index] for index in layer.segments)):
+        expected = [time * factor for time, factor in zip(before[part.block.key], FACTORS, strict=True)]
+        assert found[part.block.key] == pytest.approx(expected)
+
+
+def test_what_was_not_measured_follows_all_that_was(parts: SegmentGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(parts, monkeypatch, first=1)
+    before = roofline(parts)
+    found = auto_times(parts, before, QUICK, Cache())
+    assert found.keys() == before.keys()
+    for key, times in found.items():
+        assert times == pytest.approx([time * factor for time, factor in zip(before[key], FACTORS, strict=True)])
+
+
+def test_what_fits_neither_memory_nor_time_is_not_run(
+    parts: SegmentGroups, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before, cache = roofline(parts), Cache(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_times, "_run", lambda *_: pytest.fail("something was run"))
+        assert auto_times(parts, before, QUICK, cache) == before, "111 s are too long"
+        patched.setattr(measured_layers, "SECONDS", 1e9)
+        patched.setattr(measured_layers, "free_bytes", lambda device: 1000)
+        assert auto_times(parts, before, QUICK, cache) == before
+    monkeypatch.setattr(measured_layers, "SECONDS", 1e9)
+    found = auto_times(parts, before, replace(QUICK, seconds=0.0), cache)
+    assert found != before
+    monkeypatch.setattr(measured_layers, "free_bytes", lambda device: 1000)
+    assert auto_times(parts, before, QUICK, cache) == found, "what was measured once counts"
+
+
+def test_within_no_time_one_block_is_measured_and_always_the_same(parts: SegmentGroups, tmp_path: Path) -> None:
+    cache, (first, *others) = Cache(tmp_path), parts.blocks()
+    found = measure_first([first, *others], [first, *others], QUICK, cache, 0.0)
+    assert list(found) == [first.key]
+    again = measure_first([first, *others], others, QUICK, cache, 60.0)
+    assert again == found, "it is kept which ones were measured"
+    more = measure_first([first, *others[:2]], [first, *others[:2]], QUICK, cache, 60.0)
+    assert list(more) == [first.key, *(block.key for block in others[:2])]
+    assert more[first.key] == found[first.key]
+
+
+def test_layers_add_up_to_what_was_measured(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    priced = price(model("decoder"), "auto", setting=QUICK, cache=cache)
+    assert (priced.method, priced.unit) == ("auto", "s")
+    (layer, *_) = [part for part in priced.parts.layers if part.block.count > 1]
+    measured = cache.get(QUICK.key(layer.block))
+    assert measured is not None
+    stage = priced.stage(layer.segments.start, layer.segments.stop)
+    inside = [each.at_ends(layer.segments) for each in priced.crossing]
+    assert stage.forward - sum(times[0] for times in inside) == pytest.approx(measured["forward"])
+    assert price(model("decoder"), "auto", setting=QUICK, cache=cache).costs == priced.costs
+
+
+def test_which_device_is_at_hand() -> None:
+    cpu, here = Hardware.load("cpu"), device_name(torch.device("cpu"))
+    calibrated = structs.replace(MACHINE, device=f"{here}, 1 thread a rank, torch {torch.__version__}")
+    assert is_at_hand(cpu, QUICK) and is_at_hand(calibrated, QUICK)
+    assert not is_at_hand(Hardware.load("h100"), QUICK)
+    gpu = MeasureOptions("cuda")
+    assert is_at_hand(cpu, gpu) == torch.cuda.is_available()
+
+
+def test_auto_is_time_where_the_hardware_is_not_here(tmp_path: Path) -> None:
+    assert PlanOptions("auto").on_ranks(2).balance == "auto"
+    assert PlanOptions("auto", hardware=MACHINE).on_ranks(2).balance == "time"
+    settings: dict[str, Any] = {"stages": 2, "setting": QUICK, "cache": Cache(tmp_path)}
+    captured = model("tests.models.chain")
+    away = pipegraph.plan(captured, balance="auto", hardware="h100", **settings).prediction
+    assert away == pipegraph.plan(captured, balance="time", hardware="h100", **settings).prediction
+    assert not list(tmp_path.iterdir())
+    here = pipegraph.plan(captured, balance="auto", **settings).prediction
+    assert here is not None and here.balance == "auto" and 0 < here.value < 1
+    assert list(tmp_path.iterdir())
