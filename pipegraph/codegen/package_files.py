@@ -203,7 +203,7 @@ def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
     """
     captured = plan.captured
     keys: dict[str, str] = {}
-    for path, label in pytree.tree_flatten_with_path(captured.outputs)[0]:
+    for path, label in pytree.tree_flatten_with_path([captured.evaluation_outputs, captured.outputs])[0]:
         for entry in path:
             if isinstance(entry, pytree.MappingKey):
                 keys[label] = str(entry.key)

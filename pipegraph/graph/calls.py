@@ -1,7 +1,7 @@
 """The calls of modules in a graph: nested as the model nests them, with the values that they take and return.
 
 ``meta["argument_of"]`` and ``meta["result_of"]`` of a value's node hold call → place: which argument or result it was.
-``export/torch_export.py`` records them while a model is exported.
+``export/module_calls.py`` records them while a model is exported.
 """
 
 from __future__ import annotations
@@ -188,12 +188,19 @@ class ResultPlace:
         count: how many values ``forward`` returned.
         arguments: the arguments of the call by parameter. Numbers, texts and None stand as they are, a tuple of ``...``
             for one of tensors, and ``...`` for all else.
+        positional: how many of them were given by position.
+        path: its indices in nested tuples, outermost first: (1, 0) of ``h`` in ``out, (h, c)``. None for a part of
+            something else.
+        form: what ``forward`` returned, with ``...`` for tensors and None for all else but tuples.
     """
 
     order: int
     index: int | None
     count: int
     arguments: tuple[tuple[str, object], ...] = ()
+    positional: int = 0
+    path: tuple[int, ...] | None = None
+    form: object = None
 
 
 def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,17 +13,18 @@ from torch import Tensor, fx, nn
 
 from pipegraph.debug import InvalidGraphError, dump, verifying
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.captured import Captured, ModuleEntry, StateEntry
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import fixed_sizes, resize
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError, fixed_sizes, resize
 from pipegraph.graph.export.isolation import attributes_restored
 from pipegraph.graph.export.operation_record import device_branch, same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
-from pipegraph.graph.export.torch_export import Exported, export_in
+from pipegraph.graph.export.torch_export import Exported, explanation, export_in
 from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
+from pipegraph.graph.mode_differences import OtherGraphError
 from pipegraph.graph.model_structure import (
     check_keys,
     check_module_names,
@@ -31,6 +33,7 @@ from pipegraph.graph.model_structure import (
     modules_of,
     outputs_of,
 )
+from pipegraph.graph.nodes import source_line
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.passes.constants import simplify_masks, write_constants
 from pipegraph.graph.passes.dtypes import (
@@ -102,8 +105,9 @@ def capture(
 
     The model is left as it was, attributes that its ``forward`` sets included: fake tensors stand in for its parameters
     while it is traced, so that neither memory nor time goes into them. It is traced in training mode, so that dropout
-    and batch norm are seen, and in evaluation mode if that may differ. A model that traces only in its own mode, or
-    only in evaluation mode, is captured so, with a warning.
+    and batch norm are seen, and in evaluation mode if that may differ. What differs is a branch of its stages. A model
+    that is in evaluation mode itself, and cannot be captured in training mode too, is captured in evaluation mode
+    alone, with a warning: its stages refuse training mode.
 
     Threads capture one after the other.
 
@@ -117,8 +121,9 @@ def capture(
             the one that is cut into microbatches; without one, it is the first dimension of the first tensor.
 
     Raises:
-        CaptureError: ``torch.export`` cannot trace it, or a backward would be lost; names the line of the model's own
-            source. Or a size that ``dynamic_shapes`` lets vary does not, or a name cannot be written.
+        CaptureError: ``torch.export`` cannot trace it, or a backward would be lost, or what it does in evaluation mode
+            is no branch; names the line of the model's own source. Or a size that ``dynamic_shapes`` lets vary does
+            not, or a name cannot be written.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -180,12 +185,18 @@ def _capture(
     batch: int | None = None,
     seq: int | None = None,
     evaluates: bool = True,
+    not_trained: str = "",
 ) -> Captured:
-    """Capture a model; ``evaluates`` says whether the graph has what it does in evaluation mode too."""
+    """Capture a model.
+
+    Args:
+        evaluates: whether the graph has what the model does in evaluation mode too.
+        not_trained: why it does not have what the model does in training mode; empty if it does.
+    """
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
     next(phases)
     modules = modules_of(model)
-    traced = trace(model, example, wanted, allow_derivative)
+    traced = trace(model, example, wanted, allow_derivative, trains=not not_trained)
     (args, kwargs), exported, graph = traced.example, traced.exported, traced.graph
     state, tensors = traced.state, traced.tensors
     sizes = traced.sizes_of(example, batch, seq)
@@ -199,17 +210,12 @@ def _capture(
     if training and not (evaluates and may_differ_by_mode(graph, modules)):
         run_passes(graph, [partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)], state)
     elif training:
-        same = same_in_both_modes(model, args, kwargs)
-        both, both_tensors = dict(state), dict(tensors)
-        evaluation = (
-            graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, wanted.names, both, both_tensors)
-        )
-        settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
-        run_passes(graph, [settle], both)
-        if evaluation is not None:
-            run_passes(graph, [partial(mark_mode_differences, evaluation=evaluation, modules=modules)], both)
-            for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
-                state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
+        try:
+            _add_evaluation_mode(graph, model, args, kwargs, exported, wanted.names, modules, state, tensors)
+        except OtherModeError as error:
+            if any(entry.training for entry in modules.values()):
+                raise CaptureError(error.message) from error
+            return _capture(model, example, wanted, allow_derivative, batch, seq, evaluates, error.difference)
     if sizes != traced.sizes.of(traced.example):
         run_passes(graph, [partial(resize, sizes=sizes)], state)
     next(phases)
@@ -230,9 +236,16 @@ def _capture(
         modules=modules,
         sizes=replace(wanted.limited(traced.limits(sizes), fixed_dimensions), fixed=tuple(fixed_dimensions.values())),
         training=training,
+        not_trained="" if training else not_trained or exported.training_error,
         device_branch=device_branch(model, exported.mode, args, kwargs),
     )
     check_keys("output", captured.outputs)
+    if captured.not_trained:
+        warnings.warn(
+            f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "
+            f"{captured.not_trained}",
+            stacklevel=4,
+        )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
     return captured
@@ -255,6 +268,54 @@ def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, Stat
             verifier.check(graph, each, name)
 
 
+class OtherModeError(Exception):
+    """What a model does in evaluation mode cannot be added to its graph of training mode.
+
+    Attributes:
+        message: of a `CaptureError`.
+        difference: in one line.
+    """
+
+    def __init__(self, message: str, difference: str) -> None:
+        super().__init__(message)
+        self.message, self.difference = message, difference
+
+
+def _add_evaluation_mode(
+    graph: fx.Graph,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    exported: Exported,
+    names: Mapping[InputDimension, str],
+    modules: Mapping[str, ModuleEntry],
+    state: dict[str, StateEntry],
+    tensors: dict[str, Tensor],
+) -> None:
+    """Add to a graph in training mode what the model does in evaluation mode, with the constants that it reads there.
+
+    Raises:
+        OtherModeError: that cannot be traced, or no branch can hold it.
+    """
+    both, both_tensors = dict(state), dict(tensors)
+    same = same_in_both_modes(model, args, kwargs)
+    evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, names, both, both_tensors)
+    settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
+    mark = partial(mark_mode_differences, evaluation=evaluation, modules=modules)
+    try:
+        run_passes(graph, [settle, mark], both)
+    except OtherGraphError as error:
+        line = source_line(error.node)
+        raise OtherModeError(
+            f"{type(model).__name__} does in evaluation mode what a stage cannot: what the modes do otherwise is no "
+            f"branch of one forward, or changes a shape, or writes in evaluation mode.\n  at {line}\n"
+            "Try: do that outside of the model, or model.eval() in build_model for stages that do not train.",
+            f"the modes differ by more than branches, at {line}",
+        ) from error
+    for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
+        state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
+
+
 def _evaluation_graph(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -263,9 +324,12 @@ def _evaluation_graph(
     names: Mapping[InputDimension, str],
     state: dict[str, StateEntry],
     tensors: dict[str, Tensor],
-) -> fx.Graph | None:
-    """The graph of the model in evaluation mode; None if it cannot be traced. Its own constants are added to ``state``
-    and ``tensors``."""
+) -> fx.Graph:
+    """The graph of the model in evaluation mode. Its own constants are added to ``state`` and ``tensors``.
+
+    Raises:
+        OtherModeError: it cannot be traced.
+    """
     mode = dict.fromkeys(model.modules(), False)
     try:
         exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
@@ -274,6 +338,12 @@ def _evaluation_graph(
         run_passes(graph, PASSES, state, prefix="evaluation_")
     except InvalidGraphError:
         raise
-    except Exception:  # the mode that the stages follow was captured; this one is only compared with it
-        return None
+    except Exception as error:  # whatever the model raises
+        cause = error
+        if isinstance(error, FixedSizeNeededError):
+            cause = CaptureError(
+                f"It takes any size in training mode alone.\n  at {error.line}\nTry: dynamic_shapes=False."
+            )
+        message = explanation(model, cause, " in evaluation mode")
+        raise OtherModeError(message, message.partition("\n")[0]) from error
     return graph

@@ -98,13 +98,14 @@ class Captured:
     Attributes:
         model_name: class name of the model.
         args, kwargs, outputs: the model's own nesting, with names of graph values (or constants) as leaves.
-        evaluation_outputs: what it returns in evaluation mode, if that is only some of ``outputs``; else None.
+        evaluation_outputs: what it returns in evaluation mode, if that is not ``outputs``; else None.
         constants: inputs that are no tensors, fixed at capture: name → value.
         state: every parameter, buffer and constant by FQN, in the order of ``state_dict()``.
         tensors: the tensor behind each FQN (a parameter may be on the meta device).
         modules: every module by FQN; a module registered twice is under each of its names.
         sizes: the sizes of inputs that vary, and what the graph takes for granted of them.
         training: mode in which the graph was captured.
+        not_trained: why the stages refuse training mode, with the line; empty if they do not.
         segments: the chain of repeated layers and their neighbours.
         device_branch: what the model does otherwise on another kind of device than here, with the lines; empty if it
             does the same. The stages do what it does here.
@@ -121,6 +122,7 @@ class Captured:
     modules: dict[str, ModuleEntry] = field(repr=False)
     sizes: SizeLimits
     training: bool = True
+    not_trained: str = ""
     evaluation_outputs: Any = None
     segments: tuple[Segment, ...] = ()
     device_branch: str = ""
@@ -167,7 +169,7 @@ class Captured:
 
     @property
     def returned(self) -> tuple[fx.Node, ...]:
-        """The tensors that the model returns, in order, each once."""
+        """The tensors that the model returns, in order, each once; then those that evaluation mode alone returns."""
         output = next(node for node in self.graph.nodes if node.op == "output")
         return tuple(dict.fromkeys(output.all_input_nodes))
 
@@ -217,7 +219,8 @@ STRUCTURE = "structure"
 """Key of the metadata of an ``output`` node: how what the model returns is nested."""
 
 EVALUATION_OUTPUTS = "evaluation_outputs"
-"""Key of the metadata of an ``output`` node: what the model returns in evaluation mode, if it is nested otherwise."""
+"""Key of the metadata of an ``output`` node: what the model returns in evaluation mode, if that is not what it returns
+in training mode; the leaves are positions among the node's values."""
 
 BRANCH = "branch"
 """Key of a node's metadata: the `BranchPart` that it is, if one mode runs it and the other does not."""

@@ -105,23 +105,25 @@ def inputs_of(
 def evaluation_outputs_of(graph: fx.Graph) -> Any:
     """As `outputs_of`, in evaluation mode; None if the model returns the same as in training mode."""
     (output,) = graph.find_nodes(op="output")
-    names = pytree.tree_map_only(fx.Node, label_of, output.meta.get(EVALUATION_OUTPUTS))
+    values: Any = output.args[0]
+    names = pytree.tree_map_only(int, lambda place: label_of(values[place]), output.meta.get(EVALUATION_OUTPUTS))
     return plain_containers(names)
 
 
 def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:
     """The nesting of what the model returns, with names of graph values as leaves."""
+    spec = exported.call_spec.out_spec
+    assert spec is not None
     (output,) = graph.find_nodes(op="output")
+    values: Any = output.args[0]
     leaves: list[str | None] = []
-    for value in output.args[0]:
+    for value in values[: spec.num_leaves]:
         if value is not None and not isinstance(value, fx.Node):
             what = repr(value) if isinstance(value, (bool, int, float, str)) else "a number that it computes"
             raise CaptureError(
                 f"The model returns {what}, which is neither a tensor nor None.\nTry: return tensors only."
             )
         leaves.append(None if value is None else label_of(value))
-    spec = exported.call_spec.out_spec
-    assert spec is not None
     return plain_containers(pytree.tree_unflatten(leaves, spec))
 
 

@@ -178,6 +178,7 @@ _ROWS: tuple[tuple[str, Operator], ...] = (
     ("linear", Operator(spelling="linear")),
     ("conv1d conv2d conv3d bilinear cosine_similarity", Operator(spelling="F.name")),
     ("einsum", Operator(spelling="einsum")),
+    ("split_with_sizes", Operator(spelling="split")),
     ("tensordot", Operator(spelling="tensordot")),
     ("cdist", Operator(spelling="cdist")),
     ("block_diag cartesian_prod meshgrid", Operator(spelling="torch.name(*tensors)")),

@@ -48,7 +48,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         generator: the version of pipegraph that wrote the package.
         model, plan: what was split, and where.
         args, kwargs, outputs: what the model takes and returns, nested as it does; the leaves are names of `values`.
-        evaluation_outputs: what it returns of `outputs` in evaluation mode; None if it returns all.
+        evaluation_outputs: what it returns in evaluation mode; None if that is `outputs`, too.
         sizes: the dimensions that may vary, by name.
         conditions: what the stages take for granted of the sizes.
         values: everything that crosses, by name.

@@ -124,7 +124,7 @@ def _run_package(package: Package, args: tuple[Any, ...], kwargs: dict[str, Any]
         values |= dict(zip(entry.outputs, made, strict=True))
         for name in entry.outputs:
             _check(at_capture.values[name], values[name])
-    outputs = _filled(manifest.outputs, values)
+    outputs = _filled(manifest.outputs_in(stages[-1].training), values)
     _backward(outputs)
     gradients: dict[str, Tensor | None] = {}
     for stage in stages:

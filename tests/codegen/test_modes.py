@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipegraph.errors import CaptureError
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, source, split
 
@@ -121,13 +122,19 @@ class Last(nn.Module):
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:.* cannot be traced in training mode:UserWarning")
 def test_stages_follow_the_mode(case: str, train: bool, tmp_path: Path) -> None:
     """torch.distributed.pipelining leaves dropout on after ``.eval()``."""
     build, cut, x = CASES[case]
     torch.manual_seed(0)
     model = build()
     assert differences(split(tmp_path, model, (x,), cut=cut), model, (x,), train=train) == []
+
+
+def test_a_batch_norm_without_momentum_is_refused_if_it_is_no_module(tmp_path: Path) -> None:
+    model = nn.Sequential(Block(), nn.BatchNorm1d(8, momentum=None), Block())
+    model[1].register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.raises(CaptureError, match="momentum=None"):
+        split(tmp_path, model, (batch(),), cut="2")
 
 
 class Mixed(Row):

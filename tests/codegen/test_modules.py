@@ -145,20 +145,6 @@ class Nested(nn.Module):
         return self.n(self.m(x))
 
 
-class Recurrences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, 2, bidirectional=True, dropout=0.2)
-        self.cell = nn.GRUCell(16, 8)
-        self.gru = nn.GRU(8, 8, batch_first=True)
-        self.rnn = nn.RNN(8, 4, nonlinearity="relu")
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, (h, c) = self.lstm(x)
-        z, _ = self.gru(self.cell(y[-1])[None])
-        return self.rnn(z)[0], h, c
-
-
 class Attentions(nn.Module):
     """``out_proj`` is a module that is never called."""
 
@@ -237,8 +223,6 @@ CASES = {
     "nested, cut twice below": (Nested, "m.j.y,n.i.x:end", [batch()]),
     "nested, cut within leaves": (Nested, "n.j.x.linear,n.j.y.linear:end", [batch()]),
     "nested, cut at an end": (Nested, "m:end", [batch()]),
-    "recurrences": (Recurrences, "cell", [batch(5, 3, 4)]),
-    "recurrences, cut late": (Recurrences, "rnn", [batch(5, 3, 4)]),
     "attention": (Attentions, "second", [batch(3, 4, 8), batch(3, 5, 6), batch(3, 5, 5)]),
     "experts": (lambda: Row([Experts() for _ in range(3)]), "layers.1,layers.2.experts.2", [batch()]),
     "everything goes everywhere": (
@@ -297,7 +281,6 @@ def classes(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "functions"),
     [
-        ("recurrences", ["torch.lstm(", "torch.gru(", "torch.rnn_relu("]),
         ("weight normalisation", ["torch._weight_norm("]),
     ],
 )

@@ -42,6 +42,9 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: x * ((y > 0) | ~(y == 1)), "x * ((y > 0) | ~(y == 1))"),
     (lambda x, y: x * ((y >= 0) ^ (y != 1)), "x * ((y >= 0) ^ (y != 1))"),
     (lambda x, y: torch.div(x, y, rounding_mode="floor"), 'x.div(y, rounding_mode="floor")'),
+    # random numbers that torch only writes into a tensor
+    (lambda x, y: x + torch.zeros_like(x).uniform_(0, 0.5), "x + torch.zeros_like(x).uniform_(to=0.5)"),
+    (lambda x, y: x + torch.empty_like(y).exponential_(2.0), "x + torch.empty_like(y).exponential_(lambd=2.0)"),
     # subscripts
     (lambda x, y: x[0], "x[0]"),
     (lambda x, y: x[:, -1], "x[:, -1]"),
@@ -55,6 +58,7 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: x[:, torch.tensor([3, 1, 1])], "x[:, [3, 1, 1]]"),
     (lambda x, y: x[:, :] + 1, "x + 1"),
     # shapes
+    (lambda x, y: x.split([2, 4], 1)[0], "x.split([2, 4], dim=1)[0]"),
     (lambda x, y: x.view(2, -1), "x.view(2, -1)"),
     (lambda x, y: x.view(-1, 8), "x.view(-1, 8)"),
     (lambda x, y: x.view(8, 3), "x.view(-1, 3)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,25 @@ class Gathered(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         found = self.first(x).gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
         return self.second(found)
+
+
+class DividesByWidth(nn.Module):
+    """Computes a fraction from the width, which its layer fixes only afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = math.sqrt(2.0) * x.shape[2]
+        return self.head(self.body(x) / scale)
+
+
+def test_a_fraction_of_a_size_that_is_fixed_anyhow_fixes_no_other(tmp_path: Path) -> None:
+    model = DividesByWidth()
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 12),), cut="head")
+    assert package.manifest.captured_sizes == {"batch": BATCH, "x_1": LENGTH}
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 12), (5, 7, 12))
 
 
 def test_positions_in_a_length_that_varies_are_bounded_by_the_length_at_capture(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pipegraph
 from tests.codegen.layers import Row, batch
-from tests.codegen.parity import differences, split
+from tests.codegen.parity import differences, source, split
 
 
 def halves(x: Tensor) -> Tensor:
@@ -139,3 +140,25 @@ def test_a_dimension_is_no_number_of_an_attribute(tmp_path: Path) -> None:
     assert ".permute(0, 3, 2, 1)" in text
     assert "self.heads" in text
     assert differences(package, model, (x,), train=True) == []
+
+
+class Squeezes(nn.Module):
+    """After Glow's: its width and height may be as large as a dimension's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 3, 1), nn.Conv2d(12, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        rows, channels, height, width = x.shape
+        x = x.view(rows, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+        return self.head(x.reshape(rows, channels * 4, height // 2, width // 2))
+
+
+def test_a_dimension_is_not_taken_for_a_size(tmp_path: Path) -> None:
+    model, x = Squeezes(), batch(3, 3, 6, 6)
+    captured = pipegraph.capture(model, (x,), dynamic_shapes=False)
+    package = pipegraph.write_package(pipegraph.plan(captured, points=["head"]), tmp_path / "package")
+    assert ".flatten(1, 3)" in source(package)
+    assert differences(package, model, (x,)) == []

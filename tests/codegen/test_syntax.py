@@ -140,3 +140,21 @@ def test_a_line_reads_well_if_no_method_follows_its_break(value: str, well: bool
     text = value.format(", ".join(f"argument_number_{number}" for number in range(5)))
     assert reads_well(f"a_rather_long_name_for_a_value = {text}", 8) == well
     assert reads_well(f"x = {value.format('y')}", 8)
+
+
+def test_a_comprehension_inside_an_element_stays_there() -> None:
+    inner = "nn.ModuleList([Attention(width=16, heads=4, dropout=0.1) for _ in range(2)])"
+    line = f"self.layers = nn.ModuleList([nn.ModuleList([Attention(width=16, context=17), Norm(17), {inner}])])"
+    assert wrap(line, 8) == [
+        "        self.layers = nn.ModuleList(",
+        "            [",
+        "                nn.ModuleList(",
+        "                    [",
+        "                        Attention(width=16, context=17),",
+        "                        Norm(17),",
+        f"                        {inner},",
+        "                    ]",
+        "                )",
+        "            ]",
+        "        )",
+    ]

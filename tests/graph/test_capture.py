@@ -269,17 +269,29 @@ def test_an_evaluated_model_is_captured_in_training_and_left_evaluated() -> None
     assert "dropout.default" in operations(found)
 
 
-def test_a_model_that_traces_in_evaluation_only_is_captured_so_with_a_warning() -> None:
-    class Sampled(Linears):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            if self.training and torch.rand(()).item() > 0.5:
-                h = h * 2
-            return self.b(h)
+class Sampled(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training and torch.rand(()).item() > 0.5:
+            h = h * 2
+        return self.b(h)
 
-    with pytest.warns(UserWarning, match="Sampled cannot be traced in training mode .*captured in evaluation mode"):
-        found = captured(Sampled(), torch.ones(2, 4))
+
+def test_a_model_that_traces_in_evaluation_alone_is_captured_if_it_is_in_that_mode(tmp_path: Path) -> None:
+    with pytest.raises(
+        CaptureError, match=r"Sampled cannot be captured in training mode(.|\n)*test_capture.py:\d+: if"
+    ):
+        captured(Sampled(), torch.ones(2, 4))
+    with pytest.warns(
+        UserWarning, match="Sampled is captured in evaluation mode alone, .* refuse training mode: .*rand"
+    ):
+        found = captured(Sampled().eval(), torch.ones(2, 4))
     assert not found.training
+    package = pipegraph.write_package(pipegraph.plan(found, stages=2), tmp_path / "package")
+    stage = package.load_stage(1)
+    assert stage(torch.ones(2, 4)).shape == (2, 4)
+    with pytest.raises(NotImplementedError, match="Sampled was captured in evaluation mode alone"):
+        stage.train()(torch.ones(2, 4))
 
 
 class Remembers(nn.Module):

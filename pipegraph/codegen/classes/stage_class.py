@@ -9,11 +9,12 @@ from torch import fx
 
 from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
 from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements
+from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Raise, Statement
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import stage_modules, value_text
 from pipegraph.graph.partition.stages import StageGraph
@@ -47,8 +48,15 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
             *_modes(captured, modules_of(contents, tree), tree),
         ),
         parameters=tuple(parameters),
-        forward=forward.statements,
+        forward=(*_refused_mode(captured), *forward.statements),
     )
+
+
+def _refused_mode(captured: Captured) -> Iterator[Statement]:
+    """``if self.training: raise …`` if the model was captured in evaluation mode alone."""
+    if captured.not_trained:
+        message = f"{prose(captured.model_name)} was captured in evaluation mode alone: training mode is another graph"
+        yield If(TRAINING, (Raise(call("NotImplementedError", string(message))),))
 
 
 def _parameters(blocks: BlockClasses, stage: StageGraph, names: Mapping[fx.Node, str]) -> list[str]:

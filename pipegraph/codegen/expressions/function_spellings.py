@@ -13,8 +13,10 @@ from torch import fx
 
 from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall
 from pipegraph.codegen.syntax.expressions import Attribute, Expression, call, conditional, literal, method
+from pipegraph.errors import CaptureError
+from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL
 from pipegraph.graph.internals import schema_arguments
-from pipegraph.graph.nodes import RELATIVE_DTYPE
+from pipegraph.graph.nodes import RELATIVE_DTYPE, source_line
 
 Spelling = Callable[[OperatorCall], Expression | None]
 
@@ -51,6 +53,11 @@ def _batch_norm(operator: OperatorCall) -> Expression:
     # Without running statistics there is only one mode.
     named["training"] = arguments["training"] if arguments.get("running_mean") is not None else True
     named |= {name: arguments[name] for name in ("momentum", "eps")}
+    if named["momentum"] == MOMENTUM_OF_ALL:
+        raise CaptureError(
+            f"A batch norm with momentum=None cannot be written as a function.\n  at {source_line(operator.node)}\n"
+            "Try: without hooks on it, or with a momentum."
+        )
     return operator.function("F.batch_norm", *positional, **named)
 
 

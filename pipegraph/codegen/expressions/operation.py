@@ -47,7 +47,7 @@ def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression]
     if called.target.namespace != "aten":
         return _by_overload(called)
     spell = spelling_function(operator_of(node).spelling)
-    return (spell and spell(called)) or _by_name(called) or _by_overload(called)
+    return (spell and spell(called)) or _by_name(called) or _drawn(called) or _by_overload(called)
 
 
 def write(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression) -> Statement:
@@ -107,6 +107,24 @@ def _by_name(called: OperatorCall) -> Expression | None:
                 return called.function(f"{library}.{name}", *positional, **named)
             return called.method(positional[0], name, *positional[1:], **named)
     return None
+
+
+def _drawn(called: OperatorCall) -> Expression | None:
+    """``torch.zeros_like(x).uniform_(0, 1)`` for random numbers that torch only writes into a tensor.
+
+    A tensor that nothing else reads is the one that they are written into; of any other only the form counts.
+    """
+    name = f"{called.name.removesuffix('_functional')}_"
+    draws = torch.Tag.nondeterministic_seeded in called.target.tags
+    if not draws or "self" not in called.arguments or not hasattr(torch.Tensor, name):
+        return None
+    named = dict(called.arguments)
+    tensor = named.pop("self")
+    owner = called.expression(tensor)
+    if not operator_of(tensor).factory or len(tensor.users) > 1:
+        owner = call("torch.empty_like", owner)
+    positional = [named.pop(each) for each in list(named) if each in called.required]
+    return called.method_of(owner, name, *positional, **named)
 
 
 def _single(called: OperatorCall, name: str, value: Any) -> Any:

@@ -107,8 +107,11 @@ class OperatorCall:
 
     def method(self, owner: Any, name: str, *positional: Any, **named: Any) -> FunctionCall:
         """``owner.name(positional…, named=…)``."""
-        arguments = map(self.expression, positional)
-        return method(self.expression(owner), name, *arguments, **self._expressions(named))
+        return self.method_of(self.expression(owner), name, *positional, **named)
+
+    def method_of(self, owner: Expression, name: str, *positional: Any, **named: Any) -> FunctionCall:
+        """The same of an expression."""
+        return method(owner, name, *map(self.expression, positional), **self._expressions(named))
 
     def _expressions(self, named: dict[str, Any]) -> dict[str, Expression]:
         return {name: self.expression(argument) for name, argument in named.items()}

@@ -166,6 +166,12 @@ def _expand(operator: OperatorCall) -> Expression:
     return operator.method(operator.arguments["self"], "expand", *(sizes or [()]))
 
 
+def _split(operator: OperatorCall) -> Expression:
+    """``x.split([2, 3], dim=1)``."""
+    named = dict(operator.arguments)
+    return operator.method(named.pop("self"), "split", named.pop("split_sizes"), **named)
+
+
 SPELLINGS: dict[str, Spelling] = {
     **FUNCTION_SPELLINGS,
     **POOL_SPELLINGS,
@@ -176,4 +182,5 @@ SPELLINGS: dict[str, Spelling] = {
     "reshape": _reshape,
     "flatten": _flatten,
     "expand": _expand,
+    "split": _split,
 }

@@ -6,8 +6,9 @@ A call of such a module is written as a call if capture recorded all its argumen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from pipegraph.graph.captured import Captured
 # Constructor arguments that a module keeps under no attribute, or under another name, or that are changed here: how to
 # read them back.
 _READERS: Mapping[str, Callable[[Any], object]] = {
-    "bias": lambda module: (module.in_proj_bias if _is_attention(module) else module.bias) is not None,
+    "bias": lambda module: _is_there(module.in_proj_bias if _is_attention(module) else module.bias),
     "elementwise_affine": lambda module: module.weight is not None,
     "add_bias_kv": lambda module: module.bias_k is not None,
     "kdim": lambda module: None if module.kdim == module.embed_dim else module.kdim,
@@ -54,13 +55,13 @@ def module_constructor(module: nn.Module) -> FunctionCall | None:
     cls = _PUBLIC.get(cls.__name__, cls) if cls.__module__.startswith("torch.nn.modules") else cls
     if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
         return None
-    if (any(True for _ in module.children()) and not _is_attention(module)) or isinstance(module, nn.RNNBase):
+    if any(True for _ in module.children()) and not _is_attention(module):
         return None
     values = _constructor_arguments(cls, module)
     if values is None or not _makes_equal(cls, values, module):
         return None
     arguments: list[Argument] = []
-    for name, entry in inspect.signature(cls).parameters.items():
+    for name, entry in _parameters(cls).items():
         try:
             if name in values:
                 passing = Passing.POSITIONAL if entry.default is entry.empty else Passing.KEYWORD
@@ -72,15 +73,31 @@ def module_constructor(module: nn.Module) -> FunctionCall | None:
     return FunctionCall(Name(f"nn.{cls.__name__}"), tuple(arguments))
 
 
+def _is_there(bias: Any) -> bool:
+    """Return whether there is a bias; RNNs keep the truth itself."""
+    return bias if isinstance(bias, bool) else bias is not None
+
+
 def _is_attention(module: nn.Module) -> bool:
     return type(module) is nn.MultiheadAttention
+
+
+def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a constructor; those of ``nn.LSTM`` and its like hide behind ``*args``."""
+    if not issubclass(cls, nn.RNNBase):
+        return inspect.signature(cls).parameters
+    parameters = {name: each for name, each in inspect.signature(nn.RNNBase).parameters.items() if name != "mode"}
+    if cls is nn.RNN:
+        parameters["nonlinearity"] = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
+    return parameters
 
 
 def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str, Any] | None:
     """The constructor's arguments that differ from their defaults, read back from the module."""
     arguments: dict[str, Any] = {}
-    for name, entry in inspect.signature(cls.__init__).parameters.items():
-        if name == "self" or name in _NOT_ARGUMENTS:
+    parameters = _parameters(cls)
+    for name, entry in parameters.items():
+        if name in _NOT_ARGUMENTS:
             continue
         if entry.kind in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD):
             if cls is nn.Identity or cls.__init__ is nn.Module.__init__:  # arguments that mean nothing
@@ -94,7 +111,7 @@ def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str,
         if entry.default is entry.empty or value != entry.default:
             arguments[name] = value
     dtypes = {parameter.dtype for parameter in module.parameters()}
-    if len(dtypes) == 1 and "dtype" in inspect.signature(cls.__init__).parameters:
+    if len(dtypes) == 1 and "dtype" in parameters:
         (dtype,) = dtypes
         if dtype != torch.float32:
             arguments["dtype"] = dtype
@@ -147,11 +164,14 @@ class CallArguments:
             values that the call reads; for a tuple of values, their positions.
         settings: the arguments behind them: numbers, texts and None, by keyword.
         takes_first: whether the module returns a tuple of which only the first result is used.
+        unpacked: the results as the module nests them, if it returns more than is used or nests them: the position of
+            each among the results that are used; None for others.
     """
 
     values: tuple[tuple[str, int | tuple[int, ...]], ...]
     settings: tuple[tuple[str, object], ...] = ()
     takes_first: bool = False
+    unpacked: tuple[Any, ...] | None = None
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -167,7 +187,7 @@ class CallArguments:
     def is_plain(self) -> bool:
         """Whether the call is ``module(x, y)``: the values that it reads one after the other, and nothing else."""
         in_order = all(not keyword and at == position for at, (keyword, position) in enumerate(self.values))
-        return in_order and not self.settings and not self.takes_first
+        return in_order and not self.settings and not self.takes_first and self.unpacked is None
 
     def call(self, function: Expression, values: Sequence[Expression]) -> Expression:
         """``self.attention(x, x, x, need_weights=False)[0]``.
@@ -187,6 +207,18 @@ class CallArguments:
         settings = {name: literal(value) for name, value in self.settings}
         made = call(function, *positional, **named, **settings)
         return Subscript(made, (literal(0),)) if self.takes_first else made
+
+
+def nested_targets(places: Iterable[Any], target: Callable[[int], Expression]) -> tuple[Expression, ...]:
+    """``out, (h, _)``: what the results of a call are assigned to, nested as in `CallArguments.unpacked`."""
+    return tuple(
+        Collection(nested_targets(place, target), "()")
+        if isinstance(place, tuple)
+        else Name("_")
+        if place is None
+        else target(place)
+        for place in places
+    )
 
 
 def torch_module_call(
@@ -220,13 +252,14 @@ def _recorded_arguments(
     """The arguments of a call as capture recorded them, if it reads nothing else and returns ``makes``."""
     results = [result_place(node, called.call) for node in makes]
     first = results[0] if results else None
-    if first is None or [place and place.index for place in results] != list(range(len(results))):
+    paths = [place.path for place in results if place is not None and place.path is not None]
+    if first is None or len(paths) != len(results):
         return None
     if any(node.op == "get_attr" for node in reads):
         return None
     places = [argument_place(node, called.call) for node in reads]
     by_order = {order: at for at, place in enumerate(places) if place is not None for order in place.orders}
-    recorded, parameters = dict(first.arguments), inspect.signature(type(module).forward).parameters
+    recorded, parameters = dict(first.arguments), inspect.signature(module.forward).parameters
     if not recorded.keys() <= parameters.keys():
         return None
     values: dict[str, int | tuple[int, ...]] = {}
@@ -242,12 +275,25 @@ def _recorded_arguments(
     if order != len(by_order) or set(by_order.values()) != set(range(len(reads))):
         return None
     defaults = {name: parameters[name].default for name in recorded}
+    by_position = set(takewhile(values.__contains__, islice(parameters, first.positional)))
+    is_flat = paths in ([()], [(0,)], [(at,) for at in range(first.count)])
     settings = ((name, value) for name, value in recorded.items() if name not in values)
     return CallArguments(
-        tuple(("" if defaults[name] is inspect.Parameter.empty else name, at) for name, at in values.items()),
+        tuple(
+            ("" if name in by_position or defaults[name] is inspect.Parameter.empty else name, at)
+            for name, at in values.items()
+        ),
         tuple((name, value) for name, value in settings if value != defaults[name]),
-        takes_first=first.count > len(results) == 1,
+        takes_first=paths == [(0,)],
+        unpacked=None if is_flat else _unpacked(first.form, paths),
     )
+
+
+def _unpacked(form: object, paths: Sequence[tuple[int, ...]], path: tuple[int, ...] = ()) -> Any:
+    """The results of a call as it nests them, each as its position in ``paths``; None for one that is not there."""
+    if isinstance(form, tuple):
+        return tuple(_unpacked(part, paths, (*path, index)) for index, part in enumerate(form))
+    return paths.index(path) if path in paths else None
 
 
 def _names(place: ArgumentPlace | None) -> tuple[str, ...]:

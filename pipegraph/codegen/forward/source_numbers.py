@@ -23,6 +23,7 @@ from pipegraph.codegen.syntax.expressions import (
     FunctionCall,
     Literal,
     Name,
+    Node,
     Subscript,
     literal,
 )
@@ -56,7 +57,11 @@ def fixed_sizes(
         if not any(size in numbers for size, _ in known):
             continue
         dims = source.dimensions_mentioned(node)
-        sizes = {size: place for (size, dim), place in known.items() if dim in dims and size in numbers}
+        places: dict[int, list[tuple[int, int]]] = {}
+        for (size, dim), place in known.items():
+            if dim in dims and size in numbers:
+                places.setdefault(size, []).append(place)
+        sizes = {size: held[0] for size, held in places.items() if len(held) == 1}
         if sizes:
             found[node] = sizes
     return found
@@ -219,9 +224,10 @@ def _replaced(
 ) -> Expression:
     """An expression with others in place of its numbers, except in the parts that other operations made."""
     made = {id(each) for each in operands}
+    dims = {id(each) for part in expression.walk() for each in _dimensions(part)}
 
     def walk(part: Any) -> Any:
-        if id(part) in made or (isinstance(part, Argument) and part.is_left_out):
+        if id(part) in made or id(part) in dims or (isinstance(part, Argument) and part.is_left_out):
             return part
         found = numbers.get(part.text) if isinstance(part, Literal) and part.is_number else None
         if found is None:
@@ -231,6 +237,14 @@ def _replaced(
 
     named: Expression = walk(expression)
     return named
+
+
+def _dimensions(part: Node) -> Sequence[Node]:
+    """The numbers that name dimensions: those of ``x.flatten(1, 3)``, and the first of ``x.unflatten(1, (3, 4))``."""
+    if not isinstance(part, FunctionCall) or not isinstance(part.function, Attribute):
+        return ()
+    count = {"flatten": 2, "unflatten": 1}.get(part.function.name, 0)
+    return [each.value for each in part.arguments[:count]]
 
 
 def _in_statement(statement: SourceStatement, expression: Expression, read: Read) -> dict[str, Expression]:

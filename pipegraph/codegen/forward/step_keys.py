@@ -45,7 +45,14 @@ def key_of(item: Item, lines: object) -> object:
         path = re.sub(r"\b\d+\b", "#", item.fqn)
         given = item.arguments
         form = given.form if given is not None else tuple(("", 1) for _ in item.reads)
-        return path, item.model_class, form, repr(given.settings if given else ()), item.parameters, lines
+        return (
+            path,
+            item.model_class,
+            form,
+            repr((given.settings, given.unpacked) if given else ()),
+            item.parameters,
+            lines,
+        )
     return item.function, len(item.reads), lines
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import contexts, express, write
+from pipegraph.codegen.expressions.torch_modules import nested_targets
 from pipegraph.codegen.forward.items import (
     ClassContents,
     HelperCall,
@@ -238,13 +239,16 @@ class ForwardWriter:
         self._called(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
 
     def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
-        expression = self._build(item, build)
-        if len(item.makes) == 1:
+        expression, left = self._build(item, build), self._values.uses_left
+
+        def result(place: int) -> Name:
+            return self._bind(item, item.makes[place], expression) if left[item.makes[place]] else Name("_")
+
+        unpacked = item.arguments.unpacked if isinstance(item, ModuleCall) and item.arguments is not None else None
+        if len(item.makes) == 1 and unpacked is None:
             self._place(item, item.makes[0], expression)
         else:
-            left = self._values.uses_left
-            targets = (self._bind(item, node, expression) if left[node] else Name("_") for node in item.makes)
-            self._emit(item, Assign(tuple(targets), expression))
+            self._emit(item, Assign(nested_targets(unpacked or range(len(item.makes)), result), expression))
 
     # ---- values ----------------------------------------------------------------------------------------------------
 

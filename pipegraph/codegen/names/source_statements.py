@@ -59,6 +59,21 @@ class SourceStatement:
             return self.targets[int(node.args[1])]  # type: ignore[arg-type]
         return self.targets[0] if len(self.targets) == 1 else None
 
+    def target_at(self, path: Sequence[int], count: int) -> str | None:
+        """The name that it assigns to a part of a tuple: of ``out, (h, c) = …`` ``h`` to the part (1, 0).
+
+        Args:
+            count: how many parts the tuple has.
+        """
+        target = self.tree.targets[-1] if isinstance(self.tree, ast.Assign) else None
+        if not isinstance(target, ast.Tuple) or len(target.elts) != count:
+            return None
+        for index in path:
+            if not isinstance(target, ast.Tuple) or index >= len(target.elts):
+                return None
+            target = target.elts[index]
+        return target.id if isinstance(target, ast.Name) else None
+
 
 class SourceStatements:
     """Finds statements; there are none for a model without source files.
@@ -137,9 +152,7 @@ class SourceStatements:
         call = next((call for call, inner in path_of(node) if inner == fqn), None)
         place = result_place(node, call) if call is not None else None
         chain = self.of_call(fqn, node)
-        if place is None or place.index is None or not chain or not 1 < len(chain[-1].targets) == place.count:
-            return None
-        name = chain[-1].targets[place.index]
+        name = chain[-1].target_at(place.path, place.count) if place is not None and place.path and chain else None
         return None if name == "_" else name
 
     def unpacked_parameter(self, fqn: str, parameter: str, index: int) -> str | None:

@@ -44,9 +44,10 @@ def wrap(line: str, indent: int) -> list[str]:
     literal = not head[:-1] or head[-2] in " =([{"
     if len(inner + content) <= LINE_LENGTH and not content.endswith(",") and not (literal and len(elements) > 1):
         return [pad + head, inner + content, pad + tail]
-    if " for " in content and len(elements) == 1 and head[-1] in "[{":
-        before, _, after = content.rpartition(" for ")
-        return [pad + head, *wrap(before, indent + 4), f"{inner}for {after}", pad + tail]
+    loops = [position for position, depth in _depths(content) if not depth and content.startswith(" for ", position)]
+    if loops and len(elements) == 1 and head[-1] in "[{":
+        before, after = content[: loops[-1]], content[loops[-1] + 1 :]
+        return [pad + head, *wrap(before, indent + 4), inner + after, pad + tail]
     if len(elements) == 1 and content[-1] in _CLOSE:
         return [pad + head, *wrap(content, indent + 4), pad + tail]
     lines = [pad + head]

@@ -83,6 +83,17 @@ class Return(Statement):
         return f"return ({result})" if len(self.values) > 1 and len(result) > _LONGEST_RESULTS else f"return {result}"
 
 
+@dataclass(frozen=True)
+class Raise(Statement):
+    """``raise error``."""
+
+    value: Expression
+
+    @property
+    def text(self) -> str:
+        return f"raise {self.value.text}"
+
+
 class CompoundStatement(Statement):
     """A statement with a header and a body."""
 

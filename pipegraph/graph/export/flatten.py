@@ -188,6 +188,8 @@ class _Flattening:
                 values[node] = self._region(node, values, regions)
             elif isinstance(node.meta.get("val"), torch.SymInt):
                 values[node] = self._known(node, self.sizes.number)
+            elif is_symbolic(node.meta.get("val")) and (number := self.sizes.constant(node.meta["val"])) is not None:
+                values[node] = number
             elif is_symbolic(node.meta.get("val")):
                 error = self.sizes.fixed_size_needed(node.meta["val"])
                 error.line = source_line(node)

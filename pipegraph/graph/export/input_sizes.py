@@ -158,6 +158,13 @@ class InputSizes:
             symbols = self._places.keys()
         return FixedSizeNeededError(frozenset(place for symbol in symbols for place in self._places[symbol]))
 
+    def constant(self, value: Any) -> float | None:
+        """A fraction or truth value that is computed from sizes which do not vary; None for any other."""
+        renamed = self._renamed(value)
+        if renamed.free_symbols:
+            return None
+        return bool(renamed) if isinstance(value, torch.SymBool) else float(renamed)
+
     def guards(self) -> SizeGuards:
         """What the program takes for granted of the sizes.
 

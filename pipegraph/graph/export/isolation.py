@@ -6,12 +6,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from pipegraph.graph.internals import fake_mode_of, new_fake_mode, pytree, version_of
+from pipegraph.graph.model_structure import is_layer_of_torch
+
+MOMENTUM_OF_ALL: Final = float.fromhex("0x1.23456789abcdep-4")
+"""The momentum with which a batch norm is traced that has none."""
 
 
 @contextmanager
@@ -103,12 +107,13 @@ def fake_parameters(
     Tracing on the meta device itself would lose the values of tensors made in ``forward`` (``torch.tensor([1, 2],
     device=x.device)``) and break code that asks for the kind of device; a fake tensor says "cpu" (or the device it
     stands for) and holds nothing. The modules get their own parameters back, also after an error, and tied
-    parameters stay tied.
+    parameters stay tied. A batch norm of torch with ``momentum=None`` has `MOMENTUM_OF_ALL`; stages make it anew.
 
     With ``dtype`` the model is traced as it is after ``model.to(dtype)``, on inputs of that dtype: parameters, buffers
     and inputs of floating point have it. With ``device`` it is traced as if all of them were there.
     """
     mode = new_fake_mode()
+    averaging = [module for module in model.modules() if is_layer_of_torch(type(module)) and _averages_all(module)]
     stood_for = _device(args, kwargs)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,6 +127,8 @@ def fake_parameters(
     twins: dict[int, torch.Tensor] = {}
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     try:
+        for module in averaging:
+            module.momentum = MOMENTUM_OF_ALL
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) not in twins:
@@ -141,6 +148,13 @@ def fake_parameters(
     finally:
         for module, name, tensor in replaced:
             setattr(module, name, tensor)
+        for module in averaging:
+            module.momentum = None
+
+
+def _averages_all(module: nn.Module) -> bool:
+    """Return whether a batch norm averages over all batches: it divides by their number, which no trace knows."""
+    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.momentum is None
 
 
 def active_fake_mode(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from itertools import product
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.export import ExportedProgram
 
 from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
-from pipegraph.graph.calls import ArgumentPlace, ResultPlace
-from pipegraph.graph.captured import CHECKPOINTED, plain_containers
-from pipegraph.graph.export.function_calls import CustomFunctions, HelperCalls, LostBackwardError
+from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.isolation import fake_parameters, not_logged, refusals_not_logged
+from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
-    call_name,
-    current_call,
     fixed_sizes_seen,
     lstm_states_in_their_shapes,
-    module_calls_wrapped,
     pytree,
-    traced_node,
 )
 from pipegraph.graph.symbolic_size import InputDimension
-
-# Arguments whose values are recorded.
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Exported(NamedTuple):
@@ -50,6 +39,7 @@ class Exported(NamedTuple):
         lines: a size that the model fixed, as torch names it → the line of the model's source.
         obstacle: why no dimension was let vary.
         computed: a dimension that had to be fixed → the line that computes from it what a stage cannot express.
+        training_error: why it was not exported in training mode, with the line; empty if it was.
     """
 
     program: ExportedProgram
@@ -58,6 +48,7 @@ class Exported(NamedTuple):
     lines: Mapping[str, str] = MappingProxyType({})
     obstacle: str = ""
     computed: Mapping[InputDimension, str] = MappingProxyType({})
+    training_error: str = ""
 
 
 def export(
@@ -67,16 +58,20 @@ def export(
     fixed: frozenset[InputDimension] | None = frozenset(),
     *,
     allow_derivative: bool = False,
+    trains: bool = True,
 ) -> Exported:
-    """Export in training mode, or in the first other mode that works, with sizes that may vary if that works.
+    """Export in training mode, or else in the mode that the model is in, with sizes that may vary if that works.
+
+    Args:
+        trains: whether to try training mode.
 
     Raises:
-        CaptureError: no mode works, or a backward would be lost that is not the derivative of its forward and
+        CaptureError: neither mode works, or a backward would be lost that is not the derivative of its forward and
             ``allow_derivative`` does not say to take that; names the line of the model's own source.
     """
     modules = list(model.modules())
     own_modes = {module: module.training for module in modules}
-    modes = [dict.fromkeys(modules, True), own_modes, dict.fromkeys(modules, False)]
+    modes = [*([dict.fromkeys(modules, True)] if trains else []), own_modes]
     first_error: Exception | None = None
     obstacle = ""
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
@@ -90,17 +85,22 @@ def export(
             if tried is None:  # otherwise the reason is the same, or it is that sizes vary
                 first_error = first_error or error
             else:
-                obstacle = obstacle or ", at ".join(filter(None, (_summary(error), user_line(error))))
+                obstacle = obstacle or _at_line(_summary(error), error)
             continue
-        if first_error is not None:
-            warnings.warn(
-                f"{type(model).__name__} cannot be traced in training mode ({_summary(first_error)}); it was captured "
-                "in evaluation mode, without the dropout inside attention.",
-                stacklevel=3,
-            )
-        return Exported(program, mode, tried, lines, obstacle if tried is None else "")
+        failed = "" if first_error is None else _at_line(_summary(first_error), first_error)
+        return Exported(program, mode, tried, lines, obstacle if tried is None else "", training_error=failed)
     assert first_error is not None
-    raise CaptureError(_explanation(model, first_error)) from first_error
+    mode_needed = " in training mode" if _exports_evaluated(model, args, kwargs) else ""
+    raise CaptureError(explanation(model, first_error, mode_needed)) from first_error
+
+
+def _exports_evaluated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a model that cannot be exported as it is can be in evaluation mode."""
+    try:
+        export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
+    except Exception:  # whatever the model raises
+        return False
+    return True
 
 
 def export_in(
@@ -198,8 +198,14 @@ def _lost_backward(model: nn.Module, error: LostBackwardError) -> str:
     )
 
 
-def _explanation(model: nn.Module, error: Exception) -> str:
-    """The message of a `CaptureError`: the problem, the line of the user's source, and advice."""
+def explanation(model: nn.Module, error: Exception, mode: str = "") -> str:
+    """The message of a `CaptureError`: the problem, the line of the user's source, and advice.
+
+    Args:
+        mode: `` in training mode`` if that alone cannot be captured, or `` in evaluation mode``.
+    """
+    if isinstance(error, CaptureError):
+        return f"{type(model).__name__} cannot be captured{mode}. {error}"
     where = user_line(error)
     advice = (
         "model(*example_inputs) in Python. If that fails too, mend the inputs or the model; if not, "
@@ -207,8 +213,14 @@ def _explanation(model: nn.Module, error: Exception) -> str:
     )
     if _depends_on_values(error):
         advice = "for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument"
+    if mode == " in training mode":
+        advice += "; or model.eval() in build_model, for stages that do not train"
     at = f"\n  at {where}" if where else ""
-    return f"{type(model).__name__} cannot be captured: {_summary(error)}.{at}\nTry: {advice}."
+    return f"{type(model).__name__} cannot be captured{mode}: {_summary(error)}.{at}\nTry: {advice}."
+
+
+def _at_line(problem: str, error: Exception) -> str:
+    return ", at ".join(filter(None, (problem, user_line(error))))
 
 
 def _summary(error: Exception) -> str:
@@ -221,106 +233,3 @@ def _summary(error: Exception) -> str:
 
 def _depends_on_values(error: Exception) -> bool:
     return "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
-
-
-def record_calls(model: nn.Module) -> AbstractContextManager[None]:
-    """Mark the arguments and results of every call of a module, or of a function beside one, that ``torch.export``
-    traces inside."""
-    helpers = HelperCalls(model)
-    return module_calls_wrapped(partial(_run_recorded, helpers), helpers.name)
-
-
-def _run_recorded(
-    helpers: HelperCalls,
-    tracer: Any,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    call = call_name(current_call(tracer))
-    arguments = list(_arguments(module, args, kwargs))
-    _mark(tracer, "argument_of", call, _argument_places(arguments))
-    result = forward(*args, **kwargs)
-    helpers.end(tracer)
-    if _is_checkpointed(inspect.currentframe()):
-        _mark(tracer, CHECKPOINTED, call, ((tensor, True) for tensor in _tensors(result)))
-    plain = tuple((each.name, _plain(each)) for each in arguments)
-    _mark(tracer, "result_of", call, _result_places(result, plain))
-    return result
-
-
-def _is_checkpointed(frame: FrameType | None) -> bool:
-    """Return whether the call of a module that runs in a frame was made by ``torch.utils.checkpoint``, not by the call
-    of another module that was."""
-    if frame is None:  # an interpreter without frames
-        return False
-    own, caller = frame.f_code, frame.f_back
-    while caller is not None and caller.f_code is not own:
-        if caller.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        caller = caller.f_back
-    return False
-
-
-def _mark(tracer: Any, key: str, call: str, values: Iterator[tuple[torch.Tensor, Any]]) -> None:
-    for tensor, place in values:
-        node = traced_node(tracer, tensor)
-        if node is not None:
-            places = node.meta.setdefault(key, {})
-            first = places.setdefault(call, place)
-            if isinstance(first, ArgumentPlace):
-                places[call] = first.joined(place)
-
-
-class _Argument(NamedTuple):
-    name: str
-    value: Any
-    is_variadic: bool  # a tuple of positional arguments, *args
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Argument]:
-    """The arguments of a call, in the order of the parameters of ``forward``."""
-    try:
-        signature = inspect.signature(module.forward)
-        bound = signature.bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return
-    for name, value in bound.items():
-        kind = signature.parameters[name].kind
-        named = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        for key, each in named.items():
-            yield _Argument(key, each, kind is inspect.Parameter.VAR_POSITIONAL)
-
-
-def _plain(argument: _Argument) -> object:
-    """What a call keeps of an argument, as `ResultPlace` has it."""
-    value = argument.value
-    if isinstance(value, tuple) and value and not argument.is_variadic:
-        return (...,) * len(value) if all(isinstance(part, torch.Tensor) for part in value) else ...
-    return value if isinstance(value, _PLAIN) else ...
-
-
-def _argument_places(arguments: Iterable[_Argument]) -> Iterator[tuple[torch.Tensor, ArgumentPlace]]:
-    order = 0
-    for name, value, is_variadic in arguments:
-        for index, tensor in enumerate(_tensors(value)):
-            is_whole = tensor is value and not is_variadic
-            part = None if is_whole or is_variadic else (name, index)
-            yield tensor, ArgumentPlace(order, name if is_whole else None, part_of=part)
-            order += 1
-
-
-def _result_places(
-    result: Any, arguments: tuple[tuple[str, object], ...]
-) -> Iterator[tuple[torch.Tensor, ResultPlace]]:
-    parts = list(result) if isinstance(result, (tuple, list)) else [result]
-    order = 0
-    for index, part in enumerate(parts):
-        for tensor in _tensors(part):
-            yield tensor, ResultPlace(order, index if tensor is part else None, len(parts), arguments)
-            order += 1
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(plain_containers(value)) if isinstance(leaf, torch.Tensor)]

@@ -99,25 +99,30 @@ class Trace:
         return sizes
 
 
-def trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool) -> Trace:
+def trace(
+    model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool = True
+) -> Trace:
     """Export a model, with every size that may vary.
 
     ``torch.export`` lets no size of 1 vary. A batch of 1 is therefore traced with 2 rows, if the program is the model
     with 1 row as well.
 
+    Args:
+        trains: whether to try training mode.
+
     Raises:
         CaptureError: the model cannot be exported.
     """
     for ones in _sizes_of_one(example, wanted):
-        made = _trace_doubled(model, example, ones, wanted, allow_derivative)
+        made = _trace_doubled(model, example, ones, wanted, allow_derivative, trains)
         if made is not None:
             return made
-    return _trace(model, example, wanted, allow_derivative)
+    return _trace(model, example, wanted, allow_derivative, trains)
 
 
-def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool) -> Trace:
+def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
     args, kwargs = example
-    exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative)
+    exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative, trains=trains)
     computed: dict[InputDimension, str] = {}
     while True:
         state, tensors = state_of(model)
@@ -129,14 +134,19 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
             is_known = exported.fixed is None or error.dimensions <= exported.fixed
             fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
             computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
-            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative)
+            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative, trains=trains)
             exported = exported._replace(computed=computed)
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
     return Trace(example, exported, graph, state, tensors, sizes, guards, comparison)
 
 
 def _trace_doubled(
-    model: nn.Module, example: Example, ones: AbstractSet[InputDimension], wanted: WantedSizes, allow_derivative: bool
+    model: nn.Module,
+    example: Example,
+    ones: AbstractSet[InputDimension],
+    wanted: WantedSizes,
+    allow_derivative: bool,
+    trains: bool,
 ) -> Trace | None:
     """Trace a model with sizes of 2 in place of 1; None if one of them does not vary, or may not be 1."""
     leaves, form = pytree.tree_flatten(example)
@@ -144,7 +154,7 @@ def _trace_doubled(
         leaves[position] = torch.cat([leaves[position].detach()] * 2, dim)
     with warnings.catch_warnings(record=True) as caught:
         try:
-            made = _trace(model, pytree.tree_unflatten(leaves, form), wanted, allow_derivative)
+            made = _trace(model, pytree.tree_unflatten(leaves, form), wanted, allow_derivative, trains)
         except CaptureError:
             return None
     found = {made.sizes.symbol_of(dimension) for dimension in ones}

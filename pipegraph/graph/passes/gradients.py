@@ -9,6 +9,8 @@ from torch import fx
 
 from pipegraph.graph.aliasing import shared_memory, written_by
 from pipegraph.graph.captured import BRANCH, Captured
+from pipegraph.graph.internals import pytree
+from pipegraph.graph.nodes import label_of
 from pipegraph.graph.operators import operator_of
 
 
@@ -60,8 +62,9 @@ def untrained_parameters(captured: Captured) -> frozenset[str]:
     A loss need not use all outputs, so that only the others get a gradient from every loss. What runs in one mode alone
     does not count.
     """
-    (end,) = captured.graph.find_nodes(op="output")
-    outputs = [node for node in end.all_input_nodes if node.meta.get("requires_grad", False)]
+    labels = {label for label in pytree.tree_leaves(captured.outputs) if label is not None}
+    returned = [node for node in captured.returned if label_of(node) in labels]
+    outputs = [node for node in returned if node.meta.get("requires_grad", False)]
     reached = [_sources(output) for output in outputs]
     trained = set.intersection(*reached) if reached else set()
     names = captured.names_of

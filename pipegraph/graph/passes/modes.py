@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +10,8 @@ from torch import fx, nn
 from pipegraph.graph.calls import copy_places, replace_node
 from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, BranchPart, ModuleEntry, by_mode
 from pipegraph.graph.internals import call_name, pytree
-from pipegraph.graph.mode_comparison import ModeComparison, ModeDifference, OtherGraphError
+from pipegraph.graph.mode_comparison import ModeComparison
+from pipegraph.graph.mode_differences import ModeDifference, OtherGraphError
 from pipegraph.graph.model_structure import class_text, is_layer_of_torch
 from pipegraph.graph.nodes import SIZES, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
@@ -29,16 +29,14 @@ def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> b
 def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
     """Mark what drops values in evaluation mode too, and make branches of what only one mode does.
 
-    A warning names the first difference that is no branch inside a ``forward``.
-
     before:  y = dropout(x, 0.1, True)      in ``evaluation`` as well
     after:   y = dropout(x, 0.1, True)      # in_every_mode: F.dropout(x), without training=self.training
+
+    Raises:
+        OtherGraphError: there is a difference that is no branch.
     """
-    try:
-        _mark_dropouts(_own_operations(graph, modules), _own_operations(evaluation, modules))
-        merge_modes(graph, evaluation, modules)
-    except OtherGraphError as error:
-        _warn(error.node)
+    _mark_dropouts(_own_operations(graph, modules), _own_operations(evaluation, modules))
+    merge_modes(graph, evaluation, modules)
 
 
 def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
@@ -111,14 +109,6 @@ def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
     return owner is not None and is_layer_of_torch(type(owner.module))
 
 
-def _warn(node: fx.Node) -> None:
-    warnings.warn(
-        "Beyond dropout and batch norm, the model does not compute the same in evaluation mode; its stages do what it "
-        f"does in training mode, also after .eval(). The first difference: {source_line(node)}",
-        stacklevel=5,
-    )
-
-
 def _attention_dropout(node: fx.Node) -> bool:
     attention = node.target is aten.scaled_dot_product_attention.default
     return attention and bool(arguments_of(node).get("dropout_p", 0.0))
@@ -155,21 +145,35 @@ class _ModeMerge:
         """Write the branches into the graph."""
         for node in self._comparison.in_every_mode:
             node.meta["in_every_mode"] = True
-        if self._comparison.outputs is not None:
-            (output,) = self._graph.find_nodes(op="output")
-            output.meta[EVALUATION_OUTPUTS] = self._comparison.outputs
         copies: dict[fx.Node, fx.Node] = {}
+        home: dict[fx.Node, ModeDifference] = {}
         for number, branch in enumerate(self._comparison.differences):
             for node in branch.training:
-                node.meta[BRANCH] = BranchPart(number, True)
+                home[node] = branch
+                if not branch.runs_in_both:
+                    node.meta[BRANCH] = BranchPart(number, True)
             for node in branch.evaluation:
                 copies[node] = self._copy(node, branch, number, copies)
+                home[copies[node]] = branch
+        self._return_more(copies)
         for number, branch in enumerate(self._comparison.differences):
             for (value, other), readers in branch.joins.items():
                 other = self._state(other, branch) if other.op == "get_attr" else copies.get(other, other)
                 join = self._join(branch, number, value, other)
                 for reader, position in readers:
                     _replace_argument(reader, position, value, join)
+                for node in (value, other):
+                    for reader in [each for each in node.users if home.get(each, branch) is not branch]:
+                        if home.get(node) is branch:  # another branch reads what this one makes
+                            reader.replace_input_with(node, join)
+
+    def _return_more(self, copies: Mapping[fx.Node, fx.Node]) -> None:
+        """Return what evaluation mode alone returns, too."""
+        (output,) = self._graph.find_nodes(op="output")
+        if self._comparison.outputs is not None:
+            more = [copies.get(node, node) for node in self._comparison.more_outputs]
+            output.args = ((*output.args[0], *more),)
+            output.meta[EVALUATION_OUTPUTS] = self._comparison.outputs
 
     def _copy(self, node: fx.Node, branch: ModeDifference, number: int, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         def value(argument: fx.Node) -> fx.Node:
@@ -180,7 +184,8 @@ class _ModeMerge:
             made = self._graph.node_copy(node, value)
         inner = path_of(node)[len(branch.path) :]
         made.meta["path"] = (*branch.path, *((_in_evaluation(call), fqn) for call, fqn in inner))
-        made.meta[BRANCH] = BranchPart(number, False)
+        if not branch.runs_in_both:
+            made.meta[BRANCH] = BranchPart(number, False)
         for key in ("argument_of", "result_of"):
             made.meta.pop(key, None)
         calls = {call_name(call) for call, _ in inner}

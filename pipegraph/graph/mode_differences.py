@@ -1,0 +1,259 @@
+"""The differences between the graphs of a model in two modes, settled so that each is a branch of one ``forward``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+from torch import fx
+
+from pipegraph.graph.aliasing import written_by
+from pipegraph.graph.calls import argument_place
+from pipegraph.graph.internals import OpOverload
+from pipegraph.graph.nodes import path_of, shape_of, source_line
+from pipegraph.graph.operators import operator_of
+
+aten = torch.ops.aten
+
+_Path = tuple[tuple[str, str], ...]
+
+
+class OtherGraphError(Exception):
+    """The two graphs differ by more than branches inside one ``forward``.
+
+    Attributes:
+        node: the first operation that is in one graph only.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(source_line(node))
+        self.node = node
+
+
+@dataclass(eq=False)
+class ModeDifference:
+    """Operations of one call that one mode runs and the other does not.
+
+    Attributes:
+        before: the operation of the training graph before which it lies.
+        path: of the call.
+        training, evaluation: its operations.
+        joins: (value in training mode, value in evaluation mode) of what is read after it → where it is read. A value
+            of evaluation mode that is made in a branch is a node of the other graph.
+        runs_in_both: whether both modes run its operations all the same, because no branch can hold them.
+    """
+
+    before: fx.Node
+    path: _Path
+    training: list[fx.Node]
+    evaluation: list[fx.Node]
+    joins: dict[tuple[fx.Node, fx.Node], list[tuple[fx.Node, int | None]]] = field(default_factory=dict)
+    runs_in_both: bool = False
+
+
+class ModeDifferences:
+    """Differences, and the values that two graphs have in common.
+
+    Args:
+        graph: that of training mode.
+        is_own: whether the model itself runs an operation, and no layer that follows its mode.
+    """
+
+    def __init__(self, graph: fx.Graph, is_own: Callable[[fx.Node], bool]) -> None:
+        self._position = {node: number for number, node in enumerate(graph.nodes)}
+        self._is_own = is_own
+        self._value: dict[fx.Node, fx.Node] = {}  # of evaluation mode → of training mode
+        self.differences: list[ModeDifference] = []
+        self._difference_of: dict[fx.Node, ModeDifference] = {}
+        self._choices: set[ModeDifference] = set()
+
+    def pair(self, twin: fx.Node, node: fx.Node) -> None:
+        """Note that a value of evaluation mode is one of training mode."""
+        self._value[twin] = node
+
+    def add(self, branch: ModeDifference) -> None:
+        self.differences.append(branch)
+        self._difference_of |= dict.fromkeys((*branch.training, *branch.evaluation), branch)
+        self._value |= {node: node for node in branch.evaluation}
+
+    def compare(self, reader: fx.Node, position: int | None, value: fx.Node, twin: fx.Node) -> None:
+        """Note that a reader gets other values in the two modes, if it does."""
+        other = self.value_of(twin)
+        if self.effective(value) is not self.effective(other):
+            self._join(reader, position, value, other)
+
+    def _join(self, reader: fx.Node, position: int | None, value: fx.Node, other: fx.Node) -> None:
+        ends = [self._difference_of[node] for node in (value, other) if node in self._difference_of]
+        branch = max(ends, key=self.differences.index) if ends else self._choice(reader, value, other)
+        branch.joins.setdefault((value, other), []).append((reader, position))
+
+    def _choice(self, reader: fx.Node, value: fx.Node, other: fx.Node) -> ModeDifference:
+        """A branch that runs nothing, and chooses between two values that both modes make."""
+        path = _choice_path(reader, value, other)
+        branch = ModeDifference(_beginning(reader, len(path)), path, [], [])
+        self.add(branch)
+        self._choices.add(branch)
+        return branch
+
+    def value_of(self, twin: fx.Node) -> fx.Node:
+        """The value of training mode that one of evaluation mode is; itself if training mode does not make it."""
+        if twin not in self._value:
+            twin = self.effective(twin)
+        if twin not in self._value:
+            raise OtherGraphError(twin)
+        return self._value[twin]
+
+    def effective(self, node: fx.Node) -> fx.Node:
+        """The value of which operations give nothing else in evaluation mode, or the buffer that they write into."""
+        buffer = node
+        while "writes" in buffer.meta:
+            buffer = written_by(buffer)[0]
+        if buffer.op == "get_attr":
+            return buffer
+        while node.op == "call_function" and is_transparent(node) and node not in self._difference_of:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node = source
+        return node
+
+    def run_in_both(self, node: fx.Node) -> None:
+        """Let both modes run what a value is made from, if a branch makes it.
+
+        Raises:
+            OtherGraphError: that writes, or evaluation mode draws random numbers for it.
+        """
+        branch = self._difference_of.get(node)
+        if branch is None:
+            return
+        needed = _needed(node, branch)
+        for each in needed:
+            draws = each in branch.evaluation and not is_transparent(each) and _draws(each)
+            if self._is_own(each) and ("writes" in each.meta or draws):
+                raise OtherGraphError(each)
+            del self._difference_of[each]
+        (own, training), (other, evaluation) = (
+            ([each for each in side if each in needed], [each for each in side if each not in needed])
+            for side in (branch.training, branch.evaluation)
+        )
+        branch.training, branch.evaluation = training, evaluation
+        common = ModeDifference(branch.before, branch.path, own, other, runs_in_both=True)
+        self.differences.insert(self.differences.index(branch), common)
+
+    def settle(self) -> None:
+        """Let both modes run what no branch can hold. Raises OtherGraphError for what both cannot run."""
+        while any(self._changes(branch) for branch in list(self.differences)):
+            pass
+
+    def _changes(self, branch: ModeDifference) -> bool:
+        """Mend the first thing because of which a branch is none; return whether there is one."""
+        node = self._read_too_far(branch)
+        if node is not None:
+            self.run_in_both(node)
+            return True
+        for (value, other), readers in branch.joins.items():
+            if not same_form(value, other):
+                raise OtherGraphError(other if other in self._difference_of else value)
+            foreign = [each for each in (value, other) if self._difference_of.get(each, branch) is not branch]
+            own = [each for each in (value, other) if self._difference_of.get(each) is not branch]
+            late = any(self._position.get(each, -1) >= self._position[branch.before] for each in own)
+            if foreign:
+                self.run_in_both(foreign[0])
+                return True
+            if late:
+                if branch in self._choices:
+                    raise OtherGraphError(value)
+                del branch.joins[value, other]
+                self.run_in_both(value)
+                self.run_in_both(other)
+                choice = self._choice(readers[0][0], value, other)
+                choice.joins[value, other] = readers
+                return True
+        return False
+
+    def _read_too_far(self, branch: ModeDifference) -> fx.Node | None:
+        """A value that a branch reads from another one, after which it is not known; or that a dropout reads."""
+        for node in (*branch.training, *branch.evaluation):
+            if "writes" in node.meta and node in branch.evaluation:
+                raise OtherGraphError(node)
+            for parent in node.all_input_nodes:
+                value = parent if node in branch.training else self.value_of(parent)
+                source = self._difference_of.get(value, branch)
+                if source is not branch and not self._is_joined(value, source, branch):
+                    return value
+        for node in [] if branch.runs_in_both else branch.training:
+            for reader in node.users:
+                if is_transparent(reader) and self._difference_of.get(reader) is not branch:
+                    return node
+        return None
+
+    def _is_joined(self, value: fx.Node, source: ModeDifference, reader: ModeDifference) -> bool:
+        """Return whether a value of a branch is known after it, where another branch reads it."""
+        is_earlier = self._position[source.before] <= self._position[reader.before]
+        return is_earlier and any(value in join for join in source.joins)
+
+
+def is_transparent(node: fx.Node) -> bool:
+    """Return whether an operation may be left out of evaluation mode.
+
+    Such are a dropout that follows the mode, and ``contiguous()`` of an attention: the kernel of a mode may leave
+    nothing to rearrange.
+    """
+    if node.target is aten.contiguous.default:
+        source = node.args[0]
+        while isinstance(source, fx.Node) and operator_of(source).view is not None:
+            source = source.args[0]
+        return isinstance(source, fx.Node) and operator_of(source).spelling == "attention"
+    return operator_of(node).dropout and not node.meta["in_every_mode"]
+
+
+def same_form(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether two values have the same dtype and sizes."""
+    values = node.meta["val"], other.meta["val"]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    return bool(values[0].dtype == values[1].dtype and tuple(shape_of(node)) == tuple(shape_of(other)))
+
+
+def _needed(node: fx.Node, branch: ModeDifference) -> set[fx.Node]:
+    """The operations of a branch from which a value is made: whole calls of modules."""
+    inside = {*branch.training, *branch.evaluation}
+    depth = len(branch.path)
+    needed: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current in inside and current not in needed:
+            needed.add(current)
+            call = path_of(current)[depth : depth + 1]
+            together = [each for each in inside if call and path_of(each)[depth : depth + 1] == call]
+            waiting += [*current.all_input_nodes, *together]
+    return needed
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _choice_path(reader: fx.Node, value: fx.Node, other: fx.Node) -> _Path:
+    """The innermost call around a reader in which both of two values are known, made there or given to it."""
+    path = path_of(reader)
+    depth = max(_common_depth(path, path_of(node)) for node in (value, other))
+    while depth < len(path) and all(argument_place(node, path[depth][0]) is not None for node in (value, other)):
+        depth += 1
+    return path[:depth]
+
+
+def _common_depth(path: Sequence[object], other: Sequence[object]) -> int:
+    """How many calls two paths have in common."""
+    pairs = zip(path, other, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _beginning(node: fx.Node, depth: int) -> fx.Node:
+    """The first operation of the call, inside ``depth`` others, that an operation ran in; itself if it ran in none."""
+    path = path_of(node)[: depth + 1]
+    while len(path) > depth and path_of(node.prev)[: depth + 1] == path:
+        node = node.prev
+    return node
