@@ -98,7 +98,7 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
             "ProfilerStep#6",
             "ProfilerStep#7",
         ]
-        own = {"run": run["run"], "rank": rank, "ranks": 2, "digits": digits[0], "mesh": {"pp": 2}}
+        own = {"run": run["run"], "rank": rank, "ranks": 2, "digits": digits[0], "mesh": {"pp": 2}, "messages": {}}
         assert first["pipegraph"] == {**own, "clock": {"offset_ns": 0, "error_ns": 0}}
         assert list(first)[-1] == "traceEvents"  # behind its bracket the plugin writes what it knows of a GPU
         found = sorted(event["name"] for event in actions(first))
