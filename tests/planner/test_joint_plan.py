@@ -17,6 +17,7 @@ import pipegraph
 from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import PlanError
+from pipegraph.planner.joint_plan import search
 from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.layout import Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
@@ -123,6 +124,20 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
         assert comparison.best.step >= free.best.step * (1 - 1e-3)
     else:
         assert comparison.best.candidate.layout.pp == 1  # four devices hold the model, and a pipeline has a bubble
+
+
+def test_what_the_slowest_stage_rules_out_is_not_better(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a model of many layers, which is cut between layers first."""
+    monkeypatch.setattr(search, "_FEW_LAYERS", len(costs.layers))
+    memory = 0.6 * JointSearch(costs, 4, 32, None, ["1f1b"]).run().best.peak
+    made, every = (JointSearch(costs, 4, 32, memory, ["1f1b", "interleaved-1f1b"]) for _ in range(2))
+    comparison, found = made.run(), [every.search(candidate) for candidate in every.candidates]
+    for choice in found:
+        if choice is not None:
+            bound = every._slowest_stage(choice.candidate) + every._least_exposed(choice.candidate)
+            assert bound <= choice.step * (1 + 1e-9)
+    assert comparison.best.step <= min(choice.step for choice in found if choice is not None) * (1 + 1e-3)
+    assert comparison.searched < sum(map(every._may_fit, every.candidates))
 
 
 def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> None:

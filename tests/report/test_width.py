@@ -13,7 +13,7 @@ import pytest
 from pipegraph.cost.hardware import Hardware
 from pipegraph.planner.comparison import PlanComparison
 from pipegraph.planner.cut_choice import CutChoice
-from pipegraph.planner.joint_plan.search import JointComparison
+from pipegraph.planner.joint_plan.choices import JointComparison
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.report.text import bar_width, short_modules, table, wrap
 from pipegraph.report.text.hardware_profile import render_hardware

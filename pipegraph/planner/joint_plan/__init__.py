@@ -3,5 +3,6 @@
 layout.py         the dimensions of the mesh, and what collectives along them take
 tensor_shares.py  which part of each segment the ranks along tp divide
 layout_costs.py   the prices of a model for a layout and rows of a microbatch
+choices.py        candidates, and what was found for them
 search.py         which candidate is the best, and a bound for all
 """

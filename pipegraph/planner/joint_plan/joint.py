@@ -8,12 +8,14 @@ from typing import Any
 
 from msgspec import structs
 
+from pipegraph.cost.balance import AUTO
 from pipegraph.cost.model_output import LossOf
 from pipegraph.graph.captured import Captured
 from pipegraph.package.prediction import ShiftedCut
 from pipegraph.planner.cut_choice import CutChoice, rounded
+from pipegraph.planner.joint_plan.choices import JointChoice, JointComparison
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
-from pipegraph.planner.joint_plan.search import SCHEDULES, JointChoice, JointComparison, JointSearch
+from pipegraph.planner.joint_plan.search import SCHEDULES, JointSearch
 from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.plan_options import PlanOptions
@@ -36,7 +38,7 @@ def joint_plan(
         capture_rows: captures the model with so many rows of a microbatch; also returns its loss and their target, as
             `PlanOptions` has them.
         rows: the fewest to consider; twice, four times and eight times as many are considered too.
-        options: how the model is priced; ``memory_bytes`` is one figure, of a device.
+        options: how the model is priced, ``auto`` as ``time``; ``memory_bytes`` is one figure, of a device.
         devices: how many there are.
         global_batch: rows of a step over all devices.
         schedules: to compare.
@@ -46,6 +48,7 @@ def joint_plan(
     Raises:
         PlanError: no layout has numbers that are possible; a `MemoryShortage` if nothing fits.
     """
+    options = replace(options, balance="time") if options.balance == AUTO else options
     captured = {count: capture_rows(count) for count in (rows, 2 * rows)}
     single, double = (RecomputeOptions.price(model, replace(options, loss=loss)) for model, loss in captured.values())
     single, double = single.only(double.recompute), double.only(single.recompute)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
 
 from pipegraph.arguments import argument
 from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError
+from pipegraph.planner.joint_plan.choices import JointCandidate, JointChoice, JointComparison, Neighbour, pareto_front
 from pipegraph.planner.joint_plan.layout import Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds, resident_seconds
 from pipegraph.planner.plan_options import StagedCosts
-from pipegraph.planner.solver.option_search import OptionSolution, solve_options
+from pipegraph.planner.solver.option_search import OptionProblem, OptionSolution, solve_options
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
-from pipegraph.progress import track
-from pipegraph.recompute import Recompute
+from pipegraph.progress import report_progress
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes
@@ -29,89 +30,8 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 _FEW_LAYERS = 32  # of a model of fewer, all cuts are looked at for every candidate
 _LOW_EFFORT = 0.02  # for every candidate that its bound does not rule out
 _MOST_ACTIONS = 60_000  # of a step; a candidate with more is no better than one with more rows
+_KEPT_PROBLEMS = 4  # of candidates whose bound was made tighter, and whose turn may come soon
 _ROWS = (1, 2, 4, 8)  # times the rows of the example
-
-
-@dataclass(frozen=True)
-class JointCandidate:
-    """One plan of the space, without its cuts and what is computed again.
-
-    ``resident`` is how many of a rank's ``chunks`` stages are whole at a time, if ranks along dp_shard divide their
-    parameters; None for all.
-    """
-
-    layout: Layout
-    schedule: str
-    chunks: int
-    rows: int
-    microbatches: int
-    resident: int | None = None
-
-    @property
-    def state_factor(self) -> float:
-        """How many times a rank holds the parameters of its stages that have a gradient."""
-        resharded = 0.0 if self.resident is None else 1 - self.resident / self.chunks
-        return self.layout.state_factor - resharded
-
-
-@dataclass(frozen=True)
-class JointChoice:
-    """A candidate with the best cuts and choices that were found.
-
-    Attributes:
-        step: seconds, with what gathering parameters and reducing gradients adds.
-        lower_bound: no cuts and choices of the candidate have less.
-    """
-
-    candidate: JointCandidate
-    solution: OptionSolution
-    step: float
-    lower_bound: float
-    recompute: tuple[Recompute, ...]
-    costs: StagedCosts = field(repr=False)
-
-    @property
-    def peak(self) -> int:
-        """Bytes that the fullest rank needs."""
-        return max(self.solution.memory)
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """What the best plan would cost with another value of one axis; ``choice`` is None if nothing fits or exists."""
-
-    axis: str
-    value: str
-    choice: JointChoice | None
-
-
-@dataclass(frozen=True)
-class JointComparison:
-    """The plans worth a choice.
-
-    Attributes:
-        choices: fastest first: none needs more memory and more time than another one.
-        considered: how many candidates the space has.
-        searched: for how many cuts were searched; bounds rule out the others.
-        lower_bound: no plan of the space takes less.
-        neighbours: of the best one.
-    """
-
-    choices: tuple[JointChoice, ...]
-    considered: int
-    searched: int
-    lower_bound: float
-    neighbours: tuple[Neighbour, ...]
-
-    @property
-    def best(self) -> JointChoice:
-        """The fastest."""
-        return self.choices[0]
-
-    @property
-    def gap(self) -> float:
-        """The part of the best step by which any plan of the space can be shorter, at most."""
-        return max(0.0, 1 - self.lower_bound / self.best.step)
 
 
 class JointSearch:
@@ -142,6 +62,8 @@ class JointSearch:
         node = costs.hardware.links.ranks_per_node
         self._most_tp = min(node, most_tp or node) if costs.shares else 1
         self._found: dict[JointCandidate, JointChoice | None] = {}
+        self._problems: dict[tuple[JointCandidate, bool], OptionProblem] = {}
+        self._slowest: dict[tuple[int, int, str, int, int], float] = {}
 
     @cached_property
     def candidates(self) -> tuple[JointCandidate, ...]:
@@ -178,93 +100,137 @@ class JointSearch:
                 f"No layout of {self._of_cluster} devices divides a batch of {self._batch} rows into microbatches of "
                 f"{self._costs.rows}, 2, 4 or 8 times as many.\nTry: {argument('global_batch', self._of_cluster)}."
             )
-        bounds = {candidate: self.bound(candidate) for candidate in self.candidates}
-        possible = sorted((each for each in bounds if self._may_fit(each)), key=bounds.__getitem__)
+        bounds = {candidate: self.bound(candidate) for candidate in self.candidates if self._may_fit(candidate)}
         found: list[JointChoice] = []
         for whole in (True, False) if len(self._costs.layers) >= _FEW_LAYERS else (False,):
-            best = math.inf
-            for candidate in track("comparing plans", possible):
-                if not found and bounds[candidate] < best:
-                    choice = self.search(candidate, whole=whole)
-                    best = min(best, math.inf if choice is None else choice.step)
-            found = found or [choice for choice in self._found.values() if choice is not None]
+            if not found:
+                self._search_all(bounds, whole)
+                found = [choice for choice in self._found.values() if choice is not None]
         if not found:
-            raise self._shortage(possible or self.candidates)
+            raise self._shortage([*bounds] or self.candidates)
         fastest = min(found, key=lambda choice: choice.step)
         final = self.search(fastest.candidate, self._effort, whole=False)
         assert final is not None
         found = [final if choice is fastest else choice for choice in found]
         searched = len(self._found)
-        left = (bounds[each] for each in possible if each not in self._found)
+        left = (bound for candidate, bound in bounds.items() if candidate not in self._found)
         bound = min([final.step, *left, *(choice.lower_bound for choice in found)])
         neighbours = tuple(self._neighbours(final.candidate))
-        return JointComparison(_front(found), len(self.candidates), searched, bound, neighbours)
+        return JointComparison(pareto_front(found), len(self.candidates), searched, bound, neighbours)
+
+    def _search_all(self, bounds: Mapping[JointCandidate, float], whole: bool) -> None:
+        """Search the candidates in the order of what they take at least, until that is as much as the best one takes.
+
+        Of a model of many layers, the bound of a candidate is made tighter when its turn comes, and it waits for its
+        turn again.
+        """
+        waiting = [(bound, number, candidate, not whole) for number, (candidate, bound) in enumerate(bounds.items())]
+        heapify(waiting)
+        best = math.inf
+        while waiting and waiting[0][0] < best:
+            report_progress("comparing plans", len(bounds) - len(waiting), len(bounds))
+            bound, number, candidate, is_tight = heappop(waiting)
+            if not is_tight:
+                slowest = self._slowest_stage(candidate) + self._least_exposed(candidate)
+                heappush(waiting, (max(bound, slowest), number, candidate, True))
+            else:
+                choice = self.search(candidate, whole=whole)
+                best = min(best, math.inf if choice is None else choice.step)
 
     def bound(self, candidate: JointCandidate) -> float:
         """Return seconds that no cuts and choices of a candidate go below: its work, evenly divided between ranks, and
         the least that can be gathered and reduced."""
         totals = self._costs.totals(candidate.layout, candidate.rows)
-        layout, stages = candidate.layout, candidate.layout.pp * candidate.chunks
-        held = totals.parameter_bytes / stages if candidate.chunks == 1 else 0
-        exposed = layout.gather_seconds(self._costs.hardware, held) + layout.reduce_seconds(self._costs.hardware, held)
-        return candidate.microbatches * totals.seconds / layout.pp + exposed
+        return candidate.microbatches * totals.seconds / candidate.layout.pp + self._least_exposed(candidate)
+
+    def _slowest_stage(self, candidate: JointCandidate) -> float:
+        """Return what a pipeline takes at least that is cut between layers. It is found once for all divisions of its
+        copies into dp_replicate × dp_shard: with the one that leaves the most memory."""
+        layout = candidate.layout
+        key = layout.pp, layout.tp, candidate.schedule, candidate.chunks, candidate.rows
+        if key not in self._slowest:
+            leanest = replace(
+                candidate,
+                layout=replace(layout, dp_replicate=1, dp_shard=layout.copies),
+                resident=1 if candidate.chunks > 1 and layout.copies > 1 else None,
+            )
+            self._slowest[key] = self._problem(leanest, whole=True).lower_bound
+        return self._slowest[key]
+
+    def _least_exposed(self, candidate: JointCandidate) -> float:
+        """Return the least that gathering and reducing can add to a step."""
+        layout, totals = candidate.layout, self._costs.totals(candidate.layout, candidate.rows)
+        held = totals.parameter_bytes / layout.pp if candidate.chunks == 1 else 0
+        return layout.gather_seconds(self._costs.hardware, held) + layout.reduce_seconds(self._costs.hardware, held)
 
     def search(self, candidate: JointCandidate, effort: float = _LOW_EFFORT, whole: bool = True) -> JointChoice | None:
         """Return a candidate with the best cuts and choices that were found; None if nothing fits.
 
         With ``whole``, a model of many layers is cut between layers only, if these are enough.
         """
-        options, stages = self._costs.options(candidate.layout, candidate.rows), self._stages(candidate)
+        whole = whole and self._has_enough_layers(candidate)
         hidden = self._costs.hidden(candidate.layout, candidate.rows)
-        whole = whole and max(_FEW_LAYERS, stages) <= len(self._costs.layers)
-        segments = [costs.segments for costs in options]
+        uniform = [option for option in self._costs.single.uniform if option in hidden]
         try:
-            solution = solve_options(
-                self._costs.layer_options(candidate.layout, candidate.rows) if whole else segments,
-                stages,
-                self._schedule(candidate),
-                memory_bytes=self._memory,
-                link=self.link(candidate.layout),
-                allowed=None if len(hidden) == len(options) else [hidden] * stages,
-                uniform=[option for option in self._costs.single.uniform if option in hidden],
-                state_factor=candidate.state_factor,
-                effort=effort,
-                advises=False,
-            )
+            solution = self._problem(candidate, whole).solve(uniform, effort, advises=False)
         except MemoryShortage:
             self._found.setdefault(candidate, None)
             return self._found[candidate]
         if whole:  # other cuts may be better
             cuts = tuple(self._costs.layers[cut] for cut in solution.cuts)
             solution = replace(solution, cuts=cuts, lower_bound=0.0)
+        options = self._costs.options(candidate.layout, candidate.rows)
         costs = StagedCosts([options[option] for option in solution.options])
-        staged = costs.stages(solution.cuts)
-        link, host_link = self.link(candidate.layout), self._costs.hardware.host_link
-        value = step_seconds(staged, solution.schedule, link, host_link)
-        if candidate.resident is None:
-            exposed = exposed_seconds(staged, solution.schedule.placement, candidate.layout, self._costs.hardware)
-        else:
-            times = stage_times(staged, solution.schedule, link, host_link)
-            exposed = resident_seconds(
-                staged, solution.schedule, times, candidate.resident, candidate.layout, self._costs.hardware
-            )
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
         least = max(self.bound(candidate), solution.lower_bound)
-        choice = JointChoice(candidate, solution, value + exposed, least, recompute, costs)
+        choice = JointChoice(candidate, solution, self._step(candidate, costs, solution), least, recompute, costs)
         before = self._found.get(candidate)
         if before is not None and before.step < choice.step:
             choice = replace(before, lower_bound=max(before.lower_bound, least))
         self._found[candidate] = choice
         return choice
 
+    def _step(self, candidate: JointCandidate, costs: StagedCosts, solution: OptionSolution) -> float:
+        """Return the seconds of a step, with what gathering and reducing add."""
+        hardware, layout, schedule = self._costs.hardware, candidate.layout, solution.schedule
+        staged = costs.stages(solution.cuts)
+        links = self.link(layout), hardware.host_link
+        value = step_seconds(staged, schedule, *links)
+        if candidate.resident is None:
+            return value + exposed_seconds(staged, schedule.placement, layout, hardware)
+        times = stage_times(staged, schedule, *links)
+        return value + resident_seconds(staged, schedule, times, candidate.resident, layout, hardware)
+
+    def _problem(self, candidate: JointCandidate, whole: bool) -> OptionProblem:
+        """Return the cuts and choices of a candidate; with ``whole`` between layers only, if these are enough."""
+        key = candidate, whole and self._has_enough_layers(candidate)
+        if key not in self._problems:
+            options, stages = self._costs.options(candidate.layout, candidate.rows), self._stages(candidate)
+            hidden = self._costs.hidden(candidate.layout, candidate.rows)
+            while len(self._problems) >= _KEPT_PROBLEMS:
+                del self._problems[next(iter(self._problems))]
+            self._problems[key] = OptionProblem(
+                self._costs.layer_options(candidate.layout, candidate.rows)
+                if key[1]
+                else [costs.segments for costs in options],
+                stages,
+                self._schedule(candidate),
+                memory_bytes=self._memory,
+                link=self.link(candidate.layout),
+                allowed=None if len(hidden) == len(options) else [hidden] * stages,
+                state_factor=candidate.state_factor,
+            )
+        return self._problems[key]
+
+    def _has_enough_layers(self, candidate: JointCandidate) -> bool:
+        return max(_FEW_LAYERS, self._stages(candidate)) <= len(self._costs.layers)
+
     def link(self, layout: Layout) -> Callable[[int, int], Link]:
         """Return (rank, other rank) of one pipeline → their link."""
         return lambda rank, other: self._costs.hardware.link(rank * layout.stride, other * layout.stride)
 
     def _schedule(self, candidate: JointCandidate) -> Schedule:
-        return resolve_schedule(
-            candidate.schedule, self._stages(candidate), candidate.microbatches, None, candidate.layout.pp
-        )
+        return _schedule(candidate.schedule, self._stages(candidate), candidate.microbatches, candidate.layout.pp)
 
     @staticmethod
     def _stages(candidate: JointCandidate) -> int:
@@ -335,10 +301,8 @@ class JointSearch:
             yield "resident", "all" if resident is None else str(resident), replace(best, resident=resident)
 
 
-def _front(choices: Sequence[JointChoice]) -> tuple[JointChoice, ...]:
-    """Return the choices of which no other one is as fast and needs as little memory, the fastest first."""
-    front: list[JointChoice] = []
-    for choice in sorted(choices, key=lambda each: (each.step, each.peak)):
-        if not front or choice.peak < front[-1].peak:
-            front.append(choice)
-    return tuple(front)
+@lru_cache(maxsize=32)
+def _schedule(name: str, stages: int, microbatches: int, ranks: int) -> Schedule:
+    """Return a schedule, the same object each time: what is known of it is looked up at once, not compared action by
+    action."""
+    return resolve_schedule(name, stages, microbatches, None, ranks)

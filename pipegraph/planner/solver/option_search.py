@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import combinations, islice, product
+from functools import cached_property, partial
 from math import comb
-from random import Random
 
 import numpy as np
 
@@ -21,15 +19,13 @@ from pipegraph.planner.solver.local_search import (
     EQUAL,
     Incumbents,
     Moves,
-    has_no_empty_stage,
     hill_climb,
     iterated_local_search,
-    moved_at_random,
-    neighbours,
 )
 from pipegraph.planner.solver.makespan import Links
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective
+from pipegraph.planner.solver.option_moves import every_candidate, option_moves
 from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Booleans, Integers
 from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks, resolve_schedule
@@ -41,8 +37,6 @@ _ALL_STEPS = 10_000_000  # if valuing all candidates takes fewer steps, all are 
 _STEPS = 240_000_000  # of any other search with an effort of 1: about ten seconds
 _BRANCHED, _SEARCHED = 0.4, 0.7  # the parts of these after which branch and bound, then local search, stop
 _UNIFORM_EFFORT = 0.2  # part of the effort for the best cuts with one option for all stages
-_BATCH = 4096
-_CLOSE = 3  # options next to a stage's own, in order of what they keep, that are tried together with a moved cut
 
 
 @dataclass(frozen=True)
@@ -113,65 +107,127 @@ def solve_options(
         PlanError: as `solve` does; or options that do not fit together; a `MemoryShortage` if nothing fits.
         ScheduleError: as `solve` does.
     """
-    _check_options(options, stages, names, allowed)
-    check_numbers(state_factor, effort, receives_ahead)
-    resolved = resolve_schedule(schedule, stages, microbatches, None, ranks)
-    leanest_last = sorted(range(len(options)), key=lambda number: -sum(cost.saved_bytes for cost in options[number]))
-    place = {option: number for number, option in enumerate(leanest_last)}
-    ordered = [options[number] for number in leanest_last]
-    may = np.ones((stages, len(options)), bool)
-    if allowed is not None:
-        may[:] = False
-        for stage, chosen in enumerate(allowed):
-            may[stage, [place[option] for option in chosen]] = True
-    sums = OptionSums(ordered, stages)
-    need = partial(MemoryNeed, state_factor=state_factor, receives_ahead=receives_ahead)
-    limits = memory_of_ranks(memory_bytes, resolved.ranks)
-    memory = need(sums, resolved, limits=limits)
-    every = CutSpace.all_cuts(sums.segments, stages)
-    if not advises and every.restrict(memory.allows).empty:  # with the least that any option needs of each segment
-        raise _quick_shortage(memory)
-    fits = OptionFits([need(each, resolved, limits=limits) for each in sums.each], may, every)
-    space = OptionSpace(every.first, every.last, every.allowed, fits)
-    possible = space.restrict(fits.any)
-    if possible.empty and not advises:
-        raise _quick_shortage(memory)
-    moves = _moves(may)
-    starts, best_uniform = [], math.inf
-    for option in range(len(options)) if uniform is None else sorted(place[each] for each in uniform):
-        if may[:, option].all():
+    problem = OptionProblem(
+        options, stages, schedule, microbatches, ranks, memory_bytes, link, allowed, state_factor, receives_ahead, names
+    )
+    return problem.solve(uniform, effort, advises)
+
+
+class OptionProblem:
+    """The cuts and options of a chain for a schedule: what `solve_options` chooses from. Its arguments are as there."""
+
+    def __init__(
+        self,
+        options: Sequence[Sequence[SegmentCost]],
+        stages: int,
+        schedule: str | Schedule = "1f1b",
+        microbatches: int = 8,
+        ranks: int | None = None,
+        memory_bytes: float | str | Sequence[float | str] | None = None,
+        link: Links | None = None,
+        allowed: Sequence[Sequence[int]] | None = None,
+        state_factor: float = 4.0,
+        receives_ahead: int = 4,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        _check_options(options, stages, names, allowed)
+        check_numbers(state_factor, 1.0, receives_ahead)
+        self._schedule = resolve_schedule(schedule, stages, microbatches, None, ranks)
+        self._order = sorted(range(len(options)), key=lambda one: -sum(cost.saved_bytes for cost in options[one]))
+        self._options = [options[number] for number in self._order]  # the leanest last
+        self._allowed = _allowed_options(allowed, stages, self._order)
+        self._sums = OptionSums(self._options, stages)
+        self._solve = partial(
+            solve, stages=stages, schedule=self._schedule, memory_bytes=memory_bytes, link=link,
+            state_factor=state_factor, receives_ahead=receives_ahead, alternatives=0, advises=False,
+        )  # fmt: skip
+        need = partial(MemoryNeed, state_factor=state_factor, receives_ahead=receives_ahead)
+        limits = memory_of_ranks(memory_bytes, self._schedule.ranks)
+        # With the least that any option needs of each segment.
+        self._memory = need(self._sums, self._schedule, limits=limits)
+        self._link = link
+        self._every = CutSpace.all_cuts(self._sums.segments, stages)
+        self._need_of = [partial(need, each, self._schedule, limits=limits) for each in self._sums.each]
+
+    @cached_property
+    def _space(self) -> OptionSpace:
+        """All cuts, with the options that fit."""
+        fits = OptionFits([need() for need in self._need_of], self._allowed, self._every)
+        return OptionSpace(self._every.first, self._every.last, self._every.allowed, fits)
+
+    @cached_property
+    def _possible(self) -> OptionSpace:
+        """The cuts of which each stage fits its rank with some option, if the rank holds nothing else."""
+        return self._space.restrict(self._space.fits.any)
+
+    @cached_property
+    def _makespan(self) -> OptionMakespan:
+        return OptionMakespan(self._sums, self._schedule, self._link, self._space.fits)
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether some stage fits nowhere, with any option."""
+        return self._every.restrict(self._memory.allows).empty or self._possible.empty
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No cuts and options have a smaller value, which the slowest stage of the most even cuts shows; infinite if
+        nothing fits."""
+        return math.inf if self.is_impossible else _slowest_stage(self._possible, self._makespan)
+
+    def solve(self, uniform: Sequence[int] | None = None, effort: float = 1.0, advises: bool = True) -> OptionSolution:
+        """Return the best that was found. Raises as `solve_options` does."""
+        check_numbers(1.0, effort)
+        memory, sums, makespan = self._memory, self._sums, self._makespan
+        if not advises and self.is_impossible:
+            raise MemoryShortage(f"No cuts and choices fit into {format_bytes(memory.limit)} on each rank.", 0)
+        moves = option_moves(self._allowed)
+        starts, best_uniform = self._uniform_starts(uniform, effort)
+        if not starts and not self._possible.empty:
+            cuts = self._possible.cheapest(makespan.stage_bound, np.maximum)
+            starts = [each for each in [_leanest(self._space.fits, cuts, sums.segments)] if memory.fits(each[None])[0]]
+        if not starts:
+            starts = [_least_memory(sums, memory, self._allowed, moves, effort)]
+        seconds: Objective = makespan
+        if memory.limits:
+            seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
+        incumbents = Incumbents(seconds, memory.fits, kept=1)
+        bound = _search(incumbents, self._space, starts, effort, moves, self._allowed)
+        best = incumbents.best_cuts
+        value = simulate(self._schedule, makespan.times_of(best)).makespan  # rounds differently from the objective
+        places, options_of = sums.split(best[None])
+        return OptionSolution(
+            tuple(places[0].tolist()),
+            tuple(self._order[number] for number in options_of[0].tolist()),
+            value,
+            tuple(math.ceil(one) for one in memory.of_ranks(best[None])[:, 0].tolist()),
+            value if bound >= value * (1 - EQUAL) else bound,
+            best_uniform,
+            self._schedule,
+        )
+
+    def _uniform_starts(self, uniform: Sequence[int] | None, effort: float) -> tuple[list[Integers], float]:
+        """Return the best cuts with each of these options for all stages, as candidates, and the best value."""
+        chosen = range(len(self._options)) if uniform is None else sorted(map(self._order.index, uniform))
+        starts, best = [], math.inf
+        for option in chosen:
+            if not self._allowed[:, option].all():
+                continue
             try:
-                found = solve(
-                    ordered[option], stages, resolved, memory_bytes=memory_bytes, link=link, state_factor=state_factor,
-                    receives_ahead=receives_ahead, alternatives=0, effort=_UNIFORM_EFFORT * effort, advises=False,
-                )  # fmt: skip
+                found = self._solve(self._options[option], effort=_UNIFORM_EFFORT * effort)
             except MemoryShortage:
                 continue
-            starts.append(np.array([*found.cuts, *[option] * stages], np.int64))
-            best_uniform = min(best_uniform, found.value)
-    makespan = OptionMakespan(sums, resolved, link, fits)
-    if not starts and not possible.empty:
-        cuts = possible.cheapest(makespan.stage_bound, np.maximum)
-        starts = [each for each in [_leanest(fits, cuts, sums.segments)] if memory.fits(each[None])[0]]
-    if not starts:
-        starts = [_least_memory(sums, memory, may, moves, effort)]
-    seconds: Objective = makespan
-    if memory.limits:
-        seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
-    incumbents = Incumbents(seconds, memory.fits, kept=1)
-    bound = _search(incumbents, space, starts, effort, moves, may)
-    best = incumbents.best_cuts
-    value = simulate(resolved, makespan.times_of(best)).makespan  # which rounds differently from the objective
-    places, options_of = sums.split(best[None])
-    return OptionSolution(
-        tuple(places[0].tolist()),
-        tuple(leanest_last[number] for number in options_of[0].tolist()),
-        value,
-        tuple(math.ceil(one) for one in memory.of_ranks(best[None])[:, 0].tolist()),
-        value if bound >= value * (1 - EQUAL) else bound,
-        best_uniform,
-        resolved,
-    )
+            starts.append(np.array([*found.cuts, *[option] * (len(found.cuts) + 1)], np.int64))
+            best = min(best, found.value)
+        return starts, best
+
+
+def _allowed_options(allowed: Sequence[Sequence[int]] | None, stages: int, order: Sequence[int]) -> Booleans:
+    """Return which options each stage may have: a row for each stage, a column for each option in this order."""
+    may = np.full((stages, len(order)), allowed is None)
+    for stage, chosen in enumerate(allowed or ()):
+        may[stage, [order.index(option) for option in chosen]] = True
+    return may
 
 
 def _search(
@@ -187,18 +243,13 @@ def _search(
     for start in starts:
         hill_climb(incumbents, start, segments, moves)
     if comb(segments - 1, stages - 1) * math.prod(may.sum(axis=1).tolist()) * objective.steps <= _ALL_STEPS:
-        for batch in _every(segments, may):
+        for batch in every_candidate(segments, may):
             incumbents.add(batch)
         return incumbents.best_value
     left = space.restrict(lambda *stage: objective.stage_bound(*stage) < incumbents.target)
     if left.empty:
         return incumbents.best_value
-    balanced = left.cheapest(objective.stage_bound, np.maximum)
-    edges = np.concatenate([[0], balanced, [segments]])
-    bound = max(
-        float(objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])[0, 0])
-        for stage in range(stages)
-    )
+    bound = _slowest_stage(left, objective)
     steps = int(effort * _STEPS)
     tree = BranchAndBound(incumbents, left, incumbents.best_cuts, bound, moves)
     tree.run(int(_BRANCHED * steps))
@@ -208,47 +259,14 @@ def _search(
     return tree.bound
 
 
-def _every(segments: int, may: Booleans) -> list[Integers]:
-    choices = product(*(np.flatnonzero(row).tolist() for row in may))
-    rows = ((*cuts, *chosen) for chosen in choices for cuts in combinations(range(1, segments), len(may) - 1))
-    batches = []
-    while batch := list(islice(rows, _BATCH)):
-        batches.append(np.array(batch, np.int64))
-    return batches
-
-
-def _moves(may: Booleans) -> Moves:
-    """Moves of cuts, of the options of single stages, and of a cut with the options of a stage beside it."""
-    stages = len(may)
-
-    def near(candidate: Integers, segments: int) -> Integers:
-        cuts, chosen = candidate[: stages - 1], candidate[stages - 1 :]
-        moved = neighbours(cuts, segments)
-        rows = [np.column_stack([moved, np.tile(chosen, (len(moved), 1))])]
-        stage, option = np.nonzero(may)
-        changed = np.tile(candidate, (len(stage), 1))
-        changed[np.arange(len(stage)), stages - 1 + stage] = option
-        rows.append(changed[option != chosen[stage]])
-        close = np.abs(option - chosen[stage]) <= _CLOSE
-        for side in (0, 1):  # the cut before the stage, and the one after it
-            cut = stage - 1 + side
-            inside = close & (cut >= 0) & (cut < stages - 1) & (option != chosen[stage])
-            for step in (-1, 1):
-                both = changed[inside].copy()
-                both[np.arange(len(both)), cut[inside]] += step
-                rows.append(both[has_no_empty_stage(both[:, : stages - 1], segments)])
-        every: Integers = np.concatenate(rows)
-        return every
-
-    def at_random(random: Random, candidate: Integers, segments: int) -> Integers:
-        moved = candidate.copy()
-        if stages > 1:
-            moved[: stages - 1] = moved_at_random(random, candidate[: stages - 1], segments)
-        stage = random.randrange(stages)
-        moved[stages - 1 + stage] = random.choice(np.flatnonzero(may[stage]).tolist())
-        return moved
-
-    return Moves(near, at_random)
+def _slowest_stage(space: OptionSpace, objective: Objective) -> float:
+    """Return the bound of the slowest stage of those cuts of a space of which it is the least."""
+    balanced = space.cheapest(objective.stage_bound, np.maximum)
+    edges = np.concatenate([[0], balanced, [space.last[-1]]])
+    return max(
+        float(objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])[0, 0])
+        for stage in range(len(space.allowed))
+    )
 
 
 def _check_options(
@@ -267,10 +285,6 @@ def _check_options(
         len(allowed) != stages or any(not {*range(len(options))} >= {*chosen} or not chosen for chosen in allowed)
     ):
         raise PlanError(f"allowed has for each of {stages} stages some of the options 0 to {len(options) - 1}.")
-
-
-def _quick_shortage(memory: MemoryNeed) -> MemoryShortage:
-    return MemoryShortage(f"No cuts and choices fit into {format_bytes(memory.limit)} on each rank.", 0)
 
 
 def _leanest(fits: OptionFits, cuts: Integers, segments: int) -> Integers:

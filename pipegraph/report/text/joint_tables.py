@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipegraph.planner.joint_plan.search import JointChoice, JointComparison
+from pipegraph.planner.joint_plan.choices import JointChoice, JointComparison
 from pipegraph.report.text import table
 from pipegraph.units import TimeFormat, format_bytes, format_percent, format_seconds
 
