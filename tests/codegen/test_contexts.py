@@ -151,3 +151,46 @@ def test_no_block_where_no_gradient_would_pass(tmp_path: Path) -> None:
             return self.b(self.a(x) * scale)
 
     assert "no_grad" not in "".join(forward_lines(split(tmp_path, Table(), (batch(),), cut="b")))
+
+
+class Codebook(Blocks):
+    """After a VQ-VAE: moving averages that training writes, and a table that is filled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(5, 8))
+        self.register_buffer("sizes", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        indices = torch.cdist(h, self.codes).argmin(1).unsqueeze(1)
+        chosen = torch.zeros(indices.shape[0], 5, device=x.device)
+        chosen.scatter_(1, indices, 1)
+        if self.training:
+            with torch.no_grad():
+                self.sizes.mul_(0.9).add_(chosen.sum(0), alpha=0.5)
+                total = self.sizes.sum()
+                sizes = (self.sizes + 1e-3) / total
+                sums = chosen.t() @ h
+                self.codes.copy_(sums / sizes.unsqueeze(1))
+        return self.b(h + (chosen @ self.codes - h).detach())
+
+
+def test_what_ran_in_one_block_is_one_block(tmp_path: Path) -> None:
+    model = Codebook()
+    package = split(tmp_path, model, (batch(),), cut="b")
+    assert forward_lines(package)[2:14] == [
+        "chosen = torch.zeros(x.shape[0], 5, device=x.device)",
+        "chosen = chosen.scatter(1, indices, 1)",
+        "if self.training:",
+        "    with torch.no_grad():",
+        "        self.sizes.mul_(0.9)",
+        "        self.sizes.add_(chosen.sum(0), alpha=0.5)",
+        "        total = self.sizes.sum()",
+        "        sizes = (self.sizes + 0.001) / total",
+        "        sums = chosen.t() @ h",
+        "        self.codes.copy_(sums / sizes.unsqueeze(1))",
+        "return h + (chosen @ self.codes - h).detach()",
+    ]
+    for train in (True, False):
+        assert differences(package, model, (batch(),), train=train) == []

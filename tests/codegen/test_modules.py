@@ -331,3 +331,11 @@ def test_a_subclass_of_sequential_keeps_its_name(tmp_path: Path) -> None:
     text = (package.path / "blocks.py").read_text()
     assert classes(text) == ["Pair"]
     assert "        super().__init__(nn.Linear(8, 8), nn.Tanh())\n" in text
+
+
+def test_a_sequential_with_a_module_without_state_stays_one(tmp_path: Path) -> None:
+    model = Row([nn.Sequential(nn.Linear(8, 8), Lambda(), nn.Linear(8, 8)) for _ in range(3)])
+    package = split(tmp_path, model, (batch(),), cut="layers.2")
+    assert classes(source(package)) == ["Lambda", "Stage0", "Stage1"]
+    assert "nn.Sequential(nn.Linear(8, 8), Lambda(), nn.Linear(8, 8))" in source(package)
+    assert differences(package, model, (batch(),)) == []

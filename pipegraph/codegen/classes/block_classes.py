@@ -158,6 +158,7 @@ class BlockClasses:
             reads_state = any(node.op == "get_attr" for each in called.nodes for node in each.all_input_nodes)
             same_mode = self._captured.modules[tree.fqn].training == self._captured.modules[prefix].training
             small = len(called.nodes) <= _SMALL and not any(True for _ in tree.calls())
+            small &= not (prefix and isinstance(self._captured.modules[prefix].module, nn.Sequential))
             if not reads_state and same_mode and (small or not self.names.is_whole(tree)):
                 return None
             called = call_values(self._captured, members, tree, unread=True)

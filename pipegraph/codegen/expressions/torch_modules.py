@@ -209,14 +209,18 @@ class CallArguments:
         return Subscript(made, (literal(0),)) if self.takes_first else made
 
 
-def nested_targets(places: Iterable[Any], target: Callable[[int], Expression]) -> tuple[Expression, ...]:
-    """``out, (h, _)``: what the results of a call are assigned to, nested as in `CallArguments.unpacked`."""
+def nested_targets(places: Iterable[Any], names: Sequence[Expression]) -> tuple[Expression, ...]:
+    """``out, (h, _)``: what the results of a call are assigned to, nested as in `CallArguments.unpacked`.
+
+    Args:
+        names: of the results that are used.
+    """
     return tuple(
-        Collection(nested_targets(place, target), "()")
+        Collection(nested_targets(place, names), "()")
         if isinstance(place, tuple)
         else Name("_")
         if place is None
-        else target(place)
+        else names[place]
         for place in places
     )
 

@@ -12,7 +12,7 @@ import sympy
 from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
-from pipegraph.codegen.expressions.operation import contexts, express, write
+from pipegraph.codegen.expressions.operation import express, write
 from pipegraph.codegen.expressions.torch_modules import nested_targets
 from pipegraph.codegen.forward.items import (
     ClassContents,
@@ -30,6 +30,7 @@ from pipegraph.codegen.forward.items import (
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, Lists, LocalVariables, indexed_tuples
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
+from pipegraph.codegen.forward.regions import Regions
 from pipegraph.codegen.forward.roll_loops import LoopWriter
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers, with_fixed_sizes
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
@@ -110,6 +111,7 @@ class ForwardWriter:
             self._values, headers, self._lists, contents.inputs, self._name, self._item, self._iterations
         )
         self._indexed = indexed_tuples(contents.items)
+        self._regions = Regions(contents, self._device)
 
     def write(self) -> WrittenForward:
         """Write the statements; once only.
@@ -124,10 +126,9 @@ class ForwardWriter:
         return WrittenForward(nested(self._values.statements), results, tuple(self._values.clashes))
 
     def _return(self) -> tuple[str, ...]:
-        """Write ``return``. A single result that the line before assigned is returned as its expression.
+        """Write ``return``; return the names of the results: of an expression, that which its variable would have.
 
-        Returns:
-            the names of the results. A result that is an expression has the name that its variable would have.
+        A single result that the line before assigned is returned as its expression.
         """
         values, outputs = self._values, self._contents.outputs
         for node in outputs:
@@ -234,21 +235,24 @@ class ForwardWriter:
         self._emit(item, statement)
 
     def _call(self, item: ModuleCall) -> None:
-        function = self._bodies.module(item, lambda each: self._tree.access(self._path(each.fqn)))
+        function = self._bodies.module(
+            item, lambda each: self._tree.access(relative(each.fqn, self._contents.prefix).split("."))
+        )
         classes, values = self._bodies.classes(item), item.argument_values
         self._called(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
 
     def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
         expression, left = self._build(item, build), self._values.uses_left
-
-        def result(place: int) -> Name:
-            return self._bind(item, item.makes[place], expression) if left[item.makes[place]] else Name("_")
-
         unpacked = item.arguments.unpacked if isinstance(item, ModuleCall) and item.arguments is not None else None
         if len(item.makes) == 1 and unpacked is None:
             self._place(item, item.makes[0], expression)
         else:
-            self._emit(item, Assign(nested_targets(unpacked or range(len(item.makes)), result), expression))
+            places = range(len(item.makes)) if unpacked is None else unpacked
+            names = [self._bind(item, node, expression) if left[node] else Name("_") for node in item.makes]
+            self._emit(item, Assign(nested_targets(places, names), expression))
+
+    def _module(self, called: ModuleCall) -> Expression:
+        return self._tree.access(relative(called.fqn, self._contents.prefix).split("."))
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
@@ -339,11 +343,8 @@ class ForwardWriter:
         returned = len(self._contents.outputs) > 1 and node in self._contents.outputs
         return not returned and variable(self._name(item, node), "x") in self._values.taken()
 
-    def _path(self, fqn: str) -> list[str]:
-        return relative(fqn, self._contents.prefix).split(".")
-
     def _contexts(self, item: Item) -> Contexts:
-        return (*self._branches.around, *contexts(item.nodes, self._contents.outer_regions, self._device))
+        return (*self._branches.around, *self._regions.around(item))
 
     def _emit(self, item: Item, statement: Statement) -> None:
         self._values.statements.append((self._contexts(item), statement))

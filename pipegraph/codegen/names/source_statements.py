@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from pipegraph.codegen.names.assigned_names import assigned_names
 from pipegraph.codegen.names.source_sizes import assigned_sizes, dimension_of
 from pipegraph.graph.calls import parameter_names, result_place
 from pipegraph.graph.captured import Captured
@@ -283,7 +284,7 @@ def _statements(file: str) -> dict[int, SourceStatement]:
         header: ast.stmt | ast.expr | None = None
         targets: tuple[str, ...] = ()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            header, targets = node, _targets(node)
+            header, targets = node, assigned_names(node)
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
             header, targets = node.iter, (node.target.id,)
         if header is not None:
@@ -321,23 +322,3 @@ def _sizes_assigned(file: str, line: int) -> dict[str, tuple[str, int]]:
 def _attributes_called(node: ast.AST) -> frozenset[str]:
     functions = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))
-
-
-def _targets(node: ast.stmt) -> tuple[str, ...]:
-    """The names that a statement assigns to; none if some target is no name."""
-    if isinstance(node, ast.Assign):
-        target = node.targets[-1]
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-        target = node.target
-    else:
-        return ()
-    while isinstance(target, ast.Subscript):  # x[0] = … makes x
-        target = target.value
-    parts = _parts(target)
-    names = tuple(part.id for part in parts if isinstance(part, ast.Name))
-    return names if len(names) == len(parts) else ()
-
-
-def _parts(target: ast.expr) -> list[ast.expr]:
-    """``a``, ``b`` and ``c`` of ``a, (b, c) = …``."""
-    return [part for each in target.elts for part in _parts(each)] if isinstance(target, ast.Tuple) else [target]

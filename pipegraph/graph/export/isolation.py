@@ -113,7 +113,9 @@ def fake_parameters(
     and inputs of floating point have it. With ``device`` it is traced as if all of them were there.
     """
     mode = new_fake_mode()
-    averaging = [module for module in model.modules() if is_layer_of_torch(type(module)) and _averages_all(module)]
+    averaging: list[Any] = [
+        module for module in model.modules() if is_layer_of_torch(type(module)) and _averages_all(module)
+    ]
     stood_for = _device(args, kwargs)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +156,8 @@ def fake_parameters(
 
 def _averages_all(module: nn.Module) -> bool:
     """Return whether a batch norm averages over all batches: it divides by their number, which no trace knows."""
-    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.momentum is None
+    layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return isinstance(module, layers) and is_layer_of_torch(type(module)) and module.momentum is None
 
 
 def active_fake_mode(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
