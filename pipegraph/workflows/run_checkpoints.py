@@ -70,8 +70,8 @@ class RunCheckpoints:
         except CheckpointError as error:
             problem = str(error).partition("\nTry: ")[0]
             raise CheckpointError(
-                f"the run in {folder} cannot go on: {problem}\nTry: the package, --model and mesh that it was saved "
-                "with; or --checkpoint with a new folder, which begins anew."
+                f"the run in {folder} cannot go on: {problem}\nTry: the package, --model, --precision and mesh that it "
+                "was saved with; or --checkpoint with a new folder, which begins anew."
             ) from error
         self.saved = found.step
         return found.folder

@@ -77,7 +77,7 @@ class TrainingLog:
             part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:
-            raise PipegraphError(f"{self._path} cannot be written: {error.strerror}.") from error
+            raise _not_written(self._path, error) from error
 
     def write(self, entry: TrainingStep | Evaluation) -> None:
         """Add a line."""
@@ -89,7 +89,12 @@ class TrainingLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(line)}\n")
         except OSError as error:
-            raise PipegraphError(f"{self._path} cannot be written: {error.strerror}.") from error
+            raise _not_written(self._path, error) from error
+
+
+def _not_written(file: Path, error: OSError) -> PipegraphError:
+    advice = "room on that disk, or --checkpoint with a folder elsewhere"
+    return PipegraphError(f"{file} cannot be written: {error.strerror}.\nTry: {advice}.")
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -215,6 +215,23 @@ def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Pat
     assert before == {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
 
 
+def test_another_precision_is_named(pipegraph: Command, counting: Path, saved: Path) -> None:
+    refused = go_on(pipegraph, counting, saved, "--precision", "bf16-true")
+    assert (refused.code, refused.out) == (2, "")
+    assert "the checkpoint is of this model in another dtype:" in refused.err
+    assert "embed.weight is torch.float32 there, and torch.bfloat16 in the model." in refused.err
+    assert refused.err.count("Try: ") == 1 and "--precision" in refused.err
+
+
+def test_a_log_that_cannot_be_written_is_named(pipegraph: Command, counting: Path, tmp_path: Path) -> None:
+    """Each write to /dev/full fails as on a full disk."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.log.jsonl.part").symlink_to("/dev/full")
+    refused = go_on(pipegraph, counting, tmp_path / "run")
+    assert (refused.code, refused.out) == (2, "")
+    assert "log.jsonl cannot be written: No space left on device.\nTry: room on that disk" in refused.err
+
+
 def test_a_full_disk_leaves_what_was_saved(
     pipegraph: Command, counting: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

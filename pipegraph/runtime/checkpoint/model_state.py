@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from pipegraph.arguments import for_asker
 from pipegraph.errors import CheckpointError, nearest
 from pipegraph.package import Manifest
 from pipegraph.runtime import parameters
@@ -53,8 +54,11 @@ def check_same_model(tensors: Mapping[str, Tensor], everywhere: Sequence[str], s
             elif saved.properties.dtype != tensor.dtype:
                 problems.append(f"{name} is {saved.properties.dtype} there, and {tensor.dtype} in the model.")
     if problems:
+        is_same = here == there and all(tuple(stored[full].size) == tuple(each.shape) for full, each in tensors.items())
+        what = "the checkpoint is of this model in another dtype:" if is_same else "the checkpoint is of another model:"
+        asked = for_asker('precision="bf16", which trains', "--precision bf16, which trains")
+        advice = f"the precision that it was saved with; {asked} float32 parameters in 16 bits."
+        if not is_same:
+            advice = "the folder of this model's run, or the package that the checkpoint was saved with."
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise CheckpointError(
-            "\n  ".join(["the checkpoint is of another model:", *problems[:_SHOWN], *more])
-            + "\nTry: the folder of this model's run, or the package that the checkpoint was saved with."
-        )
+        raise CheckpointError("\n  ".join([what, *problems[:_SHOWN], *more]) + f"\nTry: {advice}")

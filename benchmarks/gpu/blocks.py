@@ -1,0 +1,49 @@
+"""The roofline of a hardware profile beside what each distinct block of the model takes on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.gpu.setting import Setting
+from pipegraph.cost import SegmentCost
+from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.price import price
+
+Times = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class BlockError:
+    """Seconds of F, I and W of a block, of a microbatch.
+
+    Attributes:
+        name: where its first piece begins.
+    """
+
+    name: str
+    predicted: Times
+    measured: Times
+
+    @property
+    def error(self) -> float:
+        """Predicted ÷ measured − 1 of all three together."""
+        return sum(self.predicted) / sum(self.measured) - 1
+
+
+def block_errors(setting: Setting, seconds: float) -> list[BlockError]:
+    """Measure each distinct block for so many seconds together."""
+    predicted = price(setting.captured, "time", setting.hardware)
+    options = MeasureOptions(device=str(setting.device), seconds=seconds)
+    measured = price(setting.captured, "measured", setting.hardware, setting=options)
+    found: dict[str, BlockError] = {}
+    for index, part in enumerate(predicted.parts.segments):
+        point = predicted.chain.segments[index].point
+        name = "the model's start" if point is None else str(point)
+        times = _times(predicted.costs[index]), _times(measured.costs[index])
+        if part.block.key not in found and sum(times[1]) > 0:
+            found[part.block.key] = BlockError(name, *times)
+    return list(found.values())
+
+
+def _times(cost: SegmentCost) -> Times:
+    return cost.forward, cost.input_grad, cost.weight_grad

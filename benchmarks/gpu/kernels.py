@@ -1,0 +1,123 @@
+"""F, I and W of a stage against torch.compile's forward and backward; what F keeps; and CUDA graphs of each."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.stopwatch import Timing, in_turns
+from pipegraph.kernels import StageKernels, make
+from pipegraph.kernels.traced import held_tensors
+
+COMPILED = "torch.compile"
+
+
+class Contender:
+    """A stage with kernels of its own, and one microbatch."""
+
+    def __init__(self, setting: Setting, stage: nn.Module) -> None:
+        self.stage = stage
+        self.x, self.gradient = setting.microbatch()
+        self.kernels: StageKernels = make("inductor", stage, (True,), (True,))
+
+    def forward(self) -> Any:
+        return self.kernels.forward((self.x,)).saved
+
+    def divided(self) -> None:
+        saved = self.forward()
+        self.kernels.input_backward(saved, (self.gradient,))
+        self.kernels.weight_backward(saved)
+
+    def whole(self) -> None:
+        self.kernels.backward(self.forward(), (self.gradient,))
+
+
+def compare(setting: Setting) -> dict[str, Timing]:
+    """Seconds of a microbatch: torch.compile, F with I and W, F with B. Each adds to `.grad`."""
+    first = setting.stage()
+    contenders = {name: Contender(setting, copy.deepcopy(first)) for name in ("F I W", "F B")}
+    x, gradient = setting.microbatch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it first compiles
+        module = torch.compile(first)
+        module(x.detach().requires_grad_()).backward(gradient)
+
+    def compiled() -> None:
+        module(x.detach().requires_grad_()).backward(gradient)
+
+    calls = {COMPILED: compiled, "F I W": contenders["F I W"].divided, "F B": contenders["F B"].whole}
+    stages = {COMPILED: first, **{name: each.stage for name, each in contenders.items()}}
+    return in_turns(calls, setting.device, setting.rounds, {name: stage.zero_grad for name, stage in stages.items()})
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """Bytes that F keeps for the backward.
+
+    Attributes:
+        counted: the memory of the saved tensors.
+        allocated: by how much torch's allocator grew on a GPU, without what F returns; None on a CPU.
+    """
+
+    predicted: int
+    counted: int
+    allocated: int | None
+
+
+def saved_memory(setting: Setting) -> SavedMemory:
+    """Compare what the plan says that F of the stage keeps with what it does."""
+    contender = Contender(setting, setting.stage())
+    contender.divided()
+    before = torch.cuda.memory_allocated(setting.device) if setting.is_gpu else 0
+    forward = contender.kernels.forward((contender.x,))
+    after = torch.cuda.memory_allocated(setting.device) if setting.is_gpu else 0
+    held = held_tensors(forward.saved)
+    assert held is not None, "the stage was traced"
+    known = {each.untyped_storage().data_ptr() for each in (*contender.stage.parameters(), *contender.stage.buffers())}
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+    counted = sum(size for address, size in sizes.items() if address not in known)
+    predicted = setting.plan.costs[1].saved_bytes
+    assert predicted is not None, "the plan was priced"
+    allocated = None
+    if setting.is_gpu:
+        returned = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in forward.outputs}
+        # The input is kept, too, but was there before; an output is counted only if it is kept.
+        own = contender.x.untyped_storage()
+        grown = after - before + (own.nbytes() if own.data_ptr() in sizes else 0)
+        allocated = grown - sum(size for address, size in returned.items() if address not in sizes)
+    return SavedMemory(predicted, counted, allocated)
+
+
+def graphed(setting: Setting, call: Callable[[], object]) -> Callable[[], None]:
+    """Record what a call launches as a CUDA graph, and return what launches that at once."""
+    beside = torch.cuda.Stream(setting.device)
+    beside.wait_stream(torch.cuda.current_stream(setting.device))
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream(setting.device).wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def with_graphs(setting: Setting) -> dict[str, Timing] | None:
+    """Seconds of F, I and W launched one kernel after the other, and by one CUDA graph; None without a GPU.
+
+    Gradients have memory before, because a graph writes to fixed places.
+    """
+    if not setting.is_gpu:
+        return None
+    launched, recorded = (Contender(setting, setting.stage()) for _ in range(2))
+    launched.divided()
+    recorded.divided()  # now `.grad` has memory
+    calls = {"launched": launched.divided, "CUDA graph": graphed(setting, recorded.divided)}
+    return in_turns(calls, setting.device, setting.rounds)

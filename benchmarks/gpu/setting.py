@@ -1,0 +1,112 @@
+"""What is measured: a Llama of some size, its middle stage, and the device that runs it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import pipegraph
+from pipegraph.cost.block_times import device_name
+from pipegraph.cost.hardware import Hardware
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.sources import load
+from pipegraph.package import Package
+from pipegraph.planner.plan import Plan
+from pipegraph.units import format_number_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement.
+
+    Attributes:
+        layers: of the stage that is measured; the model has one more on either side.
+        width: of the model; a head has 64 of it.
+        rows, length: of a microbatch.
+        profile: the hardware profile that predicts; by default the one that has the device's name.
+        folder: for the model's configuration and package.
+    """
+
+    device: torch.device
+    layers: int
+    width: int
+    rows: int
+    length: int
+    rounds: int
+    profile: str | None
+    folder: Path = field(repr=False)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def title(self) -> str:
+        """The device and the model, as a line."""
+        layers = format_number_of("layer", self.layers)
+        size = f"{layers} of width {self.width}, {self.rows} × {self.length} tokens, bfloat16"
+        return f"{device_name(self.device)}, torch {torch.__version__}: {size}"
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The profile that predicts."""
+        if self.profile is not None:
+            return Hardware.load(self.profile)
+        if not self.is_gpu:
+            return Hardware.load("cpu")
+        name = device_name(self.device).lower()
+        known = next((each for each in Hardware.names() if each in name), None)
+        if known is None:
+            raise SystemExit(
+                f"no profile is of {device_name(self.device)}.\n"
+                "Try: pipegraph calibrate --device cuda -o gpu.json, and --profile gpu.json"
+            )
+        return Hardware.load(known)
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The model, without memory."""
+        config = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "dtype": "bfloat16",
+            "vocab_size": 512,
+            "hidden_size": self.width,
+            "intermediate_size": self.width * 7 // 2,
+            "num_hidden_layers": self.layers + 2,
+            "num_attention_heads": max(self.width // 64, 1),
+            "num_key_value_heads": max(self.width // 256, 1),
+            "use_cache": False,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "config.json"
+        file.write_text(json.dumps(config))
+        source = load(f"hf:{file}", weights=False, batch=self.rows, seq=self.length)
+        return pipegraph.capture(source.model, source.args, source.kwargs)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Three stages, of which the second is measured, with predictions."""
+        points = ["model.layers.1", f"model.layers.{self.layers + 1}"]
+        return pipegraph.plan(self.captured, points=points, balance="time", hardware=self.hardware)
+
+    @cached_property
+    def package(self) -> Path:
+        """The package of the plan."""
+        return pipegraph.write_package(self.plan, self.folder / "package", weights=False).path
+
+    def stage(self) -> nn.Module:
+        """The measured stage, on the device, with weights as the model starts."""
+        return Package.open(self.package).load_stage(1, str(self.device), weights=False)
+
+    def microbatch(self) -> tuple[Tensor, Tensor]:
+        """What the stage takes, and the gradient of what it returns."""
+        shape = 2, self.rows, self.length, self.width
+        generator = torch.Generator(self.device).manual_seed(0)
+        made = torch.randn(shape, generator=generator, device=self.device).to(torch.bfloat16)
+        return made[0], made[1]

@@ -1,0 +1,69 @@
+"""Steps of a whole pipeline on one device: what passes between its actions, and copies to the host beside them."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+import pipegraph
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.stopwatch import seconds_of
+from pipegraph.runtime.measurements import ActionTimes, SavedBytes
+
+MICROBATCHES = 4
+RECOMPUTES = "min-cut", "offload"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step takes with all stages on one device.
+
+    Attributes:
+        seconds: the median.
+        actions: the sum over its actions, by events of the device's stream.
+        saved: the most bytes kept for backwards in the device's memory.
+    """
+
+    seconds: float
+    actions: float
+    saved: int
+
+
+def measure_step(setting: Setting, recompute: str) -> StepTimes:
+    """Run steps of zb-h1 on the package's three stages, all in this process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*holds no weights", UserWarning)
+        pipe = pipegraph.Pipeline(
+            setting.package,
+            "zb-h1",
+            MICROBATCHES,
+            lambda output, target: output["logits"].float().square().mean(),
+            device=str(setting.device),
+            recompute=recompute,
+        )
+    tokens = torch.randint(512, (MICROBATCHES * setting.rows, setting.length), device=setting.device)
+
+    def step() -> None:
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.step(input_ids=tokens)
+
+    state = [each for stage in pipe.stages.values() for each in (*stage.parameters(), *stage.buffers())]
+    saved = SavedBytes([*state, tokens])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", 'recompute="offload" is emulated', UserWarning)
+        with pipe.observe(saved):
+            step()
+    seconds, actions = [], []
+    for _ in range(setting.rounds):
+        times = ActionTimes(setting.device)
+        times.begin_step()
+        with pipe.observe(times):
+            seconds.append(seconds_of(step, setting.device))
+        done = times.end_step()
+        actions.append(sum(done.busy(rank) for rank in pipe.ranks))
+    kept = sum(saved.peak(rank) or 0 for rank in pipe.ranks)
+    return StepTimes(statistics.median(seconds), statistics.median(actions), kept)
