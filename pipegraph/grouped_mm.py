@@ -34,4 +34,4 @@ def register_grouped_mm() -> None:
         groups = one.shape[0] if offs is None else offs.shape[0]
         return one.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
-    torch.library.register_fake("aten::_grouped_mm", grouped_mm, allow_override=True)
+    torch.library.register_fake("aten::_grouped_mm", grouped_mm, allow_override=True)  # which torch 2.11 asks for

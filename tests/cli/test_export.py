@@ -38,6 +38,7 @@ def test_it_says_what_it_wrote(pipegraph: Command, trained: Path, tmp_path: Path
     assert again.err == f"error: {tmp_path / 'out'} holds files, which are left alone.\nTry: -o with a new folder.\n"
 
 
+@pytest.mark.slow  # tests/workflows/test_export.py has ranks, without torchrun
 def test_ranks_of_torchrun_write_one_folder(trained: Path, tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     command = ["-m", "pipegraph", "export", trained / "run", trained / "package", "-o", tmp_path / "out", "--json"]

@@ -53,6 +53,7 @@ def test_one_two_and_torchrun_processes_agree(
     assert losses(alone.out) == losses(own.out) == losses(under.out)
 
 
+@pytest.mark.slow  # tests/cli/test_joint_plan.py runs another one
 def test_a_mesh_trains_as_one_pipeline(pipegraph: Command, chain: Path) -> None:
     """Both data-parallel ranks have the same batch. One process of four prints."""
     options = [*AUTOGRAD, "--microbatches", 4, "--steps", 2]
@@ -323,6 +324,7 @@ def test_a_learning_rate_of_zero_leaves_the_weights(pipegraph: Command, chain: P
     assert first == second == third
 
 
+@pytest.mark.slow  # tests/runtime/test_launch.py has the refusal
 def test_wrong_world_of_torchrun(chain: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3]
     done = program(*torchrun, "-m", "pipegraph", "run", chain, *AUTOGRAD)

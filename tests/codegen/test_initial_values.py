@@ -32,7 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+# transformers initialises it by the same functions as the others.
+SLOW = ("T5ForConditionalGeneration",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
+)
 def test_every_split_starts_as_the_model(name: str, tmp_path: Path) -> None:
     config = getattr(transformers, name).config_class(architectures=[name], **MODELS[name])
     config.save_pretrained(tmp_path)

@@ -77,7 +77,7 @@ def nodes_of(captured: Captured) -> list[object]:
     return [repr(described(node)) for node in captured.graph.nodes]
 
 
-@pytest.mark.parametrize(("batch", "seq"), [(1, 7), (3, 7)])
+@pytest.mark.parametrize(("batch", "seq"), [(1, 7), pytest.param(3, 7, marks=pytest.mark.slow)])
 def test_a_resized_capture_is_that_of_an_example_of_this_size(batch: int, seq: int) -> None:
     source = load(str(MODELS / "rotary.py"), weights=False)
     resized = capture_source(replace(source, batch=batch, seq=seq))

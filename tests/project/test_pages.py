@@ -20,7 +20,7 @@ from tests.torch_version import is_tested_version
 IMAGES = ROOT / "docs" / "images"
 
 # Their commands take half a minute each, the guide's together more.
-SLOW = ("docs/guide.md", "docs/how-to.md", "docs/planning.md", "docs/weights.md")
+SLOW = ("docs/command-line.md", "docs/guide.md", "docs/how-to.md", "docs/planning.md", "docs/weights.md")
 
 # What no test runs: (page, what it needs). A page shows it in the first line of the block.
 NOT_RUN = {

@@ -92,6 +92,7 @@ def test_ranks_agree_on_infinite_gradients(infinite: int, tmp_path: Path) -> Non
     assert ranks.run(rank_functions.scale, 2, folder, infinite) == [[4.0, 4.0]] * 2
 
 
+@pytest.mark.slow  # tests/runtime/test_meeting.py has the stores of a restart, tests/cli/test_run.py a torchrun
 def test_torchrun_makes_the_process_group_also_after_a_restart(tmp_path: Path) -> None:
     folder = write(chain(2), tmp_path / "chain")
     script = tmp_path / "train.py"

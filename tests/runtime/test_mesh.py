@@ -98,10 +98,14 @@ def test_tensor_parallel(tmp_path: Path) -> None:
     assert_trained(
         tmp_path,
         ({"pp": 2, "tp": 2}, "1f1b", (8,), False, plan),
-        ({"tp": 2, "pp": 2}, "zb-v", (8,), True, plan),
         ({"pp": 2, "dp_shard": 1, "tp": 2}, "zb-v", (8,), True, sequence),
         ({"dp_replicate": 2, "tp": 2}, "1f1b", (8, 6), True, {**plan, "kernels": "autograd"}),
     )
+
+
+@pytest.mark.slow  # an order of dimensions that others have beside it: replicas, and shards
+def test_tensor_parallel_before_the_pipeline(tmp_path: Path) -> None:
+    assert_trained(tmp_path, ({"tp": 2, "pp": 2}, "zb-v", (8,), True, {"tp_plan": meshes.TP_PLAN}))
 
 
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -153,7 +157,6 @@ def test_sharded_by_the_user(tmp_path: Path) -> None:
     assert_trained(
         tmp_path,
         ({"pp": 2, "dp_shard": 2}, "zb-v", (9, 5), False, {**by_hand, "resident": 1}),
-        ({"dp_shard": 2, "tp": 2}, "1f1b", (8, 6), True, {**by_hand, "tp_plan": meshes.TP_PLAN}),
         (
             {"dp_replicate": 2, "dp_shard": 2},
             "1f1b",
@@ -162,6 +165,12 @@ def test_sharded_by_the_user(tmp_path: Path) -> None:
             {**by_hand, "shard_by_hand": ("dp_replicate", "dp_shard")},
         ),
     )
+
+
+@pytest.mark.slow  # the tests above have both, one without the other
+def test_sharded_by_the_user_what_is_divided_already(tmp_path: Path) -> None:
+    options = {"shard_by_hand": "dp_shard", "strict": True, "tp_plan": meshes.TP_PLAN}
+    assert_trained(tmp_path, ({"dp_shard": 2, "tp": 2}, "1f1b", (8, 6), True, options))
 
 
 def test_shards_of_uneven_sizes_and_other_dimensions(tmp_path: Path) -> None:

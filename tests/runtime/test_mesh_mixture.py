@@ -39,7 +39,12 @@ def run(path: Path, *cases: Case, seconds: float = 110) -> list[list[Any]]:
 
 def test_all_of_it_trains_as_the_whole_model(tmp_path: Path) -> None:
     sharded: Case = ("mixture", {"pp": 2, "dp_shard": 2}, "zb-v", {"recompute": "block", "resident": 1})
-    assert run(tmp_path, sharded, ("mixture", {"pp": 2, "tp": 2}, "1f1b", TP)) == [[TRAINED] * 2] * 4
+    assert run(tmp_path, sharded) == [[TRAINED]] * 4
+
+
+@pytest.mark.slow  # tests/runtime/test_mesh.py has simpler models
+def test_all_of_it_trains_under_tensor_parallelism(tmp_path: Path) -> None:
+    assert run(tmp_path, ("mixture", {"pp": 2, "tp": 2}, "1f1b", TP)) == [[TRAINED]] * 4
 
 
 @pytest.mark.slow

@@ -55,8 +55,15 @@ def test_no_cut_schedule_or_recompute_changes_them(
     assert models.train(models.start(packages / cut, schedule, recompute=recompute)) == losses
 
 
-@pytest.mark.parametrize("kernels", ["eager", "autograd"])
-@pytest.mark.parametrize(("cut", "schedule"), [("two", "1f1b"), ("inside", "zb-v")])
+@pytest.mark.parametrize(
+    ("cut", "schedule", "kernels"),
+    [
+        ("two", "1f1b", "autograd"),
+        ("inside", "zb-v", "eager"),
+        pytest.param("two", "1f1b", "eager", marks=pytest.mark.slow),
+        pytest.param("inside", "zb-v", "autograd", marks=pytest.mark.slow),
+    ],
+)
 def test_nor_do_processes_or_kernels_that_run_uncompiled(
     packages: Path, losses: Losses, cut: str, schedule: str, kernels: str
 ) -> None:
