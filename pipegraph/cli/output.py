@@ -73,6 +73,21 @@ def print_drawing(draw: Callable[[int | None, bool], Text], wide: bool = False) 
     console.print(Text("\n").join(line if line.spans else Text(wrap(line.plain, width)) for line in lines))
 
 
+def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
+    """Write (file, suffix, text): what is drawn again from what it shows, and replaces an older drawing unasked.
+
+    Raises PipegraphError, before anything is written, if a file exists whose name does not end with the suffix: it is
+    something else, such as the model's source. And as `write_files` does.
+    """
+    files = list(files)
+    for file, suffix, _ in files:
+        if file.is_file() and file.suffix.lower() != suffix and file.stat().st_size:
+            raise PipegraphError(
+                f"{file} exists already, and is no {suffix} file to draw again.\nTry: {file.with_suffix(suffix)}."
+            )
+    write_files((file, text) for file, _, text in files)
+
+
 def write_files(files: Iterable[tuple[Path, str]]) -> None:
     """Write each text to its file, which it replaces, wholly or not at all.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipegraph.cli.options import DebugOption, JsonOption, WideOption, complete_schedule
-from pipegraph.cli.output import print_drawing, print_json, write_files
+from pipegraph.cli.output import print_drawing, print_json, write_drawings
 from pipegraph.cli.progress_bar import progress
 
 NameArgument = Annotated[
@@ -106,9 +106,9 @@ def schedule(
         simulated = SimulatedSchedule(
             made, given or unit_times(made.stages), memory_limit, in_seconds=given is not None
         )
-        files = [] if svg is None else [(svg, schedule_svg(simulated))]
-        files += [] if csv is None else [(csv, to_csv(made))]
-        write_files(files)
+        files = [] if svg is None else [(svg, ".svg", schedule_svg(simulated))]
+        files += [] if csv is None else [(csv, ".csv", to_csv(made))]
+        write_drawings(files)
     if json:
         print_json(simulated_schedule_dict(simulated))
         return

@@ -16,7 +16,7 @@ from pipegraph.cli.options import (
     PlannedScheduleOption,
     WideOption,
 )
-from pipegraph.cli.output import print_drawing, print_json, write_files
+from pipegraph.cli.output import print_drawing, print_json, write_drawings
 from pipegraph.cli.progress_bar import print_warning, progress
 
 
@@ -53,15 +53,15 @@ def show(
         from pipegraph.report.package_page import package_page
         from pipegraph.report.package_picture import package_picture
 
-        files = [] if html is None else [(html, package_page(package, chosen))]
+        files = [] if html is None else [(html, ".html", package_page(package, chosen))]
         if svg is not None:
             picture = package_picture(package, chosen)
-            files.append((svg, picture.package))
+            files.append((svg, ".svg", picture.package))
             if picture.timeline is not None:
                 beside = svg.with_name(f"{svg.stem}_timeline{svg.suffix}")
-                files.append((beside, picture.timeline))
+                files.append((beside, ".svg", picture.timeline))
                 print_warning(f"note: the schedule is too wide for {svg}, and has a picture of its own: {beside}")
-        write_files(files)
+        write_drawings(files)
     if json:
         print_json(package_dict(package, chosen, damaged))
     else:

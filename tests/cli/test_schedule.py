@@ -100,6 +100,18 @@ def test_a_link_is_written_through(pipegraph: Command, tmp_path: Path) -> None:
     assert (link.is_symlink(), file.read_text()) == (True, "0F0,0B0\n")
 
 
+def test_a_drawing_replaces_a_drawing_and_nothing_else(pipegraph: Command, tmp_path: Path) -> None:
+    source, drawing = tmp_path / "model.py", tmp_path / "order.svg"
+    source.write_text("model = None\n")
+    command = ["schedule", "gpipe", "--ranks", 1, "--microbatches", 1]
+    for option in ("--svg", "--csv"):
+        result = pipegraph(*command, "--svg", drawing, option, source)
+        assert (result.code, source.read_text()) == (2, "model = None\n")
+        assert "model.py exists already" in result.err and f"Try: {tmp_path / 'model'}" in result.err
+        assert option == "--svg" or not drawing.exists()  # nothing is written before all can be
+    assert [pipegraph(*command, "--svg", drawing).code for _ in range(2)] == [0, 0]
+
+
 def test_json(pipegraph: Command, times: Path) -> None:
     done = pipegraph("schedule", "1f1b", "--ranks", 3, "--microbatches", 2, "--times", times, "--json")
     result = json.loads(done.out)
