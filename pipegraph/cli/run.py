@@ -53,6 +53,7 @@ from pipegraph.cli.run_options import (
     TensorOption,
     TimeoutOption,
     check_checkpoint,
+    check_learning_rate,
     check_profile,
     check_recalibrate,
 )
@@ -125,6 +126,7 @@ def run(
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)
+    check_learning_rate(learning_rate)
     from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
 
     if timeout is not None:

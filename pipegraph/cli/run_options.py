@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -170,6 +171,12 @@ RecalibrateOption = Annotated[
         "profile's own.",
     ),
 ]
+
+
+def check_learning_rate(rate: float | None) -> None:
+    """Raise typer.BadParameter for a learning rate that is no finite number."""
+    if rate is not None and not math.isfinite(rate):
+        raise typer.BadParameter(f"{rate} is no learning rate.\nTry: 0.001", param_hint="--learning-rate")
 
 
 def check_recalibrate(steps: int | None, kernels: str) -> None:

@@ -100,7 +100,7 @@ class FileKind(Generic[Structure]):
             if not 1 <= found <= self.version:
                 raise ValueError(
                     f"schema_version: it is {shown(found)}, and this pipegraph reads 1 to {self.version}. A newer "
-                    "pipegraph may read the file"
+                    f"pipegraph may read the file, if it is {self.name} at all"
                 )
         return content
 

@@ -64,22 +64,6 @@ def test_a_mesh_trains_as_one_pipeline(pipegraph: Command, chain: Path) -> None:
     assert [float(loss) for loss in losses(mesh.out)] == pytest.approx([float(loss) for loss in losses(alone.out)])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--nproc", 3, "--tp", 2], "3 processes are no mesh of pp × tp 2"),
-        (["--dp-shard", 2, "--mesh-order", "pp,tp"], "Try: --mesh-order pp,tp,dp_replicate,dp_shard"),
-        (["--tp", 2], "in the model's file, and split it anew"),
-    ],
-)
-def test_a_mesh_that_cannot_be_is_refused(
-    pipegraph: Command, chain: Path, options: Sequence[object], message: str
-) -> None:
-    done = pipegraph("run", chain, *options)
-    assert done.code == 2
-    assert message in done.err
-
-
 def test_a_file_with_transfers_runs_as_its_schedule_does(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(to_csv(lower(build("gpipe", 2, 4), sharded=[0])))
     plain, file = (

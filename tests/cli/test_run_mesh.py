@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,19 @@ def test_tensor_parallel_ranks_that_do_not_divide_heads_are_refused(tmp_path: Pa
     assert done.code == 2
     assert "stage 0 does not run with its parameters divided along tp" in done.err
     assert "Try: a tp that divides the numbers of heads, key-value heads and features." in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nproc", 3, "--tp", 2], "3 processes are no mesh of pp × tp 2"),
+        (["--dp-shard", 2, "--mesh-order", "pp,tp"], "Try: --mesh-order pp,tp,dp_replicate,dp_shard"),
+        (["--tp", 2], "in the model's file, and split it anew"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(
+    pipegraph: Command, chain: Path, options: Sequence[object], message: str
+) -> None:
+    done = pipegraph("run", chain, *options)
+    assert done.code == 2
+    assert message in done.err

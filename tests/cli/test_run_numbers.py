@@ -17,3 +17,8 @@ def test_precision_and_seed(pipegraph: Command, chain: Path) -> None:
     assert exact != rounded and float(rounded) == pytest.approx(float(exact), rel=0.05)
     wrong = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--precision", "bf61")
     assert wrong.code == 2 and "bf16" in wrong.err
+
+
+def test_a_learning_rate_is_a_number(pipegraph: Command, chain: Path) -> None:
+    done = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--learning-rate", "inf")
+    assert done.code == 2 and "inf is no learning rate" in done.err
