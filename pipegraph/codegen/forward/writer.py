@@ -30,12 +30,12 @@ from pipegraph.codegen.forward.items import (
 from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, Lists, LocalVariables, indexed_tuples
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
-from pipegraph.codegen.forward.regions import Regions
 from pipegraph.codegen.forward.roll_loops import LoopWriter
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers, with_fixed_sizes
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
 from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelDtypes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
+from pipegraph.codegen.forward.with_blocks import WithBlocks
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.names.source_statements import SourceStatements
@@ -111,7 +111,7 @@ class ForwardWriter:
             self._values, headers, self._lists, contents.inputs, self._name, self._item, self._iterations
         )
         self._indexed = indexed_tuples(contents.items)
-        self._regions = Regions(contents, self._device)
+        self._with_blocks = WithBlocks(contents, self._device)
 
     def write(self) -> WrittenForward:
         """Write the statements; once only.
@@ -344,7 +344,7 @@ class ForwardWriter:
         return not returned and variable(self._name(item, node), "x") in self._values.taken()
 
     def _contexts(self, item: Item) -> Contexts:
-        return (*self._branches.around, *self._regions.around(item))
+        return (*self._branches.around, *self._with_blocks.around(item))
 
     def _emit(self, item: Item, statement: Statement) -> None:
         self._values.statements.append((self._contexts(item), statement))

@@ -11,7 +11,7 @@ from pipegraph.codegen.forward.items import ClassContents, Item, with_inner
 from pipegraph.codegen.syntax.expressions import Expression
 
 
-class Regions:
+class WithBlocks:
     """Finds the blocks around the items of one class.
 
     Args:
