@@ -1,7 +1,7 @@
 """The batches that all ranks train on together: a step begins if each rank has one that the pipeline takes.
 
 rank 0   batch 7 ──────────┐
-rank 1   batch 7, refused ─┴─ told to all ─▶ every rank raises before anything of the step is sent, and can still save
+rank 1   batch 7, refused ─┴─ known to all ─▶ every rank raises before anything of the step is sent, and can still save
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AgreedBatches:
             raise problem
         failed = next((rank for rank, row in enumerate(rows) if row[3]), None)
         if failed is not None:
-            message = f"rank {failed} has no batch to train on, and says why.\nTry: what it says."
+            message = f"rank {failed} has no batch to train on.\nTry: what the message of rank {failed} says."
             # By this cause a launcher knows that another rank failed first.
             raise SourceError(message) from ConnectionLost(failed, "its data failed")
         if not all(row[0] for row in rows):

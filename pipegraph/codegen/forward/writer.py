@@ -235,9 +235,7 @@ class ForwardWriter:
         self._emit(item, statement)
 
     def _call(self, item: ModuleCall) -> None:
-        function = self._bodies.module(
-            item, lambda each: self._tree.access(relative(each.fqn, self._contents.prefix).split("."))
-        )
+        function = self._bodies.module(item, self._module)
         classes, values = self._bodies.classes(item), item.argument_values
         self._called(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
 

@@ -14,22 +14,8 @@ from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 # What generated code imports, calls or reads.
 _RESERVED = frozenset(
     {"torch", "nn", "F", "Tensor", "OrderedDict", "partial", "self", "super", "getattr", "setattr", "str", "float"}
-    | {
-        "NotImplementedError",
-        "int",
-        "bool",
-        "complex",
-        "slice",
-        "range",
-        "enumerate",
-        "zip",
-        "reversed",
-        "len",
-        "min",
-        "max",
-        "tuple",
-        "next",
-    }
+    | {"int", "bool", "complex", "slice", "range", "enumerate", "zip", "reversed", "len", "min", "max", "tuple", "next"}
+    | {"NotImplementedError"}
 )
 
 # Names of the classes of stages. Their files import the other classes.
