@@ -79,6 +79,9 @@ class ModeComparison:
         self._align(own.items, other.items, ())
         self._compare_outputs(next(node for node in self._evaluation.nodes if node.op == "output"))
         self._found.settle()
+        for difference in self._found.differences:
+            while (call := _call_around(difference)) is not None:
+                difference.path = (*difference.path, call)
 
     def _compare_outputs(self, output: fx.Node) -> None:
         """Compare what the modes return.
@@ -204,6 +207,24 @@ class _Call:
             sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
             sorted_by_place(made, (result_place(node, tree.call) for node in made)),
         )
+
+
+def _call_around(difference: ModeDifference) -> tuple[str, str] | None:
+    """The call inside the path of a difference that is all of it: evaluation mode returns there what it is given.
+
+    before:  if self.training: x = self.drop_path(x)
+    after:   x = self.drop_path(x)      # whose class asks for the mode, as in the source
+    """
+    nodes, depth = difference.training, len(difference.path)
+    calls = {path_of(node)[depth : depth + 1] for node in nodes}
+    if difference.evaluation or difference.runs_in_both or len(calls) != 1 or calls == {()}:
+        return None
+    ((call,),) = calls
+    passes_on = all(
+        result_place(value, call[0]) is not None and argument_place(other, call[0]) is not None
+        for value, other in difference.joins
+    )
+    return call if passes_on and difference.joins and nodes[-1].next is difference.before else None
 
 
 def _nodes(item: _Item) -> Iterator[fx.Node]:

@@ -88,6 +88,30 @@ class Residual(nn.Module):
         return self.inner(x) + y
 
 
+class Shift(nn.Module):
+    """Does nothing if its number is 0."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.by).sin() * x.cos() if self.by else x
+
+
+class Shifted(nn.Module):
+    """Calls a module whose call leaves no trace if it does nothing."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.shift = Shift(by)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift(self.inner(x))
+        return x + self.shift(x.tanh())
+
+
 class Activated(nn.Sequential):
     """A Sequential of two or three modules."""
 
@@ -173,6 +197,16 @@ def test_modules_that_differ_are_given_to_the_constructor(tmp_path: Path) -> Non
     assert "Residual2" not in blocks(tmp_path)
     assert "def __init__(self, inner, shortcut=None):" in blocks(tmp_path)
     assert "if self.shortcut is not None:" in blocks(tmp_path)
+    assert differences(package, model, (batch(),), train=True) == []
+
+
+def test_a_module_that_does_nothing_for_some_is_an_identity_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Row([Shifted(0.0), Shifted(0.5), Shifted(0.25)])
+    package = split(tmp_path, model, (batch(),))
+    assert classes(tmp_path) == ["Shifted", "Shift"]
+    assert "x = x + self.shift(self.inner(x))" in blocks(tmp_path) and "if " not in blocks(tmp_path)
+    assert "Shifted(shift=nn.Identity())" in (tmp_path / "package" / "stage_0.py").read_text(encoding="utf-8")
     assert differences(package, model, (batch(),), train=True) == []
 
 

@@ -1,4 +1,4 @@
-"""The packages of four models, file by file as they are to look. Renewed by ``pytest tests/codegen --renew-golden``."""
+"""The packages of six models, file by file as they are to look. Renewed by ``pytest tests/codegen --renew-golden``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ MODELS = {
     "unet": ("examples/unet.py", "down.2,up.1"),
     "llama": ("hf:examples/llama", "model.layers.2,model.layers.5"),
     "t5": ("tests/models/t5.py", "t5.encoder.block.2,t5.decoder.block.1"),
+    "vision_transformer": ("tests/models/vision_transformer.py", "blocks.2,blocks.3.mlp"),
+    "mixture_of_experts": ("tests/models/mixture_of_experts.py", "layers.1,layers.3"),
 }
 GENERATE = """
 from pipegraph.codegen.package_files import generate

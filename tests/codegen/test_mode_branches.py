@@ -235,15 +235,10 @@ CASES = {
             a = a - mean + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
 """,
     Residual: """
-        if self.training:
-            x_1 = self.drop(x_1)
-        return x + x_1
+        return x + self.drop(self.a(x))
 """,
     Dropped: """
-        x_1 = self.dropout(self.a(x))
-        if self.training:
-            x_1 = self.drop(x_1)
-        return x + x_1
+        return x + self.drop(self.dropout(self.a(x)))
 """,
     Normed: """
         else:
@@ -251,9 +246,8 @@ CASES = {
             var = self.running_var
 """,
     Deep: """
-        if self.training:
-            b = self.other_drop(b)
-        return x + b
+        x = x + self.drop(self.a(x))
+        return x + self.other_drop(self.b(x))
 """,
 }
 
@@ -293,6 +287,19 @@ class SkipsLayers(Deep):
         for index, layer in enumerate(self.layers):
             x = layer(x) if self.training or index == 0 else x
         return self.b(x)
+
+
+def test_a_module_that_does_nothing_in_evaluation_mode_asks_for_it_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    package = split(tmp_path, Residual(), (batch(),), cut="b")
+    drop = source(package).partition("class StochasticDepth")[2].partition("def forward")[2]
+    assert drop.splitlines()[1:6] == [
+        "        if self.training:",
+        "            kept = torch.empty(x.shape[0], 1, dtype=x.dtype, device=x.device)",
+        "            kept.bernoulli_(p=self.p)",
+        "            kept.div_(self.p)",
+        "            x = x * kept",
+    ]
 
 
 def test_no_stage_begins_inside_a_branch(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipegraph.codegen.classes.unify import (
     assigned_names,
     is_module,
     is_value,
+    only_called,
     opened,
     with_numbers_of,
 )
@@ -38,6 +40,7 @@ from pipegraph.codegen.syntax.expressions import (
     Literal,
     Name,
     Passing,
+    call,
 )
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Statement
 
@@ -86,7 +89,8 @@ def merge_pair(first: ClassSource, second: ClassSource, signatures: Mapping[str,
 
     An object of the class runs exactly the statements of the class that it replaces: those that both have, and those
     under conditions that hold for this class only. Such a condition is that an optional argument of ``forward`` is
-    given, or a flag or an optional module that the constructor was given.
+    given, or a flag or an optional module that the constructor was given. A module that one class lacks, and whose
+    result the other takes in place of what it is given, is an ``nn.Identity`` there.
 
     Args:
         first, second: classes that the model has under one name.
@@ -99,10 +103,11 @@ def merge_pair(first: ClassSource, second: ClassSource, signatures: Mapping[str,
         return None
     if _asks_for_substituted(first, second) or _asks_for_substituted(second, first):
         return None
-    try:
-        return _PairMerger(first, second, signatures).merge()
-    except (NoConditionError, DifferentCodeError, TooManyArgumentsError):
-        return None
+    pairs: list[MergedPair] = []
+    for identities in (False, True):
+        with suppress(NoConditionError, DifferentCodeError, TooManyArgumentsError):
+            pairs.append(_PairMerger(first, second, signatures, identities).merge())
+    return min(pairs, key=lambda pair: pair.statements_in_branches, default=None)
 
 
 def _asks_for_substituted(first: ClassSource, second: ClassSource) -> bool:
@@ -130,11 +135,20 @@ class TooManyArgumentsError(Exception):
 
 
 class _PairMerger:
-    def __init__(self, first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]]) -> None:
+    """Makes one class of two.
+
+    Args:
+        identities: whether a class has an ``nn.Identity`` for a module that only the other one has.
+    """
+
+    def __init__(
+        self, first: ClassSource, second: ClassSource, signatures: Mapping[str, Sequence[str]], identities: bool
+    ) -> None:
         self._members = first, second
         self._opened = opened(with_numbers_of(first, second), 0), opened(with_numbers_of(second, first), 1)
         self._only = _only(first, second)
-        self._unifier = Unifier(self._only, signatures, {**first.substitutes, **second.substitutes})
+        optional = self._optional_modules_of_each() if identities else (frozenset[str](), frozenset[str]())
+        self._unifier = Unifier(self._only, signatures, optional, {**first.substitutes, **second.substitutes})
         self._optional_modules: list[Condition] = []
 
     def merge(self) -> MergedPair:
@@ -209,6 +223,20 @@ class _PairMerger:
             if best is not None and scores[best] >= scores[None] + _GAIN:
                 found[name] = best
 
+    def _optional_modules_of_each(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The modules of each class that the other one lacks, and that ``forward`` only calls with one value."""
+        assigned = [assigned_attributes(source.init) for source in self._opened]
+        made, other_made = (
+            {
+                name
+                for name, value in own.items()
+                if is_module(value) and not (isinstance(value, InitArgument) and value.name in member.init_defaults)
+            }
+            for own, member in zip(assigned, self._members, strict=True)
+        )
+        first, second = (only_called(source.forward) for source in self._opened)
+        return first & made - assigned[1].keys(), second & other_made - assigned[0].keys()
+
     # ---- __init__ ----------------------------------------------------------------------------------------------------
 
     def _attribute_conditions(self) -> tuple[list[Condition], list[Condition]]:
@@ -261,6 +289,11 @@ class _PairMerger:
             return known  # the other class does not read it
         one, two = (each.value if isinstance(each, Assign) else NONE for each in (first, second))
         target = known.targets[0] if isinstance(known, Assign) else None
+        if isinstance(target, Attribute) and target.owner == SELF:
+            absent = [target.name in names for names in reversed(self._unifier.optional_modules)]
+            one, two = (
+                call("nn.Identity") if is_absent else made for is_absent, made in zip(absent, (one, two), strict=True)
+            )
         has_arguments = known is not None and any(isinstance(node, InitArgument) for node in known.walk())
         can_be_given = all(is_module(value) or value == NONE for value in (one, two))
         makes_it = bool(conditions) and NONE in (one, two) and not has_arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -125,6 +126,18 @@ def assigned_names(statements: Iterable[Statement]) -> set[str]:
     return names
 
 
+def only_called(statements: Iterable[Statement]) -> frozenset[str]:
+    """The attributes that statements mention only to call them with one value."""
+    nodes = [node for statement in statements for node in statement.walk()]
+    mentioned = Counter(node.name for node in nodes if isinstance(node, Attribute) and node.owner == SELF)
+    called = Counter(
+        node.function.name
+        for node in nodes
+        if isinstance(node, FunctionCall) and isinstance(node.function, Attribute) and len(node.arguments) == 1
+    )
+    return frozenset(name for name, count in mentioned.items() if called[name] == count)
+
+
 class DifferentCodeError(Exception):
     """Two pieces of code have no common form."""
 
@@ -136,12 +149,14 @@ class Unifier:
     Attributes:
         only: for each class, the parameters of ``forward`` that the other class does not have.
         signatures: the parameters of ``forward`` of each generated class.
+        optional_modules: for each class, the modules for which the other class has an ``nn.Identity``.
         in_place_of: a parameter that one class lacks → the parameter that this class reads in its place.
         assigned: for each class, the variables that were assigned before the code at hand.
     """
 
     only: tuple[frozenset[str], frozenset[str]]
     signatures: Mapping[str, Sequence[str]]
+    optional_modules: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     in_place_of: dict[str, str] = field(default_factory=dict)
     assigned: tuple[Set[str], Set[str]] = (frozenset(), frozenset())
 
@@ -156,6 +171,11 @@ class Unifier:
         """
         if first == second:
             return first
+        for side, made in enumerate((first, second)):
+            if self._is_optional(made, side):
+                (given,) = made.arguments
+                pair = (given.value, second) if side == 0 else (first, given.value)
+                return replace(made, arguments=(given.changed(self.unify(*pair)),))
         if is_value(first) and is_value(second):
             is_whole = not any("." in each.text or "e-" in each.text for each in (first, second))
             return Difference(first, second, name if is_whole or name != "size" else "value")
@@ -174,6 +194,13 @@ class Unifier:
         name = "index" if isinstance(first, Subscript) else "size"
         parts = {each: self.unify(getattr(first, each), getattr(second, each), name) for each in names}
         return replace(first, **parts)  # type: ignore[type-var]
+
+    def _is_optional(self, made: Any, side: int) -> bool:
+        """Return whether code calls a module in whose place the other class has an ``nn.Identity``."""
+        is_call = (
+            isinstance(made, FunctionCall) and isinstance(made.function, Attribute) and made.function.owner == SELF
+        )
+        return is_call and made.function.name in self.optional_modules[side] and len(made.arguments) == 1
 
     def _parameter(self, first: Name, second: Name) -> Name:
         """A parameter that only one class has, if the other reads its own parameter in its place."""

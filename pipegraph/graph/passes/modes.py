@@ -224,6 +224,8 @@ class _ModeMerge:
             BRANCH: BranchPart(number, None),
         }
         copy_places(value, join)
+        for call, _ in branch.path:  # these return what is joined
+            value.meta.get("result_of", {}).pop(call_name(call), None)
         return join
 
 

@@ -1,0 +1,73 @@
+"""Reads the tensors of a stage from this folder or from another one, or initialises them."""
+
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_FOLDER = Path(__file__).parent
+
+
+def initialise(stage, seed):
+    """Initialise parameters as the model does, with random numbers that follow from `seed` and from names.
+
+    They are equal on every rank, and however the model is cut.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for name, module in reversed(list(stage.named_modules())):
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                torch.manual_seed(zlib.crc32(name.encode(), seed))
+                reset()
+
+
+def read_stage(stage, index, device, weights):
+    """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the safetensors files there.
+
+    Without `weights`, parameters stay as they are. Buffers that are not in `state_dict()`, such as a rotary table, are
+    always read from this folder.
+    """
+    manifest = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))
+    entry, tied = manifest["stages"][index], {name: group for group in manifest["tied"] for name in group}
+    parameters = entry["parameters"] if weights else []
+    buffers = [each for each in entry["buffers"] if isinstance(each, str)]
+    others = [each["name"] for each in entry["buffers"] if not isinstance(each, str)]
+    read = _read(_FOLDER if isinstance(weights, bool) else Path(weights), [*parameters, *buffers], tied, device)
+    read |= _read(_FOLDER, others, tied, device)
+    held = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers(remove_duplicate=False))}
+    kept = {}  # a tied weight stays one parameter
+    for name, tensor in read.items():
+        if name not in held:
+            raise ValueError(f"the stage has no {name}, which pipeline.json lists")
+        if held[name].shape != tensor.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in its file and {list(held[name].shape)} in the stage")
+        if isinstance(held[name], nn.Parameter):
+            parameter = nn.Parameter(tensor.to(held[name].dtype), requires_grad=held[name].requires_grad)
+            tensor = kept.setdefault(tied.get(name, [name])[0], parameter)
+        owner, _, attribute = name.rpartition(".")
+        setattr(stage.get_submodule(owner), attribute, tensor)
+    unread = [name for name, tensor in held.items() if tensor.is_meta and name not in read]
+    if unread:
+        raise ValueError(f"{unread[0]} of stage {index} has no value: list it in pipeline.json and store it in a shard")
+
+
+def _read(folder, names, tied, device):
+    """Read tensors from `model.safetensors`, or from the files of its index. A tied weight has one of several names."""
+    if not names:
+        return {}
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    tensors, opened = {}, {}
+    for name in names:
+        stored = next((each for each in tied.get(name, [name]) if each in files), name)
+        file = files.get(stored, "model.safetensors")
+        if Path(file).name != file:
+            raise ValueError(f"{index} names {file!r}, which is not a file of its folder")
+        if file not in opened:
+            opened[file] = safe_open(folder / file, framework="pt", device=str(device))
+        tensors[name] = opened[file].get_tensor(stored)
+    return tensors
