@@ -81,7 +81,14 @@ class RuntimeFault(PipegraphError):
 
 
 class BatchError(PipegraphError):
-    """What was passed to a step is not what the package was made for: another shape, dtype or structure."""
+    """What was passed to a step is not what the package was made for: another shape, dtype or structure.
+
+    ``is_of_target`` tells that the inputs fit, and the target does not fit them.
+    """
+
+    def __init__(self, message: str, is_of_target: bool = False) -> None:
+        super().__init__(message)
+        self.is_of_target = is_of_target
 
 
 def user_line(error: BaseException) -> str:

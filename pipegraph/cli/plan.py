@@ -92,11 +92,7 @@ def plan(
     Example:
       pipegraph plan examples/transformer.py --ranks 2
     """
-    if (ranks is None) == (devices is None) or (devices is None) != (global_batch is None):
-        raise typer.BadParameter(
-            "one of them is missing, or one too many.\nTry: --ranks, or --devices with --global-batch",
-            param_hint="--ranks / --devices",
-        )
+    _check_what_is_planned(ranks, devices, global_batch)
     if balance not in ("time", "measured", "auto"):
         raise typer.BadParameter(
             f"{balance!r} is none of time, measured and auto.\nTry: one of them; split takes the others.",
@@ -200,6 +196,31 @@ def _plan_cluster(
     write_target(out, PlanFile.of(best).to_json())
     if out is not None and not json:
         print(f"wrote {out}")
+
+
+def _check_what_is_planned(ranks: int | None, devices: int | None, global_batch: int | None) -> None:
+    """Raise typer.BadParameter unless either ranks are given, or devices and the rows of a step."""
+    if ranks is not None and (devices is not None or global_batch is not None):
+        given = "--devices" if devices is not None else "--global-batch"
+        raise typer.BadParameter(
+            f"--ranks plans one pipeline, and {given} a cluster.\nTry: --ranks alone, or --devices with --global-batch",
+            param_hint=f"--ranks / {given}",
+        )
+    if devices is not None and global_batch is None:
+        raise typer.BadParameter(
+            f"the rows of a step are missing: what {devices} devices do best depends on how many rows they share.\n"
+            f"Try: --devices {devices} --global-batch {devices * 8}",
+            param_hint="--global-batch",
+        )
+    if global_batch is not None and devices is None:
+        raise typer.BadParameter(
+            f"the devices that share these rows are missing.\nTry: --devices 8 --global-batch {global_batch}",
+            param_hint="--devices",
+        )
+    if ranks is None and devices is None:
+        raise typer.BadParameter(
+            "say what to plan for.\nTry: --ranks 4, or --devices 8 --global-batch 64", param_hint="--ranks / --devices"
+        )
 
 
 def _choices(recompute: str) -> list[str]:

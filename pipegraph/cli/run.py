@@ -53,9 +53,9 @@ from pipegraph.cli.run_options import (
     TensorOption,
     TimeoutOption,
     check_checkpoint,
-    check_learning_rate,
     check_profile,
     check_recalibrate,
+    check_training,
 )
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ def run(
         )
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     lengths = {name: length for name, length in given.items() if length is not None}
+    check_training(learning_rate, kernels, precision, model)
     if recalibrate is not None:
         check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)
-    check_learning_rate(learning_rate)
     from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
 
     if timeout is not None:
@@ -195,7 +195,8 @@ def _choose(
     """Return the package, its schedule, and the processes that run it. Raises PipegraphError if these do not fit."""
     from pipegraph.package import Package, checkpoint_folder
     from pipegraph.runtime.processes.launch import check_processes, is_launched, pipeline_ranks
-    from pipegraph.runtime.processes.rank_grid import grid_of
+    from pipegraph.runtime.processes.rank_grid import TENSOR, grid_of
+    from pipegraph.runtime.tensor_parallel import require_plan
     from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
@@ -209,6 +210,7 @@ def _choose(
     chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
     ranks = asked or chosen.ranks
     grid = grid_of(ranks, lengths, order)
+    require_plan(package.manifest.tp_plan, grid.length(TENSOR))
     check_processes(chosen, ranks, launched, grid.size // ranks)
     check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", grid.size)), "processes")
     return package, chosen, grid

@@ -173,8 +173,16 @@ RecalibrateOption = Annotated[
 ]
 
 
-def check_learning_rate(rate: float | None) -> None:
-    """Raise typer.BadParameter for a learning rate that is no finite number."""
+def check_training(rate: float | None, kernels: str, precision: str | None, model: str | None) -> None:
+    """Raise typer.BadParameter or PipegraphError for what no package could be trained with."""
+    from pipegraph.graph.sources import find_source
+    from pipegraph.kernels.registry import check_name
+    from pipegraph.runtime.precision import named_precision
+
+    check_name(kernels)
+    named_precision(precision)
+    if model is not None:
+        find_source(model)
     if rate is not None and not math.isfinite(rate):
         raise typer.BadParameter(f"{rate} is no learning rate.\nTry: 0.001", param_hint="--learning-rate")
 

@@ -35,7 +35,8 @@ def show(
 ) -> None:
     """Show a package, its costs and its schedule.
 
-    The stages, what crosses between them, why the cuts are where they are, and the schedule over time.
+    The stages, what crosses between them, why the cuts are where they are, and the schedule over time. A package that
+    has lost files, or whose weights are not as they were written, is shown too, and ends in an error.
 
     \b
     Example:
@@ -66,3 +67,4 @@ def show(
         print_json(package_dict(package, chosen, damaged))
     else:
         print_drawing(lambda width, coloured: render_package(package, chosen, width, coloured, damaged), wide)
+    package.check_whole(damaged)

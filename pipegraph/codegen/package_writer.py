@@ -83,7 +83,7 @@ def require_writable(folder: Path, overwrite: bool) -> None:
     Raises:
         PackageError: it cannot be written, holds other files, or holds a package while ``overwrite`` is false.
     """
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         raise PackageError(f"{folder} is a file.\nTry: {argument('out')} with another folder.")
     above = existing_parent(folder)
     try:

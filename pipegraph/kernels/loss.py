@@ -37,7 +37,7 @@ def compute_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) ->
             dict of tensors without dimensions.
     """
     if loss is None:
-        raise PipegraphError("a loss was asked of a stage that has none: give Pipeline a loss_fn.")
+        raise PipegraphError("a loss was asked of a stage that has none.\nTry: Pipeline(…, loss_fn=…).")
     value, metrics = divide_loss(loss(outputs, target))
     needs_gradient = torch.is_grad_enabled() and any(map(requires_grad, outputs))
     if needs_gradient and isinstance(value, Tensor) and not value.requires_grad:
@@ -45,9 +45,7 @@ def compute_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) ->
             "loss_fn returned a tensor without a gradient, so nothing would be trained.\n"
             "Try: compute it from the output with tensor operations, without detach() or no_grad."
         )
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise PipegraphError(f"loss_fn(output, target) returned {what}; a step needs one number: take its mean.")
+    _check_loss(value)
     for name, metric in metrics.items():
         _check_metric(name, metric)
     # A metric may be memory that the next microbatch writes to, such as a buffer.
@@ -63,7 +61,7 @@ def explained_without_target(target: Any) -> Iterator[None]:
         if target is not None or "None" not in str(error):
             raise
         raise PipegraphError(
-            f"loss_fn(output, None) raised {type(error).__name__}: {error}\nThe call was given no target. "
+            f"loss_fn(output, None) raised {type(error).__name__}: {error}\nThe call was given no target.\n"
             f"Try: target=… on the rank of the last stage."
         ) from error
 
@@ -74,8 +72,8 @@ def divide_loss(returned: Any) -> tuple[Any, dict[Any, Any]]:
         return returned, {}
     if len(returned) != 2:
         raise PipegraphError(
-            f"loss_fn(output, target) returned a tuple of {len(returned)} items; it is one number, or (loss, metrics) "
-            f"with a dict of metrics."
+            f"loss_fn(output, target) returned a tuple of {len(returned)} items.\n"
+            "Try: return one number, or (loss, metrics) with a dict of metrics."
         )
     loss, metrics = returned
     if not isinstance(metrics, dict):
@@ -86,9 +84,26 @@ def divide_loss(returned: Any) -> tuple[Any, dict[Any, Any]]:
     return loss, metrics
 
 
+def _check_loss(value: Any) -> None:
+    """Raise PipegraphError unless it is one real number in a tensor."""
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+        return
+    if not isinstance(value, Tensor):
+        what = f"a {type(value).__name__}" if value is not None else "nothing"
+        is_number = isinstance(value, (bool, int, float, complex))
+        advice = "return it as a tensor, without .item()" if is_number else "return loss, or (loss, metrics)"
+    elif value.dim():
+        what, advice = f"a tensor of shape {list(value.shape)}", "take its mean"
+    else:
+        what, advice = "a complex number", "take its real part, or its absolute value"
+    raise PipegraphError(
+        f"loss_fn(output, target) returned {what}; a step needs a tensor of one number.\nTry: {advice}."
+    )
+
+
 def _check_metric(name: Any, metric: Any) -> None:
     if not isinstance(name, str):
-        raise PipegraphError(f"loss_fn returned a metric under the name {name!r}: names are texts.")
+        raise PipegraphError(f"loss_fn returned a metric under the name {name!r}.\nTry: a text, such as {str(name)!r}.")
     if not isinstance(metric, Tensor):
         raise PipegraphError(
             f"loss_fn returned the metric {name!r} as a {type(metric).__name__}; a number in Python would not change "
@@ -96,8 +111,8 @@ def _check_metric(name: Any, metric: Any) -> None:
         )
     if metric.dim() != 0:
         raise PipegraphError(
-            f"loss_fn returned the metric {name!r} as a tensor of shape {list(metric.shape)}; a metric is one number: "
-            f"take its mean."
+            f"loss_fn returned the metric {name!r} as a tensor of shape {list(metric.shape)}; a metric is one number.\n"
+            "Try: take its mean."
         )
 
 
@@ -107,8 +122,8 @@ def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) ->
         if not arrives and requires_grad(output):
             raise PipegraphError(
                 f"output {position} of the stage needs a gradient, and pipeline.json says that none comes back "
-                f"(requires_grad false): what made it would not be trained. Were its parameters frozen when the "
-                f"model was split? Freeze them, or split the model again with them trainable."
+                f"(requires_grad false): what made it would not be trained. Its parameters may have been frozen when "
+                f"the model was split.\nTry: freeze them, or split the model again with them trainable."
             )
 
 

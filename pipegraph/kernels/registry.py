@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipegraph.arguments import require_type
-from pipegraph.errors import PipegraphError, nearest
+from pipegraph.arguments import argument, require_type
+from pipegraph.errors import PipegraphError, closest, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.interface import Loss, StageKernels
 from pipegraph.recompute import DEFAULT, Recompute
@@ -62,6 +62,15 @@ def names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
+def check_name(name: str) -> None:
+    """Raise PipegraphError for a name that is none of `names()`."""
+    if name not in _MAKERS:
+        raise PipegraphError(
+            f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.\n'
+            f"Try: {argument('kernels', closest(name, _MAKERS) or 'inductor')}."
+        )
+
+
 def makers(
     name: str, recompute: Sequence[Recompute | Regions], max_variants: int = 8, strict: bool = False
 ) -> list[Maker]:
@@ -77,10 +86,7 @@ def makers(
     Raises:
         PipegraphError: an argument has another value.
     """
-    if name not in _MAKERS:
-        raise PipegraphError(
-            f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.'
-        )
+    check_name(name)
     require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
     if max_variants < 1:
         raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")

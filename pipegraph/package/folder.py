@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,6 +101,17 @@ class Package:
     def damaged(self) -> tuple[str, ...]:
         """The shards of weights whose content is no longer what was written. All of them are read."""
         return changed_files(self.path, self.manifest.shards)
+
+    def check_whole(self, damaged: Sequence[str] = ()) -> None:
+        """Raise PackageError if files are missing, or some are known to be damaged."""
+        states = {"missing": self.missing(), "damaged, or changed": damaged}
+        found = [
+            f"{', '.join(files)} {'is' if len(files) == 1 else 'are'} {state}"
+            for state, files in states.items()
+            if files
+        ]
+        if found:
+            raise PackageError(f"{self.path} is not whole: {'; '.join(found)}.\n{_RESTORE}")
 
     def check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str] = True) -> None:
         """Check the digests of the shards that `load_stage` reads for these stages.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar
@@ -21,6 +21,15 @@ from pipegraph.package.json_errors import HIDDEN_KEY, FieldError, Place, clipped
 from pipegraph.regular_file import read_regular_file
 
 _LINE: Final = 140
+_SIGNS: Final[Mapping[str, frozenset[str]]] = {
+    "a manifest": frozenset({"generator", "stages", "values"}),
+    "a plan": frozenset({"inputs", "points"}),
+    "a hardware profile": frozenset({"memory_bandwidth", "peak_flops"}),
+    "an index of safetensors": frozenset({"weight_map"}),
+    "a Hugging Face configuration": frozenset({"model_type"}),
+    "a trace": frozenset({"traceEvents"}),
+}
+"""Kinds of files → keys by which one is recognised where another kind was expected."""
 
 Count = Annotated[int, Meta(ge=0, le=10**18)]
 Figure = Annotated[float, Meta(ge=0, le=1e30)]
@@ -93,6 +102,9 @@ class FileKind(Generic[Structure]):
         """The content, if it is an object of a version that can be read."""
         if not isinstance(content, dict):
             raise ValueError(f"the whole is {shown(content)}: {self.name} must be an object")
+        other = _other_kind(self.name, content)
+        if other is not None:
+            raise ValueError(f"it is {other}, and must be {self.name}")
         if self.version is not None:
             found = content.get("schema_version")
             if type(found) is not int:
@@ -116,6 +128,14 @@ def json_text(content: Any, indent: str = "") -> str:
         inner = [json_text(each, indent + " ") for each in content]
     opening, closing = "{}" if isinstance(content, dict) else "[]"
     return f"{opening}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{closing}"
+
+
+def _other_kind(name: str, content: dict[str, Any]) -> str | None:
+    """Return the kind of file that has these keys, if it is not the one that is called ``name``."""
+    own = _SIGNS.get(name)
+    if own is not None and own <= content.keys():
+        return None
+    return next((kind for kind, keys in _SIGNS.items() if keys <= content.keys()), None)
 
 
 class _Repeated(dict[str, Any]):

@@ -60,7 +60,8 @@ def staged_folder(folder: Path, check: Callable[[], None]) -> Iterator[Path]:
 
 def existing_parent(folder: Path) -> Path:
     """Return the innermost folder around a path that exists."""
-    return next(parent for parent in folder.absolute().parents if parent.exists())
+    whole = folder.absolute()
+    return next((parent for parent in whole.parents if parent.exists()), whole)  # the root has none around it
 
 
 def unwritable(folder: Path, above: Path, error: OSError) -> PackageError:

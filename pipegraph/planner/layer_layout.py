@@ -51,6 +51,8 @@ def parse_layout(text: str) -> list[str]:
             "the layers, | between stages, t*3 for ttt and (tt|)*2 for tt|tt|.\nTry: Et*3|(tt|)*4,L."
         )
     stages = whole.split("|")
+    if not any(stages):
+        raise PlanError(f"The layout {text} has no layer.\nTry: Et*3|(tt|)*4,L.")
     empty = [number for number, stage in enumerate(stages) if not stage]
     if empty:
         raise PlanError(

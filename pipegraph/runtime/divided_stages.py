@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from pipegraph.arguments import argument, for_asker
+from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError
 from pipegraph.kernels.sharded import layout_text, wrapper_of
 from pipegraph.package import Manifest
@@ -62,14 +62,8 @@ def divide_tensors(
     known = {name for text in world.gather_text(names, *DIMENSIONS) for name in text.split("\n")}
 
     def divide() -> None:
-        if plan is None:
-            plan_text = '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
-            advice = for_asker(
-                f"tp_plan={plan_text}.", f"tp_plan = {plan_text} in the model's file, and split it anew."
-            )
-            raise ArgumentError(
-                f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\nTry: {advice}"
-            )
+        tensor_parallel.require_plan(plan, size)
+        assert plan is not None
         tensor_parallel.check_plan(plan)
         if is_own:  # that of a package may be of a whole family of models
             tensor_parallel.check_patterns(plan, known)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
-from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.model_arguments import bind_arguments, fill_structure
 from pipegraph.runtime.step_data import NO_TARGET, StepBatch, StepInputs, StepRequest, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
+from pipegraph.runtime.targets import check_strided, cut_target
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
+from pipegraph.units import format_number_of
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class BatchSplitter:
             first, count = lists[0]
             if length != count:
                 raise BatchError(
-                    f"{first} is a list of {count} microbatches, and {name} one of {length}: pass equally many."
+                    f"{first} is a list of {count} microbatches, and {name} one of {length}.\nTry: equally many."
                 )
             if length == 0 or request.microbatches not in (None, length):
                 given = "" if length == 0 else f", and microbatches={request.microbatches} was given"
-                raise BatchError(f"{name} is a list of {length} microbatches{given}: pass one for each microbatch.")
+                raise BatchError(f"{name} is a list of {length} microbatches{given}.\nTry: one for each microbatch.")
         return PassedBatch(inputs, target, lists[0][1] if lists else None)
 
     def split(self, passed: PassedBatch, request: StepRequest, microbatches: int, trains: bool = False) -> StepInputs:
@@ -138,7 +139,7 @@ class BatchSplitter:
         if BATCH in sizes and rows is None:
             least = max(self._manifest.sizes[BATCH].min, 1)
             if sizes[BATCH] < least:
-                raise BatchError(f"the batch has {sizes[BATCH]} rows: pass {least} or more.")
+                raise BatchError(f"the batch has {sizes[BATCH]} rows.\nTry: {least} or more.")
             microbatches = min(microbatches, sizes[BATCH] // least)
         step = StepSizes(sizes, microbatches, rows)
         for each in {id(each): each for each in step.microbatches}.values():
@@ -146,7 +147,7 @@ class BatchSplitter:
         if passed.count not in (None, len(step.microbatches)):
             raise BatchError(
                 f"lists of {passed.count} microbatches were passed, and the whole tensors have rows for "
-                f"{len(step.microbatches)}: pass lists alone."
+                f"{len(step.microbatches)}.\nTry: lists alone."
             )
         for name, tensors in passed.inputs.items():
             if isinstance(tensors, list):
@@ -164,7 +165,7 @@ class BatchSplitter:
         targets: list[Any] = []
         for index, target in enumerate(passed.target):
             lengths = {step.lengths(value)[index]: step.lengths(value)[index : index + 1] for value in batched}
-            targets += cut_target(target, 1, device, lengths, f"target[{index}]")
+            targets += cut_target(target, 1, device, lengths, f"target[{index}]", f"microbatch {index}")
         return StepBatch(step, inputs, targets)
 
     def join(self, results: StepOutputs, stages: Mapping[int, nn.Module]) -> Any:
@@ -195,28 +196,6 @@ class BatchSplitter:
         return tensor.detach().to(self._device, torch_dtype(value), non_blocking=True)
 
 
-def cut_target(
-    target: Any,
-    microbatches: int,
-    device: torch.device | None,
-    lengths: Mapping[int, Sequence[int]],
-    name: str = "target",
-) -> Sequence[Any]:
-    """Cut the target's tensors along dimension 0, on `device` if given. Everything else repeats in each microbatch.
-
-    Containers keep their class, but a Mapping that torch's pytree does not know becomes a dict. Raises BatchError for
-    another container that holds tensors, and for a tensor whose rows are not the batch's: the loss would broadcast it
-    in silence.
-
-    Args:
-        lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
-        name: of the target, in messages.
-    """
-    leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
-    cuts = [_cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}") for path, leaf in leaves]
-    return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
-
-
 def join_outputs(parts: Sequence[Any], dim: int | None = 0) -> Any:
     """Join one output of all microbatches along its batch, or along a new dimension if it has none."""
     if len(parts) == 1 or not isinstance(parts[0], Tensor):
@@ -231,15 +210,15 @@ def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
         if size < limits.min or (limits.max is not None and size > limits.max):
             most = f"to {limits.max}" if limits.max is not None else "or more"
             raise BatchError(
-                f"{name} is {size}; the stages are the model for {limits.min} {most}. Pass such a size, or capture the "
-                f"model with {name} {size}."
+                f"{name} is {size}; the stages are the model for {limits.min} {most}.\n"
+                f"Try: such a size, or capture the model with {name} {size}."
             )
     for condition in manifest.conditions:
         if not holds(condition, sizes):
             given = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise BatchError(
-                f"the stages are the model where {condition}, and a microbatch has {given}. Pass other sizes, or "
-                "capture the model with these."
+                f"the stages are the model where {condition}, and a microbatch has {given}.\n"
+                "Try: other sizes, or capture the model with these."
             )
 
 
@@ -249,7 +228,7 @@ def _check_list(value: Value, tensors: Sequence[Tensor], step: StepSizes) -> Non
         if tensor.shape != sizes.shape(value):
             raise BatchError(
                 f"{value.name}[{index}] has the shape {list(tensor.shape)}; beside the other inputs and microbatches "
-                f"it is {list(sizes.shape(value))}. Microbatches differ in their rows alone."
+                f"it is {list(sizes.shape(value))}: they differ in their rows alone.\nTry: that shape."
             )
 
 
@@ -257,12 +236,19 @@ def _check_kind(value: Value, label: str, passed: Any, cast_from: torch.dtype | 
     """Raise BatchError unless `passed` is a tensor of this input's number of dimensions and its dtype, or of one that
     is cast to it."""
     if not isinstance(passed, Tensor):
-        raise BatchError(f"{label} is {'missing' if passed is None else reprlib.repr(passed)}: pass a tensor, {value}.")
+        found = "missing" if passed is None else reprlib.repr(passed)
+        raise BatchError(f"{label} is {found}, and the model takes a tensor.\nTry: a tensor like {value}.")
+    check_strided(label, passed)
     if passed.dim() != len(value.shape):
-        raise BatchError(f"{label} has the shape {list(passed.shape)}; the captured microbatch is {value}.")
+        raise BatchError(
+            f"{label} has the shape {list(passed.shape)}; the captured microbatch is {value}.\n"
+            f"Try: a tensor with {format_number_of('dimension', len(value.shape))}."
+        )
     own = torch_dtype(value)
     if passed.dtype != own and not (passed.dtype == cast_from and own.is_floating_point):
-        raise BatchError(f"{label} is {dtype_name(passed)}; the plan has {value}: pass .to(torch.{value.dtype}).")
+        raise BatchError(
+            f"{label} is {dtype_name(passed)}; the plan has {value}.\nTry: {label}.to(torch.{value.dtype})."
+        )
 
 
 def _wrong_shape(value: Value, passed: Tensor, step: StepSizes, microbatches: int) -> str:
@@ -273,56 +259,19 @@ def _wrong_shape(value: Value, passed: Tensor, step: StepSizes, microbatches: in
         captured = f"[{', '.join(map(str, value.shape))}]"
         return (
             f"{found}; the captured microbatch is {captured}, and {microbatches} of them make {list(batch)}"
-            f"{f' with {sizes}' if sizes else ''}."
+            f"{f' with {sizes}' if sizes else ''}.\nTry: that shape, or capture the model with another one."
         )
     rows, own = passed.shape[dim], step.lengths(value)[0]
     if BATCH in step.sizes:
-        return f"{found}: {rows} rows, and another input has {step.sizes[BATCH]}: pass {list(batch)}."
+        return f"{found}: {rows} rows, and another input has {step.sizes[BATCH]}.\nTry: {list(batch)}."
     near = max(rows // own, 1)
     other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
     text = (
-        f"{found}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows: "
-        f"pass {batch[dim]} rows, or {other}."
+        f"{found}: {rows} rows for {microbatches} microbatches. The captured microbatch is {own} rows.\n"
+        f"Try: {batch[dim]} rows, or {other}"
     )
     varying = next((at for at, size in enumerate(value.shape) if isinstance(size, str)), None)
     if varying is None:
-        return text
+        return f"{text}."
     shapes = f'dynamic_shapes={{"{value.name}": {{{varying}: "batch"}}}}'
-    return f"{text}\nTry: if the batch is dimension {varying}, which varies, capture with {shapes}."
-
-
-def _with_plain_mappings(target: Any) -> Any:
-    def plain(leaf: Any) -> Any:
-        return {key: pytree.tree_map(plain, item) for key, item in leaf.items()} if isinstance(leaf, Mapping) else leaf
-
-    return pytree.tree_map(plain, target)
-
-
-def _cut_leaf(
-    leaf: Any, microbatches: int, device: torch.device | None, lengths: Mapping[int, Sequence[int]], where: str
-) -> Sequence[Any]:
-    if not isinstance(leaf, Tensor):
-        if _holds_tensors(leaf):
-            raise BatchError(
-                f"{where} is a {type(leaf).__name__} that holds tensors, which cannot be cut: pass a dict, a list, a "
-                f"tuple or a named tuple of them."
-            )
-        return [leaf] * microbatches
-    tensor = leaf.to(device=device, non_blocking=True)
-    if tensor.dim() == 0:
-        return [tensor] * microbatches
-    if len(tensor) not in lengths:
-        raise BatchError(
-            f"{where} has {len(tensor)} rows for {microbatches} microbatches: pass "
-            f"{' or '.join(map(str, sorted(lengths)))} rows, one for each row of the batch."
-        )
-    return tensor.split(list(lengths[len(tensor)]))
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    slots = getattr(leaf, "__slots__", ())
-    names = [slots] if isinstance(slots, str) else [*slots]
-    held = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
-    if isinstance(leaf, (list, tuple, set, frozenset)):
-        held += leaf
-    return any(isinstance(item, Tensor) for item in pytree.tree_leaves(held))
+    return f"{text}; or, if the batch is dimension {varying}, which varies, capture with {shapes}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipegraph.errors import BatchError, nearest
+from pipegraph.errors import BatchError, closest, nearest
 from pipegraph.package import Manifest, Value
 
 
@@ -16,12 +16,22 @@ def bind_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
     """
     positional, keyword = list(args), dict(kwargs)
     if len(positional) > len(manifest.args):
-        raise BatchError(f"{len(positional)} positional arguments were passed; {_signature(manifest)}.")
+        raise BatchError(
+            f"{len(positional)} positional arguments were passed; {_signature(manifest)}.\n"
+            f"Try: {len(manifest.args)} of them, and target= for the loss."
+        )
+    by_place = [structure for structure in manifest.args[: len(positional)] if isinstance(structure, str)]
     for structure in manifest.args[len(positional) :]:  # a positional argument may be passed by its name
         positional.append(keyword.pop(structure, None) if isinstance(structure, str) else None)
     for name in keyword:
+        if name in by_place:
+            raise BatchError(f"{name} was passed twice, by its place and by its name.\nTry: one of the two.")
         if name not in manifest.kwargs:
-            raise BatchError(f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, manifest.kwargs)}")
+            known = [*manifest.kwargs, *(each for each in manifest.args if isinstance(each, str))]
+            raise BatchError(
+                f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, known)}\n"
+                f"Try: {closest(name, known) or ', '.join(known)}."
+            )
     passed = [
         (f"argument {i}", structure, item)
         for i, (structure, item) in enumerate(zip(manifest.args, positional, strict=True))
@@ -53,18 +63,23 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
     elif structure is None:
         if passed is not None:
             raise BatchError(
-                f"{where} was None when the model was captured: leave it out, or capture the model with it."
+                f"{where} was None when the model was captured.\nTry: leave it out, or capture the model with it."
             )
     elif isinstance(structure, Mapping):
         if passed is not None and (not isinstance(passed, Mapping) or passed.keys() != structure.keys()):
             other = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
-            raise BatchError(f"{where} is {other}; it was a dict of {sorted(structure)} when the model was captured.")
+            raise BatchError(
+                f"{where} is {other}; it was a dict of {sorted(structure)} when the model was captured.\n"
+                "Try: such a dict."
+            )
         for key, item in structure.items():
             yield from _leaves(f"{where}[{key!r}]", item, None if passed is None else passed[key])
     else:
         if passed is not None and (not isinstance(passed, (tuple, list)) or len(passed) != len(structure)):
             other = f"{len(passed)} items" if isinstance(passed, (tuple, list)) else type(passed).__name__
-            raise BatchError(f"{where} is {other}; it had {len(structure)} items when the model was captured.")
+            raise BatchError(
+                f"{where} is {other}; it had {len(structure)} items when the model was captured.\nTry: so many."
+            )
         for i, item in enumerate(structure):
             yield from _leaves(f"{where}[{i}]", item, None if passed is None else passed[i])
 
@@ -73,7 +88,7 @@ def _check_constant(value: Value, passed: Any) -> None:
     if passed is not None and (type(passed) is not type(value.constant) or passed != value.constant):
         raise BatchError(
             f"{value.name} is {passed!r}; it was {value.constant!r} when the model was captured, and the stages were "
-            f"written for that. Pass {value.constant!r}, or capture the model anew with the other."
+            f"written for that.\nTry: {value.constant!r}, or capture the model anew with the other."
         )
 
 

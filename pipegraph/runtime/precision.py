@@ -11,7 +11,8 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from pipegraph.errors import ArgumentError, PipegraphError, nearest
+from pipegraph.arguments import argument
+from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
 from pipegraph.kernels import LowPrecisionKernels, StageKernels
 from pipegraph.package import Manifest
 
@@ -80,7 +81,8 @@ def named_precision(name: object) -> Precision | None:
         return None
     if not isinstance(name, str) or name not in PRECISIONS:
         raise ArgumentError(
-            f"precision cannot be {name!r}.{nearest(str(name), PRECISIONS)} There are: {', '.join(PRECISIONS)}."
+            f"{argument('precision')} cannot be {name!r}.{nearest(str(name), PRECISIONS)} There are: "
+            f"{', '.join(PRECISIONS)}.\nTry: {argument('precision', closest(str(name), PRECISIONS) or 'bf16')}."
         )
     return PRECISIONS[name]
 

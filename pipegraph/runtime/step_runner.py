@@ -309,7 +309,7 @@ class StepRunner:
 
     def _check_without_loss(self, trains: bool, has_target: bool) -> None:
         if trains:
-            raise PipegraphError(f"{self._name} has a backward, which needs a loss: give Pipeline a loss_fn.")
+            raise PipegraphError(f"{self._name} has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…).")
         if has_target:
             raise PipegraphError(
                 "a target was given, and this Pipeline has no loss_fn that takes it.\n"
@@ -338,7 +338,8 @@ def _packed_loss(manifest: Manifest, stages: Mapping[int, nn.Module], loss_fn: L
     """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
     if loss_fn is None:
         return None
-    require_type(loss_fn, Callable, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")
+    kinds = type(None) if isinstance(loss_fn, type) else Callable  # the class of a loss is not yet one
+    require_type(loss_fn, kinds, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")
     names, last = manifest.stages[-1].outputs, stages.get(len(manifest.stages) - 1)
 
     def loss(outputs: Sequence[Tensor], target: Any) -> Any:

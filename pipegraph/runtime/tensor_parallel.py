@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from pipegraph.arguments import require_type
+from pipegraph.arguments import for_asker, require_type
 from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
 from pipegraph.kernels.sharded import is_sharded, is_style, local
 from pipegraph.package import Manifest
@@ -56,6 +56,16 @@ def check_plan(plan: Plan) -> None:
                 f'tp_plan gives {pattern} the style "{style}", which there is not.{nearest(str(style), styles)} '
                 f"There are: {', '.join(styles)}, and the objects of torch.distributed.tensor.parallel."
             )
+
+
+def require_plan(plan: Plan | None, size: int) -> None:
+    """Raise ArgumentError if there is no plan by which so many ranks could divide the model."""
+    if size > 1 and not plan:
+        plan_text = '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
+        advice = for_asker(f"tp_plan={plan_text}.", f"tp_plan = {plan_text} in the model's file, and split it anew.")
+        raise ArgumentError(
+            f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\nTry: {advice}"
+        )
 
 
 def module_names(stages: Mapping[int, nn.Module]) -> list[str]:

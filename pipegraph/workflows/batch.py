@@ -114,12 +114,16 @@ def source_loss(source: ModelSource) -> LossFunction:
 
 @contextmanager
 def explain_model_mismatch(manifest: Manifest, source: ModelSource | None) -> Iterator[None]:
-    """Turn the error of a batch or weights that do not fit into one that names the two models, if they differ."""
+    """Turn the error of inputs or weights that do not fit into one that names the two models, if they differ.
+
+    A target belongs to its inputs, and not to a model.
+    """
     try:
         yield
     except (BatchError, PackageError) as error:
         split = (manifest.model.class_name, manifest.model.source)
-        if source is None or split == (type(source.model).__name__, source.name):
+        is_of_target = isinstance(error, BatchError) and error.is_of_target
+        if source is None or is_of_target or split == (type(source.model).__name__, source.name):
             raise
         problem = str(error).partition("\nTry: ")[0]
         raise type(error)(

@@ -103,6 +103,7 @@ def test_control_flow_on_data_names_the_line(pipegraph: Command, tmp_path: Path)
         ("head:end", "cuts nothing"),
         ("layers.2,", "the name of a module is missing"),
         ("layers.2:edn", 'after a colon comes "end"'),
+        ("|", "has no layer"),
     ],
 )
 def test_points_that_do_not_cut(pipegraph: Command, tmp_path: Path, points: str, said: str) -> None:
@@ -162,6 +163,11 @@ def test_folder_with_other_files_is_never_touched(pipegraph: Command, tmp_path: 
     for flags in ([], ["--overwrite"]):
         fails(pipegraph("split", CHAIN, "--stages", 2, "-o", out, *flags), 2, str(out))
         assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
+
+
+@pytest.mark.parametrize(("out", "said"), [("/", "did not write"), ("/dev/null", "is a file")])
+def test_what_no_package_replaces_is_refused_before_any_work(pipegraph: Command, out: str, said: str) -> None:
+    fails(pipegraph("split", "no such model.py", "--stages", 2, "-o", out), 2, out, said)
 
 
 def test_other_files_in_a_package_are_never_touched(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
@@ -245,9 +251,12 @@ def test_a_flipped_bit_is_named(pipegraph: Command, copied: Path) -> None:
     damaged = "stage-00001-of-00002.safetensors"
     for verb, *more in (("run", "--nproc", 1), ("verify", CHAIN)):
         fails(pipegraph(verb, copied, *more), 2, f"{damaged} is damaged", "Try: restore the file", "--no-check-weights")
-    assert f"damaged, or changed since it was written: {damaged}" in pipegraph("show", copied).out.splitlines()
-    assert json.loads(pipegraph("show", copied, "--json").out)["damaged"] == [damaged]
-    assert "damaged" not in pipegraph("show", copied, "--no-check-weights").out
+    for flags in ((), ("--json",)):
+        shown = pipegraph("show", copied, *flags)
+        assert shown.code == 2 and f"{damaged} is damaged, or changed" in shown.err and "Try: " in shown.err
+        assert damaged in shown.out, "what can be shown is shown"
+    unchecked = pipegraph("show", copied, "--no-check-weights")
+    assert unchecked.code == 0 and "damaged" not in unchecked.out
 
 
 def test_every_rank_takes_changed_weights_when_asked(pipegraph: Command, copied: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipegraph.runtime.processes import launch
 from tests.cli.command import Command
 from tests.cli.test_run import AUTOGRAD, losses
 
@@ -17,6 +18,24 @@ def test_precision_and_seed(pipegraph: Command, chain: Path) -> None:
     assert exact != rounded and float(rounded) == pytest.approx(float(exact), rel=0.05)
     wrong = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--precision", "bf61")
     assert wrong.code == 2 and "bf16" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("--kernels", "Inductor", "Try: --kernels inductor."),
+        ("--precision", "bf61", "Try: --precision bf16."),
+        ("--tp", 2, "in the model's file, and split it anew."),
+        ("--model", "tests/models/chains.py", 'Did you mean "tests/models/chain.py"?'),
+        ("--model", "hf:nothing", "No configuration file nothing"),
+    ],
+)
+def test_values_are_refused_before_any_process_starts(
+    pipegraph: Command, chain: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: object, advice: str
+) -> None:
+    monkeypatch.setattr(launch, "_start", lambda *arguments: pytest.fail("a process was started"))
+    done = pipegraph("run", chain, option, value)
+    assert done.code == 2 and advice in done.err, done
 
 
 def test_a_learning_rate_is_a_number(pipegraph: Command, chain: Path) -> None:

@@ -121,7 +121,9 @@ def test_show_lists_edited_and_missing_files(pipegraph: Command, chain: Path, tm
     (copied / "stage-00001-of-00002.safetensors").unlink()
     with (copied / "stage_1.py").open("a") as file:
         file.write("# mine\n")
-    lines = pipegraph("show", copied).out.splitlines()
+    shown = pipegraph("show", copied)
+    lines = shown.out.splitlines()
+    assert shown.code == 2 and "stage-00001-of-00002.safetensors, stage_0.py are missing" in shown.err
     assert "edited since it was written: stage_1.py" in lines
     assert "missing: stage-00001-of-00002.safetensors, stage_0.py" in lines
 

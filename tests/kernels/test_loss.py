@@ -38,7 +38,10 @@ def test_the_loss_is_a_segment() -> None:
     [
         (lambda outputs, target: outputs[0], "returned a tensor of shape"),
         (lambda outputs, target: outputs[0].detach().sum(), "without a gradient"),
-        (None, "give Pipeline a loss_fn"),
+        (lambda outputs, target: outputs[0].sum().item(), "returned a float; .*\nTry: return it as a tensor"),
+        (lambda outputs, target: None, "returned nothing; .*\nTry: return loss"),
+        (lambda outputs, target: outputs[0].sum() + 1j, "returned a complex number"),
+        (None, "Try: Pipeline"),
     ],
 )
 def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:

@@ -97,6 +97,20 @@ def test_a_loop_of_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("other", READERS)
+def test_a_file_of_another_kind_is_called_what_it_is(
+    kind: str, other: str, sound: dict[str, Kind], tmp_path: Path
+) -> None:
+    if kind == other:
+        return
+    file = tmp_path / MANIFEST
+    file.write_text(sound[other].text)
+    names = {"manifest": "a manifest", "plan": "a plan", "profile": "a hardware profile"}
+    message = refused(kind, file)
+    assert f"it is {names[other]}, and must be {names[kind]}" in message and "newer" not in message
+
+
+@pytest.mark.parametrize("kind", READERS)
 def test_a_file_without_end(kind: str, tmp_path: Path) -> None:
     file = tmp_path / MANIFEST
     with file.open("wb") as opened:

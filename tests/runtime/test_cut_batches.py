@@ -64,15 +64,20 @@ def test_a_list_has_as_many_items_as_there_are_microbatches(tmp_path: Path) -> N
             cut(X, [2, 2, 2]),
             cut(TARGET, [2, 4]),
             None,
-            "x is a list of 3 microbatches, and target one of 2: pass equally",
+            "x is a list of 3 microbatches, and target one of 2.\nTry: equally",
         ),
         (cut(X, [2, 2, 2]), None, 2, "x is a list of 3 microbatches, and microbatches=2 was given"),
         ([], None, None, "x is a list of 0 microbatches"),
         (cut(X, [2, 3, 1]), TARGET, None, r"x\[1\] has the shape \[3, 8\]; .* it is \[2, 8\]"),
-        ([X[:2], None], None, None, r"x\[1\] is missing: pass a tensor"),
+        ([X[:2], None], None, None, r"x\[1\] is missing, .*\nTry: a tensor"),
         ([X[:2], X[2:4].double()], None, None, r"x\[1\] is float64; the plan has"),
         ([X[:2], X[0]], None, None, r"x\[1\] has the shape \[8\]; the captured microbatch is"),
-        (cut(X, [2, 2, 2]), cut(TARGET, [2, 3, 1]), None, r"target\[1\] has 3 rows for 1 microbatches: pass 2 rows"),
+        (
+            cut(X, [2, 2, 2]),
+            cut(TARGET, [2, 3, 1]),
+            None,
+            r"target\[1\] has 3 rows, and microbatch 1 has 2: ",
+        ),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(

@@ -32,7 +32,7 @@ def test_evaluation_and_training_in_turns_give_the_same_numbers(tmp_path: Path) 
     said = ranks.run(rank_functions.evaluate, 4, str(write(skips(), tmp_path / "skips")))
     for message in said:  # the batch of a wrong size at its end stops it, on every rank
         assert message.startswith("BatchError: tokens has the shape [2, 5]: 2 rows for 2 microbatches.")
-        assert message.endswith("pass 4 rows, or microbatches=1.")
+        assert message.endswith("Try: 4 rows, or microbatches=1.")
 
 
 def test_the_norm_of_all_gradients_counts_a_tied_weight_once(tmp_path: Path) -> None:

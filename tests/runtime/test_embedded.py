@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
@@ -144,7 +144,7 @@ def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
 
 def test_a_backward_needs_a_loss(tmp_path: Path) -> None:
     pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2)
-    with pytest.raises(PipegraphError, match="1f1b has a backward, which needs a loss: give Pipeline a loss_fn"):
+    with pytest.raises(PipegraphError, match=r"1f1b has a backward, which needs a loss.\nTry: Pipeline"):
         pipe.step(torch.zeros(4, 8))
 
 
@@ -281,6 +281,11 @@ def test_an_edited_stage_that_breaks_its_boundary_is_named(tmp_path: Path) -> No
         RuntimeFault, match=r"returned h0 as float32\[2, 3\]; pipeline.json promises h0 float32\[2, 8\]"
     ):
         pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+
+
+def test_the_class_of_a_loss_is_no_loss(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"this is the class MSELoss.\nTry: loss_fn="):
+        pipeline(write(chain(2), tmp_path / "chain"), loss_fn=nn.MSELoss)
 
 
 def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from msgspec import structs
 from torch import Tensor
 
 from pipegraph.errors import BatchError
-from pipegraph.runtime.microbatch import cut_target, join_outputs
+from pipegraph.runtime.microbatch import join_outputs
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.targets import cut_target
 from tests.runtime.packages import Sketch, Stage, loss, write
 from tests.runtime.pipelines import pipeline
 
@@ -51,27 +52,35 @@ def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((X[:5], Y), {}, "5 rows for 2 microbatches. The captured microbatch is 4 rows: pass 8 rows, or 4 rows with"),
+        ((X[:5], Y), {}, "5 rows for 2 microbatches. The captured microbatch is 4 rows.\nTry: 8 rows, or 4 rows with"),
         (
             (X[:4], Y),
             {},
-            "4 rows for 2 microbatches. The captured microbatch is 4 rows: pass 8 rows, or microbatches=1",
+            "4 rows for 2 microbatches. The captured microbatch is 4 rows.\nTry: 8 rows, or microbatches=1",
         ),
-        ((X[:2], Y), {}, "2 rows for 2 microbatches. The captured microbatch is 4 rows: pass 8 rows, or 4 rows with"),
+        ((X[:2], Y), {}, "2 rows for 2 microbatches. The captured microbatch is 4 rows.\nTry: 8 rows, or 4 rows with"),
         (
             (X, Y[:, :2]),
             {},
             r"y has the shape \[8, 2\]; the captured microbatch is \[4, 3\], and 2 of them make \[8, 3\]",
         ),
-        ((X.double(), Y), {}, r"x is float64; the plan has x float32\[4, 3\]: pass .to\(torch.float32\)"),
-        ((X,), {}, r"y is missing: pass a tensor, y float32\[4, 3\]"),
-        ((X, "y"), {}, "y is 'y': pass a tensor"),
+        ((X.double(), Y), {}, r"x is float64; the plan has x float32\[4, 3\].\nTry: x.to\(torch.float32\)"),
+        ((X,), {}, r"y is missing, .*\nTry: a tensor like y float32\[4, 3\]"),
+        ((X, "y"), {}, "y is 'y', and the model takes a tensor"),
         (
             (X, Y, SCALE),
             {},
             r"3 positional arguments were passed; the model was captured with \(x, y, scale=, cached=, nothing=",
         ),
         ((X, Y), {"scales": SCALE}, "there is no argument 'scales'; .* Did you mean \"scale\""),
+        ((X, Y), {"x": X}, "x was passed twice"),
+        ((X.to_sparse(), Y), {}, r"x is a sparse tensor.*\nTry: x.to_dense\(\)"),
+        (
+            (torch.nested.nested_tensor([X], layout=torch.jagged), Y),
+            {},
+            r"x is a nested tensor.*\nTry: x.to_padded_tensor",
+        ),
+        ((X.to("meta"), Y), {}, "x is on the device meta"),
         ((X, Y), {"cached": True}, "cached is True; it was False when the model was captured"),
         ((X, Y), {"nothing": 3}, "nothing is 3; it was None when the model was captured"),
         ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the captured microbatch is scale float32\[\]"),
@@ -86,8 +95,14 @@ def test_what_the_package_was_not_made_for_is_refused(
 
 
 def test_a_target_that_does_not_divide_is_refused(pipe: Pipeline) -> None:
-    with pytest.raises(BatchError, match=r"target\[1\] has 7 rows for 2 microbatches: pass 8 rows, one for each row"):
+    with pytest.raises(BatchError, match=r"target\[1\] has 7 rows, and the batch has 8: .*\nTry: a target with 8 rows"):
         pipe.step(X, Y, scale=SCALE, target=(torch.zeros(8), torch.zeros(7)))
+
+
+def test_a_target_without_numbers_is_refused(pipe: Pipeline) -> None:
+    for target, message in ((torch.zeros(8, device="meta"), "meta"), (torch.zeros(8).to_sparse(), "sparse")):
+        with pytest.raises(BatchError, match=f"target is .*{message}"):
+            pipe.step(X, Y, scale=SCALE, target=target)
 
 
 def test_nested_arguments(tmp_path: Path) -> None:
@@ -140,12 +155,12 @@ def test_a_target_keeps_the_classes_of_its_containers() -> None:
 def test_a_target_that_hides_tensors_is_refused(make: Any) -> None:
     """They would not be cut, and every microbatch would be compared with all of them."""
     with pytest.raises(
-        BatchError, match=r"target\['a'\] is a \w+ that holds tensors, which cannot be cut: pass a dict"
+        BatchError, match=r"target\['a'\] is a \w+ that holds tensors, which cannot be cut.\nTry: a dict"
     ):
         cut_target({"a": make(torch.zeros(4))}, 2, None, {4: [2, 2]})
 
 
 def test_a_target_of_other_rows_than_the_batch_is_refused(pipe: Pipeline) -> None:
     """A loss would broadcast it, in silence or with a warning."""
-    with pytest.raises(BatchError, match="target has 2 rows for 2 microbatches: pass 8 rows, one for each row"):
+    with pytest.raises(BatchError, match=r"target has 2 rows, and the batch has 8: .*\nTry: a target with 8 rows"):
         pipe.step(X, Y, scale=SCALE, target=torch.zeros(2))

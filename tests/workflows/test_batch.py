@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from pipegraph.cost.model_output import mean_square, output_tensors
+from pipegraph.errors import BatchError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, ModelEntry, StageEntry, Value
-from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, source_loss
+from pipegraph.runtime.targets import cut_target
+from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, explain_model_mismatch, source_loss
 
 MANIFEST = Manifest(
     generator="test",
@@ -63,3 +65,12 @@ def test_mean_square_takes_every_floating_point_output() -> None:
     output = {"logits": torch.full((2, 2), 2.0), "more": (torch.full((9,), 4.0), torch.tensor([7]), None)}
     assert mean_square(output).item() == pytest.approx((4 + 16) / 2)
     assert list(output_tensors(output)) == ["logits", "more.0", "more.1"]
+
+
+def test_a_target_that_does_not_fit_its_inputs_is_blamed_on_no_package() -> None:
+    other = ModelSource("other.py", "", torch.nn.Identity(), (), {})
+    with pytest.raises(BatchError, match=r"^target has 3 rows") as raised, explain_model_mismatch(MANIFEST, other):
+        cut_target(torch.zeros(3), 2, None, {4: [2, 2]})
+    assert "package" not in str(raised.value)
+    with pytest.raises(BatchError, match=r"^The package is of"), explain_model_mismatch(MANIFEST, other):
+        raise BatchError("tokens is missing.")

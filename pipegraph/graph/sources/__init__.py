@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from pipegraph.graph.sources.huggingface import load_config
-from pipegraph.graph.sources.model_file import load_file
+from pipegraph.graph.sources.huggingface import config_file, load_config
+from pipegraph.graph.sources.model_file import load_file, model_file
 from pipegraph.graph.sources.model_source import ModelSource
+
+
+def find_source(model: str) -> Path:
+    """Return the file of MODEL, of which nothing is run or read. Raises SourceError if there is none."""
+    return config_file(model) if model.startswith("hf:") else model_file(model)
 
 
 def load(model: str, weights: bool = True, batch: int | None = None, seq: int | None = None) -> ModelSource:

@@ -26,7 +26,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
     Weights are read from the folder's safetensors if it holds any; otherwise they are the architecture's own
     initialisation under seed 0, so that two loads give the same model.
     """
-    path = _config_file(model)
+    path = config_file(model)
     try:
         import transformers
     except ImportError as error:
@@ -80,7 +80,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _config_file(model: str) -> Path:
+def config_file(model: str) -> Path:
     path = require_path(model.removeprefix("hf:"), "MODEL is a file", error=SourceError)
     if path.is_dir():
         path = path / "config.json"

@@ -23,13 +23,7 @@ from pipegraph.graph.sources.model_source import ModelSource, TrainingFunctions,
 
 def load_file(model: str, weights: bool) -> ModelSource:
     """Run the file and take its model and example inputs; without ``weights`` parameters land on the meta device."""
-    path, attribute = _split_name(model)
-    require_path(path, "MODEL is a file", error=SourceError)
-    if not path.is_file():
-        folder = path.parent
-        found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
-        hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
-        raise SourceError(f"No model file {path}.{hint}\nTry: a path to a .py file that defines build_model.")
+    path, attribute = model_file(model), _split_name(model)[1]
     with initialisation_recorded() as mark, nullcontext() if weights else parameters_on_meta():
         module = _import_file(path)
         built = _build(module, path, attribute)
@@ -50,6 +44,18 @@ def load_file(model: str, weights: bool) -> ModelSource:
             **{each.name: getattr(module, each.name, None) for each in fields(TrainingFunctions)}
         ),
     )
+
+
+def model_file(model: str) -> Path:
+    """Return the path of ``file.py`` or ``file.py:name``. Raises SourceError if there is no such file."""
+    path, _ = _split_name(model)
+    require_path(path, "MODEL is a file", error=SourceError)
+    if not path.is_file():
+        folder = path.parent
+        found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
+        hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
+        raise SourceError(f"No model file {path}.{hint}\nTry: a path to a .py file that defines build_model.")
+    return path
 
 
 def _tp_plan(module: ModuleType, path: Path) -> dict[str, str]:

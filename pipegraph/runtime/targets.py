@@ -1,0 +1,92 @@
+"""The target of a step, cut into microbatches along dimension 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.errors import BatchError
+from pipegraph.runtime.internals import pytree
+
+
+def cut_target(
+    target: Any,
+    microbatches: int,
+    device: torch.device | None,
+    lengths: Mapping[int, Sequence[int]],
+    name: str = "target",
+    whole: str = "the batch",
+) -> Sequence[Any]:
+    """Cut the target's tensors along dimension 0, on `device` if given. Everything else repeats in each microbatch.
+
+    Containers keep their class, but a Mapping that torch's pytree does not know becomes a dict. Raises BatchError for
+    another container that holds tensors, and for a tensor whose rows are not the batch's: the loss would broadcast it
+    in silence.
+
+    Args:
+        lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
+        name, whole: of the target and of what has its rows, in messages.
+    """
+    leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
+    cuts = [
+        _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", whole) for path, leaf in leaves
+    ]
+    return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
+
+
+def check_strided(label: str, tensor: Tensor) -> None:
+    """Raise BatchError for a tensor that cannot be cut along a dimension, or has no numbers."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind, dense = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
+        raise BatchError(f"{label} is a {kind} tensor, which is not cut into microbatches.\nTry: {label}.{dense}.")
+    if tensor.is_meta:
+        raise BatchError(f"{label} is on the device meta: it has no numbers.\nTry: a tensor on a CPU or a GPU.")
+
+
+def _with_plain_mappings(target: Any) -> Any:
+    def plain(leaf: Any) -> Any:
+        return {key: pytree.tree_map(plain, item) for key, item in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(plain, target)
+
+
+def _cut_leaf(
+    leaf: Any,
+    microbatches: int,
+    device: torch.device | None,
+    lengths: Mapping[int, Sequence[int]],
+    where: str,
+    whole: str,
+) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor):
+        if _holds_tensors(leaf):
+            raise BatchError(
+                f"{where} is a {type(leaf).__name__} that holds tensors, which cannot be cut.\n"
+                "Try: a dict, a list, a tuple or a named tuple of them.",
+                is_of_target=True,
+            )
+        return [leaf] * microbatches
+    check_strided(where, leaf)
+    tensor = leaf.to(device=device, non_blocking=True)
+    if tensor.dim() == 0:
+        return [tensor] * microbatches
+    if len(tensor) not in lengths:
+        rows = " or ".join(map(str, sorted(lengths)))
+        raise BatchError(
+            f"{where} has {len(tensor)} rows, and {whole} has {rows}: the loss would pair the wrong ones.\n"
+            f"Try: a target with {rows} rows, one for each of {whole}.",
+            is_of_target=True,
+        )
+    return tensor.split(list(lengths[len(tensor)]))
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    slots = getattr(leaf, "__slots__", ())
+    names = [slots] if isinstance(slots, str) else [*slots]
+    held = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
+    if isinstance(leaf, (list, tuple, set, frozenset)):
+        held += leaf
+    return any(isinstance(item, Tensor) for item in pytree.tree_leaves(held))
