@@ -24,7 +24,7 @@ from pipegraph.cli.show import show
 from pipegraph.cli.split import split
 from pipegraph.cli.trace import trace
 from pipegraph.cli.verify import verify
-from pipegraph.errors import PipegraphError, RuntimeFault, printable
+from pipegraph.errors import PipegraphError, RuntimeFault, printable, user_line
 from pipegraph.version import __version__
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or of the copy of click that newer typer holds
@@ -75,7 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with asked_by_command(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = app(arguments, prog_name="pipegraph", standalone_mode=False)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+            raise  # of a signal; another one is of the user's source, which pipegraph called
         if "--debug" in arguments:
             traceback.print_exc()
         # One write, because the ranks of torchrun share one stderr.
@@ -88,7 +90,13 @@ def _show_warning(message: Warning | str, *where: object, **more: object) -> Non
     print_warning(wrapped(f"warning: {printable(str(message))}", sys.stderr))
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception | SystemExit) -> str:
+    if isinstance(error, SystemExit):
+        where = user_line(error)
+        return (
+            f"the process was ended by SystemExit: {error.code}{f', at {where}' if where else ''}.\n"
+            "Try: leave it out; what pipegraph calls has to return."
+        )
     if isinstance(error, PipegraphError):
         return str(error)
     if isinstance(error, _UsageError):

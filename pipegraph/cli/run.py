@@ -127,7 +127,7 @@ def run(
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)
-    from pipegraph.runtime.processes.launch import exit_with_parent, is_launched, record_failure
+    from pipegraph.runtime.processes.launch import environment_ranks, exit_with_parent, is_launched, record_failure
 
     if timeout is not None:
         from pipegraph.runtime.processes.group import check_timeout
@@ -146,7 +146,7 @@ def run(
             _launch(context, processes, debug, grace=0.0 if checkpoint is None else _SAVE_SECONDS)
             return
         # The rank that knows the loss prints, and shows progress.
-        quiet = is_launched() and int(os.environ["RANK"]) != grid.first(chosen.placement[-1])
+        quiet = is_launched() and environment_ranks()[0] != grid.first(chosen.placement[-1])
         source = _source(model, batch, seq, package)
         with progress("loading", quiet) as say:
             from pipegraph.workflows.run_checkpoints import CheckpointOptions, Termination
@@ -194,7 +194,7 @@ def _choose(
 ) -> tuple[Package, Schedule, RankGrid]:
     """Return the package, its schedule, and the processes that run it. Raises PipegraphError if these do not fit."""
     from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.runtime.processes.launch import check_processes, is_launched, pipeline_ranks
+    from pipegraph.runtime.processes.launch import check_processes, environment_ranks, is_launched, pipeline_ranks
     from pipegraph.runtime.processes.rank_grid import TENSOR, grid_of
     from pipegraph.runtime.tensor_parallel import require_plan
     from pipegraph.workflows.schedules import choose_schedule
@@ -206,7 +206,7 @@ def _choose(
     if weights is not None:
         checkpoint_folder(weights)
     launched = is_launched()
-    asked = pipeline_ranks(int(os.environ["WORLD_SIZE"]) if launched else nproc, lengths, launched, planned)
+    asked = pipeline_ranks(environment_ranks()[1] if launched else nproc, lengths, launched, planned)
     chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
     ranks = asked or chosen.ranks
     grid = grid_of(ranks, lengths, order)

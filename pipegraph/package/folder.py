@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pipegraph.arguments import require_path
-from pipegraph.errors import PackageError, one_line
+from pipegraph.errors import PackageError, one_line, user_line
 from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
@@ -218,9 +218,10 @@ class Package:
         seeded = {"seed": seed} if seed and weights is False else {}  # a package of an older version takes none
         try:
             stage: nn.Module = self._module.load_stage(index, device=device, weights=weights, **seeded)
+            _check_stage(stage, device)
         except PackageError:
             raise
-        except Exception as error:  # edited source and damaged shards raise anything
+        except (Exception, SystemExit) as error:  # edited source and damaged shards raise anything
             file = f"{self.manifest.stages[index].module}.py"
             where = self.path / file if isinstance(weights, bool) else file  # a package may be on its way to its folder
             raise PackageError(
@@ -250,9 +251,10 @@ class Package:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # edited source raises anything
+        except (Exception, SystemExit) as error:  # edited source raises anything
             del sys.modules[name]
-            line = f"{error.filename}:{error.lineno}: " if isinstance(error, SyntaxError) else ""
+            at = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else user_line(error)
+            line = f"{at}: " if at else ""
             said = str(error).replace(f"{name}.", "")
             raise PackageError(
                 f"{self.path} cannot be imported: {line}{type(error).__name__}: {said}.\n"
@@ -261,6 +263,18 @@ class Package:
         finally:
             sys.dont_write_bytecode = written
         return module
+
+
+def _check_stage(stage: object, device: str) -> None:
+    """Raise ValueError for what a `load_stage` that was edited may return in place of a stage with its numbers."""
+    from torch import nn
+
+    if not isinstance(stage, nn.Module):
+        raise ValueError(f"load_stage returned a {type(stage).__name__}, and not the stage")
+    held = [*stage.named_parameters(), *stage.named_buffers()]
+    unread = [name for name, tensor in held if tensor.is_meta] if device != "meta" else []
+    if unread:
+        raise ValueError(f"{unread[0]} has no value")
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

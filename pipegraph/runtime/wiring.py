@@ -142,21 +142,28 @@ def named_outputs(
     if len(outputs) != len(wiring.outputs):
         names = ", ".join(value.name for value in wiring.outputs)
         raise RuntimeFault(
-            f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}."
+            f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}.\n"
+            "Try: correct what its forward returns."
         )
     by_name = {}
     for value, output in zip(wiring.outputs, outputs, strict=True):
         by_name[value.name] = output
         if not value.consumers:
             continue
+        if not isinstance(output, Tensor):
+            raise RuntimeFault(
+                f"the stage returned a {type(output).__name__} for {value.name}, which goes to stage "
+                f"{value.consumers[0]}.\nTry: correct what its forward returns; pipeline.json lists {value}."
+            )
         promised = dtype(value)
         if output.dtype != promised and _is_autocast(output, promised):
             output = output.to(promised)
         if not (output.shape == shape(value) and output.dtype == promised):
             raise RuntimeFault(
                 f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
-                f"{value.name} {value.dtype}{list(shape(value))} to stage {value.consumers[0]}. Correct the stage's "
-                "source, or `values` in pipeline.json. To give all stages another dtype, use parallelize_fn."
+                f"{value.name} {value.dtype}{list(shape(value))} to stage {value.consumers[0]}.\n"
+                "Try: correct the stage's source, or `values` in pipeline.json; to give all stages another dtype, use "
+                "parallelize_fn."
             )
         by_name[value.name] = output.contiguous()
     return by_name
@@ -172,7 +179,10 @@ def torch_dtype(value: Value) -> torch.dtype:
     """The dtype of a value. Raises PackageError if torch has none of that name."""
     dtype = getattr(torch, value.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise PackageError(f'pipeline.json gives {value.name} the dtype "{value.dtype}", which torch does not have.')
+        raise PackageError(
+            f'pipeline.json gives {value.name} the dtype "{value.dtype}", which torch does not have.\n'
+            'Try: one that it has, such as "float32"; or split the model again.'
+        )
     return dtype
 
 

@@ -56,7 +56,7 @@ def errors_named(where: str, doing: str) -> Iterator[None]:
         yield
     except PipegraphError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = user_line(error)
         raise SourceError(
             f"{where}: {doing} raised {type(error).__name__}: {error}{f', at {line}' if line else ''}\n"

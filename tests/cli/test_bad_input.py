@@ -48,6 +48,8 @@ def test_missing_file_names_the_nearest(pipegraph: Command, tmp_path: Path) -> N
         ("def build_model(): return 3\nexample_inputs = (torch.ones(1),)", "build_model gives int"),
         ("model = nn.Linear(1, 1)\nexample_inputs = 3", "example_inputs is a int"),
         ("def build_model(:", "SyntaxError"),
+        ("raise SystemExit", ":5: importing it raised SystemExit"),
+        ("def build_model(): raise SystemExit\nexample_inputs = ()", "raised SystemExit"),
         ("import nowhere_to_be_found", "ModuleNotFoundError"),
         ("def build_model(): raise ValueError('out of bricks')\nexample_inputs = ()", "out of bricks"),
     ],

@@ -38,6 +38,24 @@ def test_values_are_refused_before_any_process_starts(
     assert done.code == 2 and advice in done.err, done
 
 
+def test_a_loss_that_ends_the_process_ends_no_run_in_silence(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    body = "from tests.models.chain import build_model, example_inputs, example_target\n"
+    model.write_text(f"{body}def loss_fn(output, target):\n    raise SystemExit(0)\n")
+    done = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--model", model)
+    assert done.code == 4 and f"{model}:3: raise SystemExit(0)" in done.err and "Try: " in done.err
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("x", "2"), ("0", ""), ("-1", "1")])
+def test_an_environment_of_no_ranks_is_refused(
+    pipegraph: Command, chain: Path, monkeypatch: pytest.MonkeyPatch, rank: str, world: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    done = pipegraph("run", chain, *AUTOGRAD)
+    assert done.code == 4 and f"RANK is {rank!r} and WORLD_SIZE {world!r}" in done.err and "Try: torchrun" in done.err
+
+
 def test_a_learning_rate_is_a_number(pipegraph: Command, chain: Path) -> None:
     done = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--learning-rate", "inf")
     assert done.code == 2 and "inf is no learning rate" in done.err

@@ -96,6 +96,27 @@ def test_a_source_with_a_mistake_is_named(folder: Path) -> None:
         Package.open(folder).load_stage(0)
 
 
+@pytest.mark.parametrize("said", ["1 / 0", "raise SystemExit"])
+def test_a_source_that_fails_or_ends_the_process_is_named_with_its_line(said: str, folder: Path) -> None:
+    (folder / "stage_0.py").write_text(f"x = 1\n{said}\n")
+    with pytest.raises(PackageError, match=r"cannot be imported: .*stage_0.py:2: .*(ZeroDivisionError|SystemExit)"):
+        Package.open(folder).load_stage(0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "load_stage returned a NoneType"),
+        ("torch.nn.Linear(2, 2, device='meta')", "weight has no value"),
+    ],
+)
+def test_what_a_changed_load_stage_returns_is_checked(returned: str, message: str, folder: Path) -> None:
+    source = "import torch\ndef load_stage(index, device, weights): return "
+    (folder / "__init__.py").write_text(source + returned)
+    with pytest.raises(PackageError, match=message):
+        Package.open(folder).load_stage(0)
+
+
 def test_without_weights(tmp_path: Path) -> None:
     package = Package.open(write(chain(2), tmp_path / "out", weights=False))
     assert not package.has_weights

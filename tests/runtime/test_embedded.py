@@ -283,6 +283,14 @@ def test_an_edited_stage_that_breaks_its_boundary_is_named(tmp_path: Path) -> No
         pipe.step(torch.ones(2, 8), target=torch.zeros(2))
 
 
+def test_an_edited_stage_that_returns_nothing_is_named(tmp_path: Path) -> None:
+    folder = write(chain(2), tmp_path / "chain")
+    source = folder / "stage_0.py"
+    source.write_text(source.read_text().replace("return ", "_ = "))
+    with pytest.raises(RuntimeFault, match=r"stage 0, .* returned a NoneType for h0, which goes to stage 1.\nTry: "):
+        pipeline(folder, loss_fn=loss).step(torch.ones(2, 8), target=torch.zeros(2))
+
+
 def test_the_class_of_a_loss_is_no_loss(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"this is the class MSELoss.\nTry: loss_fn="):
         pipeline(write(chain(2), tmp_path / "chain"), loss_fn=nn.MSELoss)

@@ -186,7 +186,7 @@ def test_ranks_that_make_different_calls_or_lack_a_loss_are_told(tmp_path: Path)
     for said, _ in by_rank:
         assert "rank 0 is in its call 2, evaluate, and this rank in its call 2, step. All ranks make the same" in said
     first, last = (said for _, said in by_rank)
-    assert last == "1f1b has a backward, which needs a loss: give Pipeline a loss_fn."
+    assert last == "1f1b has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…)."
     assert first.startswith("rank 0 stopped in stage 0, action 0")
     assert f"rank 1 failed: PipegraphError: {last}" in first
 

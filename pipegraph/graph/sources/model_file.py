@@ -105,7 +105,7 @@ def _errors_named(path: Path, doing: str) -> Iterator[None]:
         yield
     except SourceError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError):
             where = f"{path}:{error.lineno}"
         else:

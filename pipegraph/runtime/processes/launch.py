@@ -48,6 +48,17 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def environment_ranks() -> tuple[int, int]:
+    """This process's rank, and how many there are, as a launcher has set them. Raises RuntimeFault for what is none."""
+    rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
+        raise RuntimeFault(
+            f"RANK is {rank!r} and WORLD_SIZE {count!r}, and ranks count from 0 to WORLD_SIZE - 1.\n"
+            "Try: torchrun, which sets both; or unset RANK to run all stages in this process."
+        )
+    return int(rank), int(count)
+
+
 def launch(
     arguments: Sequence[str],
     processes: int,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.group import ConnectionLost, lost_connections
+from pipegraph.runtime.processes.launch import environment_ranks
 
 STORE_GONE: Final = (
     "The process group's store does not answer either: the rank that hosts it (rank 0, unless torchrun does) is gone."
@@ -124,13 +125,15 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
     `torch.distributed.rendezvous` does the same, but its rank 0 waits inside for the others and cannot say which is
     missing.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = environment_ranks()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise RuntimeFault(
             "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT, where the ranks meet.\n"
             "Try: torchrun, which sets all four; or unset RANK to run all stages in this process."
         )
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise RuntimeFault(f"MASTER_PORT is {port!r}, which is no port.\nTry: torchrun, which sets it; or 29500.")
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
         store = dist.TCPStore(
@@ -144,7 +147,10 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
         )
     except RuntimeError as error:
         if hosts:
-            raise RuntimeFault(f"rank 0 cannot open port {port}, where the ranks meet: {error}") from None
+            raise RuntimeFault(
+                f"rank 0 cannot open port {port} of {host}, where the ranks meet: {str(error).splitlines()[0]}\n"
+                "Try: another MASTER_PORT, and a MASTER_ADDR that is this machine."
+            ) from None
         raise RuntimeFault(
             f"rank {rank} found nobody at {host}:{port} within {timeout:g} s, where rank 0 or its launcher is to be: "
             "not started, stopped, or gone.\nTry: a longer timeout if it is not hung."
