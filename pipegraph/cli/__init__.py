@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import sys
 import traceback
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     failed, or an error of pipegraph's own.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of a locale without the characters of tables and drawings
     try:
         with asked_by_command(), warnings.catch_warnings():
             warnings.showwarning = _show_warning

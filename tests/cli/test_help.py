@@ -100,3 +100,9 @@ def test_a_table_fits_the_terminal_unless_it_is_to_be_wide(
     assert "left out: weights; --wide shows all" in pipegraph("show", chain).out
     assert max(map(len, pipegraph("show", chain).out.splitlines())) <= 60
     assert pipegraph("show", chain, "--wide").out == whole
+
+
+def test_a_terminal_without_the_characters_of_drawings_gets_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = program("-m", "pipegraph", "schedule", "1f1b", "--ranks", 2, "--microbatches", 2)
+    assert done.code == 0 and "0F0 0F1" in done.out, done

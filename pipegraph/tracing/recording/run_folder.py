@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -184,19 +184,20 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
 def run_on_all_ranks(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> None:
     """Call `do` in every process, and return when all are done. Raises PipegraphError, in all, if one fails.
 
-    Collective: every process of the mesh must call it.
+    Every process says why that one failed. Collective: every process of the mesh must call it.
     """
     failed: OSError | None = None
     try:
         do()
     except OSError as error:
         failed = error
-    rows: Sequence[Sequence[float]] = pipe.gather([failed is not None], everywhere=True)
+    why = "" if failed is None else str(write_error(folder, failed))
+    said = pipe.gather_text(why, everywhere=True)
     if failed is not None:
-        raise write_error(folder, failed) from failed
-    others = [rank for rank, (fails,) in enumerate(rows) if fails]
+        raise PipegraphError(why) from failed
+    others = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
     if others:
-        raise PipegraphError(f"rank {others[0]} cannot write a trace to {folder}; its own error says why.")
+        raise PipegraphError(others[0])
 
 
 def _is_first(pipe: Pipeline) -> bool:
