@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipegraph.codegen import package_writer
 from tests.cli.command import ROOT, Command, Result
 
 CHAIN = "tests/models/chain.py"
@@ -177,6 +180,20 @@ def test_other_files_in_a_package_are_never_touched(pipegraph: Command, tmp_path
     before = _contents(copied)
     fails(pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite"), 2, "notes.txt")
     assert _contents(copied) == before
+
+
+def test_a_full_disk_leaves_the_package_before(
+    pipegraph: Command, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(package_writer, "write_weights", full)
+    before = _contents(copied)
+    result = pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite")
+    fails(result, 2, "No space left on device. The disk of ", "free of")
+    assert _contents(copied) == before
+    assert [each.name for each in copied.parent.iterdir()] == [copied.name]
 
 
 def test_edited_stage_is_kept_without_overwrite(pipegraph: Command, tmp_path: Path, copied: Path) -> None:

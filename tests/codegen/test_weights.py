@@ -188,3 +188,11 @@ def test_a_star_in_a_name_is_a_star(tmp_path: Path) -> None:
     assert {name: each.tolist() for name, each in stage.named_parameters() if name.startswith("factors")} == {
         f"factors.{name}": each.tolist() for name, each in model.factors.items()
     }
+
+
+def test_a_parameter_that_was_added_by_hand_has_to_be_in_the_package(package: Package) -> None:
+    source = package.path / "stage_1.py"
+    edited = source.read_text().replace("super().__init__()", "super().__init__(); self.more = nn.Linear(2, 2)")
+    source.write_text(edited if "import nn" in edited else f"from torch import nn\n{edited}")
+    with pytest.raises(PackageError, match=r"more.weight of stage 1 has no value: list it in pipeline.json"):
+        Package.open(package.path).load_stage(1)

@@ -221,6 +221,13 @@ def test_a_tensor_that_a_loss_makes_at_its_first_call_is_real(loss: Any, recwarn
     assert not recwarn
 
 
+def test_compiled_kernels_keep_no_tensor_of_tracing() -> None:
+    """One without memory would end the process in a kernel."""
+    kernels = make("inductor", nn.Linear(8, 8), (True,), (True,), scaling())
+    for _ in range(2):
+        assert kernels.forward((x,), with_loss=True).loss.isfinite()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # what torch says of a sum with such a tensor
 def test_a_result_without_numbers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Weight, "kept", None)

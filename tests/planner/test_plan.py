@@ -220,3 +220,20 @@ def test_too_many_stages_are_refused_before_anything_is_priced(monkeypatch: pyte
     monkeypatch.setattr("pipegraph.cost.price.group_segments", price)
     with pytest.raises(PlanError, match="Chain can be cut into 5 segments, which is too few for 6 stages"):
         pipegraph.plan(captured("tests/models/chain.py"), stages=6)
+
+
+class Fan(nn.Module):
+    """Layers of which none reads another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in self.layers], -1)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_layers_that_hand_nothing_over_to_each_other_are_priced(requires_grad: bool) -> None:
+    made = pipegraph.plan(pipegraph.capture(Fan().requires_grad_(requires_grad), (torch.randn(2, 8),)), stages=2)
+    assert len(made.stages) == 2
