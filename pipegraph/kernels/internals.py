@@ -7,6 +7,7 @@ autograd: a torch that changed makes a stage slower, and no stage wrong.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -139,6 +140,8 @@ def renew_rnn_weights(module: nn.Module) -> None:
 
 # Tracing
 
+_tracing = threading.RLock()
+
 
 @contextmanager
 def fake_tensors(environment: Any = None) -> Iterator[Any]:
@@ -218,7 +221,8 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with python_dispatch():
+    # torch's tracer replaces methods of all modules meanwhile: two threads must not trace at once.
+    with _tracing, python_dispatch():
         module: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
     return module
 

@@ -32,6 +32,15 @@ from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.ties import find_ties
 
 
+def check_is_used(name: str, value: object, dimension: str, world: World | None) -> None:
+    """Raise ArgumentError if an argument was given, and the pipeline's ranks have not the dimension that it is for."""
+    if value is not None and (world is None or dimension not in world.grid.names):
+        raise ArgumentError(
+            f'{argument(name)} is for ranks along "{dimension}", and this pipeline has none of them.\n'
+            f'Try: mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "{dimension}")); or leave it out.'
+        )
+
+
 def divide_tensors(
     stages: Mapping[int, nn.Module],
     manifest: Manifest,
@@ -53,6 +62,7 @@ def divide_tensors(
     """
     if plan is not None:
         tensor_parallel.check_plan(plan)
+        check_is_used("tp_plan", plan, TENSOR, world)
     is_own, plan = plan is not None, plan or manifest.tp_plan or None
     size = 1 if world is None else world.grid.length(TENSOR)
     if world is None or size == 1 or (others_divide and not is_own):

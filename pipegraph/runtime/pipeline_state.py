@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
+from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
 from pipegraph.runtime import parameters
 from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
@@ -45,6 +46,12 @@ class PipelineState:
     ) -> None:
         self._manifest, self._held, self._numbers = manifest, stages, numbers
         self._checkpointer = Checkpointer(manifest, stages, device, world, guard)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise PipegraphError(
+            "a Pipeline cannot be copied or pickled: it holds kernels, and connections to other processes.\n"
+            "Try: state_dict() for its weights, save() for a checkpoint, or another Pipeline of the same package."
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
-from pipegraph.runtime.divided_stages import divide_tensors, shard_stages
+from pipegraph.runtime.divided_stages import check_is_used, divide_tensors, shard_stages
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.precision import AppliedPrecision, convert_stages, named_precision, sharding_options
 from pipegraph.runtime.processes.rank_grid import SHARD
@@ -53,6 +53,7 @@ class PreparedStages:
     groups: Mapping[int, Sequence[ShardedGroup]]
 
 
+@torch.inference_mode(False)  # in which nothing could be trained later
 def prepare_stages(
     package: Package, indices: list[int], device: torch.device, world: World | None, asked: StageRequest
 ) -> PreparedStages:
@@ -69,5 +70,6 @@ def prepare_stages(
         applied, manifest = convert_stages(precision, stages, manifest)
         is_sharded = world is not None and world.grid.length(SHARD) > 1
         fsdp = sharding_options(precision, fsdp, stages, is_sharded)
+    check_is_used("fsdp", asked.fsdp, SHARD, world)
     groups, manifest = shard_stages(stages, manifest, world, fsdp)
     return PreparedStages(stages, manifest, applied, groups)

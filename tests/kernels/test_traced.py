@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import warnings
 import weakref
 from typing import Any
@@ -14,6 +16,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import compilers, make
+from pipegraph.kernels import internals as kernel_internals
 from pipegraph.kernels.inductor import internals
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
@@ -123,3 +126,23 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="cannot compile a part of a stage.*AssertionError: not today"):
         assert_as_autograd(Layers(), (x,), kernels="inductor")
     compilers.compiler.cache_clear()
+
+
+def test_two_threads_do_not_trace_at_once() -> None:
+    """torch's tracer replaces methods of all modules while it traces."""
+    inside: list[int] = []
+    most: list[int] = []
+
+    def traced(x: Tensor) -> Tensor:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.05)
+        inside.pop()
+        return x * 2
+
+    threads = [threading.Thread(target=kernel_internals.trace, args=(traced, (torch.ones(2),), None)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +262,31 @@ def test_two_threads_in_one_pipeline_are_refused(tmp_path: Path) -> None:
     assert len(refused) == 2
     assert refused[0].startswith("this pipeline is in another call already, of another thread")
     pipe.step(x, target=torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "dimension"),
+    [({"tp_plan": {"layer0": "colwise"}}, "tp"), ({"fsdp": {"reshard_after_forward": True}}, "dp_shard")],
+)
+def test_what_divides_stages_needs_ranks_that_share_them(
+    options: dict[str, Any], dimension: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=rf'for ranks along "{dimension}".*\nTry: mesh='):
+        pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss, **options)
+
+
+def test_a_pipeline_is_not_copied(tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(PipegraphError, match=r"cannot be copied or pickled: .*\nTry: state_dict\(\)"):
+            copied(pipe)
+
+
+def test_a_pipeline_that_is_made_in_inference_mode_trains(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
+    pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+    assert all(each.grad is not None for each in pipe.parameters())
 
 
 def test_a_loss_without_a_graph_is_refused(tmp_path: Path) -> None:
