@@ -21,7 +21,7 @@ def check_device(device: str, count: int = 1, users: str = "ranks") -> None:
     """Raise typer.BadParameter if the device is unknown, or if there are fewer GPUs than users."""
     if device not in _DEVICES:
         near = nearest(_ALSO.get(device.casefold(), device), _DEVICES)
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.{near}", param_hint="--device")
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda.{near}\nTry: cpu", param_hint="--device")
     if device == "cpu":
         return
     import torch
@@ -44,7 +44,9 @@ def parse_names(text: str, option: str) -> list[str]:
     """Read ``1f1b,zb-v``, the value of an option. Raises typer.BadParameter for an empty name."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise typer.BadParameter(f"{text!r} has an empty name between its commas.", param_hint=option)
+        raise typer.BadParameter(
+            f"{text!r} has an empty name between its commas.\nTry: one comma between two names", param_hint=option
+        )
     return names
 
 

@@ -107,7 +107,7 @@ def write_files(files: Iterable[tuple[Path, str]]) -> None:
         except OSError as error:
             missing = not file.parent.is_dir()
             why = f"there is no folder {file.parent}" if missing else error.strerror or str(error)
-            raise PipegraphError(f"{file} cannot be written: {why}.") from None
+            raise PipegraphError(f"{file} cannot be written: {why}.\nTry: another folder.") from None
 
 
 def check_target(
@@ -145,7 +145,9 @@ def write_target(file: Path | None, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PipegraphError(f"{file} cannot be written: no folder can be made ({error.strerror}).") from None
+        raise PipegraphError(
+            f"{file} cannot be written: no folder can be made ({error.strerror}).\nTry: another folder."
+        ) from None
     write_files([(file, text)])
 
 

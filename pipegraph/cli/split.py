@@ -88,7 +88,9 @@ def split(
     if check and (dry_run or overwrite):
         raise typer.BadParameter("it writes nothing.\nTry: leave out --dry-run and --overwrite.", param_hint="--check")
     if checkpoint is not None and no_weights:
-        raise typer.BadParameter("use one of both: --weights writes weights.", param_hint="--weights / --no-weights")
+        raise typer.BadParameter(
+            "--weights writes weights.\nTry: one of the two", param_hint="--weights / --no-weights"
+        )
     check_device(device)
     folder = None if dry_run else out or Path("build", _default_name(model))
     with progress(f"loading {model}"):

@@ -89,7 +89,7 @@ def makers(
     check_name(name)
     require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
     if max_variants < 1:
-        raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.")
+        raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.\nTry: 8.")
     return _MAKERS[name](recompute, max_variants, strict)
 
 

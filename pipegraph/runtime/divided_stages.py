@@ -142,7 +142,9 @@ def resident_stages(
     Raises ArgumentError.
     """
     if resident is not None and (type(resident) is not int or resident < 1):
-        raise ArgumentError(f"resident cannot be {resident!r}: give how many stages of a rank may be whole, from 1 on.")
+        raise ArgumentError(
+            f"resident cannot be {resident!r}: it is how many stages of a rank may be whole.\nTry: 1 or more."
+        )
     if resident is None and plan is not None and plan.resident is not None:
         return plan.resident
     return 2 if resident is None and (options or {}).get("reshard_after_forward") else resident

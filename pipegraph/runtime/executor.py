@@ -323,5 +323,8 @@ def run_executors(executors: Sequence[Executor], given: StepInputs, results: Ste
         waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]
         if len(waiting) == len(runs) and before == [executor.position for executor, _ in waiting]:
             at = ", ".join(f"rank {executor.rank} at {executor.actions[executor.position]}" for executor, _ in waiting)
-            raise RuntimeFault(f"the schedule deadlocks: every rank waits for another one ({at}). Check the schedule.")
+            raise RuntimeFault(
+                f"the schedule deadlocks: every rank waits for another one ({at}).\n"
+                "Try: pipegraph schedule FILE, which checks it."
+            )
         runs = waiting

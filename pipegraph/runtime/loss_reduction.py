@@ -36,7 +36,7 @@ class LossReduction:
         """The reduction that the arguments of a pipeline ask for. Raises ArgumentError."""
         if reduction not in LOSS_REDUCTIONS:
             raise ArgumentError(
-                f'loss_reduction cannot be {reduction!r}: give "mean" if loss_fn returns the mean of its microbatch, '
+                f'loss_reduction cannot be {reduction!r}.\nTry: "mean" if loss_fn returns the mean of its microbatch, '
                 f'"sum" if it returns a sum.'
             )
         if weight_of is not None:
@@ -45,7 +45,8 @@ class LossReduction:
             )
             if reduction == "sum":
                 raise ArgumentError(
-                    'loss_weight divides the sum of losses, and loss_reduction="sum" divides by nothing: give one.'
+                    'loss_weight divides the sum of losses, and loss_reduction="sum" divides by nothing.\n'
+                    "Try: one of the two."
                 )
         return cls(reduction == "sum", weight_of)
 
@@ -67,7 +68,8 @@ def checked_weight(weight: Any, reduction: LossReduction) -> float | None:
     number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
         raise ArgumentError(
-            f"weight cannot be {weight!r}: it is how many items count in all accumulated steps, over all ranks."
+            f"weight cannot be {weight!r}: it is how many items count in all accumulated steps, over all ranks.\n"
+            "Try: a number above 0."
         )
     return float(number)
 
@@ -76,5 +78,7 @@ def _number(weight: Any) -> float:
     number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if not isinstance(number, int | float) or not 0 <= number < math.inf:
         what = f"a tensor of shape {list(weight.shape)}" if isinstance(number, Tensor) else repr(number)
-        raise BatchError(f"loss_weight(target) returned {what}; it is one number of items, 0 or more.")
+        raise BatchError(
+            f"loss_weight(target) returned {what}; it is one number of items, 0 or more.\nTry: take its sum."
+        )
     return float(number)

@@ -76,8 +76,8 @@ def parallelize_stages(
         returned: object = parallelize_fn(stage)
         if not isinstance(returned, nn.Module | None):
             raise PipegraphError(
-                f"parallelize_fn returned a {type(returned).__name__} for stage {index}. It must return a module, or "
-                f"None if it changed the stage in place."
+                f"parallelize_fn returned a {type(returned).__name__} for stage {index}.\n"
+                f"Try: return a module, or None if the stage was changed in place."
             )
         changed[index] = stage if returned is None else returned
         check_replication(index, changed[index])
@@ -85,7 +85,7 @@ def parallelize_stages(
         if missing:
             raise PipegraphError(
                 f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
-                f"State dicts and tied weights go by names. Try: change the stage in place, as parallelize_module and "
+                f"State dicts and tied weights go by names.\nTry: change the stage in place, as parallelize_module and "
                 f"fully_shard do; an adapter as a parameter of the module that it adapts, not as one around it."
             )
     after = _dtypes({index: unwrapped(stage) for index, stage in changed.items()})

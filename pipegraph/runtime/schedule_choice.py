@@ -41,7 +41,8 @@ def resolve_schedule(
     resolved = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
     if microbatches not in (None, resolved.microbatches):
         raise ScheduleError(
-            f"{resolved.name} has {resolved.microbatches} microbatches; microbatches={microbatches} was given."
+            f"{resolved.name} has {resolved.microbatches} microbatches; microbatches={microbatches} was given.\n"
+            "Try: leave it out."
         )
     if processes not in (None, resolved.ranks):
         raise ScheduleError(
@@ -71,8 +72,9 @@ def with_microbatches(
     if not isinstance(given, str) or given.endswith(".csv"):
         count = schedule.microbatches
         raise ScheduleError(
-            f"{schedule.name} is an order of {count} microbatches, and microbatches={microbatches} was given. Leave it "
-            f"out, give Pipeline the name of a schedule, or make another Pipeline with an order of {microbatches}."
+            f"{schedule.name} is an order of {count} microbatches, and microbatches={microbatches} was given.\n"
+            f"Try: leave it out, give Pipeline the name of a schedule, or make another Pipeline with an order of "
+            f"{microbatches}."
         )
     return resolve_schedule(given, microbatches, schedule.stages, processes, schedule.ranks)
 

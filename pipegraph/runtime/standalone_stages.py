@@ -118,7 +118,7 @@ def _placement(package: Package, held: Sequence[str]) -> list[int]:
     for index, holders in ranks.items():
         if index >= len(package.manifest.stages):
             last = len(package.manifest.stages) - 1
-            raise ArgumentError(f"{package.path} has no stage {index}: its stages are 0 to {last}.")
+            raise ArgumentError(f"{package.path} has no stage {index}: its stages are 0 to {last}.\nTry: one of these.")
         if len(holders) != 1:
             where = f"on the ranks {', '.join(map(str, holders))}" if holders else "on no rank"
             raise ArgumentError(f"Stage {index} is {where}, and has to be on one.\nTry: a group of {len(ranks)} ranks.")

@@ -63,7 +63,7 @@ class StepExecutors:
         if microbatches is None:
             return self._own.microbatches
         if type(microbatches) is not int or microbatches < 1:
-            raise ArgumentError(f"microbatches cannot be {microbatches!r}: give a whole number from 1 on.")
+            raise ArgumentError(f"microbatches cannot be {microbatches!r}.\nTry: a whole number from 1 on.")
         self._schedule(microbatches)
         return microbatches
 

@@ -31,11 +31,11 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
     chunks = recipe.chunks if chunks is None else chunks
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if type(number) is not int or number < 1:
-            raise ScheduleError(f"{recipe.name} cannot have {number!r} {what}: give a whole number from 1 on.")
+            raise ScheduleError(f"{recipe.name} cannot have {number!r} {what}.\nTry: a whole number from 1 on.")
     if chunks != recipe.chunks and not recipe.any_chunks:
         raise ScheduleError(
-            f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it. "
-            f"Leave chunks out, or give chunks={recipe.chunks}."
+            f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it.\n"
+            f"Try: leave chunks out, or give chunks={recipe.chunks}."
         )
     if ranks * chunks * microbatches > MOST:
         raise ScheduleError(

@@ -167,9 +167,13 @@ def _read_text(what: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"the {what} {path} cannot be read: it is no UTF-8 text ({error.reason}).") from None
+        raise ScheduleError(
+            f"the {what} {path} cannot be read: it is no UTF-8 text ({error.reason}).\nTry: save it as UTF-8."
+        ) from None
     except OSError as error:
-        raise ScheduleError(f"the {what} {path} cannot be read: {error.strerror}.") from None
+        raise ScheduleError(
+            f"the {what} {path} cannot be read: {error.strerror}.\nTry: the name of a file that is there."
+        ) from None
 
 
 def _places(error: ScheduleError, columns: Columns) -> str:

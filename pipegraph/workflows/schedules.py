@@ -74,7 +74,7 @@ def make_schedule(
             find_recipe(name)  # an unknown name matters more than a missing size
         missing = " and ".join(argument(what) for what, size in _sizes(ranks, microbatches).items() if size is None)
         example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
-        raise ScheduleError(f"{name} lacks {missing}: say how many, such as {example}.")
+        raise ScheduleError(f"{name} lacks {missing}.\nTry: {example}.")
     elif name.casefold() == SEARCH:
         made = _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort, resident)
         return place_collectives(made, range(made.stages)) if sharded and resident is None else made
@@ -82,16 +82,16 @@ def make_schedule(
         made = build(name, ranks, microbatches, chunks)
     for what, size in _sizes(ranks, microbatches).items():
         if size not in (None, found := getattr(made, what)):
-            raise ScheduleError(f"{name} has {found} {what}, and {argument(what, size)} was given. Leave it out.")
+            raise ScheduleError(f"{name} has {found} {what}, and {argument(what, size)} was given.\nTry: leave it out.")
     if chunks is not None and made.stages != chunks * made.ranks:
         raise ScheduleError(
             f"{name} has {made.stages} stages on {made.ranks} ranks, and {argument('chunks', chunks)} was "
-            "given. Leave it out."
+            "given.\nTry: leave it out."
         )
     if placement is not None and made.placement != _places(placement, made):
         raise ScheduleError(
-            f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}. "
-            f"Leave {argument('placement')} out: it chooses where {SEARCH} places stages."
+            f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}.\n"
+            f"Try: leave {argument('placement')} out; it chooses where {SEARCH} places stages."
         )
     if (sharded or resident is not None) and not made.collectives:
         made = place_collectives(made, range(made.stages), (), resident)
@@ -118,7 +118,7 @@ def _search(
         chunks = form.chunks if times is None else max(1, times.stages // ranks)
     elif chunks != form.chunks and not form.any_chunks:
         raise ScheduleError(
-            f"With the placement {placement} a rank holds {form.chunks} stages: leave {argument('chunks')} out."
+            f"With the placement {placement} a rank holds {form.chunks} stages.\nTry: leave {argument('chunks')} out."
         )
     if times is None:
         times = unit_times(ranks * chunks)

@@ -119,5 +119,5 @@ def test_a_sum_over_ranks(package: str) -> None:
 
 
 def test_another_reduction_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"loss_reduction cannot be 'none': give \"mean\" if"):
+    with pytest.raises(ArgumentError, match=r"loss_reduction cannot be 'none'.\nTry: \"mean\" if"):
         pipeline(tmp_path, loss_reduction="none")

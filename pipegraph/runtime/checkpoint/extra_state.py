@@ -29,7 +29,10 @@ def encoded_extra(extra: Mapping[str, Any]) -> dict[str, Tensor]:
     """The state of each object, and each plain value, as bytes. Raises CheckpointError."""
     for name in extra:
         if not isinstance(name, str) or not name:
-            raise CheckpointError(f"extra has the name {name!r}, and names are strings, which are not empty.")
+            raise CheckpointError(
+                f"extra has the name {name!r}, and names are strings, which are not empty.\n"
+                'Try: extra={"scheduler": scheduler}.'
+            )
     return {
         name: encoded(value.state_dict() if is_stateful(value) else value, f'extra["{name}"]')
         for name, value in extra.items()

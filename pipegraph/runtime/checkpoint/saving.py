@@ -52,9 +52,13 @@ class SaveRequest:
     def check(self) -> None:
         """Raise CheckpointError for numbers that cannot be."""
         if type(self.step) is not int or self.step < 0:
-            raise CheckpointError(f"step cannot be {self.step!r}: it counts the steps that are done, from 0 on.")
+            raise CheckpointError(
+                f"step cannot be {self.step!r}: it counts the steps that are done, from 0 on.\nTry: step=100."
+            )
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise CheckpointError(f"keep cannot be {self.keep!r}: it is how many checkpoints stay, from 1 on, or None.")
+            raise CheckpointError(
+                f"keep cannot be {self.keep!r}: it is how many checkpoints stay, from 1 on, or None.\nTry: keep=3."
+            )
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def _described(partial: Path, ranks: CheckpointRanks) -> dict[str, SavedFile]:
     views = ranks.gather(names)
     if any(view != views[0] for view in views):
         raise CheckpointError(
-            f"the ranks do not see the same files in {partial}. The folder has to be on a file system that they share."
+            f"the ranks do not see the same files in {partial}. \nTry: a folder on a file system that they share."
         )
     own = ranks.agree(lambda: {name: folder.described(partial / name) for name in names[ranks.rank :: ranks.size]})
     return {name: each for part in ranks.gather(own) for name, each in sorted(part.items())}

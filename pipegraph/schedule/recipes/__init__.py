@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipegraph.errors import ScheduleError, nearest
+from pipegraph.errors import ScheduleError, closest, nearest
 from pipegraph.schedule.recipes import controllable_memory, gpipe, one_f_one_b, v_schedules
 from pipegraph.schedule.recipes.recipe import Recipe
 
@@ -38,6 +38,7 @@ def find_recipe(name: str) -> Recipe:
         file = " A file that holds one ends in .csv." if {".", "/", "\\"} & {*str(name)} else ""
         raise ScheduleError(
             f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.{file}'
+            f"\nTry: {closest(str(name), names()) or '1f1b'}."
         )
     return recipe
 
