@@ -234,7 +234,7 @@ SIZES = ("--ranks", 4, "--microbatches", 8)
         (("search",), "search lacks --ranks and --microbatches"),
         (("1f1b", "--ranks", 0, "--microbatches", 1), "--ranks"),
         (("1f1b", *SIZES, "--placement", "w"), "neither loop nor v"),
-        (("zb-v", *SIZES, "--placement", "loop"), "Leave --placement out"),
+        (("zb-v", *SIZES, "--placement", "loop"), "leave --placement out"),
         (("zb-v", *SIZES, "--chunks", 3), "3 chunks"),
         (("1f1b", *SIZES, "--memory-limit", 3), "The limit is 3"),
         (("search", *SIZES, "--placement", "v", "--memory-limit", 1), "Give 2 or more"),
