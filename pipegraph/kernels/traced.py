@@ -228,7 +228,7 @@ class TracedKernels:
         if self._guard is None:
             self.begin()
         assert self._guard is not None
-        key = self._guard.key, call.kind, autocast_state()
+        key = self._guard.key, call.kind, autocast_state(), torch.is_anomaly_enabled()
         variants = self._variants.get(key)
         found = None if variants is None else variants.find(call)
         return self._new_variant(key, call, self._guard) if found is None else found
@@ -256,6 +256,8 @@ class TracedKernels:
     def _trace(self, guard: TraceGuard, call: StageCall, layout: CallLayout | None) -> StageVariant:
         if guard.obstacle is not None:
             raise RuntimeError(guard.obstacle)
+        if torch.is_anomaly_enabled():
+            raise RuntimeError("torch.autograd.set_detect_anomaly is on, and only autograd detects anomalies")
         try:
             state, compiler, options = guard.state, self._compiler, self._options
             return trace(self._stage, guard.held, state, call, compiler, options, layout, self._computed)

@@ -128,6 +128,19 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     compilers.compiler.cache_clear()
 
 
+def test_anomalies_are_detected_by_autograd_and_graphs_run_again_after_it() -> None:
+    kernels: Any = make("eager", nn.Linear(8, 8), (True,), (True,))
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.warns(UserWarning, match=r"left to autograd.*only autograd detects anomalies"),
+    ):
+        kernels.forward((x,))
+    assert kernels.variants[-1] is None
+    kernels.begin()
+    kernels.forward((x,))
+    assert kernels.variants[-1] is not None
+
+
 def test_two_threads_do_not_trace_at_once() -> None:
     """torch's tracer replaces methods of all modules while it traces."""
     inside: list[int] = []
