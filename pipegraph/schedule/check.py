@@ -214,7 +214,7 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
         if len(over):
             action, most = schedule.actions[rank][over[0]], held[over[0]]
             what = f"{action} is too much for rank {rank}: with it, {most} activations are held."
-            advice = f"The limit is {limit}: let a B or W come first, raise the limit, or try another schedule."
+            advice = f"Let a B or W come first, raise the limit of {limit}, or try another schedule."
             raise fault(schedule, what, {rank: int(over[0])}, advice)
 
 

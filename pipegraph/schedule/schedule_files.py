@@ -88,16 +88,16 @@ def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Sche
         collectives += waiting
         if not order:
             raise ScheduleError(
-                f"{source}, line {rank + 1}: there is no action here. Every rank has a line with actions."
+                f"{source}, line {rank + 1}: there is no action here.\nTry: a line with actions for every rank."
             )
         orders.append(order)
     if not orders:
-        raise ScheduleError(f"{source}: there is no action. A schedule has a line per rank, such as 0F0,0F1,0B0,0B1.")
+        raise ScheduleError(f"{source}: there is no action.\nTry: a line for each rank, such as 0F0,0F1,0B0,0B1.")
     for stage in range(len(placement)):
         if stage not in placement:
             raise ScheduleError(
-                f"{source}: stage {stage} has no action, but stage {max(placement)} has. "
-                f"Stages count from 0 with no gap."
+                f"{source}: stage {stage} has no action, but stage {max(placement)} has.\n"
+                "Try: numbers of stages from 0 on, with no gap."
             )
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
     ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
@@ -109,8 +109,8 @@ def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Sche
 def _place(action: Action | Collective, rank: int, placement: dict[int, int]) -> None:
     if (other := placement.setdefault(action.stage, rank)) != rank:
         raise ScheduleError(
-            f"{action} is of stage {action.stage}, which line {other + 1} holds. "
-            f"A stage is on one rank: move {action} to line {other + 1}."
+            f"{action} is of stage {action.stage}, which line {other + 1} holds: a stage is on one rank.\n"
+            f"Try: move {action} to line {other + 1}."
         )
 
 

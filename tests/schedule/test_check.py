@@ -42,7 +42,7 @@ def test_a_whole_message() -> None:
         "rank 0  0F0 0F1 0F2         0B0         0B1\n"
         "rank 1      1F0 1F1     1B0 1F2 1F1 <-- ERROR HERE\n"
         "rank 2          2F0 2B0 2F1 2B1 2F2 2B2\n"
-        "Remove one of the two."
+        "Try: remove one of the two."
     )
 
 
@@ -99,7 +99,7 @@ def test_orders_that_must_be_rejected() -> None:
         "rank 1 is at 1SEND_F0 and waits for 2RECV_F0 of rank 0.\n"
         "rank 0  0F0 0SEND_F0 0F1 0SEND_F1 <-- ERROR HERE\n"
         "rank 1      1RECV_F0 1F0 1SEND_F0 <-- ERROR HERE\n"
-        "Order the transfers of every two ranks alike on both, or let lower() place them."
+        "Try: order the transfers of every two ranks alike on both, or let lower() place them."
     )
 
 
@@ -153,7 +153,7 @@ def test_memory_limit() -> None:
         "rank 1      1F0 1F1 1F2\n"
         "rank 2          2F0 2F1     2B0\n"
         "rank 3              3F0 3B0 3F1\n"
-        "The limit is 3: let a B or W come first, raise the limit, or try another schedule."
+        "Try: let a B or W come first, raise the limit of 3, or try another schedule."
     )
     check(lower(schedule), memory_limit=4)
     check(build("forward", 2, 9), memory_limit=0)  # without a backward nothing is saved
@@ -182,7 +182,7 @@ def test_an_overlapped_pair_begins_when_both_can() -> None:
         "rank 1 is at 1F1 and waits for 0F1 of rank 0.\n"
         "rank 0  0F0     0F1 <-- ERROR HERE\n"
         "rank 1      1F0 1F1 <-- ERROR HERE\n"
-        "Order the actions of these ranks so that one of them can go on. "
+        "Try: order the actions of these ranks so that one of them can go on. "
         "Or unmark the pair: two actions overlap only if both can begin."
     )
 

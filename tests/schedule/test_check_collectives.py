@@ -30,7 +30,7 @@ def test_a_whole_message() -> None:
     assert str(error) == (
         "one: 0B0 cannot be at position 3 of rank 0: the parameters of stage 0 are sharded there.\n"
         "rank 0  0UNSHARD 0F0 1UNSHARD 1F0 1B0 1RESHARD 1REDUCE_GRAD 0RESHARD 0B0 <-- ERROR HERE\n"
-        "Put 0UNSHARD before 0B0, or let lower() place all collectives."
+        "Try: put 0UNSHARD before 0B0, or let lower() place all collectives."
     )
     assert error.places == {0: 3}
 
@@ -38,16 +38,16 @@ def test_a_whole_message() -> None:
 @pytest.mark.parametrize(
     ("text", "what", "advice", "position"),
     [
-        ("0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD", "0F0 .* are sharded there", "Put 0UNSHARD before 0F0", 0),
+        ("0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD", "0F0 .* are sharded there", "put 0UNSHARD before 0F0", 0),
         ("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD", "0UNSHARD .* whole already", "put 0RESHARD before it", 1),
-        ("0F0 0B0 0RESHARD", "0F0 .* are sharded there", "Put 0UNSHARD before 0F0", 0),
+        ("0F0 0B0 0RESHARD", "0F0 .* are sharded there", "put 0UNSHARD before 0F0", 0),
         ("0RESHARD 0UNSHARD 0F0 0B0 0REDUCE_GRAD", "0RESHARD .* sharded already", "put 0UNSHARD before it", 0),
-        ("0UNSHARD 0F0 0B0 0REDUCE_GRAD", "Stage 0 is still whole at the end of rank 0", "Add 0RESHARD after 0B0", 2),
-        ("0UNSHARD 0F0 0B0 0RESHARD", "0REDUCE_GRAD is missing on rank 0", "Add 0REDUCE_GRAD after 0B0", 2),
-        ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "0REDUCE_GRAD .* reduced before it", "Remove one of the two", 2),
-        ("0F0 0F1 0B0 0REDUCE_GRAD 0B1", "0REDUCE_GRAD .* 0B1 adds to these", "Move it after 0B1", 3),
-        ("0F0 0I0 0REDUCE_GRAD 0W0", "0REDUCE_GRAD .* 0W0 adds to these", "Move it after 0W0", 2),
-        ("0F0 0REDUCE_GRAD", "0REDUCE_GRAD .* without a backward has no gradients", "Remove it", 1),
+        ("0UNSHARD 0F0 0B0 0REDUCE_GRAD", "Stage 0 is still whole at the end of rank 0", "add 0RESHARD after 0B0", 2),
+        ("0UNSHARD 0F0 0B0 0RESHARD", "0REDUCE_GRAD is missing on rank 0", "add 0REDUCE_GRAD after 0B0", 2),
+        ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "0REDUCE_GRAD .* reduced before it", "remove one of the two", 2),
+        ("0F0 0F1 0B0 0REDUCE_GRAD 0B1", "0REDUCE_GRAD .* 0B1 adds to these", "move it after 0B1", 3),
+        ("0F0 0I0 0REDUCE_GRAD 0W0", "0REDUCE_GRAD .* 0W0 adds to these", "move it after 0W0", 2),
+        ("0F0 0REDUCE_GRAD", "0REDUCE_GRAD .* without a backward has no gradients", "remove it", 1),
     ],
 )
 def test_planted_faults(text: str, what: str, advice: str, position: int) -> None:
@@ -61,7 +61,7 @@ def test_planted_faults(text: str, what: str, advice: str, position: int) -> Non
 def test_too_many_are_whole() -> None:
     error = refused(SOUND, resident=1)
     assert "1UNSHARD cannot be at position 1 of rank 0: with it, 2 stages are whole, and resident=1." in str(error)
-    assert str(error).endswith("Put 0RESHARD before it, or give resident=2.")
+    assert str(error).endswith("put 0RESHARD before it, or give resident=2.")
 
 
 @settings(max_examples=80, deadline=None)

@@ -157,9 +157,9 @@ def test_an_overlapped_pair_is_an_f_then_a_b() -> None:
     [
         ("0F0,0X1\n1F0\n", "csv, line 1, action 2: There is no action of the kind 'X'."),
         ("0F0\n1F0,,what\n", "csv, line 2, action 3: 'what' is no action."),
-        ("0F0\n0F1\n", "csv, line 2, action 1: 0F1 is of stage 0, which line 1 holds."),
+        ("0F0\n0F1\n", "csv, line 2, action 1: 0F1 is of stage 0, which line 1 holds"),
         ("0F0\n\n1F0\n", "csv, line 2: there is no action here."),
-        ("", "csv: there is no action. A schedule has a line per rank"),
+        ("", "csv: there is no action.\nTry: a line for each rank"),
         ("\n,,\n", "csv: there is no action."),
         ("0F0\n2F0\n", "csv: stage 1 has no action, but stage 2 has."),
         ("999999999F0\n", "csv: stage 0 has no action, but stage 999999999 has."),
