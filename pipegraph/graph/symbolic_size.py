@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,8 +13,11 @@ import sympy
 
 T = TypeVar("T")
 
-OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
-"""torch's function in an expression → Python's operator."""
+FUNCTIONS = {"Min": "min", "Max": "max"}
+"""torch's function in an expression → Python's."""
+
+OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", **FUNCTIONS}
+"""torch's function in an expression → Python's operator or function."""
 
 
 class UnknownSizeError(Exception):
@@ -132,9 +135,9 @@ def fold(expression: sympy.Expr, leaf: Callable[[sympy.Expr], T | None], combine
     """Build something from an expression: a text, an expression of Python.
 
     Args:
-        expression: a sum, product, power, quotient or remainder, nested.
+        expression: a sum, product, power, quotient, remainder, minimum or maximum, nested.
         leaf: returns what stands for a part; None if it is to be built from the parts of it.
-        combine: (``+ - * // %``, left, right) → what stands for the operation.
+        combine: (``+ - * // %``, ``min`` or ``max``, left, right) → what stands for the operation.
 
     Raises:
         UnknownSizeError: there is no leaf for a symbol.
@@ -153,7 +156,8 @@ def fold(expression: sympy.Expr, leaf: Callable[[sympy.Expr], T | None], combine
         symbol = OPERATORS.get(type(part).__name__)
         if symbol is None:
             raise UnknownSizeError(part)
-        return combine(symbol, *map(build, part.args))
+        operands = sympy.ordered(part.args) if symbol in FUNCTIONS.values() else part.args
+        return reduce(partial(combine, symbol), map(build, operands))
 
     def total(part: sympy.Add) -> T:
         """The sum, with terms that are added before those that are subtracted."""
@@ -174,6 +178,8 @@ def expression_text(expression: sympy.Expr) -> str:
         return str(part) if part.is_Integer or part.is_Symbol else None
 
     def combine(symbol: str, left: str, right: str) -> str:
+        if symbol in FUNCTIONS.values():
+            return f"{symbol}({left}, {right})"
         is_sum = " + " in left or " - " in left
         left = f"({left})" if is_sum and symbol not in "+-" else left
         right = f"({right})" if " " in right and symbol != "+" else right

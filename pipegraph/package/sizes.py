@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -36,6 +37,7 @@ _OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_FUNCTIONS: Final[dict[str, Callable[[int, int], int]]] = {"min": min, "max": max}
 
 
 class Size(Entry, frozen=True):
@@ -50,7 +52,8 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     """Return a dimension as a number.
 
     Args:
-        dimension: a number, or an expression of names, whole numbers, parentheses, signs, ``+ - * //`` and ``%``.
+        dimension: a number, or an expression of names, whole numbers, parentheses, signs, ``+ - * //``, ``%``, ``min``
+            and ``max``.
         sizes: name → number.
 
     Raises:
@@ -91,4 +94,6 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
             return sizes[name]
         case ast.BinOp(left=left, op=how, right=right) if type(how) in _OPERATORS:
             return _OPERATORS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
+        case ast.Call(func=ast.Name(id=name), args=[first, *others], keywords=[]) if name in _FUNCTIONS:
+            return reduce(_FUNCTIONS[name], (_evaluate(each, sizes) for each in (first, *others)))
     raise ValueError(type(node).__name__)

@@ -233,6 +233,29 @@ def test_the_manifest_says_what_may_vary(tmp_path: Path) -> None:
     assert package.manifest.values["input"].shape_at({"batch": 2, "input_1": 9}) == (2, 9, 8)
 
 
+class FewBest(nn.Module):
+    """Adds the mean of the largest few values over the length, and gives the end of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.linear = 6, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.linear(x).topk(min(self.count, x.shape[1]), dim=1).values
+        return (x + best.mean(1, keepdim=True))[:, -max(3, x.shape[1] // 2) :]
+
+
+def test_the_smaller_of_a_number_and_a_size_is_one_expression(tmp_path: Path) -> None:
+    model = nn.Sequential(FewBest(), FewBest())
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 8),), cut="1")
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (5, 40, 8), (BATCH, 6, 8))
+    text = source(package)
+    assert "topk(min(self.count, x.shape[1]), dim=1)" in text and "-max(3, x.shape[1] // 2) :]" in text
+    between = package.manifest.values[package.manifest.stages[0].outputs[0]]
+    assert between.shape == ("batch", "max(3, input_1 // 2)", 8)
+    assert not any("min(" in condition for condition in package.manifest.conditions)
+
+
 def test_a_symbolic_size_is_a_number_and_an_expression() -> None:
     captured = pipegraph.capture(nn.Linear(8, 8), (torch.randn(BATCH, LENGTH, 8),))
     batch, length, features = captured.inputs[0].meta["sizes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -90,3 +91,12 @@ def test_empty_parameters_of_a_parameter_registered_twice() -> None:
         weight = nn.Parameter(torch.ones(2, 2))
         model = nn.ParameterDict({"a": weight, "b": weight})
     assert model["a"] is model["b"] and model["a"].is_meta
+
+
+def test_pixels_have_the_size_that_a_configuration_inside_names(tmp_path: Path) -> None:
+    vision = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_hidden_layers": 1}
+    vision |= {"intermediate_size": 8, "num_attention_heads": 1}
+    config = {"model_type": "clip", "architectures": ["CLIPForImageClassification"], "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = load(f"hf:{tmp_path}", batch=2, weights=False)
+    assert source.kwargs["pixel_values"].shape == (2, 1, 8, 8)

@@ -240,7 +240,10 @@ def _replaced(
 
 
 def _dimensions(part: Node) -> Sequence[Node]:
-    """The numbers that name dimensions: those of ``x.flatten(1, 3)``, and the first of ``x.unflatten(1, (3, 4))``."""
+    """The numbers that name dimensions: those of ``x.flatten(1, 3)`` and ``x.shape[1]``, and the first of
+    ``x.unflatten(1, (3, 4))``."""
+    if isinstance(part, Subscript) and isinstance(part.owner, Attribute) and part.owner.name == "shape":
+        return part.indices
     if not isinstance(part, FunctionCall) or not isinstance(part.function, Attribute):
         return ()
     count = {"flatten": 2, "unflatten": 1}.get(part.function.name, 0)

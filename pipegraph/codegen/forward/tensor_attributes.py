@@ -9,10 +9,10 @@ from torch import fx
 
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.local_variables import LocalVariables
-from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal
+from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal, unary
 from pipegraph.graph.captured import model_dtype, model_number
 from pipegraph.graph.nodes import dimension_of, dtypes_of
-from pipegraph.graph.symbolic_size import SymbolicSize, fold
+from pipegraph.graph.symbolic_size import FUNCTIONS, SymbolicSize, fold
 
 OF_MODEL_DTYPE = (model_dtype, model_number)
 """What such a node of a graph calls."""
@@ -38,7 +38,7 @@ class SizeVariables:
         Raises:
             UnknownSizeError: no value has a size from which it follows.
         """
-        return fold(size.expression, self._read, Binary)
+        return fold(size.expression, self._read, _combined)
 
     def keep(self) -> None:
         """Write ``seq = x.shape[1]`` for the waiting sizes that a value has."""
@@ -64,6 +64,12 @@ class SizeVariables:
             return self._read(size)
         dim = dimension_of(values.variables[found], size)
         return Subscript(Attribute(Name(found), "shape"), (literal(dim),))
+
+
+def _combined(symbol: str, left: Expression, right: Expression) -> Expression:
+    if symbol in FUNCTIONS.values():
+        return call(symbol, left, right)
+    return unary("-", right) if symbol == "*" and left == literal(-1) else Binary(symbol, left, right)
 
 
 class UnknownDtypeError(Exception):

@@ -184,8 +184,9 @@ class ForwardWriter:
         operands: list[Expression] = []
 
         def operand(argument: fx.Node | SymbolicSize) -> Expression:
-            operands.append(self._expression(argument))
-            return operands[-1]
+            made = self._expression(argument)
+            operands.extend([made] if isinstance(argument, fx.Node) else [])
+            return made
 
         expression = self._bodies.spell(node, lambda each, value: express(each, value, self._device), operand)
         if self._numbers is not None:

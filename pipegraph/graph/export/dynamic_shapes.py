@@ -194,7 +194,8 @@ class SizeGuards:
 
     def __init__(self, captured: Sizes, guards: Iterable[sympy.Basic]) -> None:
         self.captured = captured
-        relations = [relation for guard in guards for relation in self._relations(guard) if relation.free_symbols]
+        found = (relation for guard in guards for relation in self._relations(guard) if relation.free_symbols)
+        relations = [relation for relation in found if not _is_evident(relation)]
         self.assumed = tuple(dict.fromkeys(filter(_is_about_one, relations)))
         self.required = tuple(relation for relation in dict.fromkeys(relations) if relation not in self.assumed)
 
@@ -254,6 +255,15 @@ class SizeGuards:
             return bool(relation.xreplace(numbers))
         except (ZeroDivisionError, AssertionError):
             return if_undefined
+
+
+def _is_evident(relation: sympy.Basic) -> bool:
+    """Return whether a guard says no more than ``min(n, 6) <= n``, or ``max(n, 6) >= n``."""
+    if not isinstance(relation, (Le, Ge)):
+        return False
+    smaller, larger = relation.args if isinstance(relation, Le) else reversed(relation.args)
+    is_minimum = type(smaller).__name__ == "Min" and larger in smaller.args
+    return is_minimum or (type(larger).__name__ == "Max" and smaller in larger.args)
 
 
 def _is_size_or_one(part: sympy.Basic) -> bool:

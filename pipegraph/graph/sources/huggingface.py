@@ -140,18 +140,21 @@ def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -
         )
     generator = torch.Generator().manual_seed(0)
     if model.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", 224)
+        size, channels = _of_pixels(config, "image_size") or 224, _of_pixels(config, "num_channels") or 3
         height, width = (size, size) if isinstance(size, int) else size
-        return {
-            "pixel_values": torch.randn(
-                batch, config.num_channels, height, width, generator=generator, dtype=model.dtype
-            )
-        }
+        return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator, dtype=model.dtype)}
     vocabulary = config.get_text_config().vocab_size
     inputs = {"input_ids": torch.randint(0, vocabulary, (batch, seq), generator=generator)}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(0, vocabulary, (batch, seq), generator=generator)
     return inputs
+
+
+def _of_pixels(config: Any, name: str) -> Any:
+    """A field of a configuration, or of the first one inside it that has it, such as that of a backbone; else None."""
+    found = getattr(config, name, None)
+    inside = (getattr(config, part, None) for part in config.sub_configs)
+    return next((each for each in (found, *(_of_pixels(part, name) for part in inside if part)) if each), None)
 
 
 # How a parameter is cut into stored tensors, as transformers prints it: along its first dimension, or one tensor for
