@@ -21,7 +21,7 @@ from tests.zoo.architectures import shallow
 from tests.zoo.visit import loss_fn
 
 # With rotary tables, with experts, and with learned positions.
-ARCHITECTURES = ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "BertForMaskedLM"]
+ARCHITECTURES = [pytest.param("LlamaForCausalLM", marks=pytest.mark.slow), "Qwen3MoeForCausalLM", "BertForMaskedLM"]
 
 
 def half(module: nn.Module) -> nn.Module:

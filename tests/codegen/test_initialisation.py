@@ -96,7 +96,7 @@ def parameters_of(package: Package) -> dict[str, Tensor]:
     return {name: each.detach() for stage in stages for name, each in stage.named_parameters()}
 
 
-@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("weights", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_stages_without_weights_start_as_the_model(weights: bool, tmp_path: Path) -> None:
     made = parameters_of(package_of(tmp_path, 2, weights))
     model = load(str(tmp_path / "model.py")).model

@@ -120,8 +120,14 @@ class Last(nn.Module):
         return self.lstm(x)[0][:, -1]
 
 
+# tests/codegen/test_attention.py evaluates one, and trains one that is cut inside.
+SLOW = ("encoder",)
+
+
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_stages_follow_the_mode(case: str, train: bool, tmp_path: Path) -> None:
     """torch.distributed.pipelining leaves dropout on after ``.eval()``."""
     build, cut, x = CASES[case]

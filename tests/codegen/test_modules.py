@@ -266,7 +266,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Attention is a case of its own; tests/codegen/test_attention.py has encoders.
+SLOW = ("a whole Transformer",)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_parity(case: str, tmp_path: Path) -> None:
     build, cut, args = CASES[case]
     torch.manual_seed(0)

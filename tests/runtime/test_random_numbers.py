@@ -46,7 +46,7 @@ def losses(packages: Path) -> Losses:
         ("four", "zb-v", "block"),
         ("four", "interleaved-1f1b", "none"),
         ("inside", "zb-v", "none"),
-        ("inside", "1f1b", "block"),
+        pytest.param("inside", "1f1b", "block", marks=pytest.mark.slow),
     ],
 )
 def test_no_cut_schedule_or_recompute_changes_them(

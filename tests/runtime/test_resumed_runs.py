@@ -59,7 +59,9 @@ def test_it_goes_on_in_processes(
     assert known == [losses] * shape.get("dp_shard", 1)
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [("4", "zb-v"), ("4", "zb-h1"), ("2", "gpipe")])
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [("4", "zb-v"), pytest.param("4", "zb-h1", marks=pytest.mark.slow), ("2", "gpipe")]
+)
 def test_it_goes_on_in_one_process(
     packages: Path, saved: dict[int, tuple[Path, list[float | None]]], stages: str, schedule: str
 ) -> None:

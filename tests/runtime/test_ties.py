@@ -48,7 +48,7 @@ def test_gradients_are_added_up_in_the_order_of_stages_whichever_ranks_have_them
         assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "gpipe", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-v", "gpipe", pytest.param("interleaved-1f1b", marks=pytest.mark.slow)])
 def test_one_process_adds_them_up_in_that_order(packages: Path, schedule: str) -> None:
     expected = tie_ranks.gradients(0, str(packages / "4"), "1f1b", None, SEED)
     assert_close(tie_ranks.gradients(0, str(packages / "4"), schedule, None, SEED), expected, rtol=0, atol=0)
@@ -88,7 +88,10 @@ def test_a_mesh_reads_and_writes_what_one_process_does(packages: Path, saved: Sa
 
 @pytest.mark.parametrize(
     ("shape", "rows"),
-    [({"pp": 2, "dp_shard": 2}, (8, 6)), ({"pp": 2, "dp_replicate": 2}, (8, 6))],
+    [
+        ({"pp": 2, "dp_shard": 2}, (8, 6)),
+        pytest.param({"pp": 2, "dp_replicate": 2}, (8, 6), marks=pytest.mark.slow),
+    ],
     ids=["dp_shard", "dp_replicate"],
 )
 def test_data_parallel_ranks_train_as_the_unsplit_model(

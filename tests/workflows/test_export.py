@@ -61,7 +61,7 @@ def trained(folder: Path, model: str, point: str, dtype: torch.dtype | None = No
     return Trained(package, folder / "run", source.model.eval(), source.kwargs)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "experts"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow), "experts"])
 def huggingface(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Models of transformers; experts are stored in parts."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -70,9 +70,10 @@ def package_of(folder: Path, **settings: Any) -> Package:
     "recompute",
     [
         "none",
-        {"layers.*": "block"},
-        {"": "none", "layers[::2]": "block"},
-        MIXED,
+        # The lists below have these, a stage each.
+        pytest.param({"layers.*": "block"}, marks=pytest.mark.slow),
+        pytest.param({"": "none", "layers[::2]": "block"}, marks=pytest.mark.slow),
+        pytest.param(MIXED, marks=pytest.mark.slow),
         [{"layers.*": "block"}, MIXED, "none"],
         "layers.*=block;layers[::2].mlp=block;none",
     ],
