@@ -330,3 +330,24 @@ def test_a_length_that_the_model_fixes_is_that_of_an_input(tmp_path: Path) -> No
     assert not {BATCH, LENGTH, BATCH * LENGTH} & numbers_in_forwards(package)
     assert "[:, : x.shape[1]]" in source(package)
     assert_equal_at_every_size(package, model, (BATCH, LENGTH, 12), (5, LENGTH, 12))
+
+
+class Patches(nn.Module):
+    """Patches of an image, in one expression of which two parts ask for sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.project = 4, nn.Linear(48, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        size = self.width
+        shape = (batch, channels, height // size, size, width // size, size)
+        x = x.reshape(shape).permute(0, 2, 4, 3, 5, 1).reshape(batch, -1, size * size * channels)
+        return self.project(x)
+
+
+def test_a_value_that_is_asked_for_a_size_is_computed_once(tmp_path: Path) -> None:
+    model = Patches()
+    package = split(tmp_path, model, (torch.randn(3, 3, 20, 28),), cut=1)
+    assert_equal_at_every_size(package, model, (3, 3, 20, 28), (5, 3, 12, 28))

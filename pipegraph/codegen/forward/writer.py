@@ -287,8 +287,10 @@ class ForwardWriter:
             for node in inside:
                 values.write(node)
         while True:
-            expression = build()
             inside = [node for node in inside if node in values.deferred]
+            expression = build()
+            if any(node not in values.deferred for node in inside):  # a size was asked of one: it has a variable now
+                continue
             parts = [values.deferred[node].item for node in inside if node.target not in OF_MODEL_DTYPE]
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)
