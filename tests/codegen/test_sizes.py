@@ -351,3 +351,25 @@ def test_a_value_that_is_asked_for_a_size_is_computed_once(tmp_path: Path) -> No
     model = Patches()
     package = split(tmp_path, model, (torch.randn(3, 3, 20, 28),), cut=1)
     assert_equal_at_every_size(package, model, (3, 3, 20, 28), (5, 3, 12, 28))
+
+
+class Scored(nn.Module):
+    """A language model that is given its targets, flattens them as its outputs, and returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.embedding(tokens))[:, :-1]
+        return logits, F.cross_entropy(logits.reshape(-1, logits.size(-1)), targets[:, 1:].reshape(-1))
+
+
+def test_targets_that_are_flattened_as_outputs_are_have_their_sizes(tmp_path: Path) -> None:
+    tokens, targets = torch.randint(20, (2, 4 * BATCH, LENGTH))
+    model = Scored()
+    package = split(tmp_path, model, (tokens[:BATCH], targets[:BATCH]), cut="head")
+    assert package.manifest.values["targets"].shape == package.manifest.values["tokens"].shape == ("batch", "tokens_1")
+    pipe = pipegraph.Pipeline(package, microbatches=4, loss_fn=lambda output, _: output[1], kernels="eager")
+    loss = pipe.step(tokens, targets).loss
+    torch.testing.assert_close(loss, model(tokens, targets)[1].detach())

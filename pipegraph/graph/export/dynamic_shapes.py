@@ -256,6 +256,33 @@ class SizeGuards:
             return if_undefined
 
 
+def same_sizes(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The sizes that are taken for earlier ones, because a guard compares the same expression of both.
+
+    What flattens tokens and targets, and compares them, asks for ``batch * length == targets_0 * targets_1`` alone.
+
+    Args:
+        guards: of a program.
+        sizes: the size at capture of each symbol, in the order of the inputs.
+    """
+    same: dict[sympy.Symbol, sympy.Symbol] = {}
+    for guard in (each.xreplace(same) for each in guards):
+        if not isinstance(guard, sympy.Eq):
+            continue
+        left, right = guard.args
+        own, others = (
+            [size for size in sizes if size in one.free_symbols - other.free_symbols]
+            for one, other in ((left, right), (right, left))
+        )
+        pairs = dict(zip(own, others, strict=False))
+        if [sizes[size] for size in own] != [sizes[size] for size in others]:
+            continue
+        if sympy.expand(left.xreplace(pairs) - right) == 0:
+            order = list(sizes)
+            same |= dict(sorted(pair, key=order.index, reverse=True) for pair in pairs.items())
+    return same
+
+
 def _is_size_or_one(part: sympy.Basic) -> bool:
     return type(part).__name__ == "Max" and len(part.args) == 2 and sympy.Integer(1) in part.args
 

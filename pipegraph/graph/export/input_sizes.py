@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -13,7 +13,7 @@ from sympy.core.relational import Relational
 from torch import fx
 from torch.export import ExportedProgram
 
-from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes
+from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes, same_sizes
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES, shape_of
@@ -58,6 +58,9 @@ class InputSizes:
         self._inputs = inputs
         self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
+        same: dict[sympy.Symbol, sympy.Symbol] = {}
+        if not names:  # else the user says which sizes are the same
+            same = same_sizes(self._guards, _sizes_of(map(values.get, inputs), examples))
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
             sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
             expressions = [symbolic_expression(size) if is_symbolic(size) else sympy.Integer(size) for size in sizes]
@@ -65,7 +68,10 @@ class InputSizes:
                 if isinstance(expression, sympy.Symbol) and expression not in self._names:
                     is_batch = dim == 0 and name == first and BATCH not in names.values()
                     usual = BATCH if is_batch else f"{name}_{dim}"
-                    symbol = self._names[expression] = self._symbol(names.get((position, dim), usual), dim)
+                    symbol = self._names.get(same.get(expression)) or self._symbol(
+                        names.get((position, dim), usual), dim
+                    )
+                    self._names[expression] = symbol
                     self._captured[symbol] = example.shape[dim]
                 self._learn_stride(values[name].stride()[dim], example.stride()[dim])
                 for symbol in expression.xreplace(self._names).free_symbols:
@@ -222,6 +228,16 @@ class InputSizes:
         if not renamed.free_symbols <= self._captured.keys():
             raise self.fixed_size_needed(value)
         return int(renamed.xreplace({symbol: sympy.Integer(size) for symbol, size in self._captured.items()}))
+
+
+def _sizes_of(values: Iterable[Any], examples: Iterable[Any]) -> dict[sympy.Symbol, int]:
+    """The symbols that are a size of an input, in the order of the inputs → the size in the example."""
+    found: dict[sympy.Symbol, int] = {}
+    for value, example in zip(values, examples, strict=True):
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if is_symbolic(size) and symbolic_expression(size).is_Symbol:
+                found.setdefault(symbolic_expression(size), example.shape[dim])
+    return found
 
 
 def is_symbolic(value: Any) -> bool:
