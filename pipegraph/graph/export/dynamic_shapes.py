@@ -229,7 +229,7 @@ class SizeGuards:
         return SizeLimits(captured, lowest, highest, tuple(conditions))
 
     def _relations(self, guard: sympy.Basic) -> Iterator[sympy.Basic]:
-        """The relations of a guard, with ``n`` for ``Max(1, n)``, because no size is 0.
+        """The relations of a guard, with ``n`` for ``Max(1, n)`` and ``Min(n, n * m)``, because no size is 0.
 
         Of several, one of which is enough (the ways in which memory may be contiguous), it is the one that holds at
         capture and says something of the fewest sizes.
@@ -244,7 +244,7 @@ class SizeGuards:
             else:
                 yield guard
         else:
-            yield guard.replace(_is_size_or_one, _without_one)
+            yield guard.replace(_is_size_or_one, _without_one).replace(_is_least, _without_multiples)
 
     def _holds(self, relation: sympy.Basic, sizes: Sizes, if_undefined: bool) -> bool:
         """Return whether a relation holds. It is undefined if it divides by a size that would be 0, or divides one that
@@ -289,6 +289,14 @@ def _is_size_or_one(part: sympy.Basic) -> bool:
 
 def _without_one(part: sympy.Basic) -> sympy.Basic:
     return next(each for each in part.args if each != 1)
+
+
+def _is_least(part: sympy.Basic) -> bool:
+    return type(part).__name__ == "Min"
+
+
+def _without_multiples(part: sympy.Basic) -> sympy.Basic:
+    return part.func(*(each for each in part.args if not any(_is_multiple(each, other) for other in part.args)))
 
 
 def _is_about_one(relation: sympy.Basic) -> bool:

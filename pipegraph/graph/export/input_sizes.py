@@ -185,6 +185,8 @@ class InputSizes:
                 raise self._fixed_size_needed(relation.free_symbols)
             if too_complex := {symbol for side in relation.args for symbol in _too_complex(side)}:
                 raise self._fixed_size_needed(too_complex)
+            if isinstance(relation, sympy.Eq) and _is_determined(relation):
+                raise self._fixed_size_needed(relation.free_symbols)
         return guards
 
     def arguments_at(
@@ -245,6 +247,12 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def _is_determined(relation: sympy.Eq) -> bool:
+    """Return whether an equation has one solution: ``16 * channels == 48``."""
+    difference, symbols = relation.lhs - relation.rhs, relation.free_symbols
+    return len(symbols) == 1 and difference.is_polynomial(*symbols) and sympy.degree(difference, *symbols) == 1
+
+
 def _too_complex(expression: sympy.Basic) -> set[sympy.Symbol]:
     """The symbols in the parts of an expression that a package cannot hold: of ``batch * (n + 1) ** 0.5`` only ``n``.
     With numbers for them it can hold the rest."""
@@ -277,7 +285,7 @@ def fixed_sizes(
         elif exported.fixed is None:
             reason = f"no size varies: {exported.obstacle}"
         elif (position, dim) in exported.fixed:
-            reason = "the model computes from it what a stage cannot express"
+            reason = "the model fixes it, or computes from it what a stage cannot express"
         else:
             reason = "the model fixes it"
         line = exported.computed.get((position, dim), line)
