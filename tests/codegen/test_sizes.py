@@ -374,3 +374,27 @@ def test_targets_that_are_flattened_as_outputs_are_have_their_sizes(tmp_path: Pa
     pipe = pipegraph.Pipeline(package, microbatches=4, loss_fn=lambda output, _: output[1], kernels="eager")
     loss = pipe.step(tokens, targets).loss
     torch.testing.assert_close(loss, model(tokens, targets)[1].detach())
+
+
+class Towers(nn.Module):
+    """Compares every row of one input with every row of another, which no operation asks to be as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 8), nn.Linear(4, 8)
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.image(images) @ self.text(texts).t()
+
+
+def test_every_input_with_the_rows_of_the_batch_is_cut(tmp_path: Path) -> None:
+    images, texts = torch.randn(4 * BATCH, 6), torch.randn(4 * BATCH, 4)
+    model = Towers()
+    package = split(tmp_path, model, (images[:BATCH], texts[:BATCH]), cut="text")
+    pipe = pipegraph.Pipeline(
+        package, microbatches=4, loss_fn=lambda output, _: output.square().mean(), kernels="eager"
+    )
+    loss = torch.stack([model(*pair).square().mean() for pair in zip(images.chunk(4), texts.chunk(4), strict=True)])
+    torch.testing.assert_close(pipe.step(images, texts).loss, loss.mean().detach())
+    with pytest.raises(BatchError, match="dynamic_shapes"):
+        pipe.eval(images, texts[:7], microbatches=1)

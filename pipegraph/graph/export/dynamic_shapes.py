@@ -256,16 +256,27 @@ class SizeGuards:
             return if_undefined
 
 
-def same_sizes(guards: Iterable[sympy.Basic], sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, sympy.Symbol]:
-    """The sizes that are taken for earlier ones, because a guard compares the same expression of both.
+def same_sizes(
+    guards: Iterable[sympy.Basic], varying: Iterable[tuple[sympy.Symbol, int, int]]
+) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The sizes that are taken for earlier ones, because a guard compares the same expression of both, or because both
+    are numbers of rows and the same in the example.
 
     What flattens tokens and targets, and compares them, asks for ``batch * length == targets_0 * targets_1`` alone.
+    What compares every image with every text asks for nothing.
 
     Args:
         guards: of a program.
-        sizes: the size at capture of each symbol, in the order of the inputs.
+        varying: (symbol, dimension, size in the example) of the inputs' sizes that vary, in the order of the inputs.
     """
+    sizes: dict[sympy.Symbol, int] = {}
     same: dict[sympy.Symbol, sympy.Symbol] = {}
+    rows: sympy.Symbol | None = None
+    for symbol, dim, size in varying:
+        rows = symbol if not sizes and dim == 0 else rows
+        sizes.setdefault(symbol, size)
+        if dim == 0 and rows not in (symbol, None) and size == sizes[rows]:
+            same[symbol] = rows
     for guard in (each.xreplace(same) for each in guards):
         if not isinstance(guard, sympy.Eq):
             continue

@@ -60,7 +60,7 @@ class InputSizes:
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
         same: dict[sympy.Symbol, sympy.Symbol] = {}
         if not names:  # else the user says which sizes are the same
-            same = same_sizes(self._guards, _sizes_of(map(values.get, inputs), examples))
+            same = same_sizes(self._guards, _varying(map(values.get, inputs), examples))
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
             sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
             expressions = [symbolic_expression(size) if is_symbolic(size) else sympy.Integer(size) for size in sizes]
@@ -232,14 +232,13 @@ class InputSizes:
         return int(renamed.xreplace({symbol: sympy.Integer(size) for symbol, size in self._captured.items()}))
 
 
-def _sizes_of(values: Iterable[Any], examples: Iterable[Any]) -> dict[sympy.Symbol, int]:
-    """The symbols that are a size of an input, in the order of the inputs → the size in the example."""
-    found: dict[sympy.Symbol, int] = {}
+def _varying(values: Iterable[Any], examples: Iterable[Any]) -> Iterator[tuple[sympy.Symbol, int, int]]:
+    """(Symbol, dimension, size in the example) of the sizes of inputs that vary, in the order of the inputs; the first
+    dimension of the first tensor is first, if that varies."""
     for value, example in zip(values, examples, strict=True):
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if is_symbolic(size) and symbolic_expression(size).is_Symbol:
-                found.setdefault(symbolic_expression(size), example.shape[dim])
-    return found
+                yield symbolic_expression(size), dim, example.shape[dim]
 
 
 def is_symbolic(value: Any) -> bool:
