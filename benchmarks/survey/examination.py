@@ -147,7 +147,9 @@ class _Examination:
 
     def _verify(self) -> CheckResult:
         """What the command says of the example, in both modes: without randomness, all of it."""
-        source = ModelSource(self._case.name, "", self._model, *self._case.arguments(), loss_fn)
+        source = ModelSource(
+            self._case.name, "", self._model, *self._case.arguments(), loss_fn, rebuild=self._case.model
+        )
         try:
             verification = verify(self._package, source)
         except Exception as error:
@@ -174,7 +176,7 @@ class _Examination:
     def _evaluated_twice(self) -> CheckResult:
         """Evaluation mode, twice: the second time must not depend on the first."""
         inputs = self._case.arguments()
-        model = copy.deepcopy(self._model).eval()
+        model = self._case.model().eval()
         expected = [_evaluate(model, inputs) for _ in range(2)]
         try:
             pipe = self._pipeline()
@@ -193,7 +195,7 @@ class _Examination:
         """Evaluation mode at other sizes, or in another dtype."""
         inputs = floats_to(dtype, inputs)
         try:
-            reference = _evaluate(copy.deepcopy(self._model).to(dtype).eval(), inputs)
+            reference = _evaluate(self._case.model().to(dtype).eval(), inputs)
         except Exception as error:
             return CheckResult(Verdict.NOT_TAKEN, message=_said(error))
         try:
@@ -204,7 +206,7 @@ class _Examination:
 
     def _exact(self, inputs: Inputs) -> Tensors:
         """The model's outputs in float64 and evaluation mode."""
-        return _evaluate(copy.deepcopy(self._model).double().eval(), floats_to(torch.float64, inputs))
+        return _evaluate(self._case.model().double().eval(), floats_to(torch.float64, inputs))
 
     def _pipeline(self, dtype: torch.dtype = torch.float32, train: bool = False) -> Pipeline:
         parallelize = None if dtype == torch.float32 else lambda stage: stage.to(dtype)
@@ -214,7 +216,7 @@ class _Examination:
         return pipe
 
     def _model_step(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensors]:
-        model = copy.deepcopy(self._model).to(dtype)
+        model = self._case.model().to(dtype)
         args, kwargs = floats_to(dtype, self._case.arguments())
         torch.manual_seed(2)
         output = model(*args, **kwargs)

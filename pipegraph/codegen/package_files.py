@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,7 +31,17 @@ from pipegraph.graph.passes.gradients import untrained_parameters
 from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
-from pipegraph.package import CONFIG, Buffer, CheckpointNames, Manifest, ModelEntry, PlanEntry, StageEntry, Value
+from pipegraph.package import (
+    CONFIG,
+    Buffer,
+    CheckpointNames,
+    Manifest,
+    ModelEntry,
+    PlanEntry,
+    StageEntry,
+    Value,
+    sequences,
+)
 from pipegraph.package.json_file import json_text
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan
@@ -116,6 +126,7 @@ def _manifest(
         kwargs=pytree.tree_map(unique_name, captured.kwargs),
         outputs=pytree.tree_map(unique_name, captured.outputs),
         evaluation_outputs=pytree.tree_map(unique_name, captured.evaluation_outputs),
+        lists=tuple(_lists(captured)),
         sizes=sizes,
         conditions=captured.sizes.conditions,
         values=values,
@@ -194,6 +205,12 @@ def _batch_dim(node: fx.Node, sizes: Mapping[str, Size]) -> int | None:
         dim for dim, size in enumerate(shape) if isinstance(size, SymbolicSize) and BATCH in map(str, size.symbols)
     )
     return next(in_batch, None)
+
+
+def _lists(captured: Captured) -> Iterator[str]:
+    """The places of what the model returns that are lists, and no tuples."""
+    for name in ("outputs", "evaluation_outputs"):
+        yield from (place for place, each in sequences(getattr(captured, name), name) if isinstance(each, list))
 
 
 def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:

@@ -269,11 +269,11 @@ def runs_in_training(node: fx.Node) -> bool:
 
 
 def plain_containers(tree: Any) -> Any:
-    """Turn a nesting into lists and dicts only: a named tuple becomes a list, a dataclass or ``ModelOutput`` a dict."""
+    """Turn a nesting into lists, tuples and dicts only: a dataclass or ``ModelOutput`` becomes a dict."""
     if isinstance(tree, Mapping):
         return {str(key): plain_containers(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [plain_containers(value) for value in tree]
+        return (list if isinstance(tree, list) else tuple)(map(plain_containers, tree))
     if is_dataclass(tree) and not isinstance(tree, type):
         return {entry.name: plain_containers(getattr(tree, entry.name)) for entry in fields(tree)}
     return tree

@@ -8,7 +8,7 @@ Package                    the folder: open, edited, missing, damaged, check_wei
 """
 
 from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
-from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves
+from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves, sequences
 from pipegraph.package.manifest_entries import (
     CALLER,
     Buffer,
@@ -38,4 +38,5 @@ __all__ = [
     "checkpoint_folder",
     "file_digest",
     "leaves",
+    "sequences",
 ]

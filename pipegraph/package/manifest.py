@@ -6,7 +6,7 @@ a manifest that exists is one that the runtime can run. Everything wrong is a `P
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final
 
@@ -42,13 +42,14 @@ class Manifest(Entry, frozen=True, kw_only=True):
     """`pipeline.json`.
 
     Every output is an output of the last stage; a value from an earlier stage, or from the caller, that the model
-    returns is an input and an output of the last stage. Lists become tuples.
+    returns is an input and an output of the last stage. Lists are tuples; `outputs_in` knows which were lists.
 
     Attributes:
         generator: the version of pipegraph that wrote the package.
         model, plan: what was split, and where.
         args, kwargs, outputs: what the model takes and returns, nested as it does; the leaves are names of `values`.
         evaluation_outputs: what it returns in evaluation mode; None if that is `outputs`, too.
+        lists: the places in both that are lists, and no tuples: `outputs['aux']`.
         sizes: the dimensions that may vary, by name.
         conditions: what the stages take for granted of the sizes.
         values: everything that crosses, by name.
@@ -70,6 +71,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     kwargs: dict[str, Nested]
     outputs: Nested
     evaluation_outputs: Nested = None
+    lists: tuple[Text, ...] = ()
     sizes: dict[Name, Size] = msgspec.field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     values: dict[Name, Value]
@@ -104,6 +106,8 @@ class Manifest(Entry, frozen=True, kw_only=True):
             del entry["recompute"]
         if self.evaluation_outputs is None:
             del entry["evaluation_outputs"]
+        if not self.lists:
+            del entry["lists"]
         if self.plan.prediction is not None:
             entry["plan"]["prediction"] = self.plan.prediction.to_dict()
         # Sorted, but for what the model takes and returns: a loss may unpack a dict's values in the model's order.
@@ -131,8 +135,9 @@ class Manifest(Entry, frozen=True, kw_only=True):
         return {name: size.captured for name, size in self.sizes.items()}
 
     def outputs_in(self, training: bool) -> Nested:
-        """What the model returns in a mode."""
-        return self.outputs if training or self.evaluation_outputs is None else self.evaluation_outputs
+        """What the model returns in a mode, with its lists and tuples."""
+        name = "outputs" if training or self.evaluation_outputs is None else "evaluation_outputs"
+        return _with_lists(getattr(self, name), name, self.lists)
 
     def at_capture(self) -> Manifest:
         """The same with the numbers at capture in all shapes."""
@@ -180,6 +185,24 @@ def path_problem(path: str) -> str:
     return ""
 
 
+def sequences(structure: Nested, place: str) -> Iterator[tuple[str, list[Nested] | tuple[Nested, ...]]]:
+    """The lists and tuples in a nested structure, each with its place: `outputs['aux'][1]`."""
+    if isinstance(structure, (list, tuple)):
+        yield place, structure
+        structure = dict(enumerate(structure))
+    for key, item in structure.items() if isinstance(structure, Mapping) else ():
+        yield from sequences(item, f"{place}[{key!r}]")
+
+
+def _with_lists(structure: Nested, place: str, lists: Container[str]) -> Nested:
+    if isinstance(structure, Mapping):
+        return {key: _with_lists(item, f"{place}[{key!r}]", lists) for key, item in structure.items()}
+    if not isinstance(structure, tuple):
+        return structure
+    items = (_with_lists(item, f"{place}[{key}]", lists) for key, item in enumerate(structure))
+    return list(items) if place in lists else tuple(items)
+
+
 def _tuples(structure: Nested, place: str, depth: int = 0) -> Nested:
     if depth > _DEEPEST:
         raise PackageError(f"{place}: it is nested more than {_DEEPEST} deep")
@@ -223,6 +246,9 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         for name in stage.inputs:
             if values[name].producer >= stage.index or stage.index not in values[name].consumers:
                 yield f"{place}.inputs", f"{name!r} ({values[name]}) does not reach stage {stage.index}"
+    both = {"outputs": manifest.outputs, "evaluation_outputs": manifest.evaluation_outputs}
+    places = {place for name, nested in both.items() for place, _ in sequences(nested, name)}
+    yield from (("lists", f"{place!r} is no list of the outputs") for place in manifest.lists if place not in places)
     for condition in manifest.conditions:
         try:
             if not holds(condition, manifest.captured_sizes):
@@ -249,7 +275,7 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for leaf in leaves((manifest.args, manifest.kwargs)):
         if leaf is not None and (leaf not in values or values[leaf].producer != CALLER):
             yield "args", f"the argument {leaf!r} is not a value that the caller passes"
-    for key, nested in (("outputs", manifest.outputs), ("evaluation_outputs", manifest.evaluation_outputs)):
+    for key, nested in both.items():
         for leaf in leaves(nested):
             if leaf is not None and leaf not in stages[-1].outputs:
                 yield key, f"the output {leaf!r} is not an output of the last stage"

@@ -263,7 +263,11 @@ def _wrong_shape(value: Value, passed: Tensor, step: StepSizes, microbatches: in
         )
     rows, own = passed.shape[dim], step.lengths(value)[0]
     if BATCH in step.sizes:
-        return f"{found}: {rows} rows, and another input has {step.sizes[BATCH]}.\nTry: {list(batch)}."
+        return (
+            f"{found}: {rows} rows, and another input has {step.sizes[BATCH]}.\nTry: {list(batch)}; or, if these are "
+            f'no rows of the batch, capture with another number of them, or with dynamic_shapes={{"{value.name}": '
+            f'{{{dim}: "rows"}}, …}}.'
+        )
     near = max(rows // own, 1)
     other = f"microbatches={near}" if near * own == rows else f"{near * own} rows with microbatches={near}"
     text = (

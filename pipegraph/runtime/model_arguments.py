@@ -48,11 +48,11 @@ def bind_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def fill_structure(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """The nested structure with each name replaced by its leaf. Sequences become tuples."""
+    """The nested structure with each name replaced by its leaf."""
     if isinstance(structure, Mapping):
         return {key: fill_structure(item, leaves) for key, item in structure.items()}
-    if isinstance(structure, tuple):
-        return tuple(fill_structure(item, leaves) for item in structure)
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(fill_structure(item, leaves) for item in structure)
     return None if structure is None else leaves[structure]
 
 

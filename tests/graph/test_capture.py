@@ -232,8 +232,8 @@ def test_nested_arguments_and_results() -> None:
 
     x = torch.ones(2, 4)
     found = captured(Nested(), (x, {"k": x}), x, x)
-    assert found.args == (["pair_0", {"k": "pair_1_k"}], "more_0", "more_1")
-    assert found.outputs == {"h": "add_1", "rest": ["linear_1", None, ["pair_0", "add_1"]], "empty": {}}
+    assert found.args == (("pair_0", {"k": "pair_1_k"}), "more_0", "more_1")
+    assert found.outputs == {"h": "add_1", "rest": ["linear_1", None, ("pair_0", "add_1")], "empty": {}}
 
 
 def test_constants_of_the_code_become_state() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
+from tests.codegen.parity import split
 from tests.runtime import ranks, sized_model, step_ranks
 from tests.runtime.packages import batch, loss, write
 from tests.runtime.pipelines import pipeline
@@ -65,3 +67,35 @@ def test_no_gradient_is_left(tmp_path: Path) -> None:
     result = pipe.evaluate(torch.ones(2, 8), target=torch.ones(2), return_outputs=True)
     assert not result.loss.requires_grad and not result.outputs.requires_grad
     assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+class Heads(nn.Module):
+    """Returns lists and tuples, other ones in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> object:
+        x = self.body(x)
+        y = self.head(x)
+        if self.training:
+            return [y, {"aux": [x, (y + 1,)]}, (x + 1, [])]
+        return y, [x]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_lists_and_tuples_are_those_of_the_model(training: bool, tmp_path: Path) -> None:
+    model, x = Heads().train(training), torch.ones(2, 4)
+    package = split(tmp_path, model, (x,), cut="head")
+    kinds: list[object] = []
+    pipe = pipeline(package, loss_fn=lambda output, _: kinds.append(kinds_of(output)) or torch.zeros(()))
+    for stage in pipe.stages.values():
+        stage.train(training)
+    assert [kinds_of(pipe.evaluate(x, target=None, return_outputs=True).outputs), *kinds] == [kinds_of(model(x))] * 2
+
+
+def kinds_of(structure: object) -> object:
+    if isinstance(structure, dict):
+        return {key: kinds_of(item) for key, item in structure.items()}
+    return [type(structure), *map(kinds_of, structure)] if isinstance(structure, (list, tuple)) else type(structure)

@@ -219,8 +219,7 @@ class ForwardWriter:
 
     def _write(self, item: Operation) -> None:
         """Write an operation in place as a statement. Its result is the tensor that it wrote into."""
-        node, values, around = item.node, self._values, self._contexts(item)
-        read = operands(item)
+        node, values, read, around = item.node, self._values, operands(item), self._contexts(item)
         kept = [each for each in read if each in values.deferred and values.deferred[each].contexts == around]
         values.write_all(except_for=kept)
         target = node.kwargs.get("out", node.args[0])
@@ -288,8 +287,10 @@ class ForwardWriter:
             for node in inside:
                 values.write(node)
         while True:
-            expression = build()
             inside = [node for node in inside if node in values.deferred]
+            expression = build()
+            if any(node not in values.deferred for node in inside):  # a size was asked of one: it has a variable now
+                continue
             parts = [values.deferred[node].item for node in inside if node.target not in OF_MODEL_DTYPE]
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)

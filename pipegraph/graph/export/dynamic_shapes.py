@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,7 +230,7 @@ class SizeGuards:
         return SizeLimits(captured, lowest, highest, tuple(conditions))
 
     def _relations(self, guard: sympy.Basic) -> Iterator[sympy.Basic]:
-        """The relations of a guard, with ``n`` for ``Max(1, n)``, because no size is 0.
+        """The relations of a guard, with ``n`` for ``Max(1, n)`` and ``Min(n, n * m)``, because no size is 0.
 
         Of several, one of which is enough (the ways in which memory may be contiguous), it is the one that holds at
         capture and says something of the fewest sizes.
@@ -245,7 +245,7 @@ class SizeGuards:
             else:
                 yield guard
         else:
-            yield guard.replace(_is_size_or_one, _without_one)
+            yield guard.replace(_is_size_or_one, _without_one).replace(_is_least, _without_multiples)
 
     def _holds(self, relation: sympy.Basic, sizes: Sizes, if_undefined: bool) -> bool:
         """Return whether a relation holds. It is undefined if it divides by a size that would be 0, or divides one that
@@ -266,12 +266,62 @@ def _is_evident(relation: sympy.Basic) -> bool:
     return is_minimum or (type(larger).__name__ == "Max" and smaller in larger.args)
 
 
+def same_sizes(
+    guards: Iterable[sympy.Basic],
+    varying: Iterable[tuple[sympy.Symbol, int, int]],
+    returned_rows: Container[sympy.Symbol],
+) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The sizes that are taken for earlier ones, because a guard compares the same expression of both, or because both
+    are numbers of rows, also of what is returned, and the same in the example.
+
+    What flattens tokens and targets, and compares them, asks for ``batch * length == targets_0 * targets_1`` alone.
+    What returns features of images and of texts asks for nothing. A table with as many rows as the batch is none of
+    the batch, because nothing is returned for each of its rows.
+
+    Args:
+        guards: of a program.
+        varying: (symbol, dimension, size in the example) of the inputs' sizes that vary, in the order of the inputs.
+        returned_rows: the sizes of the first dimension of what the program returns.
+    """
+    sizes: dict[sympy.Symbol, int] = {}
+    same: dict[sympy.Symbol, sympy.Symbol] = {}
+    rows: sympy.Symbol | None = None
+    for symbol, dim, size in varying:
+        rows = symbol if not sizes and dim == 0 else rows
+        sizes.setdefault(symbol, size)
+        if symbol in returned_rows and rows not in (symbol, None) and dim == 0 and size == sizes[rows]:
+            same[symbol] = rows
+    for guard in (each.xreplace(same) for each in guards):
+        if not isinstance(guard, sympy.Eq):
+            continue
+        left, right = guard.args
+        own, others = (
+            [size for size in sizes if size in one.free_symbols - other.free_symbols]
+            for one, other in ((left, right), (right, left))
+        )
+        pairs = dict(zip(own, others, strict=False))
+        if [sizes[size] for size in own] != [sizes[size] for size in others]:
+            continue
+        if sympy.expand(left.xreplace(pairs) - right) == 0:
+            order = list(sizes)
+            same |= dict(sorted(pair, key=order.index, reverse=True) for pair in pairs.items())
+    return same
+
+
 def _is_size_or_one(part: sympy.Basic) -> bool:
     return type(part).__name__ == "Max" and len(part.args) == 2 and sympy.Integer(1) in part.args
 
 
 def _without_one(part: sympy.Basic) -> sympy.Basic:
     return next(each for each in part.args if each != 1)
+
+
+def _is_least(part: sympy.Basic) -> bool:
+    return type(part).__name__ == "Min"
+
+
+def _without_multiples(part: sympy.Basic) -> sympy.Basic:
+    return part.func(*(each for each in part.args if not any(_is_multiple(each, other) for other in part.args)))
 
 
 def _is_about_one(relation: sympy.Basic) -> bool:

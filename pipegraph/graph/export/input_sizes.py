@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -13,7 +13,7 @@ from sympy.core.relational import Relational
 from torch import fx
 from torch.export import ExportedProgram
 
-from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes
+from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes, same_sizes
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES, shape_of
@@ -58,6 +58,9 @@ class InputSizes:
         self._inputs = inputs
         self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
+        same: dict[sympy.Symbol, sympy.Symbol] = {}
+        if not names:  # else the user says which sizes are the same
+            same = same_sizes(self._guards, _varying(map(values.get, inputs), examples), _returned_rows(exported))
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
             sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
             expressions = [symbolic_expression(size) if is_symbolic(size) else sympy.Integer(size) for size in sizes]
@@ -65,7 +68,10 @@ class InputSizes:
                 if isinstance(expression, sympy.Symbol) and expression not in self._names:
                     is_batch = dim == 0 and name == first and BATCH not in names.values()
                     usual = BATCH if is_batch else f"{name}_{dim}"
-                    symbol = self._names[expression] = self._symbol(names.get((position, dim), usual), dim)
+                    symbol = self._names.get(same.get(expression)) or self._symbol(
+                        names.get((position, dim), usual), dim
+                    )
+                    self._names[expression] = symbol
                     self._captured[symbol] = example.shape[dim]
                 self._learn_stride(values[name].stride()[dim], example.stride()[dim])
                 for symbol in expression.xreplace(self._names).free_symbols:
@@ -179,6 +185,8 @@ class InputSizes:
                 raise self._fixed_size_needed(relation.free_symbols)
             if too_complex := {symbol for side in relation.args for symbol in _too_complex(side)}:
                 raise self._fixed_size_needed(too_complex)
+            if isinstance(relation, sympy.Eq) and _is_determined(relation):
+                raise self._fixed_size_needed(relation.free_symbols)
         return guards
 
     def arguments_at(
@@ -224,9 +232,34 @@ class InputSizes:
         return int(renamed.xreplace({symbol: sympy.Integer(size) for symbol, size in self._captured.items()}))
 
 
+def _varying(values: Iterable[Any], examples: Iterable[Any]) -> Iterator[tuple[sympy.Symbol, int, int]]:
+    """(Symbol, dimension, size in the example) of the sizes of inputs that vary, in the order of the inputs; the first
+    dimension of the first tensor is first, if that varies."""
+    for value, example in zip(values, examples, strict=True):
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if is_symbolic(size) and symbolic_expression(size).is_Symbol:
+                yield symbolic_expression(size), dim, example.shape[dim]
+
+
+def _returned_rows(exported: ExportedProgram) -> set[sympy.Symbol]:
+    """The symbols that are the size of the first dimension of an output."""
+    shapes = (
+        node.meta["val"].shape
+        for node in exported.graph.output_node().all_input_nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    )
+    return {symbolic_expression(shape[0]) for shape in shapes if len(shape) and is_symbolic(shape[0])}
+
+
 def is_symbolic(value: Any) -> bool:
     """Return whether a value is a number that depends on sizes."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_determined(relation: sympy.Eq) -> bool:
+    """Return whether an equation has one solution: ``16 * channels == 48``."""
+    difference, symbols = relation.lhs - relation.rhs, relation.free_symbols
+    return len(symbols) == 1 and difference.is_polynomial(*symbols) and sympy.degree(difference, *symbols) == 1
 
 
 def _too_complex(expression: sympy.Basic) -> set[sympy.Symbol]:
@@ -261,7 +294,7 @@ def fixed_sizes(
         elif exported.fixed is None:
             reason = f"no size varies: {exported.obstacle}"
         elif (position, dim) in exported.fixed:
-            reason = "the model computes from it what a stage cannot express"
+            reason = "the model fixes it, or computes from it what a stage cannot express"
         else:
             reason = "the model fixes it"
         line = exported.computed.get((position, dim), line)
