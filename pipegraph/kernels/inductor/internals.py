@@ -6,11 +6,14 @@ uncompiled.
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +41,45 @@ def preparing_headers() -> threading.Thread:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     def prepare() -> None:
-        with suppress(Exception):  # which the first kernel raises as well
+        with suppress(Exception), remembered_instruction_sets():  # what fails here fails for the first kernel as well
             CppPythonBindingsCodeCache.load_pybinding_async(["float*"], "")
 
     thread = threading.Thread(target=prepare, name="pipegraph-headers", daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def remembered_instruction_sets() -> Iterator[None]:
+    """Let Inductor believe that this machine can run what it could run before.
+
+    Once in each process it loads a library for each set of instructions, in processes of their own: a second. There is
+    no public way to tell it the answer. A file in its cache stands for one that was yes; compiler and flags, the
+    machine and what its processor can do are in the file's name.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
+
+    original = VecISA.check_build
+
+    def check_build(instructions: Any, code: str) -> bool:
+        compiler = _get_isa_dry_compile_fingerprint(instructions.build_arch_flags())
+        machine = platform.node(), sorted(torch.cpu.get_capabilities().items())
+        digest = sha256(repr((compiler, machine, str(instructions), code)).encode()).hexdigest()
+        file = Path(cache_folder(), "pipegraph", f"{digest}.runs")
+        if file.exists():
+            return True
+        runs = original(instructions, code)
+        if runs:
+            with suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+        return runs
+
+    VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        VecISA.check_build = original  # type: ignore[method-assign]
 
 
 def wait_for_headers() -> None:
