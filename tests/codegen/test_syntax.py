@@ -6,6 +6,7 @@ import ast
 import math
 import unicodedata
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,6 +90,10 @@ def test_a_float_literal_is_the_float(value: float) -> None:
         if math.isnan(value)
         else found == value and math.copysign(1, found) == math.copysign(1, value)
     )
+
+
+def test_a_float_of_numpy_is_written_as_a_number() -> None:
+    assert literal(np.float64(0.25)).text == "0.25"
 
 
 @pytest.mark.parametrize(

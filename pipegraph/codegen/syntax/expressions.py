@@ -321,7 +321,7 @@ def literal(value: Any) -> Expression:
     if isinstance(value, float):
         if not math.isfinite(value):
             return call("float", string(str(value)))
-        return Literal(repr(value).replace("e+", "e"), is_number=True)
+        return Literal(float.__repr__(value).replace("e+", "e"), is_number=True)  # numpy's floats say np.float64(…)
     if isinstance(value, complex):
         return call("complex", literal(value.real), literal(value.imag))
     if isinstance(value, str):
