@@ -243,12 +243,9 @@ def _varying(values: Iterable[Any], examples: Iterable[Any]) -> Iterator[tuple[s
 
 def _returned_rows(exported: ExportedProgram) -> set[sympy.Symbol]:
     """The symbols that are the size of the first dimension of an output."""
-    shapes = (
-        node.meta["val"].shape
-        for node in exported.graph.output_node().all_input_nodes
-        if isinstance(node.meta.get("val"), torch.Tensor)
-    )
-    return {symbolic_expression(shape[0]) for shape in shapes if len(shape) and is_symbolic(shape[0])}
+    values = (node.meta.get("val") for node in exported.graph.output_node().all_input_nodes)
+    rows: list[Any] = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    return {symbolic_expression(size) for size in rows if is_symbolic(size)}
 
 
 def is_symbolic(value: Any) -> bool:
