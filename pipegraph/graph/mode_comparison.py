@@ -19,7 +19,7 @@ from pipegraph.graph.mode_differences import (
     is_transparent,
     same_form,
 )
-from pipegraph.graph.model_structure import is_layer_of_torch
+from pipegraph.graph.model_structure import is_layer_of_torch, mentions_mode
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -80,8 +80,30 @@ class ModeComparison:
         self._compare_outputs(next(node for node in self._evaluation.nodes if node.op == "output"))
         self._found.settle()
         for difference in self._found.differences:
-            while (call := _call_around(difference)) is not None:
+            while (call := self._call_around(difference)) is not None:
                 difference.path = (*difference.path, call)
+
+    def _call_around(self, difference: ModeDifference) -> tuple[str, str] | None:
+        """The call inside the path of a difference that is all of it, of a module that asks for its mode, and that
+        returns in evaluation mode what it is given.
+
+        before:  if self.training: x = self.drop_path(x)
+        after:   x = self.drop_path(x)      # whose class asks for the mode, as in the source
+        """
+        nodes, depth = difference.training, len(difference.path)
+        calls = {path_of(node)[depth : depth + 1] for node in nodes}
+        if difference.evaluation or difference.runs_in_both or len(calls) != 1 or calls == {()}:
+            return None
+        ((call,),) = calls
+        readers = {reader for each in difference.joins.values() for reader, _ in each}
+        passes_on = all(
+            result_place(value, call[0]) is not None
+            and argument_place(other, call[0]) is not None
+            and readers.union(nodes).issuperset(value.users)
+            for value, other in difference.joins
+        )
+        whole = difference.joins and nodes[-1].next is difference.before
+        return call if whole and passes_on and mentions_mode(type(self._modules[call[1]].module)) else None
 
     def _compare_outputs(self, output: fx.Node) -> None:
         """Compare what the modes return.
@@ -207,24 +229,6 @@ class _Call:
             sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
             sorted_by_place(made, (result_place(node, tree.call) for node in made)),
         )
-
-
-def _call_around(difference: ModeDifference) -> tuple[str, str] | None:
-    """The call inside the path of a difference that is all of it: evaluation mode returns there what it is given.
-
-    before:  if self.training: x = self.drop_path(x)
-    after:   x = self.drop_path(x)      # whose class asks for the mode, as in the source
-    """
-    nodes, depth = difference.training, len(difference.path)
-    calls = {path_of(node)[depth : depth + 1] for node in nodes}
-    if difference.evaluation or difference.runs_in_both or len(calls) != 1 or calls == {()}:
-        return None
-    ((call,),) = calls
-    passes_on = all(
-        result_place(value, call[0]) is not None and argument_place(other, call[0]) is not None
-        for value, other in difference.joins
-    )
-    return call if passes_on and difference.joins and nodes[-1].next is difference.before else None
 
 
 def _nodes(item: _Item) -> Iterator[fx.Node]:

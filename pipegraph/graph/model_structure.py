@@ -216,3 +216,9 @@ def _check(kind: str, name: str) -> None:
     else:
         return
     raise CaptureError(f'The name of the {kind} "{shown}" {problem}.\nTry: rename it in the model.')
+
+
+def mentions_mode(cls: type[nn.Module]) -> bool:
+    """Return whether the source of a class asks for its mode."""
+    own = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
+    return any(found is None or ".training" in found.text for found in map(class_text, own))

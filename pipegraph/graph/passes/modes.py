@@ -12,7 +12,7 @@ from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, BranchPart, Mod
 from pipegraph.graph.internals import call_name, pytree
 from pipegraph.graph.mode_comparison import ModeComparison
 from pipegraph.graph.mode_differences import ModeDifference, OtherGraphError
-from pipegraph.graph.model_structure import class_text, is_layer_of_torch
+from pipegraph.graph.model_structure import is_layer_of_torch, mentions_mode
 from pipegraph.graph.nodes import SIZES, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
 
@@ -23,7 +23,7 @@ def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> b
     """Return whether the model could do something in evaluation mode that its graph in training mode does not show."""
     return any(
         operator_of(node).dropout or _attention_dropout(node) for node in _own_operations(graph, modules)
-    ) or any(_mentions_mode(cls) for cls in {type(entry.module) for entry in modules.values()})
+    ) or any(mentions_mode(cls) for cls in {type(entry.module) for entry in modules.values()})
 
 
 def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
@@ -112,12 +112,6 @@ def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
 def _attention_dropout(node: fx.Node) -> bool:
     attention = node.target is aten.scaled_dot_product_attention.default
     return attention and bool(arguments_of(node).get("dropout_p", 0.0))
-
-
-def _mentions_mode(cls: type[nn.Module]) -> bool:
-    """Return whether the source of a class asks for its mode."""
-    own = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
-    return any(found is None or ".training" in found.text for found in map(class_text, own))
 
 
 def merge_modes(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
