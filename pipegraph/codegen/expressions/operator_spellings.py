@@ -102,8 +102,8 @@ def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expressio
     """``x[:, index]``, or ``x[..., index]`` for the last of three or more dimensions; ``x[:, :n, index]`` of
     ``x[:, :n]``."""
     size = len(operator.shapes[0])
-    owner, indices = operator.expression(operator.node.args[0]), [*[Slice()] * size]
-    dims = list(range(size))
+    owner, dims = operator.expression(operator.node.args[0]), [*range(size)]
+    indices: list[Expression] = [Slice() for _ in dims]
     if isinstance(owner, TensorSubscript):
         inner = owner.of_dimensions(size)
         kept = [at for at, each in enumerate(inner) if isinstance(each, Slice)]
