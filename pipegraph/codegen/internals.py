@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from pipegraph.graph.internals import OpOverload
 
 
@@ -16,11 +14,3 @@ def defining_module(target: OpOverload) -> str | None:
 
     definition = OPDEFS.get(target._schema.name)
     return definition._init_fn.__module__ if definition is not None else None
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether calling a module does more than its ``forward``.
-
-    The dictionaries of hooks are private. The public interface only adds and removes hooks.
-    """
-    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -328,3 +328,11 @@ def _function_of(attribute: Any) -> Callable[..., Any]:
         return lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
     function: Callable[..., Any] = attribute
     return function
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether calling a module does more than its ``forward``.
+
+    The dictionaries of hooks are private. The public interface only adds and removes hooks.
+    """
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -19,7 +19,7 @@ from pipegraph.graph.mode_differences import (
     is_transparent,
     same_form,
 )
-from pipegraph.graph.model_structure import is_layer_of_torch, mentions_mode
+from pipegraph.graph.model_structure import follows_mode, mentions_mode
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -148,7 +148,7 @@ class ModeComparison:
     def _is_own(self, node: fx.Node) -> bool:
         """Return whether the model itself runs an operation, and no layer of torch.nn."""
         path = path_of(node)
-        return not path or not is_layer_of_torch(type(self._modules[path[-1][1]].module))
+        return not path or not follows_mode(self._modules[path[-1][1]].module)
 
     def _align(self, own: Sequence[_Item], other: Sequence[_Item], path: tuple[tuple[str, str], ...]) -> None:
         """Pair what two calls run, and collect what only one of them runs."""
@@ -210,10 +210,10 @@ class ModeComparison:
     def _follows_mode(self, tree: CallTree) -> bool:
         """Return whether a call is of a module of torch.nn, which holds no module of the model's own."""
         called = (tree, *tree.descendants())
-        modules = (type(self._modules[each.fqn].module) for each in called if each.fqn in self._modules)
+        modules = (self._modules[each.fqn].module for each in called if each.fqn in self._modules)
         containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
         own = type(self._modules[tree.fqn].module) if tree.fqn in self._modules else nn.Module
-        return own not in containers and all(map(is_layer_of_torch, modules))
+        return own not in containers and all(map(follows_mode, modules))
 
 
 class _Call:

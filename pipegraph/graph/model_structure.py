@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import EVALUATION_OUTPUTS, ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.initialisation import initialisation_of
-from pipegraph.graph.internals import is_persistent, pytree
+from pipegraph.graph.internals import has_forward_hooks, is_persistent, pytree
 from pipegraph.graph.nodes import label_of
 
 _TORCH = Path(torch.__file__).parent
@@ -155,6 +155,12 @@ def is_layer_of_torch(cls: type) -> bool:
     ``torch.nn.utils.parametrizations`` are not among them: they ask for the mode, as a model does.
     """
     return cls.__module__.startswith("torch.nn.modules.")
+
+
+def follows_mode(module: nn.Module) -> bool:
+    """Return whether a module is such a layer and no more: a hook asks for the mode itself, as that of
+    ``torch.nn.utils.spectral_norm`` does."""
+    return is_layer_of_torch(type(module)) and not has_forward_hooks(module)
 
 
 @lru_cache(maxsize=64)

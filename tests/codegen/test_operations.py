@@ -144,7 +144,7 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: torch.cdist(x, y, p=1.5), "torch.cdist(x, y, p=1.5)"),
     (
         lambda x, y: torch.stft(x, 4, hop_length=2, window=y[0, :4], center=False, return_complex=True).abs(),
-        "torch.stft(x, 4, center=False, hop_length=2, window=y[0][:4], return_complex=True).abs()",
+        "torch.stft(x, 4, center=False, hop_length=2, window=y[0, :4], return_complex=True).abs()",
     ),
     (
         lambda x, y: F.unfold(x.view(1, 1, 4, 6), 2, stride=2),
@@ -164,7 +164,7 @@ CASES: list[tuple[Function, str]] = [
     ),
     (
         lambda x, y: F.embedding_bag(y[:, 0].argsort(), x, y[:2, 0].argsort(), mode="sum", padding_idx=0),
-        'F.embedding_bag(y[:, 0].argsort(), x, y[:2][:, 0].argsort(), mode="sum", padding_idx=0)',
+        'F.embedding_bag(y[:, 0].argsort(), x, y[:2, 0].argsort(), mode="sum", padding_idx=0)',
     ),
     (lambda x, y: F.logsigmoid(x), "F.logsigmoid(x)"),
     (lambda x, y: F.relu6(F.softshrink(x, 0.1)), "F.relu6(F.softshrink(x, lambd=0.1))"),

@@ -28,6 +28,7 @@ from pipegraph.codegen.syntax.expressions import (
     Name,
     Slice,
     Subscript,
+    TensorSubscript,
     literal,
     method,
     unary,
@@ -98,14 +99,23 @@ def _select(operator: OperatorCall) -> Expression:
 
 
 def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expression:
-    """``x[:, index]``, or ``x[..., index]`` for the last of three or more dimensions."""
+    """``x[:, index]``, or ``x[..., index]`` for the last of three or more dimensions; ``x[:, :n, index]`` of
+    ``x[:, :n]``."""
     size = len(operator.shapes[0])
-    dim %= size
-    before = [literal(...)] if dim == size - 1 and dim >= 2 else [Slice()] * dim
-    owner = operator.expression(operator.node.args[0])
-    if isinstance(owner, Subscript) and owner.indices == (Slice(),):  # of ``x[:, 0] = y``
-        owner = owner.owner
-    return Subscript(owner, (*before, index))
+    owner, dims = operator.expression(operator.node.args[0]), [*range(size)]
+    indices: list[Expression] = [Slice() for _ in dims]
+    if isinstance(owner, TensorSubscript):
+        inner = owner.of_dimensions(size)
+        kept = [at for at, each in enumerate(inner) if isinstance(each, Slice)]
+        if inner[kept[dim]] == Slice():
+            owner, indices, dims = owner.owner, inner, kept
+    indices[dims[dim]] = index
+    while len(indices) > 1 and indices[-1] == Slice():
+        indices.pop()
+    before = len(indices) - 1
+    if before >= 2 and before == dims[-1] and indices[:-1] == [Slice()] * before:
+        indices[:-1] = [literal(...)]
+    return TensorSubscript(owner, tuple(indices))
 
 
 def index(operator: OperatorCall) -> Subscript | None:

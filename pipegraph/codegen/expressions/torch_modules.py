@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pipegraph.codegen.internals import has_forward_hooks
 from pipegraph.codegen.syntax.expressions import (
     Argument,
     Collection,
@@ -28,6 +27,7 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.calls import ArgumentPlace, CallTree, argument_place, result_place
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import has_forward_hooks
 
 # Constructor arguments that a module keeps under no attribute, or under another name, or that are changed here: how to
 # read them back.

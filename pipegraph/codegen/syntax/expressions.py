@@ -191,6 +191,18 @@ class Subscript(Expression):
 
 
 @dataclass(frozen=True)
+class TensorSubscript(Subscript):
+    """The subscript of a tensor by slices and numbers."""
+
+    def of_dimensions(self, count: int) -> list[Expression]:
+        """The indices of all dimensions of the tensor, of which ``count`` are left."""
+        start, *others = self.indices
+        given = others if start == Literal("...") else [start, *others]
+        more = [Slice()] * (count - sum(isinstance(each, Slice) for each in given))
+        return [*given, *more] if given[0] is start else [*more, *given]
+
+
+@dataclass(frozen=True)
 class Slice(Expression):
     """``start:stop:step`` inside a subscript; a formatter leaves space around the colons of ``start : stop + 1``."""
 

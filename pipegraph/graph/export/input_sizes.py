@@ -236,7 +236,8 @@ def _varying(values: Iterable[Any], examples: Iterable[Any]) -> Iterator[tuple[s
     """(Symbol, dimension, size in the example) of the sizes of inputs that vary, in the order of the inputs; the first
     dimension of the first tensor is first, if that varies."""
     for value, example in zip(values, examples, strict=True):
-        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+        shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, size in enumerate(shape):
             if is_symbolic(size) and symbolic_expression(size).is_Symbol:
                 yield symbolic_expression(size), dim, example.shape[dim]
 

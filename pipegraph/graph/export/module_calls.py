@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import CHECKPOINTED, plain_containers
 from pipegraph.graph.export.function_calls import HelperCalls
@@ -26,10 +27,11 @@ def record_calls(model: nn.Module) -> AbstractContextManager[None]:
     """Mark the arguments and results of every call of a module, or of a function beside one, that ``torch.export``
     traces inside."""
     helpers = HelperCalls(model)
-    return module_calls_wrapped(partial(_run_recorded, helpers), helpers.name)
+    return module_calls_wrapped(partial(_run_recorded, model, helpers), helpers.name)
 
 
 def _run_recorded(
+    model: nn.Module,
     helpers: HelperCalls,
     tracer: Any,
     module: nn.Module,
@@ -40,13 +42,38 @@ def _run_recorded(
     call = call_name(current_call(tracer))
     arguments = list(_arguments(module, args, kwargs))
     _mark(tracer, "argument_of", call, _argument_places(arguments))
+    buffers = dict(module.named_buffers(recurse=False))
     result = forward(*args, **kwargs)
+    if module is not model:  # torch.export keeps what the outermost module assigns
+        _write_assigned(module, buffers)
     helpers.end(tracer)
     if _is_checkpointed(inspect.currentframe()):
         _mark(tracer, CHECKPOINTED, call, ((tensor, True) for tensor in _tensors(result)))
     plain = tuple((each.name, _plain(each)) for each in arguments)
     _mark(tracer, "result_of", call, _result_places(result, plain, len(args)))
     return result
+
+
+def _write_assigned(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Write what a ``forward`` assigned to the buffers of its module into them: ``torch.export`` drops
+    ``self.mean = …`` of an inner module.
+
+    Args:
+        before: the buffers before the call.
+    """
+    for name, buffer in before.items():
+        value = getattr(module, name, None)
+        if value is buffer or not isinstance(value, torch.Tensor):
+            continue
+        if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            raise CaptureError(
+                f"{type(module).__name__} assigns {value.dtype} of the shape {list(value.shape)} to its buffer {name}, "
+                f"which is {buffer.dtype} of {list(buffer.shape)}.\n"
+                "Try: a buffer that has this shape and dtype from the beginning."
+            )
+        with torch.no_grad():
+            buffer.copy_(value)
+        setattr(module, name, buffer)
 
 
 def _is_checkpointed(frame: FrameType | None) -> bool:

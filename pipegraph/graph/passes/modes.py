@@ -9,10 +9,10 @@ from torch import fx, nn
 
 from pipegraph.graph.calls import copy_places, replace_node
 from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, BranchPart, ModuleEntry, by_mode
-from pipegraph.graph.internals import call_name, pytree
+from pipegraph.graph.internals import call_name, has_forward_hooks, pytree
 from pipegraph.graph.mode_comparison import ModeComparison
 from pipegraph.graph.mode_differences import ModeDifference, OtherGraphError
-from pipegraph.graph.model_structure import is_layer_of_torch, mentions_mode
+from pipegraph.graph.model_structure import follows_mode, mentions_mode
 from pipegraph.graph.nodes import SIZES, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
 
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> bool:
     """Return whether the model could do something in evaluation mode that its graph in training mode does not show."""
-    return any(
-        operator_of(node).dropout or _attention_dropout(node) for node in _own_operations(graph, modules)
-    ) or any(mentions_mode(cls) for cls in {type(entry.module) for entry in modules.values()})
+    drops = (operator_of(node).dropout or _attention_dropout(node) for node in _own_operations(graph, modules))
+    hooked = (has_forward_hooks(entry.module) for entry in modules.values())  # as spectral_norm does
+    return any(drops) or any(hooked) or any(map(mentions_mode, {type(entry.module) for entry in modules.values()}))
 
 
 def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
@@ -106,7 +106,7 @@ def _own_operations(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> list
 def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
     path = path_of(node)
     owner = modules.get(path[-1][1]) if path else None
-    return owner is not None and is_layer_of_torch(type(owner.module))
+    return owner is not None and follows_mode(owner.module)
 
 
 def _attention_dropout(node: fx.Node) -> bool:
