@@ -129,6 +129,7 @@ class PipelineState:
 
         Raises:
             CheckpointError: it could not be saved.
+            RuntimeFault: a rank is gone.
         """
         return self._checkpointer.wait()
 

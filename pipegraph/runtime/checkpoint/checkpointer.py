@@ -67,7 +67,13 @@ class Checkpointer:
 
     def wait(self) -> Path | None:
         saving, self._saving = self._saving, None
-        return None if saving is None else saving.result()
+        try:
+            return None if saving is None else saving.result()
+        except CheckpointError as error:
+            if isinstance(error.__cause__, ConnectionLost) and not self._guard.has_failed:
+                with self._guard:  # which finds out what rank is gone, and tells all others
+                    raise error.__cause__ from None
+            raise
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, unless the pipeline has failed, which ends that as well."""
@@ -80,6 +86,7 @@ def _write_beside(request: SaveRequest, collected: Collected, ranks: CheckpointR
         return write(request, collected, ranks)
     except BaseException as error:  # which `wait` raises, but nobody may call that
         if isinstance(error, ConnectionLost):
+            error.where = f"saving {request.place}"
             lost, error = error, CheckpointError(f"{request.place} was not saved: a rank is gone ({error}).")
             error.__cause__ = lost  # by which a launcher knows that another rank failed first
         logging.getLogger(__name__).error("%s", error)
