@@ -28,6 +28,8 @@ CUTS = [
     ("tests/models/skipping.py", "middle,late,norm"),
     ("tests/models/t5.py", 4),
     ("tests/models/t5.py", "t5.encoder.block.1.layer.1,t5.decoder.block.0,t5.lm_head"),
+    ("tests/models/mixture_of_experts.py", "layers.1.feed_forward,layers.3"),
+    ("tests/models/vision_transformer.py", "blocks.1.attn,blocks.3.mlp"),
     ("examples/transformer.py:build_tiny_model", "layers.2,layers.4.linear1,layers.7:end"),
     ("examples/unet.py", 4),
     ("examples/unet.py", "down.1.3,bottom,up.0.convolution,up.2"),
@@ -53,7 +55,7 @@ def test_stages_equal_the_model(model: str, cut: str | int, tmp_path: Path) -> N
     """A training step; dropout draws the same numbers, as the stages run in the model's order."""
     hf = model.startswith("hf:")
     source = load(f"hf:{ROOT / model[3:]}", batch=2, seq=8) if hf else load(str(ROOT / model))
-    args = tuple(arg[:2, :16] for arg in source.args) if "transformer" in model else source.args
+    args = tuple(arg[:2, :16] for arg in source.args) if "examples/transformer" in model else source.args
     package = split(tmp_path, source.model, args, source.kwargs, cut)
     assert differences(package, source.model, args, source.kwargs, train=True) == []
 
