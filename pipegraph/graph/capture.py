@@ -43,17 +43,14 @@ from pipegraph.graph.passes.dtypes import (
     tie_casts_to_buffers,
 )
 from pipegraph.graph.passes.gradients import mark_gradients
-from pipegraph.graph.passes.modes import (
-    mark_mode_differences,
-    may_differ_by_mode,
-    settle_fixed_modes,
-)
+from pipegraph.graph.passes.modes import mark_mode_differences, may_differ_by_mode, settle_fixed_modes
 from pipegraph.graph.passes.redundant_operations import (
     drop_assertions,
     drop_dead_code,
     drop_identities,
     restore_grouped_products,
 )
+from pipegraph.graph.passes.rows import refuse_flat_bags
 from pipegraph.graph.passes.views import (
     cancel_views,
     drop_contiguous,
@@ -89,6 +86,7 @@ PASSES: tuple[Pass, ...] = (
     mark_gradients,
     relax_attention_views,
     follow_created_dtypes,
+    refuse_flat_bags,
 )
 """The passes over an exported graph, in their order. After them it reads as a person would have written it."""
 

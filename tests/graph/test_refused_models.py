@@ -134,6 +134,24 @@ def test_an_input_of_another_kind_is_refused() -> None:
         captured(Complexes(), torch.ones(2, 4), object())
 
 
+class Bags(nn.Module):
+    """Sums of embeddings, joined with dense features of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.dense = nn.EmbeddingBag(20, 4, mode="sum"), nn.Linear(3, 4)
+
+    def forward(self, dense: Tensor, indices: Tensor, offsets: Tensor | None = None) -> Tensor:
+        return self.dense(dense) + self.bags(indices, offsets)
+
+
+def test_bags_that_cannot_be_cut_along_rows_are_refused() -> None:
+    dense, offsets = torch.randn(4, 3), torch.tensor([0, 2, 3, 7])
+    with pytest.raises(CaptureError, match=r"self\.bags\(indices, offsets\).*\n?.*\nTry: bags of one length"):
+        captured(Bags(), dense, torch.randint(20, (9,)), offsets)
+    assert captured(Bags(), dense, torch.randint(20, (4, 5))).sizes.captured["batch"] == 4
+
+
 def test_a_failure_leaves_the_model_as_it_was() -> None:
     source = load(str(ROOT / "tests/models/data_dependent.py"))
     before = {key: tensor.clone() for key, tensor in source.model.state_dict().items()}
