@@ -59,6 +59,7 @@ def package(model: Path, pipegraph: Command) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_takes_the_plan_as_it_is(model: Path, package: Path, pipegraph: Command) -> None:
     """The mesh, the schedule and the rows: the loss is that of the unsplit model on the planned batch."""

@@ -14,6 +14,7 @@ CHAIN = "tests/models/chain.py"
 LLAMA = "hf:tests/models/tied_llama"
 
 
+@pytest.mark.slow
 def test_plan_for_ranks_chooses_what_stages_compute_again(pipegraph: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan = ("plan", LLAMA, "--ranks", 2, "--schedule", "1f1b", "--microbatches", 4, "--hardware", "h100")

@@ -62,6 +62,7 @@ def test_split_shows_capture_pricing_and_weights(tmp_path: Path) -> None:
     assert any(re.fullmatch(r"\S capturing Chain +━[━╸╺]+ \d of 4 0:\d\d *", line) for line in shown)
 
 
+@pytest.mark.slow
 def test_run_shows_its_children_and_prints_their_lines_above(chain: Path) -> None:
     code, shown = on_a_terminal("run", chain, "--kernels", "autograd", "--steps", 40, "--nproc", 2)
     assert code == 0

@@ -32,6 +32,7 @@ def test_a_report_has_every_table(setting: Setting) -> None:
     assert "Not measured" in graphs
 
 
+@pytest.mark.slow
 def test_what_f_keeps_is_what_was_predicted(setting: Setting) -> None:
     found = kernels.saved_memory(setting)
     assert found.allocated is None
