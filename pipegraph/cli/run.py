@@ -127,7 +127,13 @@ def run(
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)
-    from pipegraph.runtime.processes.launch import environment_ranks, exit_with_parent, is_launched, record_failure
+    from pipegraph.runtime.processes.launch import (
+        environment_ranks,
+        exit_with_parent,
+        is_launched,
+        record_failure,
+        use_scratch_folder,
+    )
 
     if timeout is not None:
         from pipegraph.runtime.processes.group import check_timeout
@@ -149,6 +155,7 @@ def run(
         quiet = is_launched() and environment_ranks()[0] != grid.first(chosen.placement[-1])
         source = _source(model, batch, seq, package)
         with progress("loading", quiet) as say:
+            use_scratch_folder()
             from pipegraph.workflows.run_checkpoints import CheckpointOptions, Termination
             from pipegraph.workflows.train import Training
 

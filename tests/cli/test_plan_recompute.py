@@ -53,6 +53,7 @@ def llama_plan(pipegraph: Command, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_is_split_as_planned(pipegraph: Command, llama_plan: Path, tmp_path: Path) -> None:
     """With the plan's rows and tokens, which are not those of the configuration's example."""
     done = pipegraph("split", LLAMA, "--plan", llama_plan, "--no-weights", "-o", tmp_path / "out")
@@ -65,6 +66,7 @@ def test_a_hugging_face_model_is_split_as_planned(pipegraph: Command, llama_plan
     assert manifest["plan"]["prediction"]["value"] == plan["value"]
 
 
+@pytest.mark.slow
 def test_other_sizes_than_the_plans_are_refused(pipegraph: Command, llama_plan: Path) -> None:
     done = pipegraph("split", LLAMA, "--plan", llama_plan, "--seq", 32, "--dry-run")
     assert (done.code, done.out) == (3, "")

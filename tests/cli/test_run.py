@@ -157,6 +157,7 @@ def test_a_single_step_has_no_times(pipegraph: Command, chain: Path) -> None:
     ]
 
 
+@pytest.mark.slow  # tests/workflows has what it computes
 def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
     """With compiled kernels. The profile then predicts what was measured."""
     file = tmp_path / "mine.json"
@@ -232,7 +233,7 @@ def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, file
     [
         ("import os; os.kill(os.getpid(), 9)", (), "rank 1: the process was killed by SIGKILL"),
         pytest.param("import os; os._exit(7)", (), "rank 1: the process exited with code 7", marks=pytest.mark.slow),
-        ("raise ValueError('no bricks left')", ("--debug",), "no bricks left"),
+        pytest.param("raise ValueError('no bricks left')", ("--debug",), "no bricks left", marks=pytest.mark.slow),
     ],
     ids=["killed", "exited", "raised"],
 )

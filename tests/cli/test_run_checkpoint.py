@@ -51,6 +51,7 @@ def whole(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
     return losses(folder)
 
 
+@pytest.mark.slow  # tests/runtime/test_checkpoint.py has other numbers of processes
 def test_processes_save_and_one_process_goes_on(
     pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_data_parallel_ranks_share_the_data(
     assert losses(tmp_path) == pytest.approx(whole[:4], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_pipeline_that_read_different_data_are_refused(
     pipegraph: Command, counting: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_ranks_of_a_pipeline_that_read_different_data_are_refused(
     assert "batch 0 of data(0, 1) of counting.py is not the same on all ranks of a pipeline" in refused.err
 
 
+@pytest.mark.slow  # tests/runtime has ranks that fail, test_sigterm a run that saves and leaves
 def test_a_rank_whose_data_fail_is_named_and_all_save(pipegraph: Command, counting: Path, tmp_path: Path) -> None:
     """The other ranks of a mesh have a batch, and end with it before the step begins."""
     file = tmp_path / MODEL.name
@@ -269,6 +272,7 @@ def test_scalars_of_all_steps_go_to_tensorboard(pipegraph: Command, counting: Pa
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow  # `make train` runs it
 def test_the_example_learns(pipegraph: Command, tmp_path: Path) -> None:
     """``examples/text``: a few steps of it, and the picture of their curve."""
     model, package = ROOT / "examples/text/model.py", tmp_path / "text"

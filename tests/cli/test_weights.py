@@ -63,6 +63,7 @@ def test_show_says_that_a_file_holds_no_weights(pipegraph: Command, package: Pat
     assert [stage.rpartition("FLOP")[2].strip() for stage in stages] == ["buffers only", "none"]
 
 
+@pytest.mark.slow
 def test_verify_compares_a_checkpoint(pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path) -> None:
     model = f"hf:{checkpoint}"
     same = pipegraph("verify", package, model, *SIZES, "--weights", checkpoint)

@@ -84,7 +84,7 @@ def differing(package: Package, weights: Path | bool, model: nn.Module) -> list[
     ]
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_what_save_pretrained_writes_is_read(model: str, request: pytest.FixtureRequest) -> None:
     """Of the other architectures, `tests/zoo` shows it."""
     saved: Saved = request.getfixturevalue(model)
@@ -153,6 +153,7 @@ def test_a_checkpoint_of_the_base_model_has_no_prefix(gpt2: Saved, tmp_path: Pat
     assert differing(gpt2.package, tmp_path, gpt2.model) == []
 
 
+@pytest.mark.slow
 def test_the_base_model_is_read_from_a_checkpoint_with_a_head(gpt2: Saved, tmp_path: Path) -> None:
     base, tokens = gpt2.model.base_model, torch.ones(1, 4, dtype=torch.long)
     package = split(tmp_path, base, (tokens,), {"use_cache": False}, cut="h.1")
@@ -301,6 +302,7 @@ print(own() - before, sum(each.nbytes for each in stage.parameters()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stage_is_read_without_a_copy(tmp_path: Path) -> None:
     """Of 64 MiB, in a checkpoint of 128 MiB."""

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 # transformers initialises it by the same functions as the others.
-SLOW = ("LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")
+SLOW = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")
 
 
 @pytest.mark.parametrize(

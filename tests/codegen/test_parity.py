@@ -39,6 +39,9 @@ CUTS = [
 
 # The longest ones, whose models other tests split as well.
 SLOW = (
+    ("tests/models/llama.py", "model.layers.1.mlp"),
+    ("tests/models/mixture_of_experts.py", "layers.1.feed_forward,layers.3"),
+    ("tests/models/vision_transformer.py", "blocks.1.attn,blocks.3.mlp"),
     ("tests/models/llama.py", 3),
     ("tests/models/skipping.py", "middle,late,norm"),
     ("tests/models/t5.py", 4),

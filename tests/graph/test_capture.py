@@ -17,6 +17,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from tests.captures import captured as captured_once
+from tests.slow import cases
 
 ROOT = Path(__file__).parents[2]
 NOT_MODELS = ("__init__.py", "data_dependent.py")
@@ -58,7 +59,7 @@ def with_weights(name: str) -> WithWeights:
     return WithWeights(source, values, modes, parameters, captured(model, *source.args, **source.kwargs))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, slow=("llama.py", "t5.py", "vision_transformer.py")))
 def test_state_is_the_models(name: str) -> None:
     """Names in the order of ``state_dict()``, shapes, dtypes, persistence and ties; and nothing is changed."""
     source, values, modes, parameters, found = with_weights(name)
@@ -101,7 +102,9 @@ def test_a_graph_is_not_changed_by_a_plan() -> None:
     assert str(found.graph) == before
 
 
-@pytest.mark.parametrize("name", ["buffers.py", "rotary.py", "llama.py", "batch_norm.py", "nested_values.py"])
+@pytest.mark.parametrize(
+    "name", cases(["buffers.py", "rotary.py", "llama.py", "batch_norm.py", "nested_values.py"], slow=("llama.py",))
+)
 def test_empty_parameters_give_the_same_package(name: str) -> None:
     """Parameters on the meta device cost nothing; buffers are real, ties kept, and the source is the same."""
     from pipegraph.codegen.package_files import generate

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipegraph.kernels import make
 from tests.kernels.cases import STAGES, build
 from tests.kernels.stages import Function, Layer, assert_as_autograd, linear, tokens, x
+from tests.slow import cases
 
 RECOMPUTED = (
     "layers",
@@ -48,10 +49,13 @@ def test_without_gradients_of_inputs(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("layers", "dropout", "convolutions", "batch norm", "attention"),
-        *("views of one value", "integers", "an expanded gradient"),
-    ],
+    cases(
+        [
+            *("layers", "dropout", "convolutions", "batch norm", "attention"),
+            *("views of one value", "integers", "an expanded gradient"),
+        ],
+        slow=("convolutions", "batch norm", "attention"),
+    ),
 )
 def test_inductor(name: str) -> None:
     stage, inputs = build(name)

@@ -20,6 +20,7 @@ from pipegraph.kernels import internals as kernel_internals
 from pipegraph.kernels.inductor import internals
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
+from tests.slow import cases
 
 
 def test_the_first_gradient_of_a_parameter_becomes_its_grad_and_owns_its_memory() -> None:
@@ -33,7 +34,7 @@ def test_the_first_gradient_of_a_parameter_becomes_its_grad_and_owns_its_memory(
     assert_close(of_input, torch.ones(4, 8))
 
 
-@pytest.mark.parametrize("recompute", ["none", "min-cut", "block"])
+@pytest.mark.parametrize("recompute", cases(["none", "min-cut", "block"], slow=("none", "min-cut")))
 def test_what_is_saved_is_let_go_by_its_last_reader(recompute: str) -> None:
     stage = nn.Sequential(nn.Linear(8, 8), Tracked(), nn.Linear(8, 8))
     kernels = make("eager", stage, (True,), (True,), recompute=recompute)

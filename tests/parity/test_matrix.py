@@ -11,6 +11,7 @@ from tests.parity.cases import CASES, IN_PROCESSES, STAGES, schedule_of
 from tests.parity.training import TOLERANCE, expected_names
 from tests.parity.workshop import Workshop
 
+LARGER = ("llama accumulated", "rotary", "t5", "transformer")
 # Cases in turn, so that two workers begin with different models, whose packages they write.
 # `make test` leaves out four processes, of which two show the same code, and three stages of the larger models.
 CELLS = [
@@ -18,7 +19,7 @@ CELLS = [
         case,
         stages,
         schedule_of(case, stages),
-        marks=[pytest.mark.slow] if stages == 4 or (stages == 3 and case in ("t5", "transformer")) else [],
+        marks=[pytest.mark.slow] if stages == 4 or (stages == 3 and case in LARGER) else [],
     )
     for stages in STAGES
     for case in CASES

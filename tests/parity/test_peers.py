@@ -179,6 +179,7 @@ for _ in range(20_000):
 """
 
 
+@pytest.mark.slow  # tests/runtime/test_faults.py has more of them
 def test_item_10_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None:
     """Elsewhere its peers say only "Connection closed by peer"."""
     package = write(chain.build_model(), tmp_path / "chain", (torch.randn(2, 8),), stages=3)

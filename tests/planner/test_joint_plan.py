@@ -105,7 +105,7 @@ def test_rows_scale(costs: LayoutCosts) -> None:
     assert saved == [saved[0], 2 * saved[0], 4 * saved[0]]
 
 
-@pytest.mark.parametrize("part", [None, 0.6])
+@pytest.mark.parametrize("part", [None, pytest.param(0.6, marks=pytest.mark.slow)])
 def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | None) -> None:
     def search(memory: float | None) -> JointSearch:
         return JointSearch(costs, 4, 32, memory, ["1f1b", "zb-h1"])
@@ -126,6 +126,7 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
         assert comparison.best.candidate.layout.pp == 1  # four devices hold the model, and a pipeline has a bubble
 
 
+@pytest.mark.slow  # what bounds rule out is the same question
 def test_what_the_slowest_stage_rules_out_is_not_better(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model of many layers, which is cut between layers first."""
     monkeypatch.setattr(search, "_FEW_LAYERS", len(costs.layers))
@@ -171,6 +172,7 @@ def test_a_package_holds_what_a_rank_along_tp_has(costs: LayoutCosts) -> None:
     assert whole / 2 <= sum(each or 0 for each in held) < 0.6 * whole
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_have_to_hide_in_each_layout() -> None:
     fast, slow = (structs.replace(A100, host_link=Link(0.0, rate)) for rate in (1e15, 1e8))
     single, double = (RecomputeOptions.price(captured(rows), PlanOptions(hardware=fast)) for rows in (2, 4))

@@ -50,7 +50,7 @@ CHAIN, T5, ROTARY, LATE = (f"tests/models/{name}.py" for name in ("chain", "t5",
         (TRANSFORMER, "layers", ["tok_embeddings", "layers.0 – layers.7, norm, output"]),
         (TRANSFORMER, "layers:end", ["tok_embeddings, layers.0 – layers.7", "norm, output"]),
         (UNET, "down.2,up.1", ["down.0 – down.1", "down.2, bottom, up.0", "up.1 – up.2, head"]),
-        (
+        pytest.param(
             LLAMA,
             "model.layers.2.mlp,model.norm",
             [
@@ -59,6 +59,7 @@ CHAIN, T5, ROTARY, LATE = (f"tests/models/{name}.py" for name in ("chain", "t5",
                 "model.layers.2.mlp, model.layers.3 – model.layers.7",
                 "model.norm, lm_head",
             ],
+            marks=pytest.mark.slow,
         ),
         (
             T5,

@@ -70,6 +70,7 @@ def limits() -> tuple[int, ...]:
     return most, least + (most - least) * 2 // 3, least + (most - least) // 4, least
 
 
+@pytest.mark.slow
 def test_at_given_points_no_choices_are_better() -> None:
     """Every combination of choices is tried besides."""
     start = next(segment.start for segment in captured().segments if segment.fqn == POINTS[0])
@@ -110,6 +111,7 @@ def compared(memory: float | None, *recompute: str) -> PlanComparison:
     return compare_model(captured(), PlanOptions(hardware=A100, ranks=2, memory_bytes=memory), 2, plans)
 
 
+@pytest.mark.slow
 def test_for_ranks_the_best_is_never_worse_than_one_choice_for_all_stages() -> None:
     for memory in limits():
         alike = compared(memory, "none", "min-cut", "layers.*=block")

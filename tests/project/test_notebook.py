@@ -51,6 +51,7 @@ def _run(source: str, number: int, names: dict[str, Any]) -> list[dict[str, Any]
     return outputs
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

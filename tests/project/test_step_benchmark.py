@@ -73,6 +73,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first
 
 
+@pytest.mark.slow
 def test_a_run_has_figures_of_all_and_accounts_that_add_up(measured: dict[str, Any]) -> None:
     found = results.figures(measured)
     assert set(found["contenders"]) == {"torch Interleaved1F1B", "torch Interleaved1F1B, even", "pipegraph zb-v"}

@@ -47,6 +47,7 @@ def test_wheel_holds_the_package_and_its_data_alone(wheel: Path) -> None:
     assert "pipegraph/py.typed" in names
 
 
+@pytest.mark.slow
 def test_installed_wheel_splits_a_model(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     _run("-m", "pip", "install", "--no-deps", "--quiet", "--target", str(site), str(wheel), cwd=tmp_path)

@@ -29,7 +29,10 @@ def test_lists_are_the_step_of_the_whole_batch(schedule: str, kernels: str, pack
     assert step_ranks.given_cut(None, package, schedule, kernels) == "equal"
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["every rank has all", "a rank has its own"])
+@pytest.mark.parametrize(
+    "alone",
+    [pytest.param(False, id="every rank has all", marks=pytest.mark.slow), pytest.param(True, id="a rank has its own")],
+)
 def test_lists_given_to_ranks(alone: bool, package: str) -> None:
     """A rank without inputs learns the rows of each microbatch."""
     assert ranks.run(step_ranks.given_cut, 4, package, "1f1b", "autograd", alone) == ["equal"] * 4

@@ -93,6 +93,7 @@ def test_a_rank_that_dies_or_hangs_at_any_action_is_named_by_all(how: str, sched
             assert seconds < SECONDS + (TIMEOUT if how == "stop" else 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_with_the_store_stops_all(tmp_path: Path) -> None:
     """Nobody can tell who hangs, as rank 0 hosts the store: each says for whom it waited itself."""
     folder = str(write(chain(3), tmp_path / "chain"))

@@ -182,6 +182,25 @@ def test_what_a_killed_rank_leaves_is_removed(child: Path, tmp_path: Path, monke
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_temporary_files_of_a_rank_are_removed_with_it(
+    child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    line = (
+        "import tempfile; from pipegraph.runtime.processes.launch import use_scratch_folder; use_scratch_folder(); "
+        "print(tempfile.mkdtemp(), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    )
+    with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
+        launch([str(child), line], 2)
+    assert [each.name.partition("_")[0] for each in temporary.iterdir()] == [
+        "torchinductor"
+    ]  # its cache is for the next
+
+
 def test_processes_that_can_run_a_schedule() -> None:
     built = schedule.build("1f1b", 4, 8)
     check_processes(built, 1)

@@ -37,6 +37,7 @@ def test_replicas(tmp_path: Path) -> None:
     assert_trained(tmp_path, one, ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False, {}))
 
 
+@pytest.mark.slow
 def test_replicas_of_one_rank(tmp_path: Path) -> None:
     one: Case = ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True, {})
     assert_trained(tmp_path, one, ({"dp_replicate": 2}, "1f1b", (6, 6), False, {}))
@@ -151,6 +152,7 @@ def test_fully_sharded(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_sharded_by_the_user(tmp_path: Path) -> None:
     """What parallelize_fn has divided is gathered and reduced as the schedule says, and computed with compiled."""
     by_hand = {"shard_by_hand": "dp_shard", "strict": True}

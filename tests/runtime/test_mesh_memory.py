@@ -14,6 +14,7 @@ from tests.runtime.packages import write
 SHARDS: Shape = {"pp": 2, "dp_shard": 2}
 
 
+@pytest.mark.slow
 def test_a_step_takes_what_the_simulator_says(tmp_path: Path) -> None:
     assert_as_simulated(tmp_path, (SHARDS, "interleaved-1f1b", 1))
 

@@ -46,6 +46,7 @@ def test_messages_are_those_of_the_schedule_and_rest_takes_no_more_than_parts(
         assert parts <= whole / 4 * 1.2  # half of half the stages; the first and the last one have more than others
 
 
+@pytest.mark.slow
 def test_parts_of_the_sequence_take_as_much_less_on_each_link(tmp_path: Path) -> None:
     """Two ranks divide the sequence, so that each sends half of a value, and of its gradient."""
     folder = str(write(meshes.perceptrons(2), tmp_path / "perceptrons"))

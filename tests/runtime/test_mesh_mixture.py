@@ -69,6 +69,7 @@ def test_packed_projections_and_experts(tmp_path: Path) -> None:
         assert trained == TRAINED
 
 
+@pytest.mark.slow
 def test_a_parameter_whose_gradient_is_a_share_is_an_error(tmp_path: Path) -> None:
     """A slope is whole on each rank, which uses it for its part of the features. With a style it is added up."""
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}

@@ -71,6 +71,7 @@ def test_it_goes_on_in_one_process(
         assert run.train(5, 10) == losses
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_add_up_in_another_order(
     packages: Path, saved: dict[int, tuple[Path, list[float | None]]]
 ) -> None:

@@ -31,11 +31,11 @@ def folder_for(plan: str, path: Path) -> str:
 @pytest.mark.parametrize(
     ("plan", "schedule", "kernels", "recompute"),
     [
-        ("tensor parallel", "zb-h1", "eager", "min-cut"),
+        pytest.param("tensor parallel", "zb-h1", "eager", "min-cut", marks=pytest.mark.slow),
         ("tensor parallel", "1f1b", "autograd", "min-cut"),
         ("uneven", "zb-h1", "eager", "block"),
         pytest.param("uneven", "zb-h1", "inductor", "min-cut", marks=pytest.mark.slow),
-        ("sequence parallel", "1f1b", "eager", "none"),
+        pytest.param("sequence parallel", "1f1b", "eager", "none", marks=pytest.mark.slow),
         ("sequence parallel", "zb-h1", "eager", "min-cut"),
     ],
 )

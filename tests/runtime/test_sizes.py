@@ -68,7 +68,9 @@ def batches_that_differ(rank: int, folder: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("function", "count"), [(steps, 2), (steps_without_inputs, 4)])
+@pytest.mark.parametrize(
+    ("function", "count"), [pytest.param(steps, 2, marks=pytest.mark.slow), (steps_without_inputs, 4)]
+)
 def test_steps_over_processes(function: object, count: int, tmp_path: Path) -> None:
     assert ranks.run(function, count, str(write(tmp_path))) == ["equal"] * count
 

@@ -102,6 +102,7 @@ def test_data_parallel_ranks_train_as_the_unsplit_model(
     assert ranks.run(meshes.train_each, 4, cases, timeout=110) == [[]] * 4
 
 
+@pytest.mark.slow  # data-parallel ranks do, too
 def test_ranks_of_one_stage_each_train_as_the_unsplit_model(tmp_path: Path) -> None:
     folder = str(write(meshes.perceptrons(4, shared=True), tmp_path / "perceptrons"))
     cases = [(folder, {"pp": 4}, schedule, (8,), {}) for schedule in ("1f1b", "zb-h1")]

@@ -30,6 +30,7 @@ def fewest(schedule: Schedule, resident: int) -> tuple[int, ...]:
     return tuple(fewest_gathers([(action.stage,) for action in row], resident) for row in schedule.actions)
 
 
+@pytest.mark.slow
 def test_longer_groups_gather_less_often_within_the_memory() -> None:
     order = build("interleaved-1f1b", P, M, V)
     times = Times.equal(P * V, unshard=1, reduce_grad=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -36,6 +37,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_holds_one_file_at_a_time(tmp_path: Path) -> None:
     captured = pipegraph.capture(
         nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), (torch.ones(2, WIDTH),)

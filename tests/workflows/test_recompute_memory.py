@@ -112,6 +112,7 @@ def test_a_plan_holds_no_policy() -> None:
         pipegraph.plan(captured, points=["layers.2"], recompute=lambda *_: True)
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_chosen_with_the_cuts() -> None:
     captured = pipegraph.capture(Layered(), (INPUT,))
     settings: dict[str, Any] = {"stages": 3, "microbatches": 6, "hardware": "a100"}

@@ -14,7 +14,7 @@ from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.visit import NAMES, STAGES, visit
 
 # One of each kind; `make test-all` visits every model. tests/codegen has experts, in test_initial_values.py.
-_QUICK = ("LlamaForCausalLM", "GPT2LMHeadModel")
+_QUICK = ("LlamaForCausalLM",)
 _SLOW = [name for name in CONFIGURATIONS if name not in (*_QUICK, "ResNetForImageClassification")]
 
 

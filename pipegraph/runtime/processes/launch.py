@@ -181,6 +181,21 @@ def scratch_folder() -> str | None:
     return None if path is None or not Path(path).parent.is_dir() else str(Path(path).parent)
 
 
+def use_scratch_folder() -> None:
+    """Make this process's temporary files in the launcher's folder for it, which is removed however the process ends.
+
+    A signal may come while torch has one open, as it does when it compiles. Inductor's cache, by default a temporary
+    folder as well, stays where it is.
+    """
+    folder = scratch_folder()
+    if folder is None:
+        return
+    from pipegraph.kernels.inductor.internals import cache_folder
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
 def exit_with_parent() -> None:
     """End this process when its launcher is gone: the process that called `launch`, or torchrun.
 

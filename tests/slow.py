@@ -1,0 +1,16 @@
+"""Cases that `make test` leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+
+
+def cases(values: Sequence[Any], slow: Collection[Any]) -> list[Any]:
+    """``values`` of `parametrize`, of which those in ``slow`` are for `make test-all`: others show the same sooner."""
+    return [
+        pytest.param(*each if isinstance(each, tuple) else (each,), marks=[pytest.mark.slow] if each in slow else [])
+        for each in values
+    ]
