@@ -54,6 +54,7 @@ def lines(shown: str) -> list[str]:
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
 
 
+@pytest.mark.slow
 def test_split_shows_capture_pricing_and_weights(tmp_path: Path) -> None:
     code, shown = on_a_terminal("split", "tests/models/chain.py", "--stages", 2, "-o", tmp_path / "out")
     assert code == 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import pipegraph
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, forward_lines, source, split
+from tests.slow import cases
 
 
 class Attending(nn.Module):
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[nn.Module, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(list(CASES), slow=("no bias", "sequence first", "three")))
 def test_attention_is_a_module_of_torch(case: str, tmp_path: Path) -> None:
     model, expected = CASES[case]
     args = tuple(batch(2, 3, 8) + shift for shift in range(3))

@@ -17,11 +17,14 @@ from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import plan_of, split
+from tests.slow import cases
 from tests.zoo.architectures import shallow
 from tests.zoo.visit import loss_fn
 
 # With rotary tables, with experts, and with learned positions.
-ARCHITECTURES = [pytest.param("LlamaForCausalLM", marks=pytest.mark.slow), "Qwen3MoeForCausalLM", "BertForMaskedLM"]
+ARCHITECTURES = cases(
+    ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "BertForMaskedLM"], slow=("LlamaForCausalLM", "BertForMaskedLM")
+)
 
 
 def half(module: nn.Module) -> nn.Module:

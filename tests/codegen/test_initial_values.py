@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.graph.sources import load
 from pipegraph.runtime.pipeline import Pipeline
+from tests.slow import cases
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,9 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SLOW = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS]
-)
+@pytest.mark.parametrize("name", cases(MODELS, slow=SLOW))
 def test_every_split_starts_as_the_model(name: str, tmp_path: Path) -> None:
     config = getattr(transformers, name).config_class(architectures=[name], **MODELS[name])
     config.save_pretrained(tmp_path)

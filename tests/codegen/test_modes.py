@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pipegraph.errors import CaptureError
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, source, split
+from tests.slow import cases
 
 
 class Dropouts(nn.Module):
@@ -125,9 +126,7 @@ SLOW = ("encoder",)
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", cases(CASES, slow=SLOW))
 def test_stages_follow_the_mode(case: str, train: bool, tmp_path: Path) -> None:
     """torch.distributed.pipelining leaves dropout on after ``.eval()``."""
     build, cut, x = CASES[case]

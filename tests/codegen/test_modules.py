@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.codegen.layers import Block, Blocks, Row, batch, ints
 from tests.codegen.parity import differences, forward_lines, source, split
+from tests.slow import cases
 
 
 class Twice(Blocks):
@@ -270,9 +271,7 @@ CASES = {
 SLOW = ("a whole Transformer",)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", cases(CASES, slow=SLOW))
 def test_parity(case: str, tmp_path: Path) -> None:
     build, cut, args = CASES[case]
     torch.manual_seed(0)

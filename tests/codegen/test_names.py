@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -102,6 +103,7 @@ class Hostile(nn.Module):
 NAMES = st.lists(TEXT, max_size=4, unique=True)
 
 
+@pytest.mark.slow
 @given(NAMES, NAMES, NAMES)
 @example(HOSTILE[:9], HOSTILE[:9], HOSTILE[:9])
 @example(HOSTILE[9:30], HOSTILE[9:30], HOSTILE[9:30])

@@ -8,6 +8,7 @@ import pytest
 
 from pipegraph.graph.sources import load
 from tests.codegen.parity import ROOT, differences, split
+from tests.slow import cases
 
 CUTS = [
     ("tests/models/chain.py", 5),
@@ -51,9 +52,7 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize(
-    ("model", "cut"), [pytest.param(*cut, marks=[pytest.mark.slow] if cut in SLOW else []) for cut in CUTS]
-)
+@pytest.mark.parametrize(("model", "cut"), cases(CUTS, slow=SLOW))
 def test_stages_equal_the_model(model: str, cut: str | int, tmp_path: Path) -> None:
     """A training step; dropout draws the same numbers, as the stages run in the model's order."""
     hf = model.startswith("hf:")

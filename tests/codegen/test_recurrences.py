@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, forward_lines, source, split
+from tests.slow import cases
 
 
 class Recurrences(nn.Module):
@@ -71,7 +72,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(list(CASES), slow=("with hooks",)))
 def test_parity(case: str, tmp_path: Path) -> None:
     build, cut, x = CASES[case]
     model = build()

@@ -39,6 +39,9 @@ class Linears(nn.Module):
         self.b = nn.Linear(4, 4)
 
 
+LARGER = ("llama.py", "rotary.py", "t5.py", "vision_transformer.py")
+
+
 class WithWeights(NamedTuple):
     """A model, its values, modes and parameters before it was captured, and what it was captured as."""
 
@@ -59,7 +62,7 @@ def with_weights(name: str) -> WithWeights:
     return WithWeights(source, values, modes, parameters, captured(model, *source.args, **source.kwargs))
 
 
-@pytest.mark.parametrize("name", cases(MODELS, slow=("llama.py", "t5.py", "vision_transformer.py")))
+@pytest.mark.parametrize("name", cases(MODELS, slow=LARGER))
 def test_state_is_the_models(name: str) -> None:
     """Names in the order of ``state_dict()``, shapes, dtypes, persistence and ties; and nothing is changed."""
     source, values, modes, parameters, found = with_weights(name)
@@ -103,7 +106,8 @@ def test_a_graph_is_not_changed_by_a_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", cases(["buffers.py", "rotary.py", "llama.py", "batch_norm.py", "nested_values.py"], slow=("llama.py",))
+    "name",
+    cases(["buffers.py", "batch_norm.py", "nested_values.py", "llama.py", "rotary.py"], slow=LARGER),
 )
 def test_empty_parameters_give_the_same_package(name: str) -> None:
     """Parameters on the meta device cost nothing; buffers are real, ties kept, and the source is the same."""

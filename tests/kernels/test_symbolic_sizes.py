@@ -73,7 +73,7 @@ def is_differentiable(value: Any) -> bool:
         ("an integer output", 0),
         ("writes", 0),
         ("batch norm in blocks", 0),
-        ("attention", 1),
+        pytest.param("attention", 1, marks=pytest.mark.slow),
         ("convolutions", 2),
         ("an output that is no tensor", 0),
     ],

@@ -9,6 +9,7 @@ from pipegraph.schedule.recipes import trains
 from tests.parity.cases import SCHEDULES
 from tests.parity.training import TOLERANCE, expected_names
 from tests.parity.workshop import Workshop
+from tests.slow import cases
 
 TRAINING = [name for name in names() if trains(name)]
 
@@ -22,12 +23,18 @@ COMPILED = [
 
 
 # Skips to stages far away; on as many ranks as it takes. The matrix has the other schedules.
-@pytest.mark.parametrize("schedule", [name for name in TRAINING if name not in SCHEDULES])
+@pytest.mark.parametrize(
+    "schedule",
+    cases(
+        [name for name in TRAINING if name not in SCHEDULES], slow=("interleaved-zb", "looped-bfs", "v-min", "zb-h2")
+    ),
+)
 def test_every_schedule(made: Workshop, schedule: str) -> None:
     assert_equal(made, "unet", schedule, "eager", TOLERANCE, stages=4)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("interleaved-1f1b", marks=pytest.mark.slow), "zb-v"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
 def test_tied_weights_on_ranks_with_several_stages(made: Workshop, schedule: str) -> None:
     assert_equal(made, "llama", schedule, "eager", TOLERANCE, stages=4)
 

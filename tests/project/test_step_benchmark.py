@@ -90,6 +90,7 @@ def test_a_run_has_figures_of_all_and_accounts_that_add_up(measured: dict[str, A
         assert rank["interpreter"] > 0
 
 
+@pytest.mark.slow
 def test_a_contender_with_wrong_gradients_is_named_and_not_timed(measured: dict[str, Any]) -> None:
     wrong = measured["wrong"]
     assert "head.weight is off by 1.0e-02" in wrong["ScaledGradient"]

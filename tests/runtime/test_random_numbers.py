@@ -122,6 +122,7 @@ def test_data_parallel_ranks_differ(packages: Path) -> None:
     assert len({*first, *second}) == 2 * models.MICROBATCHES
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_agree(packages: Path) -> None:
     first, second = ranks.run(models.replicas, 2, str(packages / "one"), "tp")
     assert first == second
@@ -181,6 +182,7 @@ def test_a_backward_that_draws_by_itself_is_refused(packages: Path) -> None:
         models.train(pipe)
 
 
+@pytest.mark.slow
 def test_a_batch_draws_the_same_on_any_number_of_data_parallel_ranks(packages: Path) -> None:
     pipe = models.start(packages / "one", microbatches=2 * models.MICROBATCHES)
     batch = models.tokens(1).expand(2 * models.MICROBATCHES, -1)

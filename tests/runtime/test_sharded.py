@@ -18,6 +18,7 @@ from tests.runtime import ranks, sharded
 from tests.runtime.packages import loss, write
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sketches import chain, tied
+from tests.slow import cases
 
 # Four processes that trace, and compile, on a machine that may be busy with others.
 SECONDS = 280.0
@@ -64,7 +65,7 @@ REDUCE = ["all_reduce", "wait_tensor"]
 GATHER = ["all_gather_into_tensor", "wait_tensor"]
 
 
-@pytest.mark.parametrize("recompute", ["none", "min-cut", "block"])
+@pytest.mark.parametrize("recompute", cases(["none", "min-cut", "block"], slow=("none", "block")))
 def test_no_collective_is_lost_or_made_twice_by_division(recompute: str, tmp_path: Path) -> None:
     first, second = ranks.run(
         sharded.divided, 2, folder_for("tensor parallel", tmp_path), "tensor parallel", recompute, timeout=SECONDS
@@ -75,7 +76,7 @@ def test_no_collective_is_lost_or_made_twice_by_division(recompute: str, tmp_pat
     assert parts == {"F": [*REDUCE, *REDUCE, *GATHER], "I": REDUCE * 3, "W": [], "B": REDUCE * 3}
 
 
-@pytest.mark.parametrize("plan", ["uneven", "sequence parallel"])
+@pytest.mark.parametrize("plan", cases(["uneven", "sequence parallel"], slow=("uneven",)))
 def test_ranks_divide_alike_and_compute_nothing_of_others_again(plan: str, tmp_path: Path) -> None:
     """In the second plan a backward reads what F has gathered: it is kept, also where all else is computed again."""
     folder = folder_for(plan, tmp_path)

@@ -35,7 +35,8 @@ def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape"), [("zb-v", {"pp": 2}), ("interleaved-1f1b", {"pp": 2}), ("1f1b", {"pp": 4})]
+    ("schedule", "shape"),
+    [("zb-v", {"pp": 2}), pytest.param("interleaved-1f1b", {"pp": 2}, marks=pytest.mark.slow), ("1f1b", {"pp": 4})],
 )
 def test_gradients_are_added_up_in_the_order_of_stages_whichever_ranks_have_them(
     packages: Path, schedule: str, shape: dict[str, int]

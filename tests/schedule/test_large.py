@@ -8,6 +8,7 @@ import time
 import pytest
 
 from pipegraph.schedule import build, check, lower, names
+from tests.slow import cases
 
 # In a process of its own, whose high-water mark counts nothing else.
 CODE = """
@@ -46,9 +47,7 @@ def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seco
 SLOW = ("v-min", "v-half")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names()]
-)
+@pytest.mark.parametrize("name", cases(names(), slow=SLOW))
 def test_every_name_lowered_and_checked(name: str) -> None:
     start = time.process_time()
     check(lower(build(name, 64, 128)), memory_limit=9999)

@@ -22,6 +22,7 @@ from pipegraph.workflows import export as exporting
 from pipegraph.workflows.export import export
 from tests.models import counting
 from tests.runtime import ranks
+from tests.slow import cases
 from tests.zoo.architectures import shallow
 
 LLAMA = {
@@ -61,7 +62,7 @@ def trained(folder: Path, model: str, point: str, dtype: torch.dtype | None = No
     return Trained(package, folder / "run", source.model.eval(), source.kwargs)
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow), "experts"])
+@pytest.fixture(scope="module", params=cases(["tied", "untied", "experts"], slow=("tied", "untied")))
 def huggingface(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Models of transformers; experts are stored in parts."""
     folder = tmp_path_factory.mktemp(request.param)

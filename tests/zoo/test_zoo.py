@@ -10,17 +10,16 @@ from transformers import PreTrainedModel
 
 from pipegraph.package import Package
 from tests.codegen.parity import untidy
+from tests.slow import cases
 from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.visit import NAMES, STAGES, visit
 
 # One of each kind; `make test-all` visits every model. tests/codegen has experts, in test_initial_values.py.
 _QUICK = ("LlamaForCausalLM",)
-_SLOW = [name for name in CONFIGURATIONS if name not in (*_QUICK, "ResNetForImageClassification")]
+_SLOW = [*(name for name in CONFIGURATIONS if name not in _QUICK), "recurrent cell"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in NAMES]
-)
+@pytest.mark.parametrize("name", cases(NAMES, slow=_SLOW))
 def test_a_step_of_three_stages_is_a_step_of_the_model(name: str, tmp_path: Path) -> None:
     visited = visit(name, tmp_path)
     assert visited.verification.training and visited.verification.equal, str(visited.verification)
