@@ -132,6 +132,7 @@ def run(
         exit_with_parent,
         is_launched,
         record_failure,
+        stop_own_children,
         use_scratch_folder,
     )
 
@@ -186,6 +187,7 @@ def run(
             sys.exit(Termination.exit_code)
     except (Exception, KeyboardInterrupt) as error:
         record_failure(error)
+        stop_own_children()
         raise
 
 

@@ -182,6 +182,25 @@ def test_what_a_killed_rank_leaves_is_removed(child: Path, tmp_path: Path, monke
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_what_a_killed_rank_has_started_ends(child: Path, tmp_path: Path) -> None:
+    started = tmp_path / "started.py"
+    started.write_text("import time; time.sleep(100)")
+    line = f"import subprocess; subprocess.Popen([sys.executable, {str(started)!r}]); os.kill(os.getpid(), 9)"
+    with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL"):
+        launch([str(child), line], 2)
+    _wait_until(lambda: _running(started) == 0, 5)
+
+
+def test_a_rank_that_fails_ends_what_it_has_started(child: Path) -> None:
+    line = (
+        "import subprocess; from pipegraph.runtime.processes.launch import stop_own_children; "
+        "started = subprocess.Popen(['sleep', '100']); stop_own_children(); "
+        "fail(RuntimeFault(f'rank 1: it ended with {started.wait(5)}'))"
+    )
+    with pytest.raises(RuntimeFault, match=r"rank 1: it ended with -15"):
+        launch([str(child), line], 2)
+
+
 def test_temporary_files_of_a_rank_are_removed_with_it(
     child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

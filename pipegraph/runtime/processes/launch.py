@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -181,6 +181,18 @@ def scratch_folder() -> str | None:
     return None if path is None or not Path(path).parent.is_dir() else str(Path(path).parent)
 
 
+def stop_own_children() -> None:
+    """End what this rank has started, compilers above all, which would go on for seconds without it.
+
+    That is its process group, if a launcher gave it one of its own.
+    """
+    if not is_launched() or os.getpgid(0) != os.getpid():
+        return
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
 def use_scratch_folder() -> None:
     """Make this process's temporary files in the launcher's folder for it, which is removed however the process ends.
 
@@ -282,6 +294,8 @@ def _stop(children: Sequence[_Child], seconds: float) -> None:
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGTERM)  # compilers that it started, and did not live to stop
 
 
 @contextmanager
