@@ -55,7 +55,7 @@ def export(
       torchrun --nproc-per-node 2 -m pipegraph export runs/text build/text -o build/text-weights
     """
     from pipegraph.package import Package
-    from pipegraph.runtime.processes.launch import record_failure
+    from pipegraph.runtime.processes.launched_rank import record_failure
 
     is_first = os.environ.get("RANK", "0") == "0"
     try:

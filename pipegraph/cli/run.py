@@ -127,42 +127,32 @@ def run(
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)
-    from pipegraph.runtime.processes.launch import (
-        environment_ranks,
-        exit_with_parent,
-        is_launched,
-        record_failure,
-        stop_own_children,
-        use_scratch_folder,
-    )
+    from pipegraph.runtime.processes import launched_rank
 
     if timeout is not None:
         from pipegraph.runtime.processes.group import check_timeout
 
         check_timeout(timeout)
     try:
-        exit_with_parent()
+        launched_rank.exit_with_parent()
         if profile is not None:
             _prepare_profile(profile)
         package, chosen, grid = _choose(
             out, nproc, schedule, microbatches, weights, device, lengths, mesh_order.split(",")
         )
-        processes = grid.size
         links = _links(package, hardware, recalibrate)
-        if processes > 1 and not is_launched():
-            _launch(context, processes, debug, grace=0.0 if checkpoint is None else _SAVE_SECONDS)
+        if grid.size > 1 and not launched_rank.is_launched():
+            _launch(context, grid.size, debug, grace=0.0 if checkpoint is None else _SAVE_SECONDS)
             return
         # The rank that knows the loss prints, and shows progress.
-        quiet = is_launched() and environment_ranks()[0] != grid.first(chosen.placement[-1])
+        quiet = launched_rank.is_launched() and launched_rank.environment_ranks()[0] != grid.first(chosen.placement[-1])
         source = _source(model, batch, seq, package)
         with progress("loading", quiet) as say:
-            use_scratch_folder()
+            launched_rank.use_scratch_folder()
             from pipegraph.workflows.run_checkpoints import CheckpointOptions, Termination
             from pipegraph.workflows.train import Training
 
-            checkpoints = None
-            if checkpoint is not None:
-                checkpoints = CheckpointOptions(checkpoint, checkpoint_every or 100, keep or 3)
+            saves = None if checkpoint is None else CheckpointOptions(checkpoint, checkpoint_every or 100, keep or 3)
             training = Training(
                 package,
                 chosen,
@@ -175,7 +165,7 @@ def run(
                 check_weights=check_weights,
                 strict=strict,
                 grid=grid,
-                checkpoints=checkpoints,
+                checkpoints=saves,
                 seed=seed,
                 precision=precision,
             )
@@ -186,8 +176,8 @@ def run(
         if training.was_terminated:
             sys.exit(Termination.exit_code)
     except (Exception, KeyboardInterrupt) as error:
-        record_failure(error)
-        stop_own_children()
+        launched_rank.record_failure(error)
+        launched_rank.stop_own_children()
         raise
 
 
@@ -203,7 +193,8 @@ def _choose(
 ) -> tuple[Package, Schedule, RankGrid]:
     """Return the package, its schedule, and the processes that run it. Raises PipegraphError if these do not fit."""
     from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.runtime.processes.launch import check_processes, environment_ranks, is_launched, pipeline_ranks
+    from pipegraph.runtime.processes.launch import check_processes, pipeline_ranks
+    from pipegraph.runtime.processes.launched_rank import environment_ranks, is_launched
     from pipegraph.runtime.processes.rank_grid import TENSOR, grid_of
     from pipegraph.runtime.tensor_parallel import require_plan
     from pipegraph.workflows.schedules import choose_schedule

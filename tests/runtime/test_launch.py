@@ -16,12 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from pipegraph import schedule
 from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.processes.group import ConnectionLost
-from pipegraph.runtime.processes.launch import check_processes, launch, record_failure
+from pipegraph.runtime.processes.launch import check_processes, launch
+from pipegraph.runtime.processes.launched_rank import record_failure
 
 CHILD = """
 import os, sys, time
 from pipegraph.errors import PackageError, RuntimeFault
-from pipegraph.runtime.processes.launch import exit_with_parent, record_failure
+from pipegraph.runtime.processes.launched_rank import exit_with_parent, record_failure
 exit_with_parent()
 rank, line = int(os.environ["RANK"]), sys.argv[1]
 print(f"rank {rank} starts", file=sys.stderr, flush=True)
@@ -76,7 +77,7 @@ LATE = """
 import os, sys, time
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.group import ConnectionLost
-from pipegraph.runtime.processes.launch import record_failure
+from pipegraph.runtime.processes.launched_rank import record_failure
 error = RuntimeFault("rank 0 stopped: rank 1 is gone")
 error.__cause__ = ConnectionLost(1, "its connection closed")
 if os.environ["RANK"] == "0":
@@ -111,7 +112,7 @@ def test_torchrun_does_not_blame_a_rank_that_another_one_stopped(
 
 STOPPED = """
 import os, signal, sys
-from pipegraph.runtime.processes.launch import record_failure
+from pipegraph.runtime.processes.launched_rank import record_failure
 from pipegraph.runtime.processes.world import join_world
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -174,7 +175,7 @@ def test_what_a_killed_rank_leaves_is_removed(child: Path, tmp_path: Path, monke
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     line = (
-        "import tempfile; from pipegraph.runtime.processes.launch import scratch_folder; "
+        "import tempfile; from pipegraph.runtime.processes.launched_rank import scratch_folder; "
         "print(tempfile.mkdtemp(dir=scratch_folder()), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     )
     with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
@@ -193,7 +194,7 @@ def test_what_a_killed_rank_has_started_ends(child: Path, tmp_path: Path) -> Non
 
 def test_a_rank_that_fails_ends_what_it_has_started(child: Path) -> None:
     line = (
-        "import subprocess; from pipegraph.runtime.processes.launch import stop_own_children; "
+        "import subprocess; from pipegraph.runtime.processes.launched_rank import stop_own_children; "
         "started = subprocess.Popen(['sleep', '100']); stop_own_children(); "
         "fail(RuntimeFault(f'rank 1: it ended with {started.wait(5)}'))"
     )
@@ -210,8 +211,8 @@ def test_temporary_files_of_a_rank_are_removed_with_it(
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     line = (
-        "import tempfile; from pipegraph.runtime.processes.launch import use_scratch_folder; use_scratch_folder(); "
-        "print(tempfile.mkdtemp(), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+        "import tempfile; from pipegraph.runtime.processes.launched_rank import use_scratch_folder; "
+        "use_scratch_folder(); print(tempfile.mkdtemp(), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     )
     with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
         launch([str(child), line], 2)

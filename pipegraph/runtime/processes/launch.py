@@ -1,4 +1,4 @@
-"""Starting one process per rank, and what those processes do when they fail.
+"""Starting one process per rank. What those processes do is in `launched_rank`.
 
 Parent                                   one child per rank
 launch ────────────────────────────────▶ exit_with_parent
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,40 +22,20 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import FrameType
 
 from pipegraph import errors
-from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
+from pipegraph.runtime.processes.launched_rank import ERROR_FILE, LAUNCHER
 from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.schedule import Schedule
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun too: where a child says why it failed
-_PARENT = "PIPEGRAPH_LAUNCHER"  # the process that started this one through `launch`, and its temporary folders
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
-_PARENT_SECONDS = 0.5
 _REPORT_SECONDS = 0.5  # for children to end by themselves when another one has failed
 _CULPRIT_SECONDS = 3.0  # for the one that failed first to end, when others have already ended because of it
-_VICTIM_SECONDS = 60
 _STOP_SECONDS = 5.0  # for children to end after SIGTERM
-
-
-def is_launched() -> bool:
-    """Whether a launcher (torchrun, or `launch`) started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def environment_ranks() -> tuple[int, int]:
-    """This process's rank, and how many there are, as a launcher has set them. Raises RuntimeFault for what is none."""
-    rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
-        raise RuntimeFault(
-            f"RANK is {rank!r} and WORLD_SIZE {count!r}, and ranks count from 0 to WORLD_SIZE - 1.\n"
-            "Try: torchrun, which sets both; or unset RANK to run all stages in this process."
-        )
-    return int(rank), int(count)
 
 
 def launch(
@@ -88,7 +67,7 @@ def launch(
 
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:
         common = {**(environment or {}), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
-        common[_PARENT] = os.pathsep.join([str(os.getpid()), folder, *folders])
+        common[LAUNCHER] = os.pathsep.join([str(os.getpid()), folder, *folders])
         children: list[_Child] = []
         seconds = max(grace, _STOP_SECONDS)
         with _signals_raised():
@@ -153,93 +132,6 @@ def pipeline_ranks(
     )
 
 
-def record_failure(error: BaseException) -> None:
-    """Write for the launcher, if there is one, why this rank fails."""
-    path = os.environ.get(_ERROR_FILE)
-    if path is None:
-        return
-    public = next((base.__name__ for base in type(error).__mro__ if base in vars(errors).values()), "RuntimeFault")
-    now, is_victim = time.time_ns(), _is_connection_lost(error.__cause__)
-    message = str(error) if isinstance(error, PipegraphError) else f"{type(error).__name__}: {error}"
-    failure = {
-        "message": "interrupted by SIGINT" if isinstance(error, KeyboardInterrupt) else message,
-        # torchrun prints these two, and blames the rank with the smallest timestamp: of those that say nothing, the
-        # moment at which it noticed their end.
-        "timestamp": now // 10**9 + (_VICTIM_SECONDS if is_victim else 0),
-        "nanoseconds": now,
-        "class": public,
-        "victim": is_victim,
-    }
-    part = Path(f"{path}.part")  # a rank that is killed meanwhile leaves no half of a file to read
-    part.write_text(json.dumps(failure), encoding="utf-8")
-    part.replace(path)
-
-
-def scratch_folder() -> str | None:
-    """The folder that the launcher has for this rank, and sees to if the rank is killed; None if nobody launched it."""
-    path = os.environ.get(_ERROR_FILE)
-    return None if path is None or not Path(path).parent.is_dir() else str(Path(path).parent)
-
-
-def stop_own_children() -> None:
-    """End what this rank has started, compilers above all, which would go on for seconds without it.
-
-    That is its process group, if a launcher gave it one of its own.
-    """
-    if not is_launched() or os.getpgid(0) != os.getpid():
-        return
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
-
-
-def use_scratch_folder() -> None:
-    """Make this process's temporary files in the launcher's folder for it, which is removed however the process ends.
-
-    A signal may come while torch has one open, as it does when it compiles. Inductor's cache, by default a temporary
-    folder as well, stays where it is.
-    """
-    folder = scratch_folder()
-    if folder is None:
-        return
-    from pipegraph.kernels.inductor.internals import cache_folder
-
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder()
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-
-
-def exit_with_parent() -> None:
-    """End this process when its launcher is gone: the process that called `launch`, or torchrun.
-
-    A launcher that was killed cannot see to that, nor remove its folders, which are removed here.
-    """
-    launcher, *folders = os.environ.pop(_PARENT, "").split(os.pathsep)  # this process's own children do not inherit it
-    if not launcher and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = int(launcher) if launcher else os.getppid()
-    _follow(parent, tuple(folders))
-
-
-@cache
-def _follow(parent: int, folders: tuple[str, ...]) -> None:
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_SECONDS)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(RuntimeFault.exit_code)
-
-    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()
-
-
-def _is_connection_lost(error: BaseException | None) -> bool:
-    if error is None:
-        return False
-    from pipegraph.runtime.processes.group import ConnectionLost
-
-    return isinstance(error, ConnectionLost)
-
-
 @dataclass
 class _Child:
     rank: int
@@ -259,7 +151,7 @@ def _start(arguments: Sequence[str], folder: Path, rank: int, environment: Mappi
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stderr=stderr,
-            env={**os.environ, **environment, _ERROR_FILE: str(error_file)},
+            env={**os.environ, **environment, ERROR_FILE: str(error_file)},
             start_new_session=True,
         )
     return _Child(rank, process, log, error_file)

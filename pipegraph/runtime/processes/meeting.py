@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.group import ConnectionLost, lost_connections
-from pipegraph.runtime.processes.launch import environment_ranks
+from pipegraph.runtime.processes.launched_rank import environment_ranks
 
 STORE_GONE: Final = (
     "The process group's store does not answer either: the rank that hosts it (rank 0, unless torchrun does) is gone."

@@ -18,7 +18,7 @@ from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
-from pipegraph.runtime.processes.launch import exit_with_parent
+from pipegraph.runtime.processes.launched_rank import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, TENSOR, RankGrid, check_mesh, single
 from pipegraph.runtime.processes.shard_group import ShardLine

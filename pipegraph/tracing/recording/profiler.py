@@ -24,7 +24,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.runtime.internals import profiler_is_recording
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.clock import ClockOffset
-from pipegraph.runtime.processes.launch import scratch_folder
+from pipegraph.runtime.processes.launched_rank import scratch_folder
 from pipegraph.runtime.step_data import StepResult
 from pipegraph.tracing.recording.action_spans import ActionSpans, action_arguments
 from pipegraph.tracing.recording.run_folder import make_run_folder, run_on_all_ranks, trace_file
