@@ -11,7 +11,7 @@ from tests.cli.command import Command
 from tests.cli.test_run import AUTOGRAD, losses
 
 
-@pytest.mark.slow  # tests/workflows has both in one process
+@pytest.mark.slow  # tests/runtime has both, without the command
 def test_precision_and_seed(pipegraph: Command, chain: Path) -> None:
     own, half = (pipegraph("run", chain, *AUTOGRAD, "--seed", 1, *more) for more in ((), ("--precision", "bf16")))
     assert (own.code, half.code) == (0, 0), (own, half)

@@ -186,7 +186,7 @@ def _stop(children: Sequence[_Child], seconds: float) -> None:
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # nobody is left, or only who has ended
             os.killpg(child.process.pid, signal.SIGTERM)  # compilers that it started, and did not live to stop
 
 

@@ -72,9 +72,10 @@ def scratch_folder() -> str | None:
 def stop_own_children() -> None:
     """End what this rank has started, compilers above all, which would go on for seconds without it.
 
-    That is its process group, if a launcher gave it one of its own.
+    That is its process group, if its launcher gave it a session of its own. Without one, others may be in the group: a
+    shell's ``| tee``.
     """
-    if not is_launched() or os.getpgid(0) != os.getpid():
+    if not is_launched() or os.getsid(0) != os.getpid():
         return
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)
