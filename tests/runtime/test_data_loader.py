@@ -98,7 +98,6 @@ def assert_trains_as_the_model(
         assert set(found.values()) == {3}, found
 
 
-@pytest.mark.slow
 def test_lengths_and_a_smaller_last_batch(tmp_path: Path) -> None:
     """The last batch has fewer rows than there are microbatches."""
     assert_trains_as_the_model(tmp_path, "eager", steps=13, step_length=2, last=2, seconds=90)
