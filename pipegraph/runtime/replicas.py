@@ -35,6 +35,7 @@ def check_replication(index: int, stage: nn.Module) -> None:
             f"parallelize_fn gave stage {index} the mixed_precision of DistributedDataParallel, whose casts are in a "
             f"forward that does not run here.\nTry: torch.autocast around the step, or stage.to(torch.bfloat16)."
         )
+    _check_communication_hook(index, stage)
     for name, module in unwrapped(stage).named_modules():
         where = f"{name} in stage {index}" if name else f"stage {index}"
         if isinstance(module, DistributedDataParallel):
@@ -48,6 +49,14 @@ def check_replication(index: int, stage: nn.Module) -> None:
                 f"each forward prepares one reduction, and a schedule has several backwards after a forward.\n"
                 f"Try: return DistributedDataParallel(stage)."
             )
+
+
+def _check_communication_hook(index: int, stage: nn.Module) -> None:
+    if isinstance(stage, DistributedDataParallel) and internals.has_communication_hook(stage):
+        raise PipegraphError(
+            f"stage {index} has a communication hook, which belongs to the reduction of DistributedDataParallel's own "
+            f"backward. That does not run here.\nTry: without the hook."
+        )
 
 
 class Replicas:
@@ -83,11 +92,7 @@ class Replicas:
         """
         reduced: set[int] = set()  # a tied parameter is in several stages
         for index, wrapper in sorted(self._wrappers.items()):
-            if internals.has_communication_hook(wrapper):
-                raise PipegraphError(
-                    f"stage {index} has a communication hook, which belongs to the reduction of "
-                    f"DistributedDataParallel's own backward. That does not run here.\nTry: without the hook."
-                )
+            _check_communication_hook(index, wrapper)  # one may have been registered since
             if wrapper.require_backward_grad_sync:
                 with lost_connections(None):
                     self._reduce(wrapper, reduced)

@@ -131,13 +131,17 @@ def refused(rank: int, folder: str, how: str) -> None:
             made = wrapped(stage, group)
             made.mixed_precision = object()
             return made
-        elif how == "hook":
+        elif how.startswith("hook"):
             made = wrapped(stage, group)
-            made.register_comm_hook(None, lambda state, bucket: None)
+            if how == "hook":
+                made.register_comm_hook(None, lambda state, bucket: None)
             return made
         return None
 
     pipe, _ = make(folder, "1f1b", "eager", wrap)
+    if how == "hook later":
+        for stage in pipe.stages.values():
+            stage.register_comm_hook(None, lambda state, bucket: None)
     pipe.step(torch.ones(8, 8), target=torch.zeros(8))
 
 
