@@ -261,7 +261,8 @@ def _flip_bit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "nproc"), [(_remove_shard, 1), (_reshape_shard, 1), (_cut_shard, 1), (_reshape_shard, 2)]
+    ("damage", "nproc"),
+    [(_remove_shard, 1), (_reshape_shard, 1), (_cut_shard, 1), pytest.param(_reshape_shard, 2, marks=pytest.mark.slow)],
 )
 def test_damaged_shard(pipegraph: Command, copied: Path, damage: Callable[[Path], None], nproc: int) -> None:
     damage(copied)

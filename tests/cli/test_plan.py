@@ -14,6 +14,7 @@ CHAIN = "tests/models/chain.py"
 QUICK = ("--schedule", "1f1b,zb-v", "--microbatches", "4", "--hardware", "h100")
 
 
+@pytest.mark.slow
 def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     done = pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "-o", file)

@@ -36,6 +36,7 @@ def losses(out: str) -> list[str]:
     return [match[2] for match in found if match]
 
 
+@pytest.mark.slow
 def test_one_two_and_torchrun_processes_agree(
     pipegraph: Command, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

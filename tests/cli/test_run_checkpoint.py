@@ -22,6 +22,7 @@ from pipegraph.cli import main
 from pipegraph.workflows.training_log import read_log
 from tests.cli.command import ROOT, Command
 from tests.equal_work import equal_work_shared
+from tests.slow import cases
 
 MODEL = ROOT / "tests/models/counting.py"
 OPTIONS = ("--model", MODEL, "--kernels", "eager", "--microbatches", 4)
@@ -112,7 +113,7 @@ def test_a_rank_whose_data_fail_is_named_and_all_save(pipegraph: Command, counti
     assert (tmp_path / "run/step-00000002").is_dir()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", cases([1, 2], slow=[2]))
 def test_sigterm_saves_and_leaves(
     pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path, processes: int
 ) -> None:

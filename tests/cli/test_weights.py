@@ -47,6 +47,7 @@ def first_loss(printed: str) -> str:
     return printed.splitlines()[0].split()[3]
 
 
+@pytest.mark.slow
 def test_every_rank_reads_its_own_weights(pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path) -> None:
     """On two processes, and in one from a package with the weights inside: the same loss."""
     run = ("--kernels", "autograd", "--steps", 1)

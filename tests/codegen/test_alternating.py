@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, forward_lines, split
+from tests.slow import cases
 
 
 class Layer(nn.Module):
@@ -150,7 +151,7 @@ class Crossed(Row):
 
 
 @pytest.mark.parametrize("swaps", [lambda i: i % 2 == 0, lambda i: i % 2 == 1, lambda i: i in (0, 3, 4, 7)])
-@pytest.mark.parametrize("cut", ["layers.3", "layers.1,layers.6"])
+@pytest.mark.parametrize("cut", cases(["layers.3", "layers.1,layers.6"], slow=["layers.3"]))
 def test_two_values_that_change_places(swaps: Callable[[int], bool], cut: str, tmp_path: Path) -> None:
     model, inputs = Crossed(swaps), (batch(),)
     assert differences(split(tmp_path, model, inputs, cut=cut), model, inputs) == []

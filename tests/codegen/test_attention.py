@@ -131,6 +131,7 @@ def test_a_cut_inside_attention_leaves_two_classes(tmp_path: Path) -> None:
     assert differences(package, model, (batch(2, 3, 8),), train=True) == []
 
 
+@pytest.mark.slow
 def test_evaluation_takes_the_same_kernels(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)

@@ -40,6 +40,8 @@ CUTS = [
 
 # The longest ones, whose models other tests split as well.
 SLOW = (
+    ("examples/unet.py", 4),
+    ("tests/models/rotary.py", "layers.1.attention.out,layers.4.mlp.1"),
     ("tests/models/llama.py", "model.layers.1.mlp"),
     ("tests/models/mixture_of_experts.py", "layers.1.feed_forward,layers.3"),
     ("tests/models/vision_transformer.py", "blocks.1.attn,blocks.3.mlp"),

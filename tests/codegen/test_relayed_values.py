@@ -68,7 +68,7 @@ def test_a_pipeline_runs_such_a_package(schedule: str, skipping: Package) -> Non
 @pytest.mark.parametrize(
     ("model", "cut"),
     [
-        ("examples/unet.py", {"points": ["down.1", "bottom", "up.1"]}),
+        pytest.param("examples/unet.py", {"points": ["down.1", "bottom", "up.1"]}, marks=pytest.mark.slow),
         ("tests/models/masked.py", {"points": ["layers.1", "layers.2", "layers.3"]}),
         ("tests/models/nested_values.py", {"points": ["layers.1", "head"]}),
         ("tests/models/late_input.py", {"stages": 3, "balance": "uniform"}),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, split
+from tests.slow import cases
 
 
 class Parts(nn.Module):
@@ -309,7 +310,10 @@ CASES: dict[type[Parts], list[str]] = {
 }
 
 
-@pytest.mark.parametrize("model", CASES)
+SLOW = (Collected, Function, Listed, Pieces, Strided, Sum, Written)
+
+
+@pytest.mark.parametrize("model", cases(list(CASES), slow=SLOW))
 def test_a_loop_stays_a_loop(model: type[Parts], tmp_path: Path) -> None:
     built = nn.Sequential(OrderedDict(body=model(), head=nn.Linear(8, 8)))
     package = split(tmp_path, built, (batch(2, 4, 8),), cut="head")

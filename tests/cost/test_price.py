@@ -145,14 +145,14 @@ def saved_by(priced: PricedModel, cuts: list[int]) -> tuple[list[int], list[int 
     ("name", "recompute", "cuts"),
     [
         ("decoder", "none", [2, 5, 7]),  # inside layers too
-        ("decoder", "min-cut", [4, 7]),
+        pytest.param("decoder", "min-cut", [4, 7], marks=pytest.mark.slow),
         ("tests.models.chain", "none", [1, 2]),
         ("tests.models.chain", "min-cut", [1, 2]),
-        ("tests.models.batch_norm", "none", [1, 2]),
+        pytest.param("tests.models.batch_norm", "none", [1, 2], marks=pytest.mark.slow),
         ("tests.models.batch_norm", "min-cut", [1, 2]),
         ("tests.models.dropout", "min-cut", [2]),
-        ("tests.models.buffers", "min-cut", [2, 4]),
-        ("tests.models.nested_values", "min-cut", [1, 2]),
+        pytest.param("tests.models.buffers", "min-cut", [2, 4], marks=pytest.mark.slow),
+        pytest.param("tests.models.nested_values", "min-cut", [1, 2], marks=pytest.mark.slow),
     ],
 )
 def test_saved_bytes_are_those_that_the_kernels_keep(

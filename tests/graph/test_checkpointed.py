@@ -14,6 +14,7 @@ import pipegraph
 from pipegraph import Pipeline
 from pipegraph.kernels.traced import held_tensors
 from pipegraph.schedule import Kind
+from tests.slow import cases
 
 
 class Layer(nn.Module):
@@ -46,7 +47,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", cases([False, True], slow=[True]))
 @pytest.mark.parametrize(
     ("every", "expected"), [(1, "layers.*=block"), (2, "layers.0=block,layers.2=block"), (9, "layers.0=block")]
 )

@@ -106,6 +106,7 @@ class Windows(nn.Module):
         return x[:, :h, :w]
 
 
+@pytest.mark.slow
 def test_what_a_stage_cannot_express_fixes_no_more_sizes_than_are_in_it() -> None:
     """Newer versions of torch ask for less, and fix none of the others either."""
     captured = pipegraph.capture(nn.Sequential(nn.Linear(4, 4), Windows()), (torch.randn(3, 7, 8, 4),))

@@ -35,13 +35,15 @@ def test_as_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("name", cases(RECOMPUTED, slow=("an RNN", "attention", "a layer called again")))
 def test_recomputation(name: str, recompute: str) -> None:
     stage, inputs = build(name)
     assert_as_autograd(stage, inputs, recompute=recompute)
 
 
-@pytest.mark.parametrize("name", [name for name in STAGES if name != "an RNN"])  # which is left to autograd
+@pytest.mark.parametrize(
+    "name", cases([name for name in STAGES if name != "an RNN"], slow=RECOMPUTED)
+)  # which is left to autograd
 def test_without_gradients_of_inputs(name: str) -> None:
     stage, inputs = build(name)
     assert_as_autograd(stage, inputs, wanted=[False] * len(inputs))

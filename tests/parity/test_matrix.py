@@ -13,13 +13,13 @@ from tests.parity.workshop import Workshop
 
 LARGER = ("llama accumulated", "rotary", "t5", "transformer")
 # Cases in turn, so that two workers begin with different models, whose packages they write.
-# `make test` leaves out four processes, of which two show the same code, and three stages of the larger models.
+# `make test` leaves out processes, which tests/runtime/test_distributed.py has, and the larger models.
 CELLS = [
     pytest.param(
         case,
         stages,
         schedule_of(case, stages),
-        marks=[pytest.mark.slow] if stages == 4 or (stages == 3 and case in LARGER) else [],
+        marks=[pytest.mark.slow] if stages in IN_PROCESSES or case in LARGER else [],
     )
     for stages in STAGES
     for case in CASES

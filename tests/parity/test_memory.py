@@ -17,6 +17,7 @@ from pipegraph.package import Package
 from pipegraph.schedule import Schedule, What, build, lifetimes
 from tests.parity.cases import MODELS
 from tests.parity.workshop import Workshop
+from tests.slow import cases
 
 STAGES, MICROBATCHES = 4, 8
 
@@ -86,7 +87,7 @@ class Kernels:
         self._kernels.weight_backward(saved.content)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-min"])
+@pytest.mark.parametrize("name", cases(["1f1b", "zb-v", "v-min"], slow=["v-min"]))
 def test_peak_of_what_is_saved(made: Workshop, name: str) -> None:
     model = MODELS["llama"]
     chunks = 1 if name == "1f1b" else 2

@@ -24,6 +24,7 @@ from tests.models import buffers, chain, dropout, masked, rotary
 from tests.parity.cases import ROOT
 from tests.parity.training import KERNELS, TOLERANCE
 from tests.parity.workshop import Workshop
+from tests.slow import cases
 
 
 def write(
@@ -223,7 +224,7 @@ def test_item_11_gradients_accumulate_over_steps(tmp_path: Path) -> None:
         assert_close(gradients(pipe), gradients(model))
 
 
-@pytest.mark.parametrize("layers", [3, 5])
+@pytest.mark.parametrize("layers", cases([3, 5], slow=[5]))
 def test_item_13_no_layer_is_dropped_where_they_do_not_divide_evenly(layers: int, tmp_path: Path) -> None:
     """Elsewhere what is left over goes missing."""
     model = rotary.RotaryTransformer(layers=layers)

@@ -22,6 +22,7 @@ from pipegraph.planner.solver.prefix_sums import TIMES, LinearBound, PrefixSums
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 from tests.planner.brute_force import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
+from tests.slow import LIKE_OTHERS, cases
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_no_cuts_are_below_the_bound(data: st.DataObject, schedule: Schedule, ef
 
 
 @pytest.mark.usefixtures("_nothing_tried")
-@pytest.mark.parametrize("name", [name for name in names() if trains(name)])
+@pytest.mark.parametrize("name", cases([name for name in names() if trains(name)], slow=LIKE_OTHERS))
 def test_the_search_finds_the_best_without_trying_everything(name: str) -> None:
     random = np.random.default_rng(1)
     schedule = build(name, 3, 6)

@@ -101,13 +101,13 @@ def check_against_brute_force(seed: int) -> OptionSolution | None:
     return found
 
 
-@pytest.mark.parametrize("seed", cases(range(30), slow=range(10, 30)))
+@pytest.mark.parametrize("seed", cases(range(30), slow=range(5, 30)))
 def test_all_are_valued_if_they_are_few(seed: int) -> None:
     found = check_against_brute_force(seed)
     assert found is None or found.gap == 0
 
 
-@pytest.mark.parametrize("seed", cases(range(100, 130), slow=range(110, 130)))
+@pytest.mark.parametrize("seed", cases(range(100, 130), slow=range(105, 130)))
 def test_others_are_searched_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(option_search, "_ALL_STEPS", 0)
     check_against_brute_force(seed)

@@ -29,6 +29,7 @@ from tests.runtime.packages import Reference, Sketch, Stage, batch, loss, write
 from tests.runtime.parity import arguments, assert_parity
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sketches import PARITY, aliases, chain, skips
+from tests.slow import LIKE_OTHERS, cases
 
 TRAINING = [name for name in names() if trains(name)]
 
@@ -68,7 +69,7 @@ def test_parity_with_the_unsplit_model(name: str, kernels: str, tmp_path: Path) 
     assert_parity(folder, "1f1b", microbatches=5, accumulate=2, kernels=kernels)
 
 
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("schedule", cases(TRAINING, slow=LIKE_OTHERS))
 def test_parity_under_every_schedule(schedule: str, tmp_path: Path) -> None:
     """The layers of the chain save their inputs for the backward."""
     assert_parity(write(chain(4), tmp_path / "chain"), schedule, microbatches=4, kernels="eager")
@@ -101,7 +102,7 @@ def test_parity_between_processes(tmp_path: Path) -> None:
     assert ranks.run(rank_functions.parity, 3, cases, "eager") == ["equal"] * 3
 
 
-@pytest.mark.parametrize("schedule", [*TRAINING, "forward"])
+@pytest.mark.parametrize("schedule", cases([*TRAINING, "forward"], slow=LIKE_OTHERS))
 def test_a_message_is_released_at_the_end_of_its_last_read(
     schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

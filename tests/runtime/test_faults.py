@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 import torch
@@ -192,16 +193,17 @@ def test_ranks_that_make_different_calls_or_lack_a_loss_are_told(tmp_path: Path)
     assert f"rank 1 failed: PipegraphError: {last}" in first
 
 
-def test_a_watching_rank_stops_when_another_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watching_rank_stops_when_another_has_failed() -> None:
     """As with NCCL, where no connection breaks."""
     store, closed = HashStore(), threading.Event()
     failing, watching = (FaultGuard(rank, single(2), store) for rank in range(2))
     watching.watch(closed.set)
-    with pytest.raises(RuntimeFault, match=r"^rank 1 stopped: rank 0 failed: ValueError: broken") as raised, watching:
+    failed = pytest.raises(RuntimeFault, match=r"^rank 1 stopped: rank 0 failed: ValueError: broken")
+    with TestCase().assertLogs() as logged, failed as raised, watching:
         _fail(failing, closed)
     assert isinstance(raised.value.__cause__, ConnectionLost)  # so that the launcher blames the other rank
     assert watching.has_failed
-    assert "rank 0 failed: ValueError: broken on purpose" in caplog.text
+    assert "rank 0 failed: ValueError: broken on purpose" in "".join(logged.output)
     with pytest.raises(RuntimeFault, match=r"at an earlier failure; make a new one\. rank 1 stopped: rank 0"), watching:
         raise AssertionError("not reached")
 

@@ -14,6 +14,7 @@ from pipegraph.schedule.absences import absences
 from pipegraph.schedule.recipes import trains
 from tests.runtime.packages import loss, write
 from tests.runtime.sketches import chain
+from tests.slow import LIKE_OTHERS, cases
 
 STAGES, WIDTH, MICROBATCHES = 4, 64, 8
 TRAINING = [name for name in names() if trains(name)]
@@ -39,7 +40,7 @@ def step(package: Package, schedule: str, recompute: str) -> tuple[list[Tensor],
     return found, [held.peak(rank) for rank in range(pipe.schedule.ranks)], pipe
 
 
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("schedule", cases(TRAINING, slow=LIKE_OTHERS))
 def test_every_schedule_gives_exactly_the_same_gradients(schedule: str, package: Package) -> None:
     kept, before, _ = step(package, schedule, "min-cut")
     offloaded, after, pipe = step(package, schedule, "offload")

@@ -18,6 +18,7 @@ from pipegraph.package import Manifest
 from tests.runtime import random_models as models
 from tests.runtime import ranks
 from tests.runtime.pipelines import pipeline
+from tests.slow import cases
 
 Losses = list[float | None]
 
@@ -100,6 +101,7 @@ def test_layers_and_calls_of_one_module_have_their_own(tmp_path: Path) -> None:
     assert len(kept) == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_them(packages: Path, losses: Losses, tmp_path: Path) -> None:
     pipe = models.start(packages / "inside", "zb-v")
     assert models.train(pipe, 2) == losses[:2]
@@ -147,7 +149,7 @@ def test_a_stage_lists_what_is_called_after_other_modules(packages: Path) -> Non
 
 
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", cases([False, True], slow=[False]))
 def test_what_a_checkpoint_runs_again_draws_the_same(
     packages: Path, losses: Losses, reentrant: bool, kernels: str
 ) -> None:

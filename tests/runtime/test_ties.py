@@ -72,6 +72,7 @@ def test_other_cuts_go_on(packages: Path, saved: Saved, stages: str) -> None:
     assert_close(found, losses, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_a_mesh_reads_and_writes_what_one_process_does(packages: Path, saved: Saved, tmp_path: Path) -> None:
     """Four stages on two ranks, each of which another one shares."""
     folder, _ = saved
@@ -90,7 +91,7 @@ def test_a_mesh_reads_and_writes_what_one_process_does(packages: Path, saved: Sa
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
-        ({"pp": 2, "dp_shard": 2}, (8, 6)),
+        pytest.param({"pp": 2, "dp_shard": 2}, (8, 6), marks=pytest.mark.slow),
         pytest.param({"pp": 2, "dp_replicate": 2}, (8, 6), marks=pytest.mark.slow),
     ],
     ids=["dp_shard", "dp_replicate"],

@@ -25,6 +25,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_is_read_back_at_other_cuts(packages: Path, tmp_path: Path) -> None:
     pipe, whole = models.start(packages / "2", None), models.model(has_norm=False)
     averaged_whole = AveragedModel(whole, multi_avg_fn=get_ema_multi_avg_fn(tuned_models.DECAY))

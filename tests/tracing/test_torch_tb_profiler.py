@@ -58,6 +58,7 @@ def ask(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         assert "intersect" not in log.read_text()  # its word for spans of one thread that do not nest
 
 
+@pytest.mark.slow
 def test_the_run_its_views_and_its_workers(ask: Ask, run: Path) -> None:
     assert ask("runs")["runs"] == [run.name]
     assert ask("views", run=run.name) == ["Overview", "Operator", "Trace", "Distributed"]

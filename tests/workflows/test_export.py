@@ -73,7 +73,7 @@ def huggingface(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return trained(folder, f"hf:{folder}", "model.layers.1")
 
 
-@pytest.mark.parametrize("shard_bytes", [5 * 10**9, 3000])
+@pytest.mark.parametrize("shard_bytes", cases([5 * 10**9, 3000], slow=[5 * 10**9]))
 def test_from_pretrained_computes_the_same(huggingface: Trained, tmp_path: Path, shard_bytes: int) -> None:
     written = export(huggingface.run, huggingface.package, tmp_path / "out", shard_bytes)
     assert (written.checkpoint.name, written.has_config, written.is_huggingface) == ("step-00000001", True, True)

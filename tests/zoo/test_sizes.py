@@ -18,7 +18,7 @@ from pipegraph.package.manifest import leaves
 from tests.zoo.visit import NAMES, split_in_stages
 
 # Of each kind one; `make test-all` visits every model.
-_QUICK = ("OPTForCausalLM", "U-Net", "two towers")
+_QUICK = ("OPTForCausalLM", "two towers")
 # What a model fixes: loops over time steps, and images of one size.
 _FIXED = {
     "MambaForCausalLM": {"batch"},

@@ -14,9 +14,8 @@ from tests.slow import cases
 from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.visit import NAMES, STAGES, visit
 
-# One of each kind; `make test-all` visits every model. tests/codegen has experts, in test_initial_values.py.
-_QUICK = ("LlamaForCausalLM",)
-_SLOW = [*(name for name in CONFIGURATIONS if name not in _QUICK), "recurrent cell"]
+# `make test-all` visits every model. tests/codegen has models of transformers, in test_faithful.py.
+_SLOW = [*CONFIGURATIONS, "recurrent cell"]
 
 
 @pytest.mark.parametrize("name", cases(NAMES, slow=_SLOW))
