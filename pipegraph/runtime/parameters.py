@@ -179,41 +179,6 @@ def computed_in(manifest: Manifest, dtype: torch.dtype, names: Collection[str]) 
     return structs.replace(manifest, values=values)
 
 
-class MissingGradients:
-    """Looks after each step for trainable parameters of these stages that got no gradient."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._untrained = {name for stage in manifest.stages for name in stage.untrained or ()}
-        self._tied = {name for group in manifest.tied for name in group}
-        self._told = False
-
-    def check(self, stages: Stages) -> None:
-        """Raise PipegraphError if the model gives one of them a gradient. Warn once of those that it gives none."""
-        missing = [
-            (name, index)
-            for index, stage in stages.items()
-            for name, parameter in parameters_of(stage)
-            if parameter.requires_grad and parameter.grad is None and name not in self._tied
-        ]
-        lost = [each for each in missing if each[0] not in self._untrained]
-        if lost:
-            name, index = lost[0]
-            more = f", nor did {len(lost) - 1} more parameters" if len(lost) > 1 else ""
-            raise PipegraphError(
-                f"{name} of stage {index} got no gradient in this step{more}, and the model gives it one.\n"
-                f"Try: look in stage_{index}.py for a detach() or no_grad that the model does not have; or freeze the "
-                "parameter with requires_grad_(False); or split the model anew if the package is older."
-            )
-        if missing and not self._told:
-            self._told = True
-            named = ", ".join(f"{name} (stage {index})" for name, index in missing[:3])
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            warnings.warn(
-                f"{named}{more} got no gradient in a step, as in the model: it or the loss does not use them.",
-                stacklevel=2,
-            )
-
-
 def state_dict(stages: Stages) -> dict[str, Any]:
     """The model's own keys, for these stages: every name of a tied weight, and no buffer that is not persistent."""
     return {name: item for stage in stages.values() for name, item in stage.state_dict().items()}

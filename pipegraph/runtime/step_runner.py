@@ -19,6 +19,7 @@ from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.loss_reduction import LossReduction
@@ -26,10 +27,10 @@ from pipegraph.runtime.measurements import CollectiveObserver, Observer, Observe
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.model_arguments import fill_structure
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
-from pipegraph.runtime.parameters import MissingGradients, parameters_of, redistribute_gradients
+from pipegraph.runtime.parameters import parameters_of, redistribute_gradients
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, TENSOR
+from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
 from pipegraph.runtime.replicas import Replicas, unwrapped
@@ -37,7 +38,6 @@ from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_state import StepOutputs
-from pipegraph.runtime.tensor_parallel import check_whole_gradients
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
@@ -113,7 +113,6 @@ class StepRunner:
             None if precision is None else precision.cast_from,
         )
         self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
-        self._missing = MissingGradients(manifest)
         find_parts(groups, stages)
         self._wiring = wiring = stage_wirings(manifest)
         self._boundaries = BoundaryDtypes(manifest, wiring, stages, places)
@@ -151,7 +150,6 @@ class StepRunner:
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
 
-        self._divided = world if world is not None and world.grid.length(TENSOR) > 1 else None  # until the first step
         self._shares: BatchShares | None = None
         self._collectives: ParameterCollectives | None = None
 
@@ -165,6 +163,7 @@ class StepRunner:
             self.ties.connect(world)
             self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
             self.transport = self._distributed
+        self._gradient_checks = GradientChecks(manifest, self.stages, loss_fn, world)
         guard.closing.callback(self.transport.close)
         if world and device.type == "cuda":
             guard.watch(lambda: world.close(abort=True))
@@ -180,12 +179,14 @@ class StepRunner:
     ) -> tuple[StepInputs, StepOutputs]:
         """Run one step, or only its forward. Returns what it took, and the results of its microbatches.
 
-        Collective. Raises BatchError for a batch that does not fit, and PipegraphError for a loss that is missing,
-        before anything is sent.
+        Collective. Raises BatchError for a batch that does not fit, and PipegraphError if there is no loss or nothing
+        to train, before anything is sent.
         """
         evaluates = request.evaluates
         trains = self._trains and not evaluates
         given, asked = self.check(args, kwargs, request)
+        if trains:
+            self._gradient_checks.before_step()
         self.transport.start("evaluate" if evaluates else "step", given)
         for ranks in self._informants:
             if given.unknown:
@@ -210,10 +211,7 @@ class StepRunner:
             if self._collectives is not None:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
-            self._missing.check(self.stages)
-            if self._divided is not None:
-                check_whole_gradients(self.stages, self._divided)
-                self._divided = None
+            self._gradient_checks.after_step()
         else:
             with self._during_step(observer):
                 given.dtypes = self._boundaries.under_autocast(given, self._distributed)

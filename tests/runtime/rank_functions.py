@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError, RuntimeFault
@@ -162,6 +164,23 @@ def evaluate(rank: int, folder: str) -> Any:
                 assert output is None
         pipe.step(*args, target=torch.zeros(4), **kwargs)
     pipe.evaluate(*(tensor[:2] for tensor in args), **kwargs)
+
+
+def frozen_steps(rank: int, folder: str) -> tuple[str, list[str]]:
+    """What a step of frozen stages says, and what has a gradient in one of stages of which the last is not frozen."""
+    freeze = partial(Module.requires_grad_, requires_grad=False)
+    inputs, target = torch.ones(4, 8), torch.zeros(4)
+    said = ""
+    for frozen in (2, 1):
+        pipe = pipeline(
+            folder, "1f1b", "eager", microbatches=2, loss_fn=loss, parallelize_fn=freeze if rank < frozen else None
+        )
+        pipe.evaluate(inputs, target=target)
+        try:
+            pipe.step(inputs, target=target)
+        except PipegraphError as error:
+            said += str(error)
+    return said, [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
 
 
 def clip(rank: int, folder: str, norm_types: list[float]) -> str:

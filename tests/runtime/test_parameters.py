@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from msgspec import structs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.errors import BatchError, PackageError, PipegraphError, RuntimeFault
 from pipegraph.package import MANIFEST, Package
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
+from tests.runtime import rank_functions, ranks
 from tests.runtime.packages import Reference, batch, loss, write
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sized_model import write as write_sized
@@ -53,6 +55,38 @@ def test_a_parameter_that_the_model_does_not_train_is_told_once(tmp_path: Path) 
     with pytest.warns(UserWarning, match=r"^layer1\.bias \(stage 1\) got no gradient in a step, as in the model"):
         pipe.step(inputs, target=torch.zeros(len(inputs)))
     pipe.step(inputs, target=torch.zeros(len(inputs)))
+
+
+NOTHING = r"^no parameter of any stage requires a gradient.*\nTry: requires_grad_\(\).*pipe\.evaluate"
+
+
+@pytest.mark.parametrize("kernels", ["autograd", "eager"])
+def test_a_step_that_would_train_nothing_is_refused(kernels: str, tmp_path: Path) -> None:
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), "1f1b", kernels, microbatches=2, loss_fn=loss)
+    inputs, target = torch.ones(4, 8), torch.zeros(4)
+    for stage in pipe.stages.values():
+        stage.requires_grad_(False)
+    with pytest.raises(PipegraphError, match=NOTHING):
+        pipe.step(inputs, target=target)
+    pipe.stages[0].requires_grad_()
+    pipe.step(inputs, target=target)
+
+
+def test_a_loss_may_be_all_that_is_trained(tmp_path: Path) -> None:
+    scale = nn.Parameter(torch.ones(()))
+    pipe = pipeline(
+        write(chain(2), tmp_path / "chain"), "1f1b", loss_fn=lambda output, target: loss(output, target) * scale
+    )
+    for stage in pipe.stages.values():
+        stage.requires_grad_(False)
+    pipe.step(torch.ones(2, 8), target=torch.zeros(2))
+    assert scale.grad is not None
+
+
+def test_ranks_refuse_together_a_step_that_would_train_nothing(tmp_path: Path) -> None:
+    by_rank = ranks.run(rank_functions.frozen_steps, 2, str(write(chain(2), tmp_path / "chain")))
+    assert all(re.search(NOTHING, said) and said.count("Try:") == 1 for said, _ in by_rank)
+    assert [trained for _, trained in by_rank] == [[], ["layer1.weight", "layer1.bias"]]
 
 
 def _without_gradient(package: Package | Path, kernels: str = "autograd") -> tuple[Pipeline, Tensor]:

@@ -1,0 +1,106 @@
+"""Whether a step trains what the model trains: nothing is left out in silence."""
+
+from __future__ import annotations
+
+import warnings
+
+from pipegraph.errors import PipegraphError
+from pipegraph.package import Manifest
+from pipegraph.runtime.gradient_reduction import trained_by
+from pipegraph.runtime.parameters import Stages, parameters_of
+from pipegraph.runtime.processes.rank_grid import TENSOR
+from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.tensor_parallel import check_whole_gradients
+
+
+class GradientChecks:
+    """Looks before and after each step of training whether it trains what the model trains.
+
+    Collective: every rank of a pipeline must make one, and call both methods in each step.
+
+    Args:
+        manifest: of the package.
+        stages: of this process.
+        loss_fn: may have parameters of its own.
+        world: the processes of the pipeline.
+    """
+
+    def __init__(self, manifest: Manifest, stages: Stages, loss_fn: object, world: World | None) -> None:
+        self._stages = stages
+        self._frozen = FrozenPipeline(stages, loss_fn, world)
+        self._missing = MissingGradients(manifest)
+        self._divided = world if world is not None and world.grid.length(TENSOR) > 1 else None  # until the first step
+
+    def before_step(self) -> None:
+        """Raise PipegraphError if no parameter of the pipeline requires a gradient."""
+        self._frozen.check()
+
+    def after_step(self) -> None:
+        """Raise PipegraphError if a gradient is missing, or ranks along `tp` differ in one after the first step."""
+        self._missing.check(self._stages)
+        if self._divided is not None:
+            check_whole_gradients(self._stages, self._divided)
+            self._divided = None
+
+
+class MissingGradients:
+    """Looks after each step for trainable parameters of these stages that got no gradient."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._untrained = {name for stage in manifest.stages for name in stage.untrained or ()}
+        self._tied = {name for group in manifest.tied for name in group}
+        self._told = False
+
+    def check(self, stages: Stages) -> None:
+        """Raise PipegraphError if the model gives one of them a gradient. Warn once of those that it gives none."""
+        missing = [
+            (name, index)
+            for index, stage in stages.items()
+            for name, parameter in parameters_of(stage)
+            if parameter.requires_grad and parameter.grad is None and name not in self._tied
+        ]
+        lost = [each for each in missing if each[0] not in self._untrained]
+        if lost:
+            name, index = lost[0]
+            more = f", nor did {len(lost) - 1} more parameters" if len(lost) > 1 else ""
+            raise PipegraphError(
+                f"{name} of stage {index} got no gradient in this step{more}, and the model gives it one.\n"
+                f"Try: look in stage_{index}.py for a detach() or no_grad that the model does not have; or freeze the "
+                "parameter with requires_grad_(False); or split the model anew if the package is older."
+            )
+        if missing and not self._told:
+            self._told = True
+            named = ", ".join(f"{name} (stage {index})" for name, index in missing[:3])
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            warnings.warn(
+                f"{named}{more} got no gradient in a step, as in the model: it or the loss does not use them.",
+                stacklevel=2,
+            )
+
+
+class FrozenPipeline:
+    """Refuses a step if nothing is trained on any rank."""
+
+    def __init__(self, stages: Stages, loss_fn: object, world: World | None) -> None:
+        self._stages, self._loss_fn, self._world = stages, loss_fn, world
+        self._everywhere = self._is_everywhere()
+
+    def check(self) -> None:
+        """Raise PipegraphError if no parameter of the pipeline requires a gradient.
+
+        Collective while that is so. Of several processes none asks the others again once a parameter is trained.
+        """
+        if self._everywhere or self._world is None:
+            self._everywhere = self._is_everywhere()
+        if self._everywhere:
+            raise PipegraphError(
+                "no parameter of any stage requires a gradient, so that a step would train nothing.\n"
+                "Try: requires_grad_() of what is to be trained, or pipe.evaluate(…, target=…) for the loss alone."
+            )
+
+    def _is_everywhere(self) -> bool:
+        trained = any(each.requires_grad for stage in self._stages.values() for _, each in parameters_of(stage))
+        trained = trained or bool(trained_by(self._loss_fn))
+        if self._world is None:
+            return not trained
+        return not any(number for (number,) in self._world.gather([float(trained)]))
