@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sysconfig
 from collections.abc import Iterator
@@ -220,3 +221,24 @@ def _close(reference: Tensor, found: Tensor) -> bool:
     tolerance = TOLERANCE if reference.dtype != torch.bfloat16 else 2**-6
     largest = max(float(reference[finite].abs().max()), 1e-3) if finite.any() else 1.0
     return bool(((reference[finite] - found[finite]).abs() <= tolerance * largest).all())
+
+
+def assert_equal_at_every_size(package: Package, model: nn.Module, *sizes: tuple[int, ...], train: bool = True) -> None:
+    """The stages, one after the other, give what the model does."""
+    stages = [package.load_stage(index).train(train) for index in range(len(package.manifest.stages))]
+    model.train(train)
+    for size in sizes:
+        x = torch.randn(size)
+        values = dict(zip(package.manifest.args, (x,), strict=True))
+        for entry, stage in zip(package.manifest.stages, stages, strict=True):
+            made = stage(*(values[name] for name in entry.inputs))
+            values |= dict(zip(entry.outputs, (made,) if len(entry.outputs) == 1 else made, strict=True))
+        expected = model(x)
+        assert values[package.manifest.stages[-1].outputs[0]].shape == expected.shape
+        torch.testing.assert_close(values[package.manifest.stages[-1].outputs[0]], expected)
+
+
+def numbers_in_forwards(package: Package) -> set[int]:
+    """The integers that are written in the forwards of a package."""
+    forwards = re.findall(r"    def forward\(.*?(?=\n\n|\Z)", source(package), re.DOTALL)
+    return {int(number) for forward in forwards for number in re.findall(r"(?<![\w.])\d+(?![\w.])", forward)}

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 
-from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
+from pipegraph.errors import PipegraphError, RuntimeFault
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.schedule import Action, Schedule
 from tests.runtime.packages import Reference, batch, loss, write
 from tests.runtime.parity import assert_parity
 from tests.runtime.pipelines import pipeline
@@ -144,69 +139,11 @@ def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-def test_a_backward_needs_a_loss(tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2)
-    with pytest.raises(PipegraphError, match=r"1f1b has a backward, which needs a loss.\nTry: Pipeline"):
-        pipe.step(torch.zeros(4, 8))
-
-
 def test_the_grad_mode_of_the_caller_does_not_matter(tmp_path: Path) -> None:
     pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
     with torch.no_grad():
         pipe.step(torch.ones(2, 8), target=torch.zeros(2))
     assert all(parameter.grad is not None for parameter in pipe.parameters())
-
-
-def test_inference_mode_would_train_nothing(tmp_path: Path) -> None:
-    """Every gradient would stay as it was, without an error."""
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
-    x, target = torch.ones(2, 8), torch.zeros(2)
-    with torch.inference_mode(), pytest.raises(PipegraphError, match=r"inference_mode.*\nTry: .*evaluate\(\)"):
-        pipe.step(x, target=target)
-    pipe.step(x, target=target)
-    assert all(parameter.grad is not None for parameter in pipe.parameters())
-
-
-def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=4, loss_fn=loss)
-    calls = []
-
-    def break_down(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("broken on purpose")
-
-    pipe.stages[1].register_forward_pre_hook(break_down)
-    (x,) = batch(pipe.package.manifest, 4).values()
-    with pytest.raises(RuntimeFault) as raised:
-        pipe.step(x, target=torch.zeros(8))
-    fault, row = str(raised.value).splitlines()
-    assert fault.startswith("rank 1 failed in stage 1, action 1F2, microbatch 2: ValueError: broken on purpose (at ")
-    assert fault.endswith('raise ValueError("broken on purpose"))')
-    assert row.endswith("1F2  <-- ERROR HERE")
-    assert isinstance(raised.value.__cause__, ValueError)
-    expected = pipeline(pipe.package, schedule="gpipe", microbatches=4, loss_fn=loss).step(x, target=torch.zeros(8))
-    assert torch.equal(pipe.step(x, target=torch.zeros(8)).loss, expected.loss)
-
-
-@pytest.mark.parametrize("method", ["begin", "prepare"])
-def test_a_stage_that_fails_before_its_first_action_is_named(method: str, tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=2, loss_fn=loss)
-
-    def fail(*_: object, **__: object) -> None:
-        raise ValueError("broken on purpose")
-
-    setattr(pipe._runner.kernels[1], method, fail)
-    (x,) = batch(pipe.package.manifest, 2).values()
-    expected = r"^rank 1 failed in stage 1, before action 1F0, microbatch 0: ValueError: broken on purpose"
-    with pytest.raises(RuntimeFault, match=expected):
-        pipe.step(x, target=torch.zeros(4))
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "8"])
-def test_a_timeout_is_a_number_of_seconds(timeout: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"^timeout cannot be .*: give the seconds that a rank waits"):
-        pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss, timeout=timeout)
 
 
 def read_a_value(_: object, inputs: tuple[Tensor, ...]) -> None:
@@ -240,116 +177,11 @@ def test_the_report_says_why_a_stage_is_left_to_autograd(tmp_path: Path) -> None
     )
 
 
-def test_two_threads_in_one_pipeline_are_refused(tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=loss)
-    (x,) = batch(pipe.package.manifest, 2).values()
-    refused: list[str] = []
-
-    def step() -> None:
-        try:
-            pipe.step(x, target=torch.zeros(4))
-        except PipegraphError as error:
-            refused.append(str(error))
-
-    def step_elsewhere(*_: object) -> None:
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join(10)
-
-    hook = pipe.stages[1].register_forward_pre_hook(step_elsewhere)
-    pipe.step(x, target=torch.zeros(4))
-    hook.remove()
-    assert len(refused) == 2
-    assert refused[0].startswith("this pipeline is in another call already, of another thread")
-    pipe.step(x, target=torch.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("options", "dimension"),
-    [({"tp_plan": {"layer0": "colwise"}}, "tp"), ({"fsdp": {"reshard_after_forward": True}}, "dp_shard")],
-)
-def test_what_divides_stages_needs_ranks_that_share_them(
-    options: dict[str, Any], dimension: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ArgumentError, match=rf'for ranks along "{dimension}".*\nTry: mesh='):
-        pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss, **options)
-
-
-def test_a_pipeline_is_not_copied(tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(PipegraphError, match=r"cannot be copied or pickled: .*\nTry: state_dict\(\)"):
-            copied(pipe)
-
-
 def test_a_pipeline_that_is_made_in_inference_mode_trains(tmp_path: Path) -> None:
     with torch.inference_mode():
         pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
     pipe.step(torch.ones(2, 8), target=torch.zeros(2))
     assert all(each.grad is not None for each in pipe.parameters())
-
-
-def test_a_loss_without_a_graph_is_refused(tmp_path: Path) -> None:
-    def detached(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output.detach(), target)
-
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=detached)
-    (x,) = batch(pipe.package.manifest, 2).values()
-    with pytest.raises(RuntimeFault, match="loss_fn returned a tensor without a gradient"):
-        pipe.step(x, target=torch.zeros(4))
-
-
-def test_an_edited_stage_that_breaks_its_boundary_is_named(tmp_path: Path) -> None:
-    folder = write(chain(2), tmp_path / "chain")
-    source = folder / "stage_0.py"
-    source.write_text(source.read_text().replace("torch.tanh(", "torch.tanh(1 + ").replace("(x))", "(x))[:, :3]"))
-    pipe = pipeline(folder, loss_fn=loss)
-    with pytest.raises(
-        RuntimeFault, match=r"returned h0 as float32\[2, 3\]; pipeline.json promises h0 float32\[2, 8\]"
-    ):
-        pipe.step(torch.ones(2, 8), target=torch.zeros(2))
-
-
-def test_an_edited_stage_that_returns_nothing_is_named(tmp_path: Path) -> None:
-    folder = write(chain(2), tmp_path / "chain")
-    source = folder / "stage_0.py"
-    source.write_text(source.read_text().replace("return ", "_ = "))
-    with pytest.raises(RuntimeFault, match=r"stage 0, .* returned a NoneType for h0, which goes to stage 1.\nTry: "):
-        pipeline(folder, loss_fn=loss).step(torch.ones(2, 8), target=torch.zeros(2))
-
-
-def test_the_class_of_a_loss_is_no_loss(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"this is the class MSELoss.\nTry: loss_fn="):
-        pipeline(write(chain(2), tmp_path / "chain"), loss_fn=nn.MSELoss)
-
-
-def test_a_loss_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=lambda output, target: output)
-    with pytest.raises(RuntimeFault, match=r"loss_fn\(output, target\) returned a tensor of shape \[2, 8\]"):
-        pipe.step(torch.ones(2, 8))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ("1f2b", 'Did you mean "1f1b"'),
-        ("absent.csv", "the schedule absent.csv cannot be read"),
-        (Schedule("mine", (0,), 1, ((Action.parse("0F0"),),)), "mine is for 1 stage, and there are 2"),
-        (
-            Schedule("two", (0, 1), 2, tuple((Action(i, "F", 0), Action(i, "F", 1)) for i in (0, 1))),
-            "has 2 microbatches",
-        ),
-    ],
-    ids=["name", "file", "stages", "microbatches"],
-)
-def test_a_schedule_that_does_not_fit_is_refused(schedule: str | Schedule, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        pipeline(write(chain(2), tmp_path / "chain"), schedule=schedule, microbatches=1, loss_fn=loss)
-
-
-def test_unknown_kernels_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PipegraphError, match=r'No kernels are called "autograb". Did you mean "autograd"'):
-        pipeline(write(chain(2), tmp_path / "chain"), kernels="autograb")
 
 
 @pytest.mark.parametrize("kernels", ["autograd", "eager"])
