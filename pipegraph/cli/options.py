@@ -128,8 +128,8 @@ PointsOption = Annotated[
     typer.Option(
         metavar="FQN,…",
         show_default=False,
-        help="Modules that start a stage, in the model's order; layers.3:end starts one after layers.3. Or Megatron's "
-        "layout of the stages: 'Et*3|(tt|)*4,L'.",
+        help="Modules that start a stage, in the model's order; layers.3:end starts one after layers.3, layer@2 one "
+        "at its second call. Or Megatron's layout of the stages: 'Et*3|(tt|)*4,L'.",
     ),
 ]
 StagesOption = Annotated[

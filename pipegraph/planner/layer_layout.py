@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pipegraph.arguments import argument
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured, Segment
-from pipegraph.graph.partition.split_points import Point
+from pipegraph.graph.partition.split_points import Point, point_before
 from pipegraph.units import format_number_of
 
 EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
@@ -108,9 +108,9 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
                 f"first layer.\nTry: {argument('points', _even(row.letters, len(stages) - 1))}."
             )
         if following[0] == LAYER:
-            points.append(Point(row.layers[done].fqn))
+            points.append(point_before(captured, row.layers[done]))
         elif row.after is not None:
-            points.append(Point(row.after.fqn))
+            points.append(point_before(captured, row.after))
         else:
             raise PlanError(
                 f"The last stage of the layout {text} has nothing to compute: {captured.model_name} ends with its last "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.partition.split_points import Point, SplitPoint
+from pipegraph.graph.partition.split_points import Point, SplitPoint, point_before
 from pipegraph.planner.layer_layout import is_layout, layout_points
 from pipegraph.units import format_number_of
 
@@ -21,7 +22,7 @@ def parse_points(captured: Captured, points: Sequence[str | Point] | Mapping[str
         ArgumentError: something of another type.
     """
     if isinstance(points, Mapping):
-        return tuple(Point(fqn, _side(fqn, side)) for fqn, side in points.items())
+        return tuple(replace(_without_side(fqn), side=_side(fqn, side)) for fqn, side in points.items())
     if isinstance(points, str) and is_layout(points):
         return layout_points(captured, points)
     if isinstance(points, str):
@@ -30,6 +31,10 @@ def parse_points(captured: Captured, points: Sequence[str | Point] | Mapping[str
     for point in points:
         require_type(point, (str, Point), "Each of points is the name of a module", 'points=["layers.4"]')
     return tuple(point if isinstance(point, Point) else Point.parse(point) for point in points)
+
+
+def _without_side(fqn: str) -> Point:
+    return Point(fqn) if ":" in fqn else Point.parse(fqn)
 
 
 def _side(fqn: str, side: object) -> SplitPoint:
@@ -55,7 +60,7 @@ def equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], 
             f"stages.\nTry: {argument('stages', len(chain))}, or {argument('points')} inside a segment."
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]
-    return tuple(Point(segment.fqn) for segment in firsts), [segment.start for segment in firsts]
+    return tuple(point_before(captured, segment) for segment in firsts), [segment.start for segment in firsts]
 
 
 def _few(names: Sequence[str]) -> str:

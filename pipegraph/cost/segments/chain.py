@@ -10,7 +10,7 @@ Candidate cuts are the beginnings and ends of module calls at every depth. Of th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
@@ -135,17 +135,17 @@ def _candidates(captured: Captured) -> list[_Cut]:
     holders = {name for fqn in parameters for name in _around(fqn)}
     layers = {segment.start for segment in captured.segments}
 
-    def plainness(point: Point) -> tuple[bool, bool, int]:
-        return point.fqn not in holders, point.side is SplitPoint.END, point.fqn.count(".")
+    def plainness(point: Point) -> tuple[bool, bool, bool, int]:
+        return point.fqn not in holders, point.call is not None, point.side is SplitPoint.END, point.fqn.count(".")
 
     names: dict[int, Point] = {}
-    for point, position in _points(captured):
+    for point, position in (*_points(captured), *_points_of_calls(captured, holders)):
         names[position] = min(names.get(position, point), point, key=plainness)
     cuts = []
     for position, point in sorted(names.items(), key=lambda item: item[0]):
         if work and work[0] < position <= work[-1] and not crossing.illegal[position]:
             weight = crossing.bytes[position]
-            empty, ends, depth = plainness(point)
+            empty, _, ends, depth = plainness(point)
             rank = (weight, position not in layers, empty, depth, ends, -position)
             cuts.append(_Cut(position, point, weight, crossing.gradient_bytes[position], rank))
     return cuts
@@ -168,6 +168,21 @@ def _points(captured: Captured) -> Iterator[tuple[Point, int]]:
     for fqn in called:
         yield Point(fqn), first[fqn]
         yield Point(fqn, SplitPoint.END), last[fqn] + 1
+
+
+def _points_of_calls(captured: Captured, holders: Container[str]) -> Iterator[tuple[Point, int]]:
+    """The beginning and end of every call of a module that holds parameters and is called more than once."""
+    spans: dict[str, dict[str, tuple[int, int]]] = {}
+    for position, node in enumerate(captured.nodes):
+        for call, fqn in path_of(node):
+            if fqn in holders:
+                calls = spans.setdefault(fqn, {})
+                calls[call] = (calls.get(call, (position,))[0], position + 1)
+    for fqn, calls in spans.items():
+        if len(calls) > 1:
+            for number, (start, stop) in enumerate(calls.values(), 1):
+                yield Point(fqn, call=number), start
+                yield Point(fqn, SplitPoint.END, number), stop
 
 
 def _around(fqn: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from pipegraph.arguments import argument
 from pipegraph.errors import PlanError, closest
-from pipegraph.graph.captured import Captured, split_point
+from pipegraph.graph.captured import Captured, Segment, split_point
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.replicated_values import parameter_free
 
@@ -25,21 +25,36 @@ class SplitPoint(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """``layers.4`` starts a stage at that module; ``layers.3:end`` starts one behind it."""
+    """``layers.4`` starts a stage at that module; ``layers.3:end`` starts one behind it.
+
+    Attributes:
+        fqn: the name of the module.
+        side: of the module.
+        call: which of its calls, from 1, if the model calls it more than once: ``layer@2`` is the second. None is the
+            beginning of the first call, and the end of the last.
+    """
 
     fqn: str
     side: SplitPoint = SplitPoint.BEGINNING
+    call: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Point:
         """Read a point as the command line writes it."""
-        name, colon, side = text.strip().rpartition(":")
-        if colon and side in ("end", "beginning"):
-            return cls(name, SplitPoint(side))
-        return cls(text.strip())
+        name, colon, written = text.strip().rpartition(":")
+        side = SplitPoint(written) if colon and written in ("end", "beginning") else None
+        name = text.strip() if side is None else name
+        fqn, at, number = name.rpartition("@")
+        is_call = bool(at) and number.isdecimal() and number.isascii() and len(number) < 10
+        return cls(fqn if is_call else name, side or SplitPoint.BEGINNING, int(number) if is_call else None)
 
     def __str__(self) -> str:
-        return self.fqn if self.side is SplitPoint.BEGINNING else f"{self.fqn}:end"
+        return self.module if self.side is SplitPoint.BEGINNING else f"{self.module}:end"
+
+    @property
+    def module(self) -> str:
+        """The module and its call, without the side."""
+        return self.fqn if self.call is None else f"{self.fqn}@{self.call}"
 
 
 def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
@@ -88,10 +103,25 @@ def points_of_pipe_splits(captured: Captured) -> tuple[Point, ...]:
     return tuple(points)
 
 
+def point_before(captured: Captured, segment: Segment) -> Point:
+    """The point that starts a stage with a segment."""
+    call = next((call for call, fqn in path_of(captured.nodes[segment.start]) if fqn == segment.fqn), None)
+    calls = _calls(captured, segment.fqn)
+    return Point(segment.fqn, call=calls.index(call) + 1 if call in calls[1:] else None)
+
+
 def _position(captured: Captured, point: Point) -> int:
+    if point.module in captured.modules:  # the name of a module may end as a call does
+        point = Point(point.module, point.side)
     inside = [index for index, node in enumerate(captured.nodes) if _runs_in(node, point.fqn)]
     if not inside:
         raise PlanError(_unknown(captured, point))
+    if point.call is not None:
+        calls = _calls(captured, point.fqn)
+        if not 0 < point.call <= len(calls):
+            raise PlanError(_no_such_call(point, len(calls)))
+        call = calls[point.call - 1]
+        inside = [index for index, node in enumerate(captured.nodes) if (call, point.fqn) in path_of(node)]
     start = inside[0] if point.side is SplitPoint.BEGINNING else inside[-1] + 1
     work = _work(captured)
     if not work or start <= work[0]:
@@ -109,6 +139,20 @@ def _position(captured: Captured, point: Point) -> int:
 
 def _runs_in(node: fx.Node, fqn: str) -> bool:
     return any(each == fqn or each.startswith(f"{fqn}.") for _, each in path_of(node))
+
+
+def _calls(captured: Captured, fqn: str) -> list[str]:
+    """The calls of a module, in order."""
+    return list(dict.fromkeys(call for node in captured.nodes for call, each in path_of(node) if each == fqn))
+
+
+def _no_such_call(point: Point, count: int) -> str:
+    """The message for a call of a module that the model does not make."""
+    if not count:
+        return f"Split point {point}: {point.fqn} is never called itself.\nTry: {replace(point, call=None)}."
+    known = [str(replace(point, call=call)) for call in (1, count)]
+    times = "once" if count == 1 else f"{count} times"
+    return f"Split point {point}: {point.fqn} is called {times}.\nTry: {' to '.join(dict.fromkeys(known))}."
 
 
 def _work(captured: Captured) -> list[int]:
