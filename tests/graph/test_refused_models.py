@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import path_of
 from pipegraph.graph.sources import load
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +44,96 @@ def test_control_flow_on_values_names_the_users_line() -> None:
         f"  at {file}:{line}: if x.sum() > 0:",
         "Try: for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument.",
     ]
+
+
+class Stochastic(Linears):
+    """Leaves its second layer out at random while it is trained."""
+
+    def __init__(self, layerdrop: float, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layerdrop, self.draw = layerdrop, draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if self.training:
+            chance = self.draw()
+            if chance < self.layerdrop:
+                return x
+        return self.b(x)
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "uniform": lambda: random.uniform(0, 1),
+    "choice": lambda: random.choice([0.1, 0.9]),
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand([]),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_stochastic_depth_that_is_switched_off_is_captured(draw: str) -> None:
+    state = random.getstate(), np.random.get_state()[1].tolist()
+    found = captured(Stochastic(0, DRAWS[draw]), torch.ones(2, 4))
+    assert [str(node.target) for node in found.nodes] == ["aten.linear.default"] * 2
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_stochastic_depth_by_a_branch_is_refused(draw: str) -> None:
+    model = Stochastic(0.5, DRAWS[draw])
+    message = r"(?s)Stochastic cannot be captured in training mode.*test_refused_models\.py:\d+.*\nTry: .*layerdrop=0"
+    for _ in range(4):  # whatever is drawn
+        with pytest.raises(CaptureError, match=message):
+            captured(model, torch.ones(2, 4))
+
+
+def test_a_random_number_in_the_graph_is_refused() -> None:
+    class Scaled(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x) * random.random())
+
+    with pytest.raises(CaptureError, match=r"Scaled cannot be captured\. It draws random numbers of Python"):
+        captured(Scaled(), torch.ones(2, 4))
+
+
+def test_what_draws_in_training_mode_alone_is_captured_in_evaluation_mode() -> None:
+    with pytest.warns(UserWarning, match="evaluation mode alone.*: It draws random numbers of Python"):
+        found = captured(Stochastic(0.5, random.random).eval(), torch.ones(2, 4))
+    assert len(found.nodes) == 2 and not found.training
+
+
+@pytest.mark.parametrize(
+    ("compare", "bound", "expected"),
+    [
+        (torch.lt, 0, False), (torch.lt, -0.5, False), (torch.lt, 1, True), (torch.lt, 0.5, None),
+        (torch.le, 0, None), (torch.le, -0.1, False), (torch.le, 1.0, True),
+        (torch.gt, 0, None), (torch.gt, -0.1, True), (torch.gt, 1, False),
+        (torch.ge, 0, True), (torch.ge, 2, False), (torch.ge, 0.5, None),
+    ],
+)  # fmt: skip
+def test_comparisons_of_a_random_number_that_have_one_outcome(
+    compare: Callable[..., Tensor], bound: float, expected: bool | None
+) -> None:
+    class Branches(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if compare(torch.rand(()), bound) else self.b(x)
+
+    if expected is None:
+        with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+            captured(Branches(), torch.ones(2, 4))
+    else:
+        found = captured(Branches(), torch.ones(2, 4))
+        assert [fqn for node in found.nodes for _, fqn in path_of(node)] == ["a" if expected else "b"]
+
+
+def test_torch_vmap_is_named() -> None:
+    class Mapped(Linears):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.vmap(torch.sin)(self.a(x)))
+
+    with pytest.raises(CaptureError, match=r"uses torch\.vmap.*\n  at .*torch.vmap\(torch.sin\)"):
+        captured(Mapped(), torch.ones(2, 4))
 
 
 def test_an_error_of_the_model_names_the_users_line() -> None:

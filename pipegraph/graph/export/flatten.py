@@ -239,10 +239,7 @@ class _Flattening:
 
     def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:
         if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-            raise CaptureError(
-                f"The model uses {node.target}, a control-flow or custom operator that cannot be written as a stage."
-                "\nTry: replace it by plain tensor operations (torch.where for torch.cond)."
-            )
+            raise CaptureError(_unsupported(node))
         for parent in node.all_input_nodes:
             if isinstance(values[parent], _Unwritable):
                 raise values[parent].error
@@ -259,6 +256,20 @@ class _Flattening:
         }
         copy_places(node, placed)
         return placed
+
+
+def _unsupported(node: fx.Node) -> str:
+    """The message for a call of the graph that is no operator of torch."""
+    at = f"\n  at {line}" if (line := source_line(node)) else ""
+    if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+        return (
+            f"The model uses torch.vmap or another function of torch.func, which cannot be written as a stage.{at}\n"
+            "Try: write the operations for the whole batch."
+        )
+    return (
+        f"The model uses {node.target}, a control-flow or custom operator that cannot be written as a stage.{at}\n"
+        "Try: replace it by plain tensor operations (torch.where for torch.cond)."
+    )
 
 
 def _keep_numbers(node: fx.Node, tensor: torch.Tensor) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -173,3 +175,27 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
             return leaf.device
     return torch.device("cpu")
+
+
+@contextmanager
+def generators_restored() -> Iterator[Callable[[], bool]]:
+    """Put Python's and NumPy's own random number generators back as they were.
+
+    Yields:
+        whether a number was drawn of them.
+    """
+    before, numpy = _states(), sys.modules.get("numpy")
+    try:
+        yield lambda: _states() != before
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+
+
+def _states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    name, numbers, *others = numpy.random.get_state()
+    return random.getstate(), (name, tuple(numbers.tolist()), *others)

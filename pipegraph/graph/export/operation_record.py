@@ -18,11 +18,13 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
+from pipegraph.graph.export.certain_chances import CertainChances
 from pipegraph.graph.export.isolation import (
     active_fake_mode,
     attributes_restored,
     buffers_restored,
     fake_parameters,
+    generators_restored,
     refusals_not_logged,
 )
 from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, values_of
@@ -89,11 +91,13 @@ def without_memory(
     with (
         attributes_restored(model),
         buffers_restored(model),
+        generators_restored(),
         fake_parameters(model, args, kwargs, device=device) as (fake_args, fake_kwargs),
         exporting(),
         refusals_not_logged(),
         warnings.catch_warnings(),
         torch.no_grad(),
+        CertainChances(),
     ):
         warnings.simplefilter("ignore")  # the model's own were shown when it was exported
         with active_fake_mode(model, fake_args, fake_kwargs):
@@ -182,7 +186,7 @@ def device_branch(
     devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     here, other = ("cuda", "cpu") if "cuda" in devices else ("cpu", "cuda")
     try:
-        own, there = (_calls(model, mode, args, kwargs, device) for device in (None, other))
+        own, there = (calls_of_model(model, mode, args, kwargs, device) for device in (None, other))
     except Exception:  # a model that moves its tensors to a device by name, say
         return ""
     for one, two in zip_longest(own, there):
@@ -191,16 +195,22 @@ def device_branch(
     return ""
 
 
-_Calls = list[tuple[str, str]]
+FunctionCalls = list[tuple[str, str]]
+"""(function of torch, line of the model's source) of each call."""
 
 
 def _described(call: tuple[str, str] | None) -> str:
     return "ends" if call is None else f"calls {call[0]} at {call[1]}" if call[1] else f"calls {call[0]}"
 
 
-def _calls(
-    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None
-) -> _Calls:
+def calls_of_model(
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str | None = None,
+) -> FunctionCalls:
+    """Run a model without memory, as `operations_of_model` does, here or as if it were on another kind of device."""
     where = None if device is None else torch.device(device, 0) if device != "cpu" else torch.device(device)
     with without_memory(model, args, kwargs, where) as (fake_args, fake_kwargs):
         for module, training in mode.items():
@@ -215,7 +225,7 @@ class _FunctionRecord(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: _Calls = []
+        self.calls: FunctionCalls = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,11 @@ from torch.export import ExportedProgram
 
 from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
+from pipegraph.graph.export.certain_chances import CertainChances
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
-from pipegraph.graph.export.isolation import fake_parameters, not_logged, refusals_not_logged
+from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
 from pipegraph.graph.export.module_calls import record_calls
+from pipegraph.graph.export.python_random import check_chances
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     fixed_sizes_seen,
@@ -27,6 +30,9 @@ from pipegraph.graph.internals import (
     pytree,
 )
 from pipegraph.graph.symbolic_size import InputDimension
+
+# An attribute that switches something off at random, as `layerdrop` of transformers does.
+_PROBABILITY = re.compile(r"self\.(\w*drop\w*)")
 
 
 class Exported(NamedTuple):
@@ -66,8 +72,9 @@ def export(
         trains: whether to try training mode.
 
     Raises:
-        CaptureError: neither mode works, or a backward would be lost that is not the derivative of its forward and
-            ``allow_derivative`` does not say to take that; names the line of the model's own source.
+        CaptureError: neither mode works, or random numbers of Python decide what the model does, or a backward would
+            be lost that is not the derivative of its forward and ``allow_derivative`` does not say to take that; names
+            the line of the model's own source.
     """
     modules = list(model.modules())
     own_modes = {module: module.training for module in modules}
@@ -117,8 +124,24 @@ def export_in(
 
     The sizes of the inputs may vary, but for those in ``fixed`` and those that the model fixes; None fixes all.
 
-    Raises what export raises.
+    Raises what export raises, and CaptureError if what the model does depends on random numbers of Python.
     """
+    with generators_restored() as are_used:
+        program = _export(mode, model, args, kwargs, dtype, fixed, allow_derivative)
+        if are_used():
+            check_chances(model, mode, args, kwargs)
+    return program
+
+
+def _export(
+    mode: Mapping[nn.Module, bool],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None,
+    fixed: frozenset[InputDimension] | None,
+    allow_derivative: bool,
+) -> ExportedProgram:
     with (
         record_calls(model),
         lstm_states_in_their_shapes(),
@@ -126,6 +149,7 @@ def export_in(
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
         _graphs_not_shown(),
+        CertainChances(),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
@@ -213,6 +237,8 @@ def explanation(model: nn.Module, error: Exception, mode: str = "") -> str:
     )
     if _depends_on_values(error):
         advice = "for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument"
+        if chance := _PROBABILITY.search(where or ""):
+            advice = f"{chance[1]}=0 where the model is built, which needs no branch; {advice}"
     if mode == " in training mode":
         advice += "; or model.eval() in build_model, for stages that do not train"
     at = f"\n  at {where}" if where else ""
@@ -228,6 +254,8 @@ def _summary(error: Exception) -> str:
     if _depends_on_values(error):
         return "what it does depends on the values of a tensor, which are not known while it is traced"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, CaptureError):
+        return lines[0].rstrip(".")
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
