@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The types of a graph's targets, nestings of tensors, and a mode that sees every operation have no public module.
 __all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "pytree"]
 
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchvision
+# The folders of torch (not torchvision) and pipegraph.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a model is captured: ``torch.export``, and what `_replaced` puts in the place of functions, are of the
@@ -196,7 +197,7 @@ def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None
 def _with_helpers(
     frames: traceback.StackSummary, kept: traceback.StackSummary, name_of: Callable[[types.FrameType], str]
 ) -> traceback.StackSummary:
-    """The frames that torch keeps, and those outside torch that they call, under other names."""
+    """The frames that torch keeps, and those of others that they call, under other names."""
     known = {(frame.filename, frame.lineno) for frame in kept}
     first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in known), len(frames))
     running = _frames_outside(inspect.currentframe())
@@ -204,7 +205,7 @@ def _with_helpers(
     for frame in frames[first:]:
         if (frame.filename, frame.lineno) in known:
             named.append(frame)
-        elif not frame.filename.startswith(_TORCH):
+        elif not frame.filename.startswith(_LIBRARIES):
             place = (frame.filename, frame.lineno, frame.name)
             found = next((each for each in running if _place_of(each) == place), None)
             name = name_of(found) if found is not None else frame.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -214,3 +215,38 @@ def test_blocks_may_be_functions_alone(tmp_path: Path) -> None:
     package = split(tmp_path, model, (x,), cut="second")
     assert "from torch import Tensor\n" in package.path.joinpath("blocks.py").read_text()
     assert differences(package, model, (x,)) == []
+
+
+def mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    places = torch.arange(length, device=device)
+    least = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+    return torch.where(places > places.view(length, 1), least, torch.zeros((), dtype=dtype, device=device))
+
+
+class Distances(nn.Module):
+    """Takes no tensors, and has none."""
+
+    def forward(self, length: int, device: torch.device) -> Tensor:
+        places = torch.arange(length, device=device)
+        return (places - places.view(length, 1)).abs().sqrt()
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scores, self.distances = nn.Linear(8, 8), nn.Linear(8, 8), Distances()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        scores = self.scores(x) @ x.mT + mask(16, x.dtype, x.device)[: x.shape[1], : x.shape[1]]
+        return (scores - self.distances(16, x.device)[: x.shape[1], : x.shape[1]].to(x.dtype)).softmax(-1) @ x
+
+
+def test_what_has_no_tensor_makes_none_on_a_device_of_its_own(tmp_path: Path) -> None:
+    """Nor in a dtype of its own: it is written where there is a tensor that has both."""
+    model, x = Masked(), torch.randn(2, 5, 8)
+    package = split(tmp_path, model, (x,), cut="scores")
+    assert "get_default_device" not in source(package) and "float32" not in source(package)
+    assert differences(package, model, (x,)) == []
+    stages, half = [package.load_stage(index).to(torch.bfloat16) for index in range(2)], x.to(torch.bfloat16)
+    assert torch.equal(stages[1](stages[0](half)), copy.deepcopy(model).to(torch.bfloat16)(half))

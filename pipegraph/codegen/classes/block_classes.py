@@ -20,7 +20,7 @@ from pipegraph.codegen.forward.mode_branches import group_branches
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
 from pipegraph.codegen.forward.statement_loops import roll_statements
-from pipegraph.codegen.forward.tensor_attributes import UnknownDtypeError
+from pipegraph.codegen.forward.tensor_attributes import UnknownAttributeError
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
@@ -166,7 +166,7 @@ class BlockClasses:
                 self.names.returned_together.update(called.makes)
             try:
                 source, modules = self._class(members, called)
-            except (UnknownSizeError, UnknownDtypeError):  # the code around the module has the tensor
+            except (UnknownSizeError, UnknownAttributeError):  # the code around the module has the tensor
                 return None
             return self._call(called, call(source.name), modules, parameters=source.parameters)
         return self._call(called, constructor, modules)

@@ -13,7 +13,7 @@ from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.forward.items import ClassContents, HelperCall, Operation
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ReplacedParameterError
 from pipegraph.codegen.forward.statement_loops import roll_statements
-from pipegraph.codegen.forward.tensor_attributes import UnknownDtypeError
+from pipegraph.codegen.forward.tensor_attributes import UnknownAttributeError
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, variable
 from pipegraph.codegen.names.model_names import ModelNames, prose
@@ -100,7 +100,7 @@ class HelperFunctions:
         neutral = [f"p{position}" for position in range(len(called.reads))]
         try:
             statements = self._statements(members, called, neutral, named=False)
-        except (UnknownSizeError, UnknownDtypeError):  # the code around the call has the tensor
+        except (UnknownSizeError, UnknownAttributeError):  # the code around the call has the tensor
             return None
         if any(part == SELF for statement in statements for part in statement.walk()):  # a dropout asks for the mode
             return None

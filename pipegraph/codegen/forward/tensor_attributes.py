@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import sympy
 from torch import fx
@@ -10,6 +10,7 @@ from torch import fx
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.local_variables import LocalVariables
 from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal, unary
+from pipegraph.codegen.syntax.statements import Statement
 from pipegraph.graph.captured import model_dtype, model_number
 from pipegraph.graph.nodes import dimension_of, dtypes_of
 from pipegraph.graph.symbolic_size import FUNCTIONS, SymbolicSize, fold
@@ -72,30 +73,46 @@ def _combined(symbol: str, left: Expression, right: Expression) -> Expression:
     return unary("-", right) if symbol == "*" and left == literal(-1) else Binary(symbol, left, right)
 
 
-class UnknownDtypeError(Exception):
-    """No value of a class has the dtype of the model."""
+class UnknownAttributeError(Exception):
+    """No value of a module or function has the dtype of the model, or there is none to ask for its device."""
 
 
-class ModelDtypes:
-    """Where a ``forward`` reads the dtype of the model.
+_DEFAULT_DEVICE = call("torch.get_default_device")
+
+
+class ModelAttributes:
+    """Where a ``forward`` reads the device and the dtype of the model.
 
     Args:
         values: the variables of the ``forward``.
         contents: the class.
+        tensors: the parameters of the ``forward`` and its state.
+        has_caller: whether the code around it may have what it does not have.
+
+    Attributes:
+        device: on which it makes tensors: ``x.device`` of its first parameter, or else of its state.
     """
 
-    def __init__(self, values: LocalVariables, contents: ClassContents) -> None:
+    def __init__(
+        self, values: LocalVariables, contents: ClassContents, tensors: Sequence[Expression], has_caller: bool
+    ) -> None:
         self._values = values
-        self._contents = contents
+        self._contents, self._has_caller = contents, has_caller
+        self.device: Expression = Attribute(tensors[0], "device") if tensors else _DEFAULT_DEVICE
 
-    def expression(self, node: fx.Node) -> Expression:
+    def check(self, statements: Iterable[Statement]) -> None:
+        """Raise UnknownAttributeError if a module or function makes a tensor and has none to ask for its device."""
+        if self._has_caller and any(part == _DEFAULT_DEVICE for each in statements for part in each.walk()):
+            raise UnknownAttributeError
+
+    def dtype(self, node: fx.Node) -> Expression:
         """``x.dtype`` or ``torch.finfo(x.dtype).min``, of the first variable or parameter that has the model's dtype.
 
         A stage without such a variable asks its modules: ``next(self.parameters()).dtype``.
 
         Raises:
-            UnknownDtypeError: a module has none; the code around it does. A stage without parameters of that dtype
-                keeps what was captured.
+            UnknownAttributeError: a module or function has none; the code around it does. A stage without parameters of
+                that dtype keeps what was captured.
         """
         values = self._values
         own, other, *limit = node.args
@@ -105,8 +122,8 @@ class ModelDtypes:
             values.write(found)
             variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
             holder: Expression = variable or values.written[found]
-        elif self._contents.prefix:
-            raise UnknownDtypeError
+        elif self._has_caller:
+            raise UnknownAttributeError
         elif {each.dtype for each in self._contents.state.values() if each.kind == "parameter"} == {own}:
             holder = call("next", call("self.parameters"))
         else:

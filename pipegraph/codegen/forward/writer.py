@@ -33,7 +33,7 @@ from pipegraph.codegen.forward.mode_branches import BranchWriter
 from pipegraph.codegen.forward.roll_loops import LoopWriter
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers, with_fixed_sizes
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
-from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelDtypes, SizeVariables
+from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelAttributes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.forward.with_blocks import WithBlocks
 from pipegraph.codegen.names.identifiers import relative, unused, variable
@@ -87,10 +87,8 @@ class ForwardWriter:
         clashes: Container[str],
         sizes: Sequence[sympy.Expr],
     ) -> None:
-        self._contents = contents
-        self._tree = tree
-        self._numbers = numbers
-        self._parameters = parameters
+        self._contents, self._tree = contents, tree
+        self._numbers, self._parameters = numbers, parameters
         names = dict(zip(contents.inputs, parameters, strict=True))
         self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
@@ -99,10 +97,11 @@ class ForwardWriter:
         functions = frozenset(item.function for item in with_inner(contents.items) if isinstance(item, HelperCall))
         self._values = LocalVariables(self._name, uses, attributes, names, functions)
         self._made = {node for item in with_inner(contents.items) for node in item.makes}
-        tensor = Name(parameters[0]) if parameters else next(iter(attributes.values()), None)
-        self._device = Attribute(tensor, "device") if tensor is not None else call("torch.get_default_device")
         self._sizes = SizeVariables(self._values, sizes)
-        self._dtypes = ModelDtypes(self._values, contents)
+        tensors = [*map(Name, parameters), *attributes.values()]
+        has_caller = bool(contents.prefix) or isinstance(numbers, HelperNumbers)
+        self._model = ModelAttributes(self._values, contents, tensors, has_caller)
+        self._device = self._model.device
         self._branches = BranchWriter(self._values, self._name, self._item)
         self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
         self._lists = Lists(self._values)
@@ -117,13 +116,14 @@ class ForwardWriter:
         """Write the statements; once only.
 
         Raises:
-            UnknownSizeError: no variable has a size that an operation names.
+            UnknownSizeError, UnknownAttributeError: no variable has what an operation names.
         """
         for item in self._contents.items:
             self._sizes.keep()
             self._item(item)
         results = self._return()
-        return WrittenForward(nested(self._values.statements), results, tuple(self._values.clashes))
+        self._model.check(statements := nested(self._values.statements))
+        return WrittenForward(statements, results, tuple(self._values.clashes))
 
     def _return(self) -> tuple[str, ...]:
         """Write ``return``; return the names of the results: of an expression, that which its variable would have.
@@ -180,7 +180,7 @@ class ForwardWriter:
 
     def _express(self, node: fx.Node) -> Expression:
         if node.target in OF_MODEL_DTYPE:
-            return self._dtypes.expression(node)
+            return self._model.dtype(node)
         operands: list[Expression] = []
 
         def operand(argument: fx.Node | SymbolicSize) -> Expression:
