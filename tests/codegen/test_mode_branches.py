@@ -231,10 +231,10 @@ CASES = {
             h = torch.full((), 0.25, device=x.device)
         h = a + h
         if self.training:
-            part = self.table
+            result = self.table
         else:
-            part = self.other
-        return h * part
+            result = self.other
+        return h * result
 """,
     Rearranges: """
         if self.training:

@@ -21,6 +21,7 @@ from pipegraph.codegen.forward.items import (
     with_inner,
 )
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
+from pipegraph.graph.captured import by_mode
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.operators import operator_of
 
@@ -198,7 +199,7 @@ def _default_name(item: Item) -> str:
         return item.function
     if isinstance(item, Operation):
         if not isinstance(item.node.target, OpOverload):
-            return "part"
+            return "result" if item.node.target is by_mode else "part"
         name, _ = operator_name(item.node.target)
         return "attention" if name == "scaled_dot_product_attention" else name.strip("_")
     parts = [part for part in (fqn_of(item) or "").split(".") if not part.isdigit()]
