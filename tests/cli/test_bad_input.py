@@ -282,6 +282,7 @@ def test_a_flipped_bit_is_named(pipegraph: Command, copied: Path) -> None:
     assert unchecked.code == 0 and "damaged" not in unchecked.out
 
 
+@pytest.mark.slow
 def test_every_rank_takes_changed_weights_when_asked(pipegraph: Command, copied: Path) -> None:
     _flip_bit(copied)
     assert pipegraph("run", copied, "--kernels", "autograd", "--no-check-weights").code == 0

@@ -19,6 +19,7 @@ from pipegraph.package.prediction import UNCORRECTED
 from pipegraph.schedule import build, lower, to_csv
 from tests.cli.command import ROOT, Command, program
 from tests.equal_work import equal_work_shared
+from tests.slow import cases
 
 # The kernels of processes that are tested for something else: they take the least time to be ready.
 AUTOGRAD = ("--kernels", "autograd")
@@ -109,7 +110,7 @@ def cells(out: str) -> list[list[str]]:
     return [re.split(" {2,}", line.strip()) for line in out.splitlines()]
 
 
-@pytest.mark.parametrize(("nproc", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+@pytest.mark.parametrize(("nproc", "schedule"), cases([(1, "1f1b"), (2, "zb-h1")], slow=[(2, "zb-h1")]))
 def test_predicted_and_measured(pipegraph: Command, priced: Path, nproc: int, schedule: str) -> None:
     options = ("--kernels", "eager", "--steps", 3, "--microbatches", 4, "--schedule", schedule)
     done = pipegraph("run", priced, "--nproc", nproc, *options)

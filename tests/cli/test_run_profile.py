@@ -35,7 +35,8 @@ def processes(how: str, *run: object) -> Result:
     return program("-m", "pipegraph", *run, "--nproc", how)
 
 
-@pytest.mark.parametrize("how", ["2", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["2", "torchrun"])
 def test_every_step_after_the_first_is_recorded(pipegraph: Command, chain: Path, tmp_path: Path, how: str) -> None:
     folder = tmp_path / "my runs"
     done = processes(how, "run", chain, *AUTOGRAD, "--steps", 3, "--profile", folder)

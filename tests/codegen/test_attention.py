@@ -55,7 +55,9 @@ CASES: dict[str, tuple[nn.Module, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", cases(list(CASES), slow=("no bias", "sequence first", "three")))
+@pytest.mark.parametrize(
+    "case", cases(list(CASES), slow=("no bias", "sequence first", "three", "added key", "weights of heads"))
+)
 def test_attention_is_a_module_of_torch(case: str, tmp_path: Path) -> None:
     model, expected = CASES[case]
     args = tuple(batch(2, 3, 8) + shift for shift in range(3))

@@ -93,6 +93,7 @@ def test_what_save_pretrained_writes_is_read(model: str, request: pytest.Fixture
     assert differing(saved.package, saved.sharded, saved.model) == []
 
 
+@pytest.mark.slow
 def test_experts_are_read_in_their_parts(tmp_path: Path) -> None:
     saved = save(tmp_path, "MixtralForCausalLM")
     stored = saved.package.manifest.checkpoint.stored

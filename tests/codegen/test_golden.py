@@ -14,6 +14,7 @@ from pipegraph.codegen.package_files import generate
 from pipegraph.graph.sources import load
 from tests.captures import captured
 from tests.codegen.parity import ROOT, untidy
+from tests.slow import cases
 from tests.torch_version import is_tested_version
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,7 +47,7 @@ def generated(name: str) -> dict[str, str]:
     return {**files, "pipeline.json": manifest.to_json()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(list(MODELS), slow=["t5"]))
 def test_package_is_as_it_was(name: str, pytestconfig: pytest.Config) -> None:
     files = generated(name)
     folder = GOLDEN / name

@@ -113,6 +113,7 @@ def test_stages_without_weights_start_as_the_model(weights: bool, tmp_path: Path
     assert torch.equal(made["head.weight"], made["embed.weight"])
 
 
+@pytest.mark.slow
 def test_numbers_do_not_depend_on_the_cut_or_on_earlier_ones(tmp_path: Path) -> None:
     two = parameters_of(package_of(tmp_path, 2, False))
     before = torch.random.get_rng_state()

@@ -40,6 +40,7 @@ CUTS = [
 
 # The longest ones, whose models other tests split as well.
 SLOW = (
+    ("tests/models/rotary.py", 3),
     ("examples/unet.py", 4),
     ("tests/models/rotary.py", "layers.1.attention.out,layers.4.mlp.1"),
     ("tests/models/llama.py", "model.layers.1.mlp"),

@@ -90,6 +90,7 @@ def test_states_are_unpacked_as_in_the_source(tmp_path: Path) -> None:
     assert "self.second = nn.LSTM(8, 8, num_layers=2, bias=False, batch_first=True)" in source(package)
 
 
+@pytest.mark.slow
 def test_layers_that_are_no_modules_are_functions_of_torch(tmp_path: Path) -> None:
     text = source(split(tmp_path, hooked_recurrences(), (batch(5, 3, 4),), cut="cell"))
     functions = ["torch.lstm(", "torch.gru(", "torch.rnn_relu("]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from tests.codegen.parity import assert_equal_at_every_size, numbers_in_forwards, source, split
+from tests.slow import cases
 
 BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
 
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         return x + self.out(attended.transpose(1, 2).reshape(batch, length, features))
 
 
-@pytest.mark.parametrize("window", [None, 16, 5])
+@pytest.mark.parametrize("window", cases([None, 16, 5], slow=[16]))
 def test_a_mask_is_that_of_the_length_at_hand(window: int | None, tmp_path: Path) -> None:
     """A window of 16 is the causal mask for 13 positions, and not for 40."""
     model = nn.Sequential(*(Attention(window) for _ in range(3)))

@@ -97,6 +97,7 @@ def test_written_without_weights_shards_hold_buffers(tmp_path: Path) -> None:
         package.load_stage(0)
 
 
+@pytest.mark.slow
 def test_rotary_tables_keep_their_values(tmp_path: Path) -> None:
     """The parameters are on the meta device; a table computed in a constructor must survive."""
     plan = pipegraph.plan(captured("hf:tests/models/tied_llama"), stages=2, balance="uniform")

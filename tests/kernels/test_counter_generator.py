@@ -16,6 +16,7 @@ from pipegraph.kernels import SeededKernels, make
 from pipegraph.kernels.random.counter_generator import CounterGenerator
 from pipegraph.runtime.random_numbers import RandomNumbers
 from tests.kernels.stages import Function, Layers
+from tests.slow import cases
 
 COUNT = 200_000
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ EXPECTED: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*is left to autograd.*")
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", cases(list(EXPECTED), slow=list(EXPECTED)[::2]))
 def test_every_operation_draws_from_its_key(name: str) -> None:
     draw, mean, deviation = EXPECTED[name]
     results = []
@@ -129,7 +130,7 @@ def test_compiled_kernels_draw_the_same_in_layers_that_share_them() -> None:
         made.draw_from(Keys())
         forward = made.forward([torch.ones(4, 8)])
         results[kernels] = forward.outputs[0], *made.backward(forward.saved, [torch.ones(4, 4)])
-    assert_close(results["inductor"], results["eager"], rtol=1e-5, atol=1e-5)  # sums in another order
+    assert_close(results["inductor"], results["eager"], rtol=1e-5, atol=1e-4)  # sums in another order
 
 
 def test_an_own_generator_stays_the_users() -> None:

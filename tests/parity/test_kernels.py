@@ -9,7 +9,7 @@ from pipegraph.schedule.recipes import trains
 from tests.parity.cases import SCHEDULES
 from tests.parity.training import TOLERANCE, expected_names
 from tests.parity.workshop import Workshop
-from tests.slow import cases
+from tests.slow import LIKE_OTHERS, cases
 
 TRAINING = [name for name in names() if trains(name)]
 
@@ -25,9 +25,7 @@ COMPILED = [
 # Skips to stages far away; on as many ranks as it takes. The matrix has the other schedules.
 @pytest.mark.parametrize(
     "schedule",
-    cases(
-        [name for name in TRAINING if name not in SCHEDULES], slow=("interleaved-zb", "looped-bfs", "v-min", "zb-h2")
-    ),
+    cases([name for name in TRAINING if name not in SCHEDULES], slow=LIKE_OTHERS),
 )
 def test_every_schedule(made: Workshop, schedule: str) -> None:
     assert_equal(made, "unet", schedule, "eager", TOLERANCE, stages=4)
@@ -44,7 +42,7 @@ def test_inductor(made: Workshop, case: str, schedule: str, tolerance: float) ->
     assert_equal(made, case, schedule, "inductor", tolerance, stages=4 if schedule == "zb-v" else 2)
 
 
-@pytest.mark.parametrize("case", ["llama", "dropout in evaluation mode"])
+@pytest.mark.parametrize("case", cases(["llama", "dropout in evaluation mode"], slow=["llama"]))
 def test_autograd(made: Workshop, case: str) -> None:
     assert_equal(made, case, "zb-h1", "autograd", TOLERANCE)
 

@@ -44,6 +44,7 @@ def gradients(holder: nn.Module | pipegraph.Pipeline) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in holder.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.slow  # tests/runtime/test_ties.py has smaller models
 @pytest.mark.timeout(300)  # as of the matrix, whose work it may be the first to need
 def test_item_2_tied_weights_stay_one_weight(made: Workshop) -> None:
     """Elsewhere each stage trains a copy of its own, and the copies drift apart."""

@@ -105,7 +105,8 @@ def test_rows_scale(costs: LayoutCosts) -> None:
     assert saved == [saved[0], 2 * saved[0], 4 * saved[0]]
 
 
-@pytest.mark.parametrize("part", [None, pytest.param(0.6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [None, 0.6])
 def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | None) -> None:
     def search(memory: float | None) -> JointSearch:
         return JointSearch(costs, 4, 32, memory, ["1f1b", "zb-h1"])

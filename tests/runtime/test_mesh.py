@@ -93,14 +93,23 @@ def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
 
 
 def test_tensor_parallel(tmp_path: Path) -> None:
-    """Also with parts of the sequence between stages, and without kernels of its own."""
+    """Also with parts of the sequence between stages."""
     plan = {"tp_plan": meshes.TP_PLAN}
     sequence = {"tp_plan": "sequence", "strict": True}
     assert_trained(
         tmp_path,
         ({"pp": 2, "tp": 2}, "1f1b", (8,), False, plan),
         ({"pp": 2, "dp_shard": 1, "tp": 2}, "zb-v", (8,), True, sequence),
+    )
+
+
+@pytest.mark.slow  # of their own: with replicas, and with sharded parameters, beside tensor parallel ranks
+def test_tensor_parallel_beside_other_dimensions(tmp_path: Path) -> None:
+    plan = {"tp_plan": meshes.TP_PLAN}
+    assert_trained(
+        tmp_path,
         ({"dp_replicate": 2, "tp": 2}, "1f1b", (8, 6), True, {**plan, "kernels": "autograd"}),
+        ({"dp_shard": 2, "tp": 2}, "1f1b", (8, 6), True, {**plan, "strict": True}),
     )
 
 
@@ -143,12 +152,10 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
 
 
 def test_fully_sharded(tmp_path: Path) -> None:
-    """Also of parameters that are divided already."""
     assert_trained(
         tmp_path,
         ({"pp": 2, "dp_shard": 2}, "1f1b", (8, 8), False, {}),
         ({"dp_shard": 2, "pp": 2}, "zb-v", (9, 5), True, {"resident": 1}),
-        ({"dp_shard": 2, "tp": 2}, "1f1b", (8, 6), True, {"tp_plan": meshes.TP_PLAN, "strict": True}),
     )
 
 

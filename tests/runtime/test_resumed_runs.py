@@ -38,7 +38,7 @@ def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 @pytest.mark.parametrize(
     ("stages", "schedule", "shape", "batch"),
     [
-        ("4", "zb-v", {"pp": 2}, 8),
+        pytest.param("4", "zb-v", {"pp": 2}, 8, marks=pytest.mark.slow),
         pytest.param("4", "zb-h1", {"pp": 4}, 8, marks=pytest.mark.slow),
         # A microbatch for each rank: of more, each rank adds up the gradients of its own first.
         ("2", "1f1b", {"pp": 2, "dp_shard": 2}, 2),
@@ -84,7 +84,11 @@ def test_data_parallel_ranks_add_up_in_another_order(
     assert_close(first, losses, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("shape", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}], ids=["shard", "replicate"])
+@pytest.mark.parametrize(
+    "shape",
+    [{"pp": 2, "dp_shard": 2}, pytest.param({"pp": 2, "dp_replicate": 2}, marks=pytest.mark.slow)],
+    ids=["shard", "replicate"],
+)
 def test_nothing_else_differs_between_data_parallel_ranks_and_one(shape: dict[str, int], tmp_path: Path) -> None:
     """One process that adds up the gradients of each half first has the same losses, to the last digit."""
     package = write(models.perceptrons(2, tied=False), tmp_path / "package")

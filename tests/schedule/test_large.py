@@ -43,8 +43,8 @@ def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seco
     assert found["peak"] * _KIB < 2**30
 
 
-# zb-v and dualpipe-v have the same V of stages.
-SLOW = ("v-min", "v-half")
+# zb-v has the same V of stages, and interleaved-1f1b the same stages of a rank.
+SLOW = ("v-min", "v-half", "dualpipe-v", "interleaved-zb")
 
 
 @pytest.mark.parametrize("name", cases(names(), slow=SLOW))

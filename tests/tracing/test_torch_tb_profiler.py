@@ -22,6 +22,8 @@ from tests.tracing.loops import record
 pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
 pytest.importorskip("torch_tb_profiler", reason="pip install pipegraph[tensorboard]")
 
+pytestmark = pytest.mark.slow  # tests/report/test_tensorboard.py has TensorBoard itself
+
 Ask = Callable[..., Any]
 WORKERS = ["rank_00", "rank_01"]
 
@@ -58,7 +60,6 @@ def ask(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         assert "intersect" not in log.read_text()  # its word for spans of one thread that do not nest
 
 
-@pytest.mark.slow
 def test_the_run_its_views_and_its_workers(ask: Ask, run: Path) -> None:
     assert ask("runs")["runs"] == [run.name]
     assert ask("views", run=run.name) == ["Overview", "Operator", "Trace", "Distributed"]

@@ -16,6 +16,7 @@ from pipegraph.package import Package
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.schedule import build
 from pipegraph.workflows.train import Training
+from tests.slow import cases
 
 
 class Mlp(nn.Module):
@@ -65,7 +66,7 @@ def package_of(folder: Path, **settings: Any) -> Package:
     return pipegraph.write_package(made, folder / "package")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", cases(["1f1b", "zb-h1"], slow=["1f1b"]))
 @pytest.mark.parametrize(
     "recompute",
     [

@@ -15,7 +15,7 @@ from tests.zoo.architectures import CONFIGURATIONS
 from tests.zoo.visit import NAMES, STAGES, visit
 
 # `make test-all` visits every model. tests/codegen has models of transformers, in test_faithful.py.
-_SLOW = [*CONFIGURATIONS, "recurrent cell"]
+_SLOW = [*CONFIGURATIONS, "recurrent cell", "U-Net"]
 
 
 @pytest.mark.parametrize("name", cases(NAMES, slow=_SLOW))
