@@ -88,6 +88,21 @@ def test_stochastic_depth_by_a_branch_is_refused(draw: str) -> None:
             captured(model, torch.ones(2, 4))
 
 
+def test_a_branch_on_what_a_dropout_returns_is_not_taken_for_a_probability() -> None:
+    class Branches(Linears):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.dropout(x).sum() > 0.5:
+                return self.a(x)
+            return self.b(x)
+
+    with pytest.raises(CaptureError, match=r"depends on the values(?s:.)*\nTry: for a branch"):
+        captured(Branches(), torch.ones(2, 4))
+
+
 def test_a_random_number_in_the_graph_is_refused() -> None:
     class Scaled(Linears):
         def forward(self, x: Tensor) -> Tensor:

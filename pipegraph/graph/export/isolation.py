@@ -184,18 +184,19 @@ def generators_restored() -> Iterator[Callable[[], bool]]:
     Yields:
         whether a number was drawn of them.
     """
-    before, numpy = _states(), sys.modules.get("numpy")
+    before = _states()
     try:
         yield lambda: _states() != before
     finally:
         random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
+        if before[1] is not None:
+            sys.modules["numpy"].random.set_state(before[1])
 
 
 def _states() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
-    if numpy is None:
+    state = None if numpy is None else numpy.random.get_state()
+    if not isinstance(state, tuple):  # of another kind of generator than NumPy's own
         return random.getstate(), None
-    name, numbers, *others = numpy.random.get_state()
+    name, numbers, *others = state
     return random.getstate(), (name, tuple(numbers.tolist()), *others)

@@ -31,8 +31,8 @@ from pipegraph.graph.internals import (
 )
 from pipegraph.graph.symbolic_size import InputDimension
 
-# An attribute that switches something off at random, as `layerdrop` of transformers does.
-_PROBABILITY = re.compile(r"self\.(\w*drop\w*)")
+# What is compared with a random number to leave something out, as `layerdrop` of transformers is.
+_PROBABILITY = re.compile(r"[<>]=? *self\.(\w*drop\w*)(?![\w(.])")
 
 
 class Exported(NamedTuple):
