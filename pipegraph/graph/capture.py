@@ -16,7 +16,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, ModuleEntry, StateEntry
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import FixedSizeNeededError, fixed_sizes, resize
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError, fixed_sizes
 from pipegraph.graph.export.isolation import attributes_restored
 from pipegraph.graph.export.operation_record import device_branch, same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
@@ -50,6 +50,7 @@ from pipegraph.graph.passes.redundant_operations import (
     drop_identities,
     restore_grouped_products,
 )
+from pipegraph.graph.passes.resize import resize
 from pipegraph.graph.passes.rows import refuse_flat_bags
 from pipegraph.graph.passes.views import (
     cancel_views,

@@ -115,7 +115,9 @@ def test_a_product_for_each_expert_is_the_same_in_two_dtypes(kernels: str, tmp_p
         assert not any(report.autograd for report in pipe.kernels_report())
         for stage in pipe.stages.values():
             for name, parameter in stage.named_parameters():
-                torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+                # Inductor keeps float32 between operations that are fused.
+                least = {"rtol": 1.6e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
+                torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, **least)
         assert package.manifest.requires == ()
     assert texts[0] == texts[1]
     assert texts[0][0].strip() == "return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)"

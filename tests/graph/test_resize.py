@@ -182,3 +182,18 @@ def test_a_size_that_the_model_refuses_is_refused() -> None:
     source = replace(load(str(MODELS / "chain.py"), weights=False), model=Halves())
     with pytest.raises(CaptureError, match="--batch 3"):
         capture_source(replace(source, args=(torch.zeros(4, 4),), batch=3))
+
+
+def test_a_part_of_a_result_that_nothing_reads_has_the_new_size_too() -> None:
+    class Best(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).topk(2).values
+
+    source = load(str(MODELS / "rotary.py"), weights=False)
+    resized = capture_source(replace(source, model=Best(), args=(torch.zeros(3, 8),), batch=5))
+    (topk,) = (node for node in resized.nodes if str(node.target) == "aten.topk.default")
+    assert [tuple(part.shape) for part in topk.meta["val"]] == [(5, 2), (5, 2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import sympy
 import torch
 from sympy.core.relational import Relational
-from torch import fx
 from torch.export import ExportedProgram
 
 from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes, same_sizes
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
-from pipegraph.graph.nodes import SIZES, shape_of
+from pipegraph.graph.nodes import SIZES
 from pipegraph.graph.symbolic_size import OPERATORS, FixedSize, InputDimension, SymbolicSize
 
 
@@ -300,45 +298,3 @@ def fixed_sizes(
             size > 1 and exported.fixed is not None and (wanted.fixed is None or (position, dim) not in wanted.fixed)
         )
         yield (position, dim), FixedSize(f"{name}.shape[{dim}]", size, line if known else "", reason)
-
-
-def resize(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> None:
-    """Give the values and arguments of a graph the sizes that follow from others of its inputs.
-
-    Args:
-        graph: is changed.
-        sizes: those that change.
-    """
-
-    def resized(leaf: Any) -> Any:
-        return SymbolicSize(leaf.expression, {**leaf.symbols, **sizes}) if isinstance(leaf, SymbolicSize) else leaf
-
-    for node in graph.nodes:
-        node.args, node.kwargs = pytree.tree_map(resized, (node.args, node.kwargs))
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            node.meta[SIZES] = tuple(map(resized, shape_of(node)))
-            node.meta["val"] = _resized(value, tuple(map(int, node.meta[SIZES])))
-    for node in graph.nodes:
-        if node.target is operator.getitem:  # the parts of a tuple say their sizes, the tuple does not
-            source, index = node.args
-            if isinstance(source.meta.get("val"), (tuple, list)):
-                parts = list(source.meta["val"])
-                parts[index] = node.meta["val"]
-                source.meta["val"] = type(source.meta["val"])(parts)
-
-
-def _resized(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A fake tensor like another one, with another shape and as many elements skipped between its dimensions."""
-    if tuple(value.shape) == tuple(shape):
-        return value
-    strides = list(value.stride())
-    inner: int | None = None
-    for dim in sorted(range(value.dim()), key=lambda dim: (value.stride(dim), -dim)):
-        if value.stride(dim) == 0:
-            continue
-        if inner is not None:
-            before = value.shape[inner] * value.stride(inner)
-            strides[dim] = max(1, shape[inner] * strides[inner] * value.stride(dim) // max(before, 1))
-        inner = dim
-    return fake_empty(value, shape, value.dtype, strides).requires_grad_(value.requires_grad)
