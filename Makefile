@@ -1,5 +1,6 @@
 PYTHON ?= python3
-JOBS ?= 2
+# Tests wait for processes that they start, and so leave two cores idle with two at a time.
+JOBS ?= 3
 
 # The tested version of torch is in .venv. Another one has an environment of its own: make test TORCH=2.15.0
 TESTED := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -54,7 +55,7 @@ train-killed: $(READY)  ## The same, killed in the middle, gone on in four stage
 	OMP_NUM_THREADS=1 $(call RUN_TEXT,build/text/two,build/text/alone) --kernels eager --nproc 1
 	$(BIN)/python examples/text/curve.py build/text/alone build/text/killed -o build/text/curve.svg
 
-test: $(READY)  ## Run the tests but the slow ones (JOBS=2 at a time, TORCH=2.15.0 with that torch)
+test: $(READY)  ## Run the tests but the slow ones (JOBS=3 at a time, TORCH=2.15.0 with that torch)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
 test-all: $(READY)  ## Run all tests, the fuzzers with 10,000 inputs each

@@ -11,7 +11,7 @@ from tests.parity.cases import CASES, IN_PROCESSES, STAGES, schedule_of
 from tests.parity.training import TOLERANCE, expected_names
 from tests.parity.workshop import Workshop
 
-LARGER = ("llama accumulated", "rotary", "t5", "transformer")
+LARGER = ("llama", "llama accumulated", "rotary", "t5", "transformer")
 # Cases in turn, so that two workers begin with different models, whose packages they write.
 # `make test` leaves out processes, which tests/runtime/test_distributed.py has, and the larger models.
 CELLS = [
