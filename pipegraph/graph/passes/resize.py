@@ -33,8 +33,10 @@ def resize(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> None:
         if isinstance(value, torch.Tensor):
             node.meta[SIZES] = tuple(map(resized, shape_of(node)))
             node.meta["val"] = _resized(value, tuple(map(int, node.meta[SIZES])))
-        elif isinstance(value, (tuple, list)) and len(node.users) < len(value):  # nothing says the sizes of some parts
-            node.meta["val"] = type(value)(_computed(node))
+        elif isinstance(value, (tuple, list)):
+            read = {user.args[1] for user in node.users if user.target is operator.getitem}
+            if len(read) < len(value):  # nothing says the sizes of the other parts
+                node.meta["val"] = type(value)(_computed(node))
     for node in graph.nodes:
         if node.target is operator.getitem:  # the parts of a tuple say their sizes, the tuple does not
             source, index = node.args
