@@ -125,7 +125,9 @@ class FaultTry:
         rank = self.fault.rank
         if self.fault.signal == signal.SIGSTOP:
             last = said[said.rfind("error: ") :] if self.launcher == "pipegraph" else said
-            silent = re.findall(r"No word from (.*?): it|^(?:error: )?(rank .*?) did not come", last, re.MULTILINE)
+            silent = re.findall(
+                r"No word from (.*?): it|^(?:error: )?(rank .*?) did not (?:come|end)", last, re.MULTILINE
+            )
             return bool(silent) and all("".join(each) == f"rank {rank}" for each in silent)
         if self.launcher == "torchrun":
             cause = re.search(r"Root Cause.*?rank +: (\d+)", said, re.DOTALL)

@@ -142,7 +142,7 @@ def run(
         )
         links = _links(package, hardware, recalibrate)
         if grid.size > 1 and not launched_rank.is_launched():
-            _launch(context, grid.size, debug, grace=0.0 if checkpoint is None else _SAVE_SECONDS)
+            _launch(context, grid.size, debug, 0.0 if checkpoint is None else _SAVE_SECONDS, timeout)
             return
         # The rank that knows the loss prints, and shows progress.
         quiet = launched_rank.is_launched() and launched_rank.environment_ranks()[0] != grid.first(chosen.placement[-1])
@@ -228,8 +228,9 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> 
     return profile_for(package, recalibrate, links)
 
 
-def _launch(context: typer.Context, processes: int, debug: bool, grace: float) -> None:
+def _launch(context: typer.Context, processes: int, debug: bool, grace: float, timeout: float | None) -> None:
     """Run the same command in a process for each rank."""
+    from pipegraph.runtime.processes.group import TIMEOUT
     from pipegraph.runtime.processes.launch import launch
     from pipegraph.runtime.processes.progress_relay import relay_progress
 
@@ -249,7 +250,7 @@ def _launch(context: typer.Context, processes: int, debug: bool, grace: float) -
         # -P: without the working folder on sys.path, as for the command that started this process.
         arguments = ["-P", "-m", "pipegraph", "run", str(context.params["out"]), *given]
         folders = [str(Path(file).parent) for file in environment.values()]
-        launch(arguments, processes, debug, environment, folders, grace)
+        launch(arguments, processes, debug, environment, folders, grace, TIMEOUT if timeout is None else timeout)
 
 
 def _source(model: str | None, batch: int | None, seq: int | None, package: Package) -> ModelSource | None:

@@ -132,6 +132,21 @@ def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path: Path, m
         launch([str(file)], 2)
 
 
+@pytest.mark.parametrize("line", ["os.kill(os.getpid(), 19)", "time.sleep(60)"])
+def test_a_rank_that_is_stopped_after_the_others_have_ended_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    monkeypatch.setattr("pipegraph.runtime.processes.launch._STOP_SECONDS", 0.5)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    file = tmp_path / "ended.py"
+    file.write_text(f"import os, time\nif os.environ['RANK'] == '1':\n    {line}\n")
+    with pytest.raises(RuntimeFault, match=r"^rank 1 did not end within 1 s of the first rank that did"):
+        launch([str(file)], 3, timeout=1.0)
+    assert _running(file) == 0
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_children_end_with_their_parent(child: Path, tmp_path: Path) -> None:
     start = f"import pipegraph.runtime.processes.launch as here; here.launch([{str(child)!r}, 'time.sleep(60)'], 2)"
     temporary = tmp_path / "temporary"

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipegraph import errors
-from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.processes.launched_rank import ERROR_FILE, LAUNCHER
 from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.schedule import Schedule
@@ -45,6 +45,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     folders: Sequence[str] = (),
     grace: float = 0.0,
+    timeout: float = math.inf,
 ) -> None:
     """Run ``python *arguments`` once per rank on this machine and wait for all of them.
 
@@ -56,9 +57,11 @@ def launch(
         environment: added to the environment of each child.
         folders: temporary ones of this process, which the children remove if it is killed.
         grace: how many seconds the children have to end when a signal ends this process, 5 at least.
+        timeout: how many seconds the others have to end after the first one that succeeds.
 
     Raises:
-        PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died.
+        PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died,
+            or has not ended in time.
     """
     import torch.distributed as dist
 
@@ -77,7 +80,7 @@ def launch(
                 for rank in range(processes):
                     own = launcher_environment(rank, processes, store.port)
                     children.append(_start(arguments, Path(folder, str(rank)), rank, {**common, **own}))
-                _wait(children)
+                unfinished = _wait(children, timeout)
                 seconds = _STOP_SECONDS
             finally:
                 _stop(children, seconds)
@@ -85,6 +88,8 @@ def launch(
         if debug or not failed:
             for child in children:
                 sys.stderr.write(child.log.read_text(encoding="utf-8", errors="replace"))
+        if unfinished:
+            raise _not_ended(unfinished, timeout)
         if failed:
             raise _first_failure(failed)
 
@@ -157,20 +162,28 @@ def _start(arguments: Sequence[str], folder: Path, rank: int, environment: Mappi
     return _Child(rank, process, log, error_file)
 
 
-def _wait(children: Sequence[_Child]) -> None:
+def _wait(children: Sequence[_Child], timeout: float) -> list[_Child]:
     """Wait until all children have ended, or one has failed and the others had a moment to report the same failure.
 
     If all that have failed did so because of another one, that one is given a moment more.
+
+    Returns those that have not ended though none failed: `timeout` seconds after the first that succeeded. A rank may
+    be stopped when its work is done, and no other rank waits for it then.
     """
-    first = math.inf
+    first = succeeded = math.inf
     while None in (codes := [child.process.poll() for child in children]):
+        if 0 in codes and not any(codes):
+            succeeded = min(succeeded, time.monotonic())
+            if time.monotonic() > succeeded + timeout:
+                return [child for child, code in zip(children, codes, strict=True) if code is None]
         if any(codes):
             first = min(first, time.monotonic())
             failures = [_failure(child) for child, code in zip(children, codes, strict=True) if code]
             is_known = not all(failure.is_victim for failure in failures)
             if time.monotonic() > first + (_REPORT_SECONDS if is_known else _CULPRIT_SECONDS):
-                return
+                return []
         time.sleep(_POLL_SECONDS)
+    return []
 
 
 def _stop(children: Sequence[_Child], seconds: float) -> None:
@@ -234,6 +247,14 @@ def _first_failure(failed: Sequence[_Child]) -> PipegraphError:
     first = min(map(_failure, failed))
     error: type[PipegraphError] = getattr(errors, first.kind)
     return error(first.message if first.message.startswith("rank ") else f"rank {first.rank}: {first.message}")
+
+
+def _not_ended(children: Sequence[_Child], timeout: float) -> RuntimeFault:
+    named = " and ".join(f"rank {child.rank}" for child in children)
+    return RuntimeFault(
+        f"{named} did not end within {timeout:g} s of the first rank that did: stopped, or busy with something else.\n"
+        "Try: a longer timeout if it is not hung."
+    )
 
 
 def _failure(child: _Child) -> _Failure:
