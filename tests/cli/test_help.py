@@ -73,6 +73,11 @@ def test_the_shell_completes_verbs_and_schedules(monkeypatch: pytest.MonkeyPatch
     assert completed("pipegraph run out --schedule gp") == ["gpipe"]
 
 
+def test_the_end_of_a_command_looks_for_no_cycles() -> None:
+    after = "import atexit, gc; atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count() > 10_000))"
+    assert program("-c", f"{after}\nfrom pipegraph.cli import main; main(['--version'])").out.endswith("\n0 True\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said", "tried"),
     [
