@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -119,6 +120,33 @@ class Activated(nn.Sequential):
         super().__init__(nn.Linear(8, 8), nn.LayerNorm(8), *([] if activation is None else [activation]))
 
 
+class Gated(nn.Module):
+    """Some have a gate of two modules, with another module between or after them, and some end in another way."""
+
+    def __init__(self, is_gated: bool, between: bool, end: str = "none") -> None:
+        super().__init__()
+        inner = nn.Linear(8, 8)
+        self.is_gated, self.end = is_gated, end
+        if is_gated:
+            self.gate = nn.Linear(8, 8)
+        if between:
+            self.inner = inner
+        if is_gated:
+            self.norm = nn.LayerNorm(8)
+        if not between:
+            self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.is_gated:
+            y = y * self.norm(self.gate(x))
+        if self.end == "none":
+            return y
+        y = y.tanh() * 2
+        y = y.sin() + y
+        return y.exp()
+
+
 class Reassigned(nn.Module):
     """Assigns its optional argument before it asks for it again."""
 
@@ -207,6 +235,16 @@ def test_a_module_that_does_nothing_for_some_is_an_identity_there(tmp_path: Path
     assert classes(tmp_path) == ["Shifted", "Shift"]
     assert "x = x + self.shift(self.inner(x))" in blocks(tmp_path) and "if " not in blocks(tmp_path)
     assert "Shifted(shift=nn.Identity())" in (tmp_path / "package" / "stage_0.py").read_text(encoding="utf-8")
+    assert differences(package, model, (batch(),), train=True) == []
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_modules_under_one_condition_are_made_together(tmp_path: Path, between: bool) -> None:
+    torch.manual_seed(0)
+    model = Row([Gated(False, between), Gated(True, between), Gated(False, between, "tanh")])
+    package = split(tmp_path, model, (batch(),))
+    assert classes(tmp_path) == ["Gated"]
+    assert blocks(tmp_path).count('        if end == "none" and is_gated:\n') == 1 + between
     assert differences(package, model, (batch(),), train=True) == []
 
 

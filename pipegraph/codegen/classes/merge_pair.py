@@ -16,6 +16,7 @@ from pipegraph.codegen.classes.constructor_arguments import (
     assigned_attributes,
     registered_names,
 )
+from pipegraph.codegen.classes.init_statements import by_target, joined, merged_order, places
 from pipegraph.codegen.classes.merge_bodies import BodyMerger, Condition, NoConditionError, Statements
 from pipegraph.codegen.classes.unify import (
     NONE,
@@ -42,7 +43,7 @@ from pipegraph.codegen.syntax.expressions import (
     Passing,
     call,
 )
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, If, Statement
 
 # A parameter that one class lacks stands for one that it has if at least this many more statements are equal then.
 _GAIN = 1.5
@@ -259,13 +260,13 @@ class _PairMerger:
 
     def _init(self, first: Statements, second: Statements, conditions: Sequence[Condition]) -> Statements:
         """The statements of ``__init__``, those of the same target next to each other."""
-        places = [_places(statements) for statements in (first, second)]
-        if any(places[1].get(name, place) != place for name, place in places[0].items()):
+        one, two = places(first), places(second)
+        if any(two.get(name, place) != place for name, place in one.items()):
             raise NoConditionError  # one class makes a module under a condition, the other under another one or none
-        targets = [{_target(each): each for each in statements} for statements in (first, second)]
-        return tuple(
+        targets = [by_target(statements) for statements in (first, second)]
+        return joined(
             self._set(targets[0].get(target), targets[1].get(target), conditions)
-            for target in _merged_order(list(targets[0]), list(targets[1]))
+            for target in merged_order(list(targets[0]), list(targets[1]))
         )
 
     def _set(self, first: Statement | None, second: Statement | None, conditions: Sequence[Condition]) -> Statement:
@@ -308,33 +309,3 @@ class _PairMerger:
             if not (isinstance(given, InitArgument) and given.name in self._members[side].init_defaults):
                 self._optional_modules.append(Condition.is_given(target, side))
         return Assign((target,), Difference(one, two, target.name, is_module=True))
-
-
-def _target(statement: Statement) -> object:
-    """What a statement of ``__init__`` sets."""
-    if isinstance(statement, Assign):
-        return statement.targets
-    if isinstance(statement, Evaluate) and isinstance(statement.value, FunctionCall):
-        return statement.value.function, statement.value.arguments[:1]
-    return statement.test.text if isinstance(statement, If) else statement
-
-
-def _places(statements: Statements) -> dict[str, object]:
-    """The attributes that statements set, also inside ``if`` → the `_target` of the outermost statement."""
-    return {
-        target.text: _target(each)
-        for each in statements
-        for node in each.walk()
-        if isinstance(node, Assign)
-        for target in node.targets
-    }
-
-
-def _merged_order(first: Sequence[object], second: Sequence[object]) -> list[object]:
-    """Both sequences without repetition; what only the second has comes after what it follows there."""
-    order = list(first)
-    for place, each in enumerate(second):
-        if each not in order:
-            before = second[place - 1] if place else None
-            order.insert(order.index(before) + 1 if place else 0, each)
-    return order

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, Name, Node, is_none, unary
-from pipegraph.codegen.syntax.line_breaks import wrap
+from pipegraph.codegen.syntax.expressions import Binary, Expression, FunctionCall, Name, Node, is_none, unary
+from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 
 # Several results get brackets if they are longer than this.
 _LONGEST_RESULTS = 96
@@ -141,6 +141,11 @@ class If(CompoundStatement):
         return f"if {self.test.text}:"
 
     def lines(self, indent: int) -> list[str]:
+        inner = self.body[0]
+        if not self.other and len(self.body) == 1 and isinstance(inner, If) and not inner.other:
+            both = If(Binary("and", self.test, inner.test), inner.body)
+            if len(both.text) <= LINE_LENGTH - indent:
+                return both.lines(indent)
         if isinstance(self.body[-1], Return):  # nothing of the body runs on into what follows
             return [*super().lines(indent), *lines(self.other, indent)]
         return self._chain(indent)
