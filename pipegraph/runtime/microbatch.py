@@ -139,7 +139,10 @@ class BatchSplitter:
         if BATCH in sizes and rows is None:
             least = max(self._manifest.sizes[BATCH].min, 1)
             if sizes[BATCH] < least:
-                raise BatchError(f"the batch has {sizes[BATCH]} rows.\nTry: {least} or more.")
+                raise BatchError(
+                    f"the batch has {format_number_of('row', sizes[BATCH])}, and a microbatch of this package takes "
+                    f"{least} or more.\nTry: {format_number_of('row', least)} or more."
+                )
             microbatches = min(microbatches, sizes[BATCH] // least)
         step = StepSizes(sizes, microbatches, rows)
         for each in {id(each): each for each in step.microbatches}.values():
