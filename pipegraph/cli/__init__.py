@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     failed, or an error of pipegraph's own.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # Python's end takes a second to look for cycles among all that torch has imported. A rank that is stopped meanwhile
-    # keeps torchrun waiting, which has no limit of its own.
+    # Python's end takes up to a second to look for cycles among all that torch has imported. A rank that is stopped
+    # meanwhile keeps torchrun waiting, which has no limit of its own.
     atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
