@@ -42,9 +42,10 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Python's garbage collector need not look at what was imported, whenever it looks at all there is."""
+    """Python's garbage collector need not look at what was imported, and looks less often: graphs are large."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

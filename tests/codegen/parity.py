@@ -37,7 +37,11 @@ def split(
     folder: Path, model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, cut: str | int = 2
 ) -> Package:
     """Capture, cut and write a model."""
-    return pipegraph.write_package(plan_of(model, args, kwargs, cut), folder / "package", overwrite=True)
+    return write(folder, plan_of(model, args, kwargs, cut))
+
+
+def write(folder: Path, plan: Plan) -> Package:
+    return pipegraph.write_package(plan, folder / "package", overwrite=True)
 
 
 def source(package: Package) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
+from pipegraph.graph.captured import Captured
 from tests.codegen.layers import Row, batch
-from tests.codegen.parity import differences, split
+from tests.codegen.parity import differences, split, write
 
 
 class Attention(nn.Module):
@@ -189,9 +191,16 @@ MASK = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(0)) > 0
 TRANSLATION = (batch(2, 5, 8), batch(2, 5, 8) + 1, MASK | torch.eye(5, dtype=torch.bool))
 
 
-def test_arguments_that_some_calls_leave_out_are_optional(tmp_path: Path) -> None:
+@cache
+def translator() -> tuple[Translator, Captured]:
+    """The model, and its capture for all tests."""
     model = Translator()
-    package = split(tmp_path, model, TRANSLATION)
+    return model, pipegraph.capture(model, TRANSLATION)
+
+
+def test_arguments_that_some_calls_leave_out_are_optional(tmp_path: Path) -> None:
+    model, captured = translator()
+    package = write(tmp_path, pipegraph.plan(captured, stages=2, balance="uniform"))
     assert classes(tmp_path) == ["Attention", "Layer"]
     signature = "def forward(self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None) -> Tensor:"
     assert signature in blocks(tmp_path)
@@ -201,7 +210,7 @@ def test_arguments_that_some_calls_leave_out_are_optional(tmp_path: Path) -> Non
 
 
 def test_a_flag_of_the_model_is_an_argument_of_the_constructor(tmp_path: Path) -> None:
-    split(tmp_path, Translator(), TRANSLATION)
+    write(tmp_path, pipegraph.plan(translator()[1], stages=2, balance="uniform"))
     assert "def __init__(self, is_decoder=False):" in blocks(tmp_path)
     assert "        if is_decoder:\n            self.gate = nn.Linear(8, 8)\n" in blocks(tmp_path)
     assert "        if self.is_decoder:\n" in blocks(tmp_path)
@@ -265,16 +274,17 @@ def test_a_condition_is_kept_before_its_argument_is_assigned(tmp_path: Path) -> 
 
 
 def test_parts_of_a_class_are_named_after_their_place(tmp_path: Path) -> None:
-    model = Translator()
-    package = split(tmp_path, model, TRANSLATION, cut="decoder.1.attention.k")
+    model, captured = translator()
+    package = write(tmp_path, pipegraph.plan(captured, points=["decoder.1.attention.k"]))
     assert {"LayerStart", "LayerEnd", "Layer"} < set(classes(tmp_path))
     assert differences(package, model, TRANSLATION) == []
 
 
 def test_kernels_are_those_of_the_branch_that_each_module_takes(tmp_path: Path) -> None:
-    model = Translator()
-    package = split(tmp_path, model, TRANSLATION, cut=3)
+    model, captured = translator()
+    package = write(tmp_path, pipegraph.plan(captured, stages=3, balance="uniform"))
     inputs = tuple(torch.cat([each, each.flip(0)]) for each in TRANSLATION)
+    model.zero_grad()
     F.mse_loss(model(*inputs), target := batch(4, 5, 8)).backward()
     pipe = pipegraph.Pipeline(package, schedule="zb-h1", microbatches=2, loss_fn=F.mse_loss, kernels="eager")
     pipe.step(*inputs, target=target)

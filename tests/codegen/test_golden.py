@@ -47,7 +47,7 @@ def generated(name: str) -> dict[str, str]:
     return {**files, "pipeline.json": manifest.to_json()}
 
 
-@pytest.mark.parametrize("name", cases(list(MODELS), slow=["t5"]))
+@pytest.mark.parametrize("name", cases(list(MODELS), slow=["t5", "vision_transformer"]))
 def test_package_is_as_it_was(name: str, pytestconfig: pytest.Config) -> None:
     files = generated(name)
     folder = GOLDEN / name

@@ -96,10 +96,15 @@ def parameters_of(package: Package) -> dict[str, Tensor]:
     return {name: each.detach() for stage in stages for name, each in stage.named_parameters()}
 
 
-@pytest.mark.parametrize("weights", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_stages_without_weights_start_as_the_model(weights: bool, tmp_path: Path) -> None:
-    made = parameters_of(package_of(tmp_path, 2, weights))
-    model = load(str(tmp_path / "model.py")).model
+@pytest.fixture(scope="module", params=[pytest.param(True, marks=pytest.mark.slow), False])
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """Two stages, of a model with weights and of one on the meta device."""
+    return package_of(tmp_path_factory.mktemp("package"), 2, request.param)
+
+
+def test_stages_without_weights_start_as_the_model(package: Package) -> None:
+    made = parameters_of(package)
+    model = load(str(package.path.with_name("model.py"))).model
     expected = dict(model.named_parameters(remove_duplicate=False))
     assert {*made} == {*expected}
     for name, parameter in expected.items():
@@ -125,8 +130,7 @@ def test_numbers_do_not_depend_on_the_cut_or_on_earlier_ones(tmp_path: Path) -> 
     torch.random.set_rng_state(before)
 
 
-def test_the_source_says_how(tmp_path: Path) -> None:
-    package = package_of(tmp_path, 2, False)
+def test_the_source_says_how(package: Package) -> None:
     text = (package.path / "weights.py").read_text()
     table = text[text.index("INITIALISATION") : text.index("def initialise")]
     assert '"layers.*.down.weight": partial(nn.init.trunc_normal_, std=0.0070710678118654745),' in table

@@ -13,7 +13,7 @@ import pipegraph
 from pipegraph.errors import PlanError
 from pipegraph.runtime.pipeline import Pipeline
 from tests.codegen.layers import Block, Layers, batch
-from tests.codegen.parity import differences, source, split
+from tests.codegen.parity import differences, source, split, write
 
 
 class TrainingOnly(Layers):
@@ -320,8 +320,8 @@ def test_a_module_that_does_nothing_in_evaluation_mode_asks_for_it_itself(tmp_pa
 
 
 def test_no_stage_begins_inside_a_branch(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"one mode only.*\n.*layers.py"):
-        split(tmp_path, SkipsLayers(), (batch(),), cut="layers.2")
     captured = pipegraph.capture(SkipsLayers(), (batch(),))
+    with pytest.raises(PlanError, match=r"one mode only.*\n.*layers.py"):
+        write(tmp_path, pipegraph.plan(captured, points=["layers.2"]))
     chosen = pipegraph.plan(captured, stages=2).points
     assert not {"layers.2", "layers.3"} & {point.fqn for point in chosen}

@@ -56,7 +56,7 @@ def test_without_gradients_of_inputs(name: str) -> None:
             *("layers", "dropout", "convolutions", "batch norm", "attention"),
             *("views of one value", "integers", "an expanded gradient"),
         ],
-        slow=("convolutions", "batch norm", "attention"),
+        slow=("layers", "convolutions", "batch norm", "attention"),
     ),
 )
 def test_inductor(name: str) -> None:

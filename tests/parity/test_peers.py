@@ -82,7 +82,7 @@ def test_item_3_a_float_without_gradient_crosses_two_stages(tmp_path: Path) -> N
     assert_same_training(package, model, (x,), torch.zeros(4, 8), chain.loss_fn)
 
 
-@pytest.mark.parametrize("module", [rotary, masked], ids=["rotary", "masked"])
+@pytest.mark.parametrize("module", [pytest.param(rotary, marks=pytest.mark.slow), masked], ids=["rotary", "masked"])
 def test_item_3_what_holds_no_parameter_is_computed_where_it_is_used(module: Any, tmp_path: Path) -> None:
     """Rotary tables and padding masks need not cross at all."""
     model = module.build_model()

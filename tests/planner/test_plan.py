@@ -61,7 +61,7 @@ CHAIN, T5, ROTARY, LATE = (f"tests/models/{name}.py" for name in ("chain", "t5",
             ],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             T5,
             "t5.decoder",
             [
@@ -69,6 +69,7 @@ CHAIN, T5, ROTARY, LATE = (f"tests/models/{name}.py" for name in ("chain", "t5",
                 "t5.decoder.embed_tokens, t5.decoder.block.0 – t5.decoder.block.2, t5.decoder.final_layer_norm, "
                 "t5.lm_head",
             ],
+            marks=pytest.mark.slow,
         ),
         (LATE, "layers.2,gate", ["layers.0 – layers.1", "layers.2 – layers.3", "gate, head"]),
         # equal numbers of segments; no layer is lost where they do not divide evenly

@@ -33,8 +33,12 @@ def assert_trained(path: Path, *cases: Case, seconds: float = 110) -> None:
 
 
 def test_replicas(tmp_path: Path) -> None:
-    one: Case = ({"pp": 2, "dp_replicate": 2}, "1f1b", (8, 8), True, {})
-    assert_trained(tmp_path, one, ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False, {}))
+    assert_trained(tmp_path, ({"pp": 2, "dp_replicate": 2}, "1f1b", (8, 8), True, {}))
+
+
+@pytest.mark.slow  # another schedule, with other rows on each replica and the dimensions the other way round
+def test_uneven_replicas(tmp_path: Path) -> None:
+    assert_trained(tmp_path, ({"dp_replicate": 2, "pp": 2}, "zb-v", (9, 5), False, {}))
 
 
 @pytest.mark.slow
@@ -154,9 +158,13 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
 def test_fully_sharded(tmp_path: Path) -> None:
     assert_trained(
         tmp_path,
-        ({"pp": 2, "dp_shard": 2}, "1f1b", (8, 8), False, {}),
         ({"dp_shard": 2, "pp": 2}, "zb-v", (9, 5), True, {"resident": 1}),
     )
+
+
+@pytest.mark.slow  # the same without a tied weight, and with the dimensions the other way round
+def test_fully_sharded_under_1f1b(tmp_path: Path) -> None:
+    assert_trained(tmp_path, ({"pp": 2, "dp_shard": 2}, "1f1b", (8, 8), False, {}))
 
 
 @pytest.mark.slow

@@ -42,10 +42,10 @@ def losses(packages: Path) -> Losses:
     ("cut", "schedule", "recompute"),
     [
         ("two", "1f1b", "none"),
-        ("two", "gpipe", "block"),
+        pytest.param("two", "gpipe", "block", marks=pytest.mark.slow),
         ("three", "1f1b", "min-cut"),
         ("four", "zb-v", "block"),
-        ("four", "interleaved-1f1b", "none"),
+        pytest.param("four", "interleaved-1f1b", "none", marks=pytest.mark.slow),
         ("inside", "zb-v", "none"),
         pytest.param("inside", "1f1b", "block", marks=pytest.mark.slow),
     ],
