@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from msgspec import UNSET, structs
-from torch import fx
+from torch import Tensor, fx
 
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
@@ -192,7 +192,15 @@ def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size]) -> Value:
         batch_dim=_batch_dim(boundary.node, sizes),
         keeps_dtype=(boundary.producer >= 0 and keeps_dtype(boundary.node)) or UNSET,
         bound=index_bound(boundary.node) if integer else None,
+        dim_order=(boundary.producer >= 0 and _dim_order(tensor)) or UNSET,
     )
+
+
+def _dim_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor as they lie in memory, outermost first; empty if it is contiguous, or has gaps
+    or overlaps, and is sent without them."""
+    order: tuple[int, ...] = tensor.dim_order()
+    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else ()
 
 
 def _batch_dim(node: fx.Node, sizes: Mapping[str, Size]) -> int | None:

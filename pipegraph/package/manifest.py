@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from pipegraph.errors import PackageError, nearest
 from pipegraph.package.json_errors import clipped, shortened
@@ -265,6 +265,8 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield f"{place}.shape", str(error)
         if value.batch_dim is not None and value.batch_dim >= len(value.shape):
             yield f"{place}.batch_dim", f"it is {value.batch_dim}, and the value has {len(value.shape)} dimensions"
+        if value.dim_order is not UNSET and sorted(value.dim_order) != [*range(len(value.shape))]:
+            yield f"{place}.dim_order", f"it has each of the {len(value.shape)} dimensions once"
         for consumer in value.consumers:
             if not (value.producer < consumer < len(stages) and key in stages[consumer].inputs):
                 yield f"{place}.consumers", f"{key!r} goes to stage {consumer}, which does not take it"

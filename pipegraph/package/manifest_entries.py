@@ -32,6 +32,8 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
         batch_dim: the dimension along which it is cut into microbatches; None if each takes the whole.
         constant: the constant; UNSET for a tensor.
         keeps_dtype: True if it has this dtype even if the model is converted to another one.
+        dim_order: its dimensions as they lie in memory, outermost first, as in `torch.Tensor.dim_order`; UNSET for a
+            contiguous tensor.
     """
 
     name: Name
@@ -44,6 +46,7 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
     batch_dim: Count | None = None
     constant: Constant | UnsetType = UNSET
     keeps_dtype: bool | UnsetType = UNSET
+    dim_order: tuple[Count, ...] | UnsetType = UNSET
 
     @property
     def is_constant(self) -> bool:

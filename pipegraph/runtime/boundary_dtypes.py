@@ -24,7 +24,7 @@ from pipegraph.kernels.sharded import local
 from pipegraph.kernels.trace_guard import unchanged
 from pipegraph.package import Manifest
 from pipegraph.runtime.step_data import StepInputs
-from pipegraph.runtime.wiring import Edge, StageWiring, torch_dtype
+from pipegraph.runtime.wiring import Edge, StageWiring, torch_dtype, zeros_for
 
 Dtypes = dict[str, torch.dtype]
 """value → its dtype"""
@@ -108,9 +108,7 @@ class BoundaryDtypes:
             with unchanged(modules), fake_tensors(), torch.no_grad():
                 own = [torch.empty_like(local(each), device=each.device) for each in state.tensors()]
                 inputs = [
-                    torch.zeros(
-                        value.shape_at(self._sizes), dtype=arriving.get(value.name, torch_dtype(value)), device=device
-                    )
+                    zeros_for(value, value.shape_at(self._sizes), arriving.get(value.name, torch_dtype(value)), device)
                     for value in wiring.inputs
                 ]
                 with state.replaced(own):

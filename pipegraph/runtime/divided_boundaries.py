@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.kernels.internals import fake_tensors
 from pipegraph.package import Manifest, Value
+from pipegraph.runtime.wiring import torch_dtype, zeros_for
 
 Shapes = dict[str, list[int]]
 """value → its shape on a rank"""
@@ -70,11 +71,8 @@ def _run(index: int, stage: nn.Module, manifest: Manifest, shapes: Shapes) -> Sh
     entry, values = manifest.stages[index], manifest.values
     device = next((each.device for each in stage.parameters()), torch.device("cpu"))
     with fake_tensors(), torch.no_grad():
-        dtypes = [getattr(torch, values[name].dtype) for name in entry.inputs]
-        inputs = [
-            torch.zeros(shapes[name], dtype=dtype, device=device)
-            for name, dtype in zip(entry.inputs, dtypes, strict=True)
-        ]
+        taken = [values[name] for name in entry.inputs]
+        inputs = [zeros_for(value, shapes[value.name], torch_dtype(value), device) for value in taken]
         try:
             returned = stage(*inputs)
         except PipegraphError:

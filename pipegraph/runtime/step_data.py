@@ -14,7 +14,7 @@ from pipegraph.errors import BatchError, RuntimeFault
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
 from pipegraph.runtime.loss_reduction import LossReduction
-from pipegraph.runtime.wiring import torch_dtype
+from pipegraph.runtime.wiring import torch_dtype, zeros_for
 
 NO_TARGET: Final = object()
 """In the place of a target that the caller left out."""
@@ -313,7 +313,7 @@ class StepInputs:
 
     def zeros(self, value: Value, microbatch: int, device: torch.device) -> Tensor:
         """Zeros in the place of a value of a microbatch."""
-        return torch.zeros(self.shape(value, microbatch), dtype=self.dtype(value), device=device)
+        return zeros_for(value, self.shape(value, microbatch), self.dtype(value), device)
 
 
 @dataclass(frozen=True)

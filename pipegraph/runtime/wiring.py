@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from pipegraph.errors import PackageError, RuntimeFault
@@ -131,7 +132,8 @@ def named_outputs(
     shape: Callable[[Value], tuple[int, ...]],
     dtype: Callable[[Value], torch.dtype],
 ) -> dict[str, Tensor]:
-    """A stage's outputs by name, as its consumers take them: contiguous, because a consumer compiles for one layout.
+    """A stage's outputs by name, as its consumers take them: in the memory layout of the manifest, because a consumer
+    compiles for one.
 
     If a region of autocast around the step has given a float another dtype than its consumers expect, it is cast.
     Raises RuntimeFault if the outputs are not those that the manifest promises.
@@ -165,8 +167,32 @@ def named_outputs(
                 "Try: correct the stage's source, or `values` in pipeline.json; to give all stages another dtype, use "
                 "parallelize_fn."
             )
-        by_name[value.name] = output.contiguous()
+        by_name[value.name] = from_memory(value, in_memory(value, output))
     return by_name
+
+
+def in_memory(value: Value, tensor: Tensor) -> Tensor:
+    """A value, or its gradient, as a contiguous tensor, whose dimensions are in the order in which the manifest lays
+    them out in memory. It is copied if it lies there otherwise."""
+    return tensor.contiguous() if value.dim_order is UNSET else tensor.permute(value.dim_order).contiguous()
+
+
+def shape_in_memory(value: Value, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what `in_memory` returns for a value of a shape."""
+    return tuple(shape) if value.dim_order is UNSET else tuple(shape[dim] for dim in value.dim_order)
+
+
+def from_memory(value: Value, tensor: Tensor) -> Tensor:
+    """What `in_memory` was given, in the same memory."""
+    if value.dim_order is UNSET:
+        return tensor
+    order = value.dim_order
+    return tensor.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def zeros_for(value: Value, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of a shape in the place of a value, which lie in memory as it does."""
+    return from_memory(value, torch.zeros(shape_in_memory(value, shape), dtype=dtype, device=device))
 
 
 def _is_autocast(output: Tensor, promised: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.kernels.autocast import autocast_number
+from pipegraph.package import Value
 from pipegraph.runtime.processes.faults import SendFailed
 from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.world import World
@@ -25,7 +26,7 @@ from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.transport.headers import DeferredHeaders, PipelineCall, ReceivedHeader, expected
 from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
-from pipegraph.runtime.wiring import Transfer
+from pipegraph.runtime.wiring import Transfer, from_memory, in_memory, shape_in_memory
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -88,6 +89,7 @@ class DistributedReceive:
         group: Group,
         peer: int,
         pool: BufferPool,
+        values: Sequence[Value],
         shapes: Shapes,
         header: ReceivedHeader | None,
         deferred: DeferredHeaders | None,
@@ -99,7 +101,8 @@ class DistributedReceive:
         self._pool = pool
         self._header = header
         self._deferred = deferred
-        self._tensors = pool.take(shapes)
+        self._values = values
+        self._tensors = pool.take(tuple(map(shape_in_memory, values, shapes)))
         self._works = [group.receive(tensor, peer) for tensor in self._tensors if tensor.numel()]
         self._unfinished = unfinished
         unfinished.add(self)
@@ -114,7 +117,7 @@ class DistributedReceive:
             for work in self._works:
                 work.wait()
         self.drop()
-        return self._tensors
+        return tuple(map(from_memory, self._values, self._tensors))
 
     def drop(self) -> None:
         """Let go of the connection."""
@@ -155,7 +158,8 @@ class DistributedTransport:
                 (group.send if sender == world.rank else group.receive)(byte, peer).wait()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
-        sent = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+        pairs = zip(transfer.values, tensors, strict=True)
+        sent = [in_memory(value, tensor) for value, tensor in pairs if tensor.numel()]
         if self._is_first(transfer.ranks) and self._given is not None:
             sent.insert(0, self._call_with(self._given).header(self._device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
@@ -192,8 +196,10 @@ class DistributedTransport:
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
         header = self._first_header(transfer.ranks, given)
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
-        pool = self._pools[message]
-        return DistributedReceive(group, peer, pool, shapes, header, self._deferred, self._unfinished, self._sends)
+        pool, values = self._pools[message], transfer.values
+        return DistributedReceive(
+            group, peer, pool, values, shapes, header, self._deferred, self._unfinished, self._sends
+        )
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
