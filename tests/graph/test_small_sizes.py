@@ -54,10 +54,19 @@ class AddsConstant(Layer):
         return super().forward(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
+class TakesRest(Layer):
+    """Slices from a size that varies to the end, of which export keeps no number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice = torch.cat([x, super().forward(x)], 1)
+        return twice[:, : x.shape[1]] + self.linear(twice[:, x.shape[1] :])
+
+
 @pytest.mark.parametrize(
     ("model", "lowest", "conditions"),
     [
         (Layer, {}, ()),
+        (TakesRest, {}, ()),
         (Branches, {"x_1": 2}, ()),
         (CallsOthers, {"batch": 2}, ()),
         (Refuses, {"x_1": 2}, ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,8 +128,8 @@ class _OperationRecord(TorchDispatchMode):
         if is_same or func is torch.ops.aten.lift_fresh_copy.default:
             self._origins[id(result)] = result, self._origin(args[0])
             return result
-        if func is torch.ops.aten.slice.Tensor:  # which begins at 0 or at None
-            described = pytree.tree_map(lambda leaf: leaf or 0, described)
+        if func is torch.ops.aten.slice.Tensor:
+            described = _slice(*described[0], **described[1])
         self.operations.append((func, described))
         made = hash((func, *map(str, pytree.tree_leaves(described))))
         for position, leaf in enumerate(pytree.tree_leaves(result)):
@@ -150,6 +151,12 @@ def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
     leaves = enumerate(pytree.tree_leaves(inputs))
     given = [(leaf, ("input", position)) for position, leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [*given, *((tensor, name) for name, tensor in (*model.named_parameters(), *model.named_buffers()))]
+
+
+def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    """The arguments of a slice, in one way of several: Python gives the largest number as the end, export leaves it
+    out."""
+    return tensor, dim, start or 0, sys.maxsize if end is None else end, step
 
 
 def _form(value: Any) -> Any:
