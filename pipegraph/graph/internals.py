@@ -259,17 +259,25 @@ def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
 
 
 @contextmanager
-def lstm_states_in_their_shapes() -> Iterator[None]:
-    """Let fake tensors of an LSTM's final states have the shapes of the real ones.
+def recurrent_layers_without_steps() -> Iterator[None]:
+    """Let an LSTM, GRU or RNN on fake tensors make results of the right shapes, and no step.
 
-    Before torch 2.13 its decomposition squeezes the batch dimension instead of the one that it added.
+    torch takes one after the other, in Python, which fixes their number. A graph has such a layer as one operation.
     """
 
-    def one_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output, states = original(*args, **kwargs)
-        return output, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
+    def sequence(inputs: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """A state for each step, ``[step, batch, state]``, with a gradient for whatever has one."""
+        return torch.nn.functional.linear(inputs, weight.narrow(0, 0, state.shape[-1])) + state
 
-    with _replaced(decompositions, "one_layer_lstm", one_layer):
+    def lstm(original: Callable[..., Any], inputs: Any, states: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs, cells = (sequence(inputs, weights[0], state) for state in states)
+        return outputs, (outputs[-1], cells[-1])
+
+    def rnn(original: Callable[..., Any], inputs: Any, state: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = sequence(inputs, weights[0], state)
+        return outputs, outputs[-1]
+
+    with _replaced(decompositions, "one_layer_lstm", lstm), _replaced(decompositions, "one_layer_rnn", rnn):
         yield
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pipegraph
 from tests.codegen.layers import batch
-from tests.codegen.parity import differences, forward_lines, source, split
+from tests.codegen.parity import assert_equal_at_every_size, differences, forward_lines, source, split
 from tests.slow import cases
 
 
@@ -88,6 +91,44 @@ def test_states_are_unpacked_as_in_the_source(tmp_path: Path) -> None:
         "y, state = self.layer(out)",
     ]
     assert "self.second = nn.LSTM(8, 8, num_layers=2, bias=False, batch_first=True)" in source(package)
+
+
+class Tagger(nn.Module):
+    """Layers of every kind, whose sequences and last states are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True, proj_size=4)
+        self.gru = nn.GRU(8, 4, bias=False)
+        self.rnn = nn.RNN(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, (last, _) = self.lstm(x)
+        y = self.gru(x.transpose(0, 1))[0].transpose(0, 1)
+        return self.head(self.rnn(y)[0]) + last.sum((0, 2))[:, None, None]
+
+
+def test_any_number_of_steps_is_taken(tmp_path: Path) -> None:
+    model = Tagger()
+    package = split(tmp_path, model, (batch(3, 13, 8),), cut="gru,head")
+    assert package.manifest.values["y"].shape == ("x_1", "batch", 8)
+    assert_equal_at_every_size(package, model, (3, 13, 8), (2, 5, 8), (1, 17, 8), (4, 1, 8))
+
+
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+def test_kernels_take_any_number_of_steps(kernels: str, tmp_path: Path) -> None:
+    model = Tagger()
+    package = split(tmp_path, model, (batch(2, 5, 8),), cut="head")
+    pipe = pipegraph.Pipeline(package, "zb-h1", microbatches=2, loss_fn=F.mse_loss, kernels=kernels)
+    for length in (5, 3, 4):
+        x, target = batch(4, length, 8), batch(4, length, 5)
+        model.zero_grad()
+        F.mse_loss(model(x), target).backward()
+        pipe.step(x, target=target)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+            parameter.grad = None
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ from pipegraph.graph.export.python_random import check_chances
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     fixed_sizes_seen,
-    lstm_states_in_their_shapes,
     pytree,
+    recurrent_layers_without_steps,
 )
 from pipegraph.graph.symbolic_size import InputDimension
 
@@ -144,7 +144,7 @@ def _export(
 ) -> ExportedProgram:
     with (
         record_calls(model),
-        lstm_states_in_their_shapes(),
+        recurrent_layers_without_steps(),
         autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
