@@ -203,12 +203,37 @@ def from_functional(tensor: Tensor) -> Tensor:
     return inner
 
 
-def python_dispatch() -> AbstractContextManager[None]:
+@contextmanager
+def python_dispatch() -> Iterator[None]:
     """Take torch's Python implementation of an operation where there is one: those in C++ often take no symbols."""
     from torch._dispatch.python import enable_python_dispatcher
 
-    context: AbstractContextManager[None] = enable_python_dispatcher()
-    return context
+    with enable_python_dispatcher(), _lstm_states_in_their_shapes():
+        yield
+
+
+@contextmanager
+def _lstm_states_in_their_shapes() -> Iterator[None]:
+    """Let the last states of an LSTM have the shapes of the layer's.
+
+    Before torch 2.13 its decomposition squeezes the batch dimension instead of the one that it added.
+    """
+    if torch.__version__ >= "2.13":
+        yield
+        return
+    from torch._decomp import decompositions
+
+    original = decompositions.one_layer_lstm
+
+    def one_layer(*args: Any, **kwargs: Any) -> Any:
+        output, states = original(*args, **kwargs)
+        return output, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
+
+    decompositions.one_layer_lstm = one_layer
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = original
 
 
 def trace(

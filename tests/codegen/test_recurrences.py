@@ -109,6 +109,7 @@ class Tagger(nn.Module):
         return self.head(self.rnn(y)[0]) + last.sum((0, 2))[:, None, None]
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_any_number_of_steps_is_taken(tmp_path: Path) -> None:
     model = Tagger()
     package = split(tmp_path, model, (batch(3, 13, 8),), cut="gru,head")
@@ -116,6 +117,7 @@ def test_any_number_of_steps_is_taken(tmp_path: Path) -> None:
     assert_equal_at_every_size(package, model, (3, 13, 8), (2, 5, 8), (1, 17, 8), (4, 1, 8))
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
 def test_kernels_take_any_number_of_steps(kernels: str, tmp_path: Path) -> None:
     model = Tagger()
