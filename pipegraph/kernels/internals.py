@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from pipegraph.grouped_mm import register_grouped_mm
 
+aten = torch.ops.aten
+
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 """A graph that runs. It takes the tensors out of the list that it is called with, so that it can release them."""
 
@@ -256,9 +258,16 @@ def trace(
 
 
 def boxed(module: fx.GraphModule) -> Run:
-    """Return a graph that runs uncompiled. `GraphModule.forward` would keep its arguments alive on the stack."""
+    """Return a graph that runs uncompiled. `GraphModule.forward` would keep its arguments alive on the stack.
+
+    Views take tensors of any layout, as those of Inductor do: some operations (the backward of softplus) give a fake
+    tensor other strides than a real one.
+    """
     from torch.fx.graph import _BoxedCodeGen
 
+    for node in module.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     run: Run = module.forward

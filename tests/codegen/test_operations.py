@@ -45,6 +45,8 @@ CASES: list[tuple[Function, str]] = [
     (lambda x, y: torch.div(x, y, rounding_mode="floor"), 'x.div(y, rounding_mode="floor")'),
     # random numbers that torch only writes into a tensor
     (lambda x, y: x + torch.zeros_like(x).uniform_(0, 0.5), "x + torch.zeros_like(x).uniform_(to=0.5)"),
+    (lambda x, y: x + torch.zeros_like(x).uniform_(-1.0, 0.5), "x + torch.zeros_like(x).uniform_(-1.0, 0.5)"),
+    (lambda x, y: x + torch.zeros_like(x).uniform_(-1.0), "x + torch.zeros_like(x).uniform_(-1.0)"),
     (lambda x, y: x + torch.empty_like(y).exponential_(2.0), "x + torch.empty_like(y).exponential_(lambd=2.0)"),
     # subscripts
     (lambda x, y: x[0], "x[0]"),
@@ -226,3 +228,21 @@ def test_operation(function: Function, expected: str, tmp_path: Path) -> None:
     package = split(tmp_path, model, inputs, cut=1)
     assert forward_lines(package) == ["x = self.inner(z)", f"return {expected}"]
     assert differences(package, model, inputs) == []
+
+
+def test_a_range_of_random_numbers_is_passed_by_position(tmp_path: Path) -> None:
+    """Its first argument is called ``from``."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.empty_like(x).uniform_(-0.5, 0.25)
+            return self.inner(x + noise) * noise
+
+    model, x = Noisy(), batch(4, 6)
+    package = split(tmp_path, model, (x,), cut=1)
+    assert ".uniform_(-0.5, 0.25)" in forward_lines(package)[0]
+    assert differences(package, model, (x,)) == []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.kernels.stages import Function, Layer, Layers, linear, tokens, x
@@ -96,6 +97,15 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "an RNN": (lambda: Function(lambda s, x: s.r(x)[0], r=nn.LSTM(8, 4)), (torch.randn(5, 2, 8),)),
     "a constant": (lambda: Function(lambda s, x: s.a(x) * torch.tensor([2.0] * 8), **linear("a")), (x,)),
     "an expanded gradient": (lambda: Function(lambda s, x: s.p.sum() * x.sum() + x), (x,)),
+    # Without memory softplus has the strides of its output, and with memory those of what arrives.
+    "a transposed gradient": (
+        lambda: Function(
+            lambda s, x: F.softplus(s.a(x)).transpose(1, 2).contiguous() * s.p,
+            p=nn.Parameter(torch.randn(8, 5)),
+            **linear("a"),
+        ),
+        (torch.randn(2, 5, 8),),
+    ),
     "an output that is no tensor": (lambda: Function(lambda s, x: (s.a(x), None), **linear("a")), (x,)),
 }
 

@@ -168,7 +168,7 @@ def _loss(operator: OperatorCall) -> Expression:
     named = dict(operator.arguments)
     if "reduction" in named:
         named["reduction"] = ("none", "mean", "sum")[named["reduction"]]
-    required = [name for name in operator.required if isinstance(named.get(name), fx.Node)]
+    required = [name for name in operator.positional if isinstance(named.get(name), fx.Node)]
     positional = [operator.expression(named.pop(name)) for name in required]
     function = operator.name.removesuffix("_nd")
     function = "cross_entropy" if function == "cross_entropy_loss" else function

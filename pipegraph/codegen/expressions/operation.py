@@ -68,7 +68,7 @@ def write(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], 
     ):
         return Evaluate(_by_overload(called))
     tensor = named.pop("self")
-    positional = [named.pop(name) for name in list(named) if name in called.required]
+    positional = [named.pop(name) for name in list(named) if name in called.positional]
     return Evaluate(called.method(tensor, called.name, *positional, **named))
 
 
@@ -92,8 +92,8 @@ def _by_name(called: OperatorCall) -> Expression | None:
     arguments, schema = called.arguments, schema_arguments(called.target)
     if TRAINING in arguments.values() or called.name.startswith("_"):
         return None
-    positional = [_single(called, name, arguments.get(name)) for name in called.required]
-    named = {name: value for name, value in arguments.items() if name not in called.required}
+    positional = [_single(called, name, arguments.get(name)) for name in called.positional]
+    named = {name: value for name, value in arguments.items() if name not in called.positional}
     is_method = bool(schema) and schema[0].name == "self"
     for owner, library, start in _LIBRARIES:
         if not called.name.startswith(start) or (library == "F" and operator_of(called.node).spelling != "F.name"):
@@ -123,7 +123,7 @@ def _drawn(called: OperatorCall) -> Expression | None:
     owner = called.expression(tensor)
     if not operator_of(tensor).factory or len(tensor.users) > 1:
         owner = call("torch.empty_like", owner)
-    positional = [named.pop(each) for each in list(named) if each in called.required]
+    positional = [named.pop(each) for each in list(named) if each in called.positional]
     return called.method_of(owner, name, *positional, **named)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,10 +69,14 @@ class OperatorCall:
         return operator_name(self.target)[0]
 
     @property
-    def required(self) -> list[str]:
-        """The names of the arguments that have no default and can be passed by position."""
-        schema = schema_arguments(self.target)
-        return [entry.name for entry in schema if not entry.has_default_value() and not entry.kwarg_only]
+    def positional(self) -> list[str]:
+        """The names of the arguments that are passed by position: those without a default.
+
+        If one is called ``from``, which is no name in Python, they are all that are given.
+        """
+        given = self.arguments if any(map(keyword.iskeyword, self.arguments)) else ()
+        schema = [entry for entry in schema_arguments(self.target) if not entry.kwarg_only]
+        return [entry.name for entry in schema if entry.name in given or not entry.has_default_value()]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
