@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
-from tests.codegen.parity import assert_equal_at_every_size, numbers_in_forwards, source, split
+from tests.codegen.parity import assert_equal_at_every_size, differences, numbers_in_forwards, source, split
 from tests.slow import cases
 
 BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
@@ -211,3 +211,28 @@ def test_a_value_that_is_asked_for_a_size_is_computed_once(tmp_path: Path) -> No
     package = split(tmp_path, model, (torch.randn(3, 3, 20, 28),), cut=1)
     assert package.manifest.values["x"].shape == ("batch", 3, "x_2", "x_3")
     assert_equal_at_every_size(package, model, (3, 3, 20, 28), (5, 3, 12, 16))
+
+
+class TakesAnyName(nn.Module):
+    """Passes on what it is given by a name that is not in its signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu() + more["bias"])
+
+
+def test_sizes_of_inputs_that_no_signature_names_vary(tmp_path: Path) -> None:
+    model, inputs = TakesAnyName(), {"bias": torch.randn(BATCH, LENGTH, 8), "x": torch.randn(BATCH, LENGTH, 8)}
+    forward = model.forward
+    package = split(tmp_path, model, (), inputs, cut="outer")
+    assert model.forward == forward and "forward" not in vars(model)
+    assert {name: package.manifest.values[name].shape for name in inputs} == dict.fromkeys(
+        inputs, ("batch", "bias_1", 8)
+    )
+    assert differences(package, model, (), inputs) == []
+    others = {name: torch.randn(2, 5, 8) for name in inputs}
+    pipe = pipegraph.Pipeline(package, microbatches=1, kernels="autograd")
+    torch.testing.assert_close(pipe.eval(**others), model(**others))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import keyword
 import re
 import sys
 import warnings
@@ -148,6 +150,7 @@ def _export(
         autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
+        _every_input_named(model, kwargs),
         _graphs_not_shown(),
         CertainChances(),
         warnings.catch_warnings(),
@@ -161,6 +164,36 @@ def _export(
             dynamic_shapes=None if fixed is None else _varying_sizes(model, fake_args, fake_kwargs, fixed),
             strict=False,
         )
+
+
+@contextmanager
+def _every_input_named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let the signature of a model's ``forward`` name the inputs that it takes as ``**kwargs``.
+
+    ``torch.export`` takes the others to be in the signature, and fails where a size of these may vary.
+    """
+    forward = model.forward
+    signature = inspect.signature(forward)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    missing = [name for name in kwargs if name not in signature.parameters]
+    if not missing or not all(name.isidentifier() and not keyword.iskeyword(name) for name in missing):
+        yield
+        return
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in missing]
+    named.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    before = vars(model).get("forward")
+    model.forward = named
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.forward
+        else:
+            model.forward = before
 
 
 def _varying_sizes(
