@@ -266,7 +266,10 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         if value.batch_dim is not None and value.batch_dim >= len(value.shape):
             yield f"{place}.batch_dim", f"it is {value.batch_dim}, and the value has {len(value.shape)} dimensions"
         if value.dim_order is not UNSET and sorted(value.dim_order) != [*range(len(value.shape))]:
-            yield f"{place}.dim_order", f"it has each of the {len(value.shape)} dimensions once"
+            yield (
+                f"{place}.dim_order",
+                f"it is {[*value.dim_order]}, and has to name each of the {len(value.shape)} dimensions once",
+            )
         for consumer in value.consumers:
             if not (value.producer < consumer < len(stages) and key in stages[consumer].inputs):
                 yield f"{place}.consumers", f"{key!r} goes to stage {consumer}, which does not take it"

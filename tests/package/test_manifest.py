@@ -199,7 +199,10 @@ def test_shapes_are_expressions_of_sizes() -> None:
     ("change", "message"),
     [
         (_set("values", "h", "batch_dim", to=3), "values.h.batch_dim: it is 3, and the value has 3 dimensions"),
-        (_set("values", "h", "dim_order", to=[0, 2, 2]), "values.h.dim_order: it has each of the 3 dimensions once"),
+        (
+            _set("values", "h", "dim_order", to=[0, 2, 2]),
+            "values.h.dim_order: it is [0, 2, 2], and has to name each of the 3 dimensions once",
+        ),
         (_set("values", "h", "name", to="h"), '"name" is not a key here'),
         (_set("shards", to={"../x": f"sha256 {64 * '0'}"}), "shards: the path '../x' leaves"),
         (_set("shards", to={"x": "sha256 00"}), 'shards.x: "sha256 00" does not fit'),

@@ -35,7 +35,7 @@ class BufferPool:
     """Buffers for the messages of one direction of one edge, each with room for all values of a message.
 
     Args:
-        dtypes: of the values.
+        dtypes: of the values. Their shapes are those in memory, as `shape_in_memory` returns them.
 
     take ─▶ a message is written ─▶ actions read it ─▶ release ─▶ taken again
                                                   └──▶ or never released, if something that left the executor shares it
