@@ -27,8 +27,10 @@ _FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
 
 # A mask that takes no more operations (``positions > 0``) stays as it is: the plain form has as many.
 _OPERATIONS = 4
-# The largest tensor that is computed while capturing: the mask of 8,192 tokens.
-_LARGEST = 2**26
+# The largest tensor that is computed while capturing: the masks of 8,192 tokens in 4 rows.
+_LARGEST = 2**28
+# A size that varies is tried by so much above the numbers that a mask is made from, and is the same modulo it.
+_BEYOND = 64
 
 _Ends = tuple[int | None, int | None]
 """The lowest and the highest of the diagonals column − row on which a mask is true; None for no such end."""
@@ -123,11 +125,13 @@ def simplify_masks(graph: fx.Graph) -> None:
 
 
 def _is_fixed(node: fx.Node, unknown: set[fx.Node]) -> bool:
-    """Return whether an operation gives the same for every input, and is small enough to try."""
+    """Return whether an operation gives the same for every input, and is small enough to try where its sizes are fixed."""
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or target.namespace != "aten" or is_mutable(target):
         return False
-    if not isinstance(value, torch.Tensor) or value.numel() > _LARGEST or node.meta["regions"]:
+    if not isinstance(value, torch.Tensor) or node.meta["regions"]:
+        return False
+    if prod(size for size in shape_of(node) if not isinstance(size, SymbolicSize)) > _LARGEST:
         return False
     undefined = torch.Tag.nondeterministic_seeded in target.tags or operator_of(node).uninitialized
     return not undefined and not any(parent in unknown for parent in node.all_input_nodes)
@@ -159,11 +163,16 @@ def _band_at_every_size(node: fx.Node) -> _Band | None:
     """The band that a fixed mask is at every size; None for any other pattern.
 
     A mask may be causal for a short text and a window for a long one. The mask is therefore computed at the sizes of
-    the example, at others, and with each size larger than every number from which the mask is made.
+    the example, or smaller ones in place of large ones, at others, and with each size larger than every number from
+    which the mask is made.
     """
     made_of = _made_of(node)
-    symbols = {symbol: size for each in made_of for symbol, size in _symbols(each).items()}
     largest = max((abs(number) for each in made_of for number in _numbers(each)), default=0)
+    symbols = {
+        symbol: size - max(0, (size - largest) // _BEYOND - 1) * _BEYOND
+        for each in made_of
+        for symbol, size in _symbols(each).items()
+    }
     samples = [symbols, {symbol: size + 1 for symbol, size in symbols.items()}] if symbols else [symbols]
     samples += [{**symbols, symbol: size + largest + 1} for symbol, size in symbols.items()]
     found: set[_Ends | None] = set()
