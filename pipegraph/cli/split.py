@@ -224,7 +224,9 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
         return
-    lines = [*stage_lines(planned.describe()), *(one_line(str(size)) for size in planned.captured.sizes.fixed)]
+    varying = {place for size in planned.captured.other_sizes if size.name in manifest.sizes for place in size.places}
+    fixed = [one_line(str(size)) for size in planned.captured.sizes.fixed if size.place not in varying]
+    lines = [*stage_lines(planned.describe()), *fixed]
     if planned.captured.device_branch:
         lines.append(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
     lines += layout_lines(planned.layout)

@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from typing import Any
 
-import torch
-from msgspec import UNSET, structs
-from torch import Tensor, fx
+from msgspec import structs
 
-from pipegraph.codegen.classes.block_classes import BlockClasses
-from pipegraph.codegen.classes.merge_classes import merge_classes
-from pipegraph.codegen.classes.stage_class import stage_class
-from pipegraph.codegen.internals import defining_module
-from pipegraph.codegen.names.draw_names import draw_names
-from pipegraph.codegen.names.identifiers import unused, variable
-from pipegraph.codegen.names.model_names import dtype_name, prose
-from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
-from pipegraph.codegen.syntax.statements import functions_called
-from pipegraph.codegen.weights import initialisation_lines, shard_name, shard_plan
-from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import Captured, own_recompute
-from pipegraph.graph.internals import OpOverload, pytree
-from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
-from pipegraph.graph.operators import index_bound
-from pipegraph.graph.partition.stages import Boundary, tensor_of
-from pipegraph.graph.passes.gradients import untrained_parameters
-from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of
+from pipegraph.codegen.draft import Draft, draft
+from pipegraph.codegen.general_sizes import with_general_sizes
+from pipegraph.codegen.names.model_names import prose
+from pipegraph.errors import PlanError
+from pipegraph.graph.captured import OtherSize
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.graph.symbolic_size import SymbolicSize
-from pipegraph.package import (
-    CONFIG,
-    Buffer,
-    CheckpointNames,
-    Manifest,
-    ModelEntry,
-    PlanEntry,
-    StageEntry,
-    Value,
-    sequences,
-)
+from pipegraph.package import CONFIG, Manifest
 from pipegraph.package.json_file import json_text
-from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan
-from pipegraph.version import __version__
 
 
 def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
@@ -62,220 +31,16 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     Raises:
         CaptureError: an operation comes from a library that a package could not import.
     """
-    captured = plan.captured
-    blocks = BlockClasses(captured)
-    source_names = _source_names(plan, blocks)
-    stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
-    shared, stages = merge_classes(blocks.used_by(stages), stages)
-    functions = blocks.functions.used_by(functions_called(node for each in (*shared, *stages) for node in each.walk()))
-    requires = _libraries(captured)
-    model = source.name if source is not None else captured.model_name
-    about = f"{prose(captured.model_name)} ({prose(model)})"
-    count = f"{len(stages)} stages" if len(stages) > 1 else "one stage"
-    checkpoint = checkpoint_names(captured.modules[""].module)
-    place = "a Hugging Face checkpoint" if checkpoint else "another one"
-    files = {
-        "__init__.py": render_init(stages, f"{about} in {count}, written by pipegraph {__version__}."),
-        "blocks.py": render_blocks(functions, shared, f"The blocks that the stages of {about} share.", requires),
-        "weights.py": render_weights(
-            f"Reads the tensors of a stage from this folder or from {place}, or initialises them.",
-            initialisation_lines(captured),
-            bool(checkpoint),
-        ),
-    }
-    for index, stage in enumerate(stages):
-        header = f"Stage {index} of {len(stages)} of {about}."
-        files[f"stage_{index}.py"] = render_stage(stage, functions, shared, header, requires)
+    others: list[tuple[OtherSize, Draft]] = []
+    for size in plan.captured.other_sizes:
+        try:
+            others.append((size, draft(plan.of(size.captured), weights, source)))
+        except PlanError:  # a cut inside the loop, after an iteration that the other one does not have
+            continue
+    package = with_general_sizes(draft(plan, weights, source), others)
+    model, class_name = source.name if source is not None else plan.captured.model_name, plan.captured.model_name
+    files = package.source.files(f"{prose(class_name)} ({prose(model)})")
     if source is not None and source.config is not None:  # for `pipegraph export`
         files[CONFIG] = json_text(dict(source.config)) + "\n"
-    names = _unique(plan.boundaries, source_names, set(captured.constants))
-    draws = [draw_names(captured, stage.nodes, blocks.called[stage.index]) for stage in plan.stages]
-    return files, _manifest(plan, names, draws, files, weights, tuple(requires), source)
-
-
-def _manifest(
-    plan: Plan,
-    names: Mapping[Boundary, str],
-    draws: Sequence[Mapping[str, tuple[str, ...]]],
-    files: Mapping[str, str],
-    weights: bool,
-    requires: Sequence[str],
-    source: ModelSource | None,
-) -> Manifest:
-    captured = plan.captured
-    by_label = {label_of(each.node): names[each] for each in plan.boundaries if each.producer < 0}
-    by_label |= {label_of(each.node): names[each] for each in plan.given(plan.stages[-1])}
-
-    def unique_name(label: Any) -> Any:
-        return by_label.get(label, label)
-
-    sizes = _sizes(captured)
-    shards = shard_plan(captured, plan.stages, weights)
-    values = {names[boundary]: _value(names[boundary], boundary, sizes) for boundary in plan.boundaries}
-    for name, constant in captured.constants.items():
-        values[name] = Value(name, "", (), -1, (), constant=constant)
-    untrained = untrained_parameters(captured)
-    return Manifest(
-        generator=f"pipegraph {__version__}",
-        model=ModelEntry(
-            source=source.name if source is not None else "",
-            class_name=captured.model_name,
-            sha256=source.sha256 if source is not None else "",
-        ),
-        args=pytree.tree_map(unique_name, list(captured.args)),
-        kwargs=pytree.tree_map(unique_name, captured.kwargs),
-        outputs=pytree.tree_map(unique_name, captured.outputs),
-        evaluation_outputs=pytree.tree_map(unique_name, captured.evaluation_outputs),
-        lists=tuple(_lists(captured)),
-        sizes=sizes,
-        conditions=captured.sizes.conditions,
-        values=values,
-        stages=tuple(
-            StageEntry(
-                index=stage.index,
-                module=f"stage_{stage.index}",
-                class_name=f"Stage{stage.index}",
-                inputs=tuple(names[each] for each in plan.taken(stage)),
-                outputs=tuple(names[each] for each in plan.given(stage)),
-                parameters=tuple(fqn for fqn in stage.state if captured.state[fqn].kind == "parameter"),
-                buffers=tuple(
-                    Buffer(fqn, captured.state[fqn].persistent)
-                    for fqn in stage.state
-                    if captured.state[fqn].kind != "parameter"
-                ),
-                weights=file if (file := shard_name(stage.index, len(plan.stages))) in shards else None,
-                cost=cost,
-                untrained=tuple(fqn for fqn in stage.state if fqn in untrained) or UNSET,
-                draws=dict(draws[stage.index]) or UNSET,
-            )
-            for stage, cost in zip(plan.stages, plan.costs, strict=True)
-        ),
-        tied=captured.tied,
-        plan=_plan_entry(plan),
-        files={name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()},
-        requires=tuple(requires),
-        checkpoint=CheckpointNames(**checkpoint_names(captured.modules[""].module)),
-        tp_plan=dict((source.tp_plan if source is not None else None) or tp_plan_of(captured.modules[""].module)),
-        recompute=str(own_recompute(captured)),
-    )
-
-
-def _plan_entry(plan: Plan) -> PlanEntry:
-    """The cuts and, if the plan has one, the prediction. The cost of each stage is in the entry of the stage."""
-    return PlanEntry(
-        points=tuple(str(point) for point in plan.points),
-        stages=tuple(line.partition(": ")[2] for line in plan.describe()),
-        layout=plan.layout or UNSET,
-        prediction=None if plan.prediction is None else structs.replace(plan.prediction, stages=()),
-    )
-
-
-def _sizes(captured: Captured) -> dict[str, Size]:
-    """The sizes of the model's inputs that may vary, by name. None of them may be 0."""
-    limits = captured.sizes
-    return {
-        name: Size(captured=number, min=limits.lowest.get(name, 1), max=limits.highest.get(name))
-        for name, number in limits.captured.items()
-    }
-
-
-def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size]) -> Value:
-    tensor = tensor_of(boundary.node)
-    integer = boundary.producer < 0 and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
-    return Value(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(size.text if isinstance(size, SymbolicSize) else size for size in shape_of(boundary.node)),
-        producer=boundary.producer,
-        consumers=boundary.consumers,
-        requires_grad=boundary.requires_grad,
-        batch_dim=_batch_dim(boundary.node, sizes),
-        keeps_dtype=(boundary.producer >= 0 and keeps_dtype(boundary.node)) or UNSET,
-        bound=index_bound(boundary.node) if integer else None,
-        dim_order=(boundary.producer >= 0 and _dim_order(tensor)) or UNSET,
-    )
-
-
-def _dim_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a dense tensor as they lie in memory, outermost first; empty if it is contiguous, or has gaps
-    or overlaps, and is sent without them."""
-    order: tuple[int, ...] = tensor.dim_order()
-    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else ()
-
-
-def _batch_dim(node: fx.Node, sizes: Mapping[str, Size]) -> int | None:
-    """The dimension along which a value is cut: the first that follows from the batch. If the model fixes its batch, it
-    is dimension 0."""
-    shape = shape_of(node)
-    if BATCH not in sizes:
-        return 0 if shape else None
-    in_batch = (
-        dim for dim, size in enumerate(shape) if isinstance(size, SymbolicSize) and BATCH in map(str, size.symbols)
-    )
-    return next(in_batch, None)
-
-
-def _lists(captured: Captured) -> Iterator[str]:
-    """The places of what the model returns that are lists, and no tuples."""
-    for name in ("outputs", "evaluation_outputs"):
-        yield from (place for place, each in sequences(getattr(captured, name), name) if isinstance(each, list))
-
-
-def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
-    """The name of each value that crosses between stages; several values may have the same name.
-
-    It is the name of the model's argument, the key of a dict that the model returns, or else the name in its source.
-    """
-    captured = plan.captured
-    keys: dict[str, str] = {}
-    for path, label in pytree.tree_flatten_with_path([captured.evaluation_outputs, captured.outputs])[0]:
-        for entry in path:
-            if isinstance(entry, pytree.MappingKey):
-                keys[label] = str(entry.key)
-    names: dict[fx.Node, str] = {}
-    for boundary in plan.boundaries:
-        node = boundary.node
-        if node.op == "placeholder":
-            wanted = label_of(node)
-        elif node in captured.returned:
-            wanted = keys.get(label_of(node)) or blocks.names.value_name(node, default="output")
-        else:
-            wanted = blocks.names.value_name(node)
-        names[node] = variable(wanted, "x")
-    return names
-
-
-def _unique(crossing: Sequence[Boundary], wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[Boundary, str]:
-    """Make the names of values unique, as the manifest needs them: ``h``, ``h_1``."""
-    names: dict[Boundary, str] = {}
-    for boundary in crossing:
-        names[boundary] = unused(wanted[boundary.node], taken | set(names.values()))
-    return names
-
-
-_BUILT_IN = frozenset({"aten", "prim", "prims"})
-
-
-def _libraries(captured: Captured) -> dict[str, str]:
-    """The libraries outside torch whose operations a model uses: namespace of the operations → module to import.
-
-    Raises:
-        CaptureError: no module that can be imported defines an operation, for example one of the model's own file.
-    """
-    modules: dict[str, str] = {}
-    for node in captured.nodes:
-        target = node.target
-        if not isinstance(target, OpOverload) or target.namespace in (_BUILT_IN | modules.keys()):
-            continue
-        module = defining_module(target) or target.namespace
-        try:
-            importable = find_spec(module) is not None
-        except (ImportError, ValueError):
-            importable = False
-        if not importable:
-            raise CaptureError(
-                f"The model uses {target}, which is defined in {module}: a package could not import it.\n"
-                f"Try: move the definition of the operation into a module that is installed."
-            )
-        modules[target.namespace] = module
-    return dict(sorted(modules.items()))
+    digests = {name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()}
+    return files, structs.replace(package.manifest, files=digests)

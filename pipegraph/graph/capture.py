@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -13,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from pipegraph.debug import InvalidGraphError, dump, verifying
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import Captured, ModuleEntry, StateEntry
+from pipegraph.graph.captured import BRANCH, Captured, ModuleEntry, OtherSize, StateEntry
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, fixed_sizes
@@ -22,6 +24,7 @@ from pipegraph.graph.export.operation_record import device_branch, same_in_both_
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.torch_export import Exported, explanation, export_in
 from pipegraph.graph.export.trace import Example, trace
+from pipegraph.graph.export.unrolled_sizes import UnrolledSize, unrolled_sizes
 from pipegraph.graph.graph_text import graph_text, segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
 from pipegraph.graph.mode_differences import OtherGraphError
@@ -61,9 +64,9 @@ from pipegraph.graph.passes.views import (
 )
 from pipegraph.graph.passes.writes import drop_write_backs, functionalize_writes, place_buffer_updates
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.graph.symbolic_size import InputDimension
+from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 from pipegraph.graph.verifier import GraphVerifier, Pass
-from pipegraph.progress import track
+from pipegraph.progress import listen, track
 from pipegraph.units import format_seconds
 
 PASSES: tuple[Pass, ...] = (
@@ -135,7 +138,7 @@ def capture(
         raise CaptureError('kwargs must be a dict from names to inputs.\nTry: kwargs={"mask": mask}.')
     example = Example(args, dict(kwargs or {}))
     _check_names(model, example)
-    with CAPTURE_LOCK, attributes_restored(model):
+    with CAPTURE_LOCK, _rare_collection(), attributes_restored(model):
         return _capture(model, example, wanted_sizes(model, *example, dynamic_shapes), allow_derivative)
 
 
@@ -147,7 +150,7 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
     """
     model, example = source.model, Example(source.args, source.kwargs)
     _check_names(model, example)
-    with CAPTURE_LOCK, attributes_restored(model):
+    with CAPTURE_LOCK, _rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, source.dynamic_shapes)
         return _capture(model, example, wanted, allow_derivative, source.batch, source.seq)
 
@@ -166,9 +169,20 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
     else:
         example, shapes, batch, seq = Example((), source.inputs_of(rows)), False, None, None
     _check_names(model, example)
-    with CAPTURE_LOCK, attributes_restored(model):
+    with CAPTURE_LOCK, _rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, shapes)
         return _capture(model, example, wanted, allow_derivative, batch, seq, evaluates=False)
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Let Python look for garbage less often: a trace makes many objects that stay, and takes a tenth longer else."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _check_names(model: nn.Module, example: Example) -> None:
@@ -185,14 +199,16 @@ def _capture(
     seq: int | None = None,
     evaluates: bool = True,
     not_trained: str = "",
+    only_once: bool = False,
 ) -> Captured:
     """Capture a model.
 
     Args:
         evaluates: whether the graph has what the model does in evaluation mode too.
         not_trained: why it does not have what the model does in training mode; empty if it does.
+        only_once: whether to leave out its other sizes.
     """
-    phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments"))
+    phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments", "other sizes"))
     next(phases)
     modules = modules_of(model)
     traced = trace(model, example, wanted, allow_derivative, trains=not not_trained)
@@ -214,7 +230,9 @@ def _capture(
         except OtherModeError as error:
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
-            return _capture(model, example, wanted, allow_derivative, batch, seq, evaluates, error.difference)
+            return _capture(
+                model, example, wanted, allow_derivative, batch, seq, evaluates, error.difference, only_once
+            )
     if sizes != traced.sizes.of(traced.example):
         run_passes(graph, [partial(resize, sizes=sizes)], state)
     next(phases)
@@ -247,7 +265,47 @@ def _capture(
         )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
-    return captured
+    if only_once or not evaluates:
+        return captured
+    next(phases)
+    branches = any(BRANCH in node.meta for node in graph.nodes)
+    modes = [exported.mode, *([dict.fromkeys(exported.mode, False)] if branches else [])]
+
+    def again(other: Example) -> Captured:
+        first, own = (each.tensors()[0][1].shape[1:2] for each in (other, example))
+        tokens = seq if first == own else None
+        return _capture(model, other, wanted, allow_derivative, batch, tokens, not_trained=not_trained, only_once=True)
+
+    found = unrolled_sizes(model, modes, example, fixed_dimensions, wanted.names)
+    return replace(captured, other_sizes=tuple(_other_sizes(captured, found, fixed_dimensions, again)))
+
+
+def _other_sizes(
+    captured: Captured,
+    found: Iterable[UnrolledSize],
+    fixed: Mapping[InputDimension, FixedSize],
+    again: Callable[[Example], Captured],
+) -> Iterator[OtherSize]:
+    """Capture a model again with another number of iterations of its loops.
+
+    Args:
+        captured: the model.
+        found: its loops.
+        fixed: the sizes that do not vary.
+        again: captures it.
+    """
+    for size in found:
+        try:
+            with warnings.catch_warnings(), listen(lambda what, done, total: None):
+                warnings.simplefilter("ignore")  # they were shown for the example
+                other = again(size.example)
+        except CaptureError:
+            continue
+        mine, its = captured.sizes, other.sizes
+        is_alike = (mine.lowest, mine.highest, mine.conditions) == (its.lowest, its.highest, its.conditions)
+        if is_alike and captured.not_trained == other.not_trained and size.name not in mine.captured:
+            places = tuple(fixed[dimension].place for dimension in sorted(size.dimensions))
+            yield OtherSize(size.name, places, size.size, size.lowest, size.other, other)
 
 
 def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, StateEntry], prefix: str = "") -> None:

@@ -69,6 +69,27 @@ class Segment:
     stop: int
 
 
+@dataclass(frozen=True)
+class OtherSize:
+    """A size of inputs that ``torch.export`` fixes, and the model perhaps does not: that of a loop of Python.
+
+    Attributes:
+        name: of the size.
+        places: where it is: ``tokens.shape[1]``.
+        size: in the example.
+        lowest: the smallest one with which the model does the same.
+        other: in the example of ``captured``.
+        captured: the model with that size.
+    """
+
+    name: str
+    places: tuple[str, ...]
+    size: int
+    lowest: int
+    other: int
+    captured: Captured
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A model as one flat graph.
@@ -107,6 +128,8 @@ class Captured:
         training: mode in which the graph was captured.
         not_trained: why the stages refuse training mode, with the line; empty if they do not.
         segments: the chain of repeated layers and their neighbours.
+        other_sizes: the fixed sizes with which it was captured once more. What is written of both captures in the same
+            way is right for every size.
         device_branch: what the model does otherwise on another kind of device than here, with the lines; empty if it
             does the same. The stages do what it does here.
     """
@@ -125,6 +148,7 @@ class Captured:
     not_trained: str = ""
     evaluation_outputs: Any = None
     segments: tuple[Segment, ...] = ()
+    other_sizes: tuple[OtherSize, ...] = field(default=(), repr=False)
     device_branch: str = ""
 
     def __repr__(self) -> str:

@@ -58,6 +58,7 @@ class Plan:
         prediction: what a step is expected to take; None if nothing was priced.
         priced: the model's segments with their costs; None if nothing was priced.
         solution: how the cuts were found; None if they were given.
+        relays_skips: whether every value is handed on from neighbour to neighbour.
     """
 
     captured: Captured = field(repr=False)
@@ -68,6 +69,7 @@ class Plan:
     prediction: Prediction | None = None
     priced: PricedModel | None = field(default=None, repr=False)
     solution: Solution | OptionSolution | None = field(default=None, repr=False)
+    relays_skips: bool = False
 
     def __repr__(self) -> str:
         points, stages = ", ".join(map(str, self.points)), format_number_of("stage", len(self.stages))
@@ -107,7 +109,15 @@ class Plan:
             structs.replace(cost, input_bytes=taken, output_bytes=given)
             for cost, (taken, given) in zip(self.costs, crossing, strict=True)
         )
-        return replace(self, stages=stages, boundaries=made.boundaries, costs=costs)
+        return replace(self, stages=stages, boundaries=made.boundaries, costs=costs, relays_skips=True)
+
+    def of(self, captured: Captured) -> Plan:
+        """Return the plan that cuts another capture of the model at the same points. Nothing is predicted for it.
+
+        Raises PlanError if a point cuts nothing there.
+        """
+        made = _cut(captured, self.points, locate(captured, self.points))
+        return made.with_relays() if self.relays_skips else made
 
     def predicted(self, prediction: Prediction) -> Plan:
         """Return this plan with a prediction."""

@@ -18,27 +18,6 @@ from tests.codegen.parity import assert_equal_at_every_size, numbers_in_forwards
 BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
 
 
-class Recurrent(nn.Module):
-    """A loop over time steps fixes the length, and not the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.RNNCell(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(x.shape[0], 8)
-        for step in range(x.shape[1]):
-            state = self.cell(x[:, step], state)
-        return self.head(state)
-
-
-def test_a_length_that_the_model_fixes_is_a_number(tmp_path: Path) -> None:
-    model = Recurrent()
-    package = split(tmp_path, model, (torch.randn(BATCH, 4, 8),), cut="head")
-    assert package.manifest.values["x"].shape == ("batch", 4, 8)
-    assert_equal_at_every_size(package, model, (BATCH, 4, 8), (9, 4, 8), (1, 4, 8))
-
-
 class Averaged(nn.Module):
     """Computes a number that is no whole one from a size, which only a fixed size can be written as."""
 

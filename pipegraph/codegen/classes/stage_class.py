@@ -17,6 +17,7 @@ from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, ca
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Raise, Statement
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import stage_modules, value_text
+from pipegraph.graph.nodes import label_of
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.planner.plan import Plan
 from pipegraph.units import format_count
@@ -95,7 +96,7 @@ def _handed_on(plan: Plan, stage: StageGraph, parameters: Sequence[str]) -> list
 
 def _fixed_sizes(captured: Captured, stage: StageGraph) -> list[str]:
     """``tokens.shape[1] is 12 in every batch (mamba.py:260).``, for the sizes of its inputs that a line fixes."""
-    own = {node.name for node in stage.inputs if node.op == "placeholder"}
+    own = {label_of(node) for node in stage.inputs if node.op == "placeholder"}
     return [
         f"{prose(size.place)} is {size.size} in every batch ({prose(size.place_in_source)})."
         for size in captured.sizes.fixed

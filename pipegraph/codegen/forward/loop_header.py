@@ -115,14 +115,15 @@ class LoopHeaders:
         return variable(last.removesuffix("s") or "each", "each")
 
     def _range(self, item: StatementLoop, body: Sequence[Statement], start: int, step: int) -> Expression:
-        """``range(x.shape[1])``, of a value that the loop goes along; else of a number."""
+        """``range(x.shape[1])``, of a value that the loop goes along to its end; else of a number."""
         count = len(item.iterations)
-        ends = start == 0 and step == 1, start == count - 1 and step == -1
-        size = self._size(item, body, Progression(start, step), count) if any(ends) else None
-        stop = size or (self._number(item.source, count) if ends[0] else None)
+        last = start + count if step == 1 else count
+        size = self._size(item, body, Progression(start, step), last) if step == 1 or start == count - 1 else None
+        stop = size or (self._number(item.source, count) if start == 0 and step == 1 else None)
+        if stop is not None and step == 1:
+            return call("range", *([literal(start)] if start else []), stop)
         if stop is not None:
-            counted = call("range", stop)
-            return call("reversed", counted) if ends[1] and not ends[0] else counted
+            return call("reversed", call("range", stop))
         if step == -1:
             return call("range", literal(start), literal(start - count), literal(-1))
         return call("range", *([literal(start)] if start else []), literal(start + count))

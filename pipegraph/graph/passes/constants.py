@@ -125,7 +125,7 @@ def simplify_masks(graph: fx.Graph) -> None:
 
 
 def _is_fixed(node: fx.Node, unknown: set[fx.Node]) -> bool:
-    """Return whether an operation gives the same for every input, and is small enough to try where its sizes are fixed."""
+    """Return whether an operation gives the same for every input, and its fixed sizes are small enough to try it."""
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, OpOverload) or target.namespace != "aten" or is_mutable(target):
         return False

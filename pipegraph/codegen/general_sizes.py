@@ -1,0 +1,179 @@
+"""Sizes that a package takes although ``torch.export`` fixes them, because its code is the same at two of them.
+
+Export unrolls ``for t in range(x.shape[1])``, and the stage says it again. If two captures with different numbers of
+steps give the same code, it is that of any number, and both together say how a shape follows from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+from msgspec import structs
+
+from pipegraph.codegen.draft import Draft, Source, batch_dim, written_shape
+from pipegraph.codegen.names.model_names import prose
+from pipegraph.graph.captured import OtherSize
+from pipegraph.graph.symbolic_size import SymbolicSize, expression_text
+from pipegraph.package import Manifest, StageCost
+from pipegraph.package.sizes import Size
+
+_SHAPE = re.compile(r"(?<=\w\[)[^\[\]]+(?=\])")  # between the brackets of f32[batch, 13]
+_SUM_OF_PRODUCTS = re.compile(r"[\w *+-]+")
+_NAME = re.compile(r"[^\W\d]\w*")
+_PARTS = "  "  # between the parts of a docstring
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class _UnknownGrowthError(Exception):
+    """Two captures do not say how a dimension follows from a size: it is half of it, say."""
+
+
+def with_general_sizes(own: Draft, others: Sequence[tuple[OtherSize, Draft]]) -> Draft:
+    """Return a package that takes any of those sizes at which its code stays the same.
+
+    Args:
+        own: the package.
+        others: the sizes that may be general, each with the package at another one.
+    """
+    shapes, sources, sizes = dict(own.shapes), [], []
+    for size, other in others:
+        if _written(own) != _written(other):
+            continue
+        try:
+            grown = {name: _grown(shapes[name], own.shapes[name], other.shapes[name], size) for name in shapes}
+        except _UnknownGrowthError:
+            continue
+        shapes = grown
+        sources.append((size, other.source))
+        sizes.append(size)
+    return Draft(_source(own.source, sources), _manifest(own.manifest, sizes, shapes), shapes) if sizes else own
+
+
+def _written(package: Draft) -> tuple[Any, ...]:
+    """What a package has but for the numbers of shapes and costs."""
+    manifest, source = package.manifest, package.source
+    code: list[Any] = [*source.functions, *source.blocks, *source.stages]
+    return (
+        [replace(each, docstring="") for each in code],
+        source.initial_values,
+        [structs.replace(value, shape=("",) * len(value.shape)) for value in manifest.values.values()],
+        [structs.replace(stage, cost=StageCost()) for stage in manifest.stages],
+        (manifest.args, manifest.kwargs, manifest.outputs, manifest.evaluation_outputs, manifest.lists),
+        (manifest.conditions, manifest.tied, manifest.requires),
+    )
+
+
+# ---- how a dimension follows -----------------------------------------------------------------------------------------
+
+
+def _grown(known: Sequence[int], own: Sequence[int], other: Sequence[int], size: OtherSize) -> tuple[int, ...]:
+    """A shape for any value of a size.
+
+    Args:
+        known: the shape, with the sizes that are general so far.
+        own, other: the shape in both captures.
+        size: the size.
+
+    Raises:
+        _UnknownGrowthError: a dimension does not grow evenly.
+    """
+    grown: list[int] = []
+    for dim, here, there in zip(known, own, other, strict=True):
+        expression = _expression(dim) + _growth(_expression(here), _expression(there), size)
+        values = {_symbol(size): size.size, **getattr(dim, "symbols", {})}
+        grown.append(SymbolicSize(expression, values) if expression.free_symbols else int(expression))
+    return tuple(grown)
+
+
+def _growth(own: sympy.Expr, other: sympy.Expr, size: OtherSize) -> sympy.Expr:
+    """What a dimension has more than in the first capture: ``tokens_1 - 13``."""
+    growth = sympy.expand((other - own) / (size.other - size.size))
+    if not all(number.is_Integer for number in growth.as_coefficients_dict().values()):
+        raise _UnknownGrowthError
+    return sympy.expand(growth * (_symbol(size) - size.size))
+
+
+def _expression(dim: int) -> sympy.Expr:
+    return dim.expression if isinstance(dim, SymbolicSize) else sympy.Integer(dim)
+
+
+def _symbol(size: OtherSize) -> sympy.Symbol:
+    return sympy.Symbol(size.name, integer=True, positive=True)
+
+
+# ---- manifest and docstrings -----------------------------------------------------------------------------------------
+
+
+def _manifest(own: Manifest, general: Sequence[OtherSize], shapes: Shapes) -> Manifest:
+    sizes = own.sizes | {each.name: Size(captured=each.size, min=each.lowest) for each in general}
+    values = {
+        name: structs.replace(own.values[name], shape=written_shape(shape), batch_dim=batch_dim(shape, sizes))
+        for name, shape in shapes.items()
+    }
+    return structs.replace(own, sizes=sizes, values=own.values | values)
+
+
+def _source(own: Source, others: Sequence[tuple[OtherSize, Source]]) -> Source:
+    def documented(part: str) -> tuple[Any, ...]:
+        others_of = zip(*(getattr(other, part) for _, other in others), strict=True)
+        return tuple(
+            replace(
+                each,
+                docstring=_docstring(
+                    each.docstring, [(size, it.docstring) for size, it in zip(sizes, its, strict=True)]
+                ),
+            )
+            for each, its in zip(getattr(own, part), others_of, strict=True)
+        )
+
+    sizes = [size for size, _ in others]
+    return replace(own, functions=documented("functions"), blocks=documented("blocks"), stages=documented("stages"))
+
+
+def _docstring(own: str, others: Sequence[tuple[OtherSize, str]]) -> str:
+    """A docstring with names for the sizes in its shapes, and without the sentences that a size is fixed."""
+    sizes = [size for size, _ in others]
+    text = _without_fixed(own, sizes)
+    theirs = [(size, _SHAPE.findall(_without_fixed(other, sizes))) for size, other in others]
+    numbers = iter(range(len(text)))
+
+    def named(match: re.Match[str]) -> str:
+        position = next(numbers)
+        return _shape(match[0], [(size, shapes[position]) for size, shapes in theirs if position < len(shapes)])
+
+    return _SHAPE.sub(named, text)
+
+
+def _without_fixed(docstring: str, sizes: Sequence[OtherSize]) -> str:
+    fixed = tuple(f"{prose(place)} is " for size in sizes for place in size.places)
+    return _PARTS.join(part for part in docstring.split(_PARTS) if not part.startswith(fixed))
+
+
+def _shape(own: str, others: Sequence[tuple[OtherSize, str]]) -> str:
+    """``batch, tokens_1`` for ``batch, 13`` and ``batch, 7``."""
+    dims = own.split(", ")
+    theirs = [(size, text.split(", ")) for size, text in others]
+    alike = [(size, each) for size, each in theirs if len(each) == len(dims)]
+    return ", ".join(_dim(dim, [(size, each[at]) for size, each in alike]) for at, dim in enumerate(dims))
+
+
+def _dim(own: str, others: Sequence[tuple[OtherSize, str]]) -> str:
+    """A dimension in words; as it is if it does not say how it grows."""
+    changed = [(size, text) for size, text in others if text != own]
+    if not changed or not all(map(_SUM_OF_PRODUCTS.fullmatch, (own, *(text for _, text in changed)))):
+        return own
+    here = _parsed(own)
+    try:
+        return expression_text(sympy.expand(here + sum(_growth(here, _parsed(text), size) for size, text in changed)))
+    except _UnknownGrowthError:
+        return own
+
+
+def _parsed(text: str) -> sympy.Expr:
+    names = {name: sympy.Symbol(name, integer=True, positive=True) for name in _NAME.findall(text)}
+    return sympy.sympify(text, locals=names)

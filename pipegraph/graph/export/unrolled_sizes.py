@@ -1,0 +1,200 @@
+"""Sizes of inputs that ``torch.export`` fixes and the model does not: of a loop of Python over time steps, say.
+
+Export runs such a loop for the steps of the example, and the program is that of their number alone. The source that is
+written of it may have the loop again. To know, the model is captured with another number of steps too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipegraph.graph.export.dynamic_shapes import BATCH
+from pipegraph.graph.export.operation_record import without_memory
+from pipegraph.graph.export.trace import Example
+from pipegraph.graph.internals import TorchDispatchMode, pytree
+from pipegraph.graph.symbolic_size import FixedSize, InputDimension
+
+# What is counted may grow with the square of a size: an iteration over as many elements in each iteration.
+_DEGREE = 2
+# Beyond what models often take at once: windows and chunks of 64.
+_LARGE = 67
+_SMALL = (5, 4, 3, 2, 1)
+
+
+class UnrolledSize(NamedTuple):
+    """A size of inputs that is the number of iterations of a loop, as it seems.
+
+    Attributes:
+        name: of the size.
+        dimensions: the dimensions of inputs that have it.
+        size: in the example.
+        other: another one.
+        lowest: the smallest one with which the model does the same.
+        example: inputs of the other size.
+    """
+
+    name: str
+    dimensions: frozenset[InputDimension]
+    size: int
+    other: int
+    lowest: int
+    example: Example
+
+
+def unrolled_sizes(
+    model: nn.Module,
+    modes: Sequence[Mapping[nn.Module, bool]],
+    example: Example,
+    fixed: Mapping[InputDimension, FixedSize],
+    names: Mapping[InputDimension, str],
+) -> Iterator[UnrolledSize]:
+    """The fixed sizes of an example with which the model does more the larger they are, as a loop does.
+
+    Args:
+        model: is left as it was.
+        modes: whether each module is in training mode, for each mode in which the model differs.
+        example: its inputs.
+        fixed: the sizes that export fixed.
+        names: of sizes, if they are not to be called by their input: ``tokens_1``.
+    """
+    counted = _Counts(model, modes, example)
+    for dimensions in _equal_sizes(fixed):
+        size = fixed[min(dimensions)].size
+        other = size // 2 + 1 if size > 4 else 2 * size + 1
+        here, there = counted.at(dimensions, size), counted.at(dimensions, other)
+        if here is None or there is None or _operations(here) == _operations(there):
+            continue
+        lowest = _lowest(counted, dimensions, size, other)
+        if lowest is not None:
+            first = min(dimensions)
+            usual = BATCH if first == (example.tensors()[0][0], 0) else fixed[first].place.replace(".shape[", "_")[:-1]
+            name = names.get(first, usual)
+            if name.isidentifier() and name.isascii():
+                yield UnrolledSize(name, dimensions, size, other, lowest, _resized(example, dimensions, other))
+
+
+def _equal_sizes(fixed: Mapping[InputDimension, FixedSize]) -> Iterator[frozenset[InputDimension]]:
+    """The dimensions of one size together, then each alone."""
+    by_size: dict[int, list[InputDimension]] = {}
+    for dimension, each in fixed.items():
+        if each.size > 1:
+            by_size.setdefault(each.size, []).append(dimension)
+    for dimensions in by_size.values():
+        yield frozenset(dimensions)
+        if len(dimensions) > 1:
+            yield from (frozenset([dimension]) for dimension in dimensions)
+
+
+Counts = Mapping[Any, tuple[int, int]]
+"""(Number of the mode, operator) → how often it runs, and the sum of the whole numbers and sizes that it is given."""
+
+
+class _Counts:
+    """What a model runs with other inputs."""
+
+    def __init__(self, model: nn.Module, modes: Sequence[Mapping[nn.Module, bool]], example: Example) -> None:
+        self._model, self._modes, self._example = model, modes, example
+        self._found: dict[tuple[frozenset[InputDimension], int], Counts | None] = {}
+
+    def at(self, dimensions: frozenset[InputDimension], size: int) -> Counts | None:
+        """The counts with inputs of this size in these dimensions; None if the model refuses them."""
+        key = dimensions, size
+        if key not in self._found:
+            self._found[key] = self._count(_resized(self._example, dimensions, size))
+        return self._found[key]
+
+    def _count(self, example: Example) -> Counts | None:
+        counts: dict[Any, tuple[int, int]] = {}
+        for number, mode in enumerate(self._modes):
+            with without_memory(self._model, *example) as (args, kwargs):
+                for module, training in mode.items():
+                    module.training = training
+                try:
+                    with _OperationCount() as counted:
+                        self._model(*args, **kwargs)
+                except Exception:  # whatever the model raises on sizes that it does not take
+                    return None
+            counts |= {(number, func): (count, counted.sums[func]) for func, count in counted.counts.items()}
+        return counts
+
+
+class _OperationCount(TorchDispatchMode):
+    """Counts the operations that run, and adds up what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+        self.sums: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self.counts[func] += 1
+        self.sums[func] += sum(_numbers((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(counts: Counts) -> int:
+    return sum(count for count, _ in counts.values())
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    """The whole numbers among arguments, and the number of elements of each tensor."""
+    if isinstance(value, torch.Tensor):
+        yield value.numel()
+    elif isinstance(value, (tuple, list)):
+        yield from (number for each in value for number in _numbers(each))
+    elif isinstance(value, Mapping):
+        yield from _numbers([*value.values()])
+    elif type(value) is int and abs(value) < 2**31:  # slices end at the largest number
+        yield value
+
+
+def _lowest(counted: _Counts, dimensions: frozenset[InputDimension], size: int, other: int) -> int | None:
+    """The smallest size from which on all that is counted is a polynomial of the size; None if it is none at those of
+    the captures."""
+    smallest = min(size, other)
+    sizes = sorted({smallest, smallest + 1, max(size, other), max(size, other) + 1, max(_LARGE, 2 * size + 1)})
+    if not _is_polynomial(counted, dimensions, sizes):
+        return None
+    for smaller in (each for each in _SMALL if each < sizes[0]):
+        if not _is_polynomial(counted, dimensions, [smaller, *sizes]):
+            break
+        sizes.insert(0, smaller)
+    return sizes[0]
+
+
+def _is_polynomial(counted: _Counts, dimensions: frozenset[InputDimension], sizes: Sequence[int]) -> bool:
+    found = [counted.at(dimensions, size) for size in sizes]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        return False
+    keys = {key for each in known for key in each}
+    values = ([each.get(key, (0, 0))[part] for each in known] for key in keys for part in (0, 1))
+    return all(_fits(sizes, each) for each in values)
+
+
+def _fits(places: Sequence[int], values: Iterable[int]) -> bool:
+    """Return whether values are a polynomial of low degree of their places: its divided differences vanish."""
+    differences = [Fraction(value) for value in values]
+    for order in range(1, _DEGREE + 2):
+        differences = [
+            (after - before) / (places[at + order] - places[at])
+            for at, (before, after) in enumerate(pairwise(differences))
+        ]
+    return not any(differences)
+
+
+def _resized(example: Example, dimensions: frozenset[InputDimension], size: int) -> Example:
+    """The inputs with another size in some dimensions, and no values there."""
+    leaves, form = pytree.tree_flatten(example)
+    for position in {position for position, _ in dimensions}:
+        shape = [size if (position, dim) in dimensions else old for dim, old in enumerate(leaves[position].shape)]
+        leaves[position] = leaves[position].new_zeros(shape).requires_grad_(leaves[position].requires_grad)
+    resized: Example = pytree.tree_unflatten(leaves, form)
+    return resized
