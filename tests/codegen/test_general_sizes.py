@@ -77,7 +77,9 @@ class Folded(Steps):
         return torch.stack(self.states(x), dim=1).flatten(0, 1).unflatten(0, (x.shape[0], -1))
 
 
-@pytest.mark.parametrize("model", cases([EachStep, FirstOutside, BothWays, OverElements, Folded], slow=(BothWays,)))
+@pytest.mark.parametrize(
+    "model", cases([EachStep, FirstOutside, BothWays, OverElements, Folded], slow=(BothWays, OverElements))
+)
 def test_any_number_of_steps_is_taken(model: type[Steps], tmp_path: Path) -> None:
     built = nn.Sequential(OrderedDict(body=model(), head=nn.Linear(8, 8)))
     package = split(tmp_path, built, (torch.randn(BATCH, STEPS, 8),), cut="head")
@@ -100,6 +102,22 @@ class BranchesOnItsList(Steps):
         return torch.stack(states, dim=1) * (2 if len(states) > 20 else 1)
 
 
+class ScalesLongTexts(Steps):
+    """A factor that is no whole number depends on the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.states(x)
+        return torch.stack(states, dim=1) * (0.25 if len(states) > 20 else 0.75)
+
+
+class WeighsLongTexts(Steps):
+    """A constant of the code depends on the length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.states(x)
+        return torch.stack(states, dim=1) * torch.tensor([1.5 if len(states) > 20 else 0.5] * 8)
+
+
 class DependsOnParity(Steps):
     def forward(self, x: Tensor) -> Tensor:
         states = self.states(x)
@@ -111,10 +129,17 @@ class DividesByItsSteps(Steps):
         return torch.stack(self.states(x), dim=1) / len(self.states(x)) ** 0.5
 
 
-REFUSED = [BranchesAfterwards, BranchesOnItsList, DependsOnParity, DividesByItsSteps]
+REFUSED = [
+    BranchesAfterwards,
+    BranchesOnItsList,
+    ScalesLongTexts,
+    WeighsLongTexts,
+    DependsOnParity,
+    DividesByItsSteps,
+]
 
 
-@pytest.mark.parametrize("model", cases(REFUSED, slow=(BranchesAfterwards, DependsOnParity)))
+@pytest.mark.parametrize("model", cases(REFUSED, slow=(BranchesAfterwards, WeighsLongTexts, DependsOnParity)))
 def test_steps_on_which_more_depends_are_fixed(model: type[Steps], tmp_path: Path) -> None:
     built = nn.Sequential(OrderedDict(body=model(), head=nn.Linear(8, 8)))
     package = split(tmp_path, built, (torch.randn(BATCH, STEPS, 8),), cut="head")

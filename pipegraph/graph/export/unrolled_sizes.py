@@ -18,7 +18,7 @@ from torch import nn
 from pipegraph.graph.export.dynamic_shapes import BATCH
 from pipegraph.graph.export.operation_record import without_memory
 from pipegraph.graph.export.trace import Example
-from pipegraph.graph.internals import TorchDispatchMode, pytree
+from pipegraph.graph.internals import TorchDispatchMode, pytree, values_of
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 
 # What is counted may grow with the square of a size: an iteration over as many elements in each iteration.
@@ -26,6 +26,10 @@ _DEGREE = 2
 # Beyond what models often take at once: windows and chunks of 64.
 _LARGE = 67
 _SMALL = (5, 4, 3, 2, 1)
+# What is given the values of a tensor that Python made: `torch.tensor([…])`.
+_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+# Keys of the counts, beside operators and constants.
+_RUNS, _NUMBERS = "operations", "numbers"
 
 
 class UnrolledSize(NamedTuple):
@@ -69,7 +73,7 @@ def unrolled_sizes(
         size = fixed[min(dimensions)].size
         other = size // 2 + 1 if size > 4 else 2 * size + 1
         here, there = counted.at(dimensions, size), counted.at(dimensions, other)
-        if here is None or there is None or _operations(here) == _operations(there):
+        if here is None or there is None or here[_RUNS] == there[_RUNS]:
             continue
         lowest = _lowest(counted, dimensions, size, other)
         if lowest is not None:
@@ -92,8 +96,8 @@ def _equal_sizes(fixed: Mapping[InputDimension, FixedSize]) -> Iterator[frozense
             yield from (frozenset([dimension]) for dimension in dimensions)
 
 
-Counts = Mapping[Any, tuple[int, int]]
-"""(Number of the mode, operator) → how often it runs, and the sum of the whole numbers and sizes that it is given."""
+Counts = Mapping[Any, int]
+"""How often each operator runs, also with each constant that it is given, and the sum of the whole numbers and sizes."""
 
 
 class _Counts:
@@ -111,47 +115,49 @@ class _Counts:
         return self._found[key]
 
     def _count(self, example: Example) -> Counts | None:
-        counts: dict[Any, tuple[int, int]] = {}
+        counts: Counter[Any] = Counter()
         for number, mode in enumerate(self._modes):
             with without_memory(self._model, *example) as (args, kwargs):
                 for module, training in mode.items():
                     module.training = training
                 try:
-                    with _OperationCount() as counted:
+                    with _OperationCount(number, counts):
                         self._model(*args, **kwargs)
                 except Exception:  # whatever the model raises on sizes that it does not take
                     return None
-            counts |= {(number, func): (count, counted.sums[func]) for func, count in counted.counts.items()}
         return counts
 
 
 class _OperationCount(TorchDispatchMode):
-    """Counts the operations that run, and adds up what they are given."""
+    """Counts the operations that run, and what they are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: int, counts: Counter[Any]) -> None:
         super().__init__()
-        self.counts: Counter[Any] = Counter()
-        self.sums: Counter[Any] = Counter()
+        self._mode, self._counts = mode, counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        self.counts[func] += 1
-        self.sums[func] += sum(_numbers((args, kwargs or {})))
+        self._counts[_RUNS] += 1
+        self._counts[self._mode, func] += 1
+        for leaf in _leaves((args, kwargs or {})):
+            if isinstance(leaf, torch.Tensor):
+                self._counts[self._mode, func, _NUMBERS] += leaf.numel()
+                if func in _CONSTANTS:
+                    self._counts[self._mode, func, values_of(leaf)] += 1
+            elif type(leaf) is int:
+                self._counts[self._mode, func, _NUMBERS] += leaf if abs(leaf) < 2**31 else 0  # slices end beyond
+            else:
+                self._counts[self._mode, func, repr(leaf)] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _operations(counts: Counts) -> int:
-    return sum(count for count, _ in counts.values())
-
-
-def _numbers(value: Any) -> Iterator[int]:
-    """The whole numbers among arguments, and the number of elements of each tensor."""
-    if isinstance(value, torch.Tensor):
-        yield value.numel()
-    elif isinstance(value, (tuple, list)):
-        yield from (number for each in value for number in _numbers(each))
-    elif isinstance(value, Mapping):
-        yield from _numbers([*value.values()])
-    elif type(value) is int and abs(value) < 2**31:  # slices end at the largest number
+def _leaves(value: Any) -> Iterator[Any]:
+    """The leaves of arguments; written out, because a tree of them takes three times as long."""
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves([*value.values()])
+    else:
         yield value
 
 
@@ -175,8 +181,7 @@ def _is_polynomial(counted: _Counts, dimensions: frozenset[InputDimension], size
     if len(known) < len(found):
         return False
     keys = {key for each in known for key in each}
-    values = ([each.get(key, (0, 0))[part] for each in known] for key in keys for part in (0, 1))
-    return all(_fits(sizes, each) for each in values)
+    return all(_fits(sizes, [each.get(key, 0) for each in known]) for key in keys)
 
 
 def _fits(places: Sequence[int], values: Iterable[int]) -> bool:
