@@ -47,6 +47,17 @@ def test_a_mask_is_that_of_the_length_at_hand(window: int | None, tmp_path: Path
     assert ("is_causal=True" in source(package)) == (window is None)
 
 
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_mask_that_is_too_large_to_be_computed_is_known_too(window: int | None, tmp_path: Path) -> None:
+    """Its length varies: that it is causal is seen at another one. A window is as wide as it is."""
+    model = nn.Sequential(*(Attention(window) for _ in range(2)))
+    package = split(tmp_path, model, (torch.empty(BATCH, 10007, 12, device="meta"),), cut="1")
+    assert 10007 not in numbers_in_forwards(package)
+    assert ("is_causal=True" in source(package)) == (window is None)
+    assert (".triu(diagonal=-4095)" in source(package)) == (window is not None)
+    assert_equal_at_every_size(package, model, (2, 40, 12))
+
+
 class Flattened(nn.Module):
     """Works on [batch · length, features] between its two reshapes."""
 

@@ -27,8 +27,8 @@ _FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
 
 # A mask that takes no more operations (``positions > 0``) stays as it is: the plain form has as many.
 _OPERATIONS = 4
-# The largest tensor that is computed while capturing: the masks of 8,192 tokens in 4 rows.
-_LARGEST = 2**28
+# The largest tensor that is computed while capturing: the masks of 8,192 tokens in 2 rows.
+_LARGEST = 2**27
 # A size that varies is tried by so much above the numbers that a mask is made from, and is the same modulo it.
 _BEYOND = 64
 
@@ -163,8 +163,8 @@ def _band_at_every_size(node: fx.Node) -> _Band | None:
     """The band that a fixed mask is at every size; None for any other pattern.
 
     A mask may be causal for a short text and a window for a long one. The mask is therefore computed at the sizes of
-    the example, or smaller ones in place of large ones, at others, and with each size larger than every number from
-    which the mask is made.
+    the example, or smaller ones in place of large ones, at others, and with each size of its rows and columns larger
+    than every number from which the mask is made.
     """
     made_of = _made_of(node)
     largest = max((abs(number) for each in made_of for number in _numbers(each)), default=0)
@@ -174,14 +174,16 @@ def _band_at_every_size(node: fx.Node) -> _Band | None:
         for symbol, size in _symbols(each).items()
     }
     samples = [symbols, {symbol: size + 1 for symbol, size in symbols.items()}] if symbols else [symbols]
-    samples += [{**symbols, symbol: size + largest + 1} for symbol, size in symbols.items()]
+    rows, columns = shape_of(node)[-2:]
+    across = {symbol for size in (rows, columns) if isinstance(size, SymbolicSize) for symbol in size.symbols}
+    small = [symbol for symbol, size in symbols.items() if symbol in across and size <= largest]
+    samples += [{**symbols, symbol: symbols[symbol] + largest + 1} for symbol in small]
     found: set[_Ends | None] = set()
     for sizes in samples:
         if prod(_number(size, sizes) for size in shape_of(node)) > _LARGEST:
             return None
         found.add(_ends(_computed(node, made_of, sizes)))
     ends = found.pop() if len(found) == 1 else None
-    rows, columns = shape_of(node)[-2:]
     return _Band(rows, columns, *ends) if ends is not None else None
 
 
