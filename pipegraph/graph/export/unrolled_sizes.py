@@ -97,7 +97,7 @@ def _equal_sizes(fixed: Mapping[InputDimension, FixedSize]) -> Iterator[frozense
 
 
 Counts = Mapping[Any, int]
-"""How often each operator runs, also with each constant that it is given, and the sum of its whole numbers and sizes."""
+"""How often each operator runs, also with each constant that it is given; the sum of its whole numbers and sizes."""
 
 
 class _Counts:
