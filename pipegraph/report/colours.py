@@ -9,6 +9,7 @@ light and dark terminals alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from pipegraph.schedule import Action, CollectiveKind, Kind, Schedule
 
@@ -83,6 +84,19 @@ def colour(kind: Kind, chunk: int = 0, chunks: int = 1) -> str:
     part = chunk / (chunks - 1)
     mixed = (round(low + (high - low) * part) for low, high in zip(dark, light, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+class Marks(TypedDict):
+    """How a box of `Drawing` says its kind without colour."""
+
+    hatch: str
+    foot: str
+
+
+def marks(kind: Kind, fill: str) -> Marks:
+    """Return what a box of a kind has: I a hatch, W a bar at its foot, and B, which is both, both."""
+    on = ink(fill)
+    return {"hatch": on if kind in (Kind.I, Kind.B) else "", "foot": on if kind in (Kind.W, Kind.B) else ""}
 
 
 def ink(background: str) -> str:

@@ -19,12 +19,17 @@ LETTER = 5.9
 
 _FONT = "'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _SIZE = 11  # of a label
+_HATCH, _HATCH_OPACITY = 6, 0.28  # distance of slanting lines
+_FOOT, _FOOT_OPACITY = 3, 0.6  # height of a bar at the foot of a box
 _SHARPNESS, _SMOOTHNESS = 2, 2  # pixels of an image to a pixel of the drawing; and how much larger it is painted
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A box. A browser shows ``title`` if the mouse points at it."""
+    """A box. A browser shows ``title`` if the mouse points at it.
+
+    ``hatch`` and ``foot`` are the colours of thin slanting lines over it and of a bar at its foot; empty for none.
+    """
 
     x: float
     y: float
@@ -35,6 +40,8 @@ class Rectangle:
     stroke: str = "none"
     stroke_width: float = 1.0
     title: str = ""
+    hatch: str = ""
+    foot: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,11 @@ class Drawing:
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
             f"<title>{_escaped(name)}</title>",
+            *map(
+                _pattern, sorted({shape.hatch for shape in self.shapes if isinstance(shape, Rectangle) and shape.hatch})
+            ),
             '<rect width="100%" height="100%" fill="#ffffff"/>',
-            *map(_element, self.shapes),
+            *(element for shape in self.shapes for element in _elements(shape)),
             "</svg>\n",
         ]
         return "\n".join(lines)
@@ -134,6 +144,27 @@ def px(number: float) -> str:
 def _escaped(text: str) -> str:
     """Escape text for XML, and replace control characters: a model's name may hold anything."""
     return escape("".join(character if character.isprintable() else "\ufffd" for character in text))
+
+
+def _pattern(colour: str) -> str:
+    """The definition of slanting lines of a colour, from the lower left to the upper right."""
+    lines = f'<path d="M-1 1L1 -1M0 {_HATCH}L{_HATCH} 0M{_HATCH - 1} {_HATCH + 1}L{_HATCH + 1} {_HATCH - 1}"'
+    pen = f'stroke="{colour}" stroke-opacity="{_HATCH_OPACITY}"/>'
+    box = f'id="hatch-{colour[1:]}" width="{_HATCH}" height="{_HATCH}" patternUnits="userSpaceOnUse"'
+    return f"<defs><pattern {box}>{lines} {pen}</pattern></defs>"
+
+
+def _elements(shape: Shape) -> Iterator[str]:
+    """The elements of a shape: the box, its hatch and its foot, of which the pointer sees the box."""
+    yield _element(shape)
+    if isinstance(shape, Rectangle):
+        place, through = f'x="{px(shape.x)}" width="{px(shape.width)}"', 'pointer-events="none"'
+        if shape.hatch:
+            whole = f'y="{px(shape.y)}" height="{px(shape.height)}"'
+            yield f'<rect {place} {whole} fill="url(#hatch-{shape.hatch[1:]})" {through}/>'
+        if shape.foot:
+            below = f'y="{px(shape.y + shape.height - _FOOT)}" height="{_FOOT}"'
+            yield f'<rect {place} {below} fill="{shape.foot}" fill-opacity="{_FOOT_OPACITY}" {through}/>'
 
 
 def _element(shape: Shape) -> str:
@@ -183,3 +214,28 @@ def _paint(draw: object, shape: Shape) -> None:
         fill, outline = (None if colour == "none" else colour for colour in (shape.fill, shape.stroke))
         corners = (round(shape.x), round(shape.y), round(right), round(bottom))
         draw.rounded_rectangle(corners, shape.radius, fill, outline, max(1, round(shape.stroke_width)))
+        scale = _SHARPNESS * _SMOOTHNESS
+        if shape.hatch:
+            mixed = _mixed(shape.hatch, shape.fill, _HATCH_OPACITY)
+            for start, end in _slants(shape.x, shape.y, right, bottom, _HATCH * scale):
+                draw.line([start, end], mixed, scale)
+        if shape.foot:
+            top = max(shape.y, bottom - _FOOT * scale)
+            draw.rectangle((shape.x, top, right, bottom), _mixed(shape.foot, shape.fill, _FOOT_OPACITY))
+
+
+def _slants(
+    left: float, top: float, right: float, bottom: float, distance: float
+) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
+    """Lines from the lower left to the upper right, inside a box."""
+    at = left - (bottom - top)
+    while at < right:
+        start, end = max(at, left), min(at + bottom - top, right)
+        yield (start, bottom - (start - at)), (end, bottom - (end - at))
+        at += distance
+
+
+def _mixed(colour: str, ground: str, opacity: float) -> str:
+    """A colour as it looks on a ground that it lets shine through."""
+    parts = ((int(colour[at : at + 2], 16), int(ground[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(over * opacity + under * (1 - opacity)):02x}" for over, under in parts)

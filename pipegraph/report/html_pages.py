@@ -107,11 +107,10 @@ def _figures(analysis: RunAnalysis) -> Iterator[dict[str, str]]:
         off = expected.makespan / measured - 1 if measured else 0.0
         aside = f"{format_percent(abs(off))} {'less' if off < 0 else 'more'} than that"
         yield figure("predicted", unit.text(expected.makespan), aside)
-    if analysis.idle:
+    if analysis.bubble is not None:
         idle = sum(each.idle for each in analysis.idle)
-        total = sum(each.makespan for each in analysis.idle) or 1.0
         aside = "" if expected is None else f"predicted {format_percent(expected.bubble)}"
-        yield figure("bubble", format_percent(idle / total), aside)
+        yield figure("bubble", format_percent(analysis.bubble), aside)
         causes = [sum(column) for column in zip(*(astuple(each.causes) for each in analysis.idle), strict=True)]
         most, name = max(zip(causes, CAUSES, strict=True))
         yield figure("largest part of it", format_percent(most / idle if idle else 0.0), name)
@@ -166,8 +165,8 @@ def _stages(analysis: RunAnalysis) -> dict[str, Any]:
                 "ink": ink(fill),
                 "cells": [*map(unit.number, figures), prediction_error(each)],
                 "bars": [
-                    {"width": round(100 * (figure or 0.0) / (longest or 1.0), 2), "opacity": opacity}
-                    for figure, opacity in zip(figures, (0.45, 1), strict=True)
+                    {"width": round(100 * (figure or 0.0) / (longest or 1.0), 2), "part": part}
+                    for figure, part in zip(figures, (45, 100), strict=True)
                 ],
             }
         )

@@ -27,6 +27,7 @@ from pipegraph.schedule import Schedule, Timeline, Times, build
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import format_number_of
 
+_LEAST = 0.85  # of the width of a picture
 _MOST = 2_000  # actions in a picture; a notebook with more of them is slow
 
 
@@ -81,8 +82,9 @@ def _planned(package: Package) -> Schedule:
 
 
 def _fitting(drawing: Drawing, name: str) -> str:
-    """Return an SVG that shrinks where a cell is narrower."""
-    return drawing.to_svg(name).replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
+    """Return an SVG that shrinks where a cell is narrower, as far as its type can be read; then the cell scrolls."""
+    style = f"max-width: 100%; min-width: {round(_LEAST * drawing.width)}px; height: auto"
+    return drawing.to_svg(name).replace("<svg ", f'<svg style="{style}" ', 1)
 
 
 def _html(title: str, tables: list[Table], lines: list[str], picture: str | None = None) -> str:

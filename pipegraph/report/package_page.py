@@ -8,7 +8,7 @@ from typing import Any
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
 from pipegraph.planner.step_prediction import memory_by_kind
-from pipegraph.report.colours import MEMORY, colour
+from pipegraph.report.colours import MEMORY, colour, ink
 from pipegraph.report.html_pages import critical_places, schedule_data, templates, timeline_data, timeline_parts
 from pipegraph.report.package_picture import EQUAL_TIMES, SAME_RANK, simulated_package, stage_sizes
 from pipegraph.report.text import Table, short_modules
@@ -28,6 +28,7 @@ from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_bytes, format_number_of, format_percent
 
 _MOST = 60_000  # actions on a page; a longer schedule is left out
+_MOST_OPEN = 16  # stages and sentences of a list that is open at first
 
 
 def package_page(package: Package, schedule: Schedule) -> str:
@@ -38,7 +39,10 @@ def package_page(package: Package, schedule: Schedule) -> str:
         subtitle=schedule_title(schedule),
         figures=_figures(manifest, simulated),
         cards=list(_cards(manifest.at_capture(), schedule)),
-        kinds=[{"name": kind.value, "colour": colour(kind)} for kind in (Kind.F, Kind.I, Kind.W)],
+        kinds=[
+            {"name": kind.value, "colour": colour(kind), "ink": ink(colour(kind))} for kind in (Kind.F, Kind.I, Kind.W)
+        ],
+        most_open=_MOST_OPEN,
         memory=_memory(manifest, schedule),
         memory_kinds=[{"name": name, "colour": fill} for name, fill in MEMORY.items()],
         drawn=sum(map(len, schedule.actions)) <= _MOST,
@@ -88,6 +92,7 @@ def _cards(manifest: Manifest, schedule: Schedule) -> Iterator[dict[str, Any]]:
                     "kind": kind.value,
                     "width": round(100 * seconds / longest, 2),
                     "colour": colour(kind),
+                    "ink": ink(colour(kind)),
                     "title": f"{kind.value}: {unit.text(seconds)}",
                 }
                 for kind, seconds in times

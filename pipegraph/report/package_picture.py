@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
 from pipegraph.planner.step_prediction import RankMemoryByKind, memory_by_kind, predict_step
-from pipegraph.report.colours import MEANING, MEMORY, colour, ink
+from pipegraph.report.colours import MEANING, MEMORY, colour, ink, marks
 from pipegraph.report.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip, short_modules
 from pipegraph.report.text.package_tables import bytes_of, explain_cuts, has_times, held_modules, package_title
@@ -142,8 +142,10 @@ def _rank_mark(rank: int, x: float, y: float, size: float = 10.5) -> Iterator[Sh
 
 def _bars(parts: Sequence[tuple[str, str, float, str]], x: float, y: float, height: float) -> Iterator[Shape]:
     """Draw boxes side by side: (name, fill, width, figure), with the figure inside if it fits."""
+    kinds = {kind.value: kind for kind in MEANING}
     for name, fill, width, figure in parts:
-        yield Rectangle(x, y, width, height, fill, title=f"{name} {figure}")
+        mark = marks(kinds.get(name, Kind.F), fill)
+        yield Rectangle(x, y, width, height, fill, title=f"{name} {figure}", **mark)
         if width > LETTER * len(figure) + 8:
             yield Label(x + width / 2, y + height / 2 + 4, figure, fill=ink(fill), anchor="middle")
         x += width
@@ -242,7 +244,7 @@ def _skips(manifest: Manifest, lanes: dict[tuple[int, int], int], left: float) -
         yield Line([(left, start), (x, start), (x, end), (left - 6, end)], _ARROW, 1.4, title=title)
         yield Line([(left - 8, end - 5), (left - 8, end + 5), (left, end)], fill=_ARROW)
         amount = format_bytes(sum(map(bytes_of, values)))
-        yield Label(x - 5, (start + end) / 2, amount, 10, _ARROW, "middle", upwards=True)
+        yield Label(x - 5, (start + end) / 2, amount, fill=_ARROW, anchor="middle", upwards=True)
 
 
 def _times(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
@@ -253,7 +255,7 @@ def _times(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
     yield Label(left, 18, f"time of one microbatch, in {unit.unit}", 13, bold=True)
     x = left + LETTER * 41
     for kind in (Kind.F, Kind.I, Kind.W):
-        yield Rectangle(x, 7, 16, 14, colour(kind), 2)
+        yield Rectangle(x, 7, 16, 14, colour(kind), 2, **marks(kind, colour(kind)))
         yield Label(x + 8, 18, kind.value, fill=ink(colour(kind)), anchor="middle")
         yield Label(x + 21, 18, MEANING[kind], fill=GREY)
         x += 34 + LETTER * len(MEANING[kind])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from pipegraph.report.colours import COLLECTIVES, MEANING, ActionColours, ink
+from pipegraph.report.colours import COLLECTIVES, MEANING, ActionColours, ink, marks
 from pipegraph.report.drawing import GREY, LETTER, LIGHT, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip
 from pipegraph.report.text.schedule_report import schedule_title
@@ -29,6 +29,7 @@ _STRIP = 14  # height of a rank's collectives, between its boxes and its curve
 _NARROWEST, _WIDEST = 780, 3600  # of the lanes
 _IMAGE = 350  # lanes of an image, whose type has to be readable on a card of TensorBoard
 _DIGIT = 6.2  # width of a digit in a box
+_MARKED = 2  # the narrowest box that shows its kind without colour
 _MOST_ARROWS = 64
 _COLLECTIVE_MEANING = {
     CollectiveKind.UNSHARD: "that stage gathered",
@@ -165,13 +166,16 @@ class _Lanes:
         for kind, fills in self.colours.legend():
             swatches: list[Shape] = []
             for index, fill in enumerate(fills):
-                swatches.append(Rectangle(index * 19, 0, 18, 16, fill, 2))
+                swatches.append(Rectangle(index * 19, 0, 18, 16, fill, 2, **marks(kind, fill)))
                 swatches.append(Label(index * 19 + 9, 12, kind.value, fill=ink(fill), anchor="middle"))
             parts.append(_explained(swatches, len(fills) * 19, MEANING[kind]))
         if self.colours.tones:
             parts.append(_explained([], -6, self.colours.tones))
         for collective, fill in COLLECTIVES.items() if self.timeline.collectives else ():
-            sign: list[Shape] = [Rectangle(0, 2, 18, _STRIP - 2, fill, 2), Label(9, 11.5, "0", 9, ink(fill), "middle")]
+            sign: list[Shape] = [
+                Rectangle(0, 2, 18, _STRIP - 2, fill, 2),
+                Label(9, 12, "0", fill=ink(fill), anchor="middle"),
+            ]
             parts.append(_explained(sign, 18, _COLLECTIVE_MEANING[collective]))
         if not self.is_image:
             parts.append(_explained([Rectangle(1, 1, 18, 14, "none", 2, _CRITICAL, 2)], 20, "critical path"))
@@ -190,7 +194,7 @@ class _Lanes:
             yield Label(_LEFT - 10, y + 16, f"rank {rank}", 12, anchor="end", bold=True)
             if len(held) > 1:
                 stages = f"stages {held[0]}, {held[1]}" if len(held) == 2 else f"{held[0]}, {held[1]} … {held[-1]}"
-                yield Label(_LEFT - 10, y + 30, stages, 9, GREY, "end")
+                yield Label(_LEFT - 10, y + 31, stages, fill=GREY, anchor="end")
             yield Rectangle(_LEFT, y, length, _BOX, LIGHT)
         for tick in tick_marks(self.timeline.makespan / self.unit.size, max(2, int(length / 80))):
             x = self.x(tick * self.unit.size)
@@ -207,10 +211,12 @@ class _Lanes:
                 gap = min(0.8, width / 4)
                 title = f"{event.action}: {self.unit.text(event.start)} to {self.unit.text(event.end)}"
                 x, y = self.x(event.start), self.y(rank)
-                yield Rectangle(x, y, width - gap, _BOX, fill, min(2, width / 8), title=title)
+                kind = event.action.kind
+                mark = marks(kind, fill) if width >= _MARKED else marks(Kind.F, fill)
+                yield Rectangle(x, y, width - gap, _BOX, fill, min(2, width / 8), title=title, **mark)
                 if width >= self.number_width - 1:
                     number = str(event.action.microbatch)
-                    yield Label(x + (width - gap) / 2, y + 16, number, 10, ink(fill), "middle")
+                    yield Label(x + (width - gap) / 2, y + 16, number, fill=ink(fill), anchor="middle")
 
     def collectives(self) -> Iterator[Shape]:
         """Below each lane, when its rank gathers parameters and reduces gradients, and of which stage."""
@@ -222,7 +228,7 @@ class _Lanes:
                 y, stage = self.y(rank) + _BOX + 1, str(collective.stage)
                 yield Rectangle(x, y, width - gap, _STRIP - 2, fill, min(2, width / 8), title=title)
                 if width >= len(stage) * _DIGIT + 2:
-                    yield Label(x + (width - gap) / 2, y + 9.5, stage, 9, ink(fill), "middle")
+                    yield Label(x + (width - gap) / 2, y + 10, stage, fill=ink(fill), anchor="middle")
 
     def memory(self) -> Iterator[Shape]:
         """Below each lane, how many activations its rank holds over time, and the most of them at the right."""

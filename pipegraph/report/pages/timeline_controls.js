@@ -150,7 +150,7 @@ function legend() {
   }
   for (const { fill, ink, meaning } of Object.values(data.collectives)) entry(meaning, "", fill, "", ink);
   if (!data.simulated) entry("waiting for a message", "wait");
-  entry("critical path", "path");
+  if (hasPath) entry("critical path", "path");
 }
 
 function set() {
@@ -194,6 +194,7 @@ function recall() {
   if (measured) select(...measured);
 }
 
+const hasPath = data.steps.some((each) => each.critical.length > 0);
 data.steps.forEach((each, number) => option(box.step, number, `${each.number} (${time(each.makespan)})${each.complete ? "" : ", incomplete"}`));
 box.step.value = String(data.shown);
 data.below.forEach((each, number) => option(box.below, number, each.name));
@@ -201,6 +202,7 @@ option(box.below, "", "nothing");
 box.step.parentElement.hidden = data.steps.length < 2;
 box.below.parentElement.hidden = data.below.length === 0;
 box.arrows.parentElement.hidden = data.steps.every((each) => each.messages.length === 0);
+box.critical.parentElement.hidden = !hasPath;
 legend();
 recall();
 

@@ -111,10 +111,10 @@ function firstVisible(actions) {
 
 function boxes(pen, actions, y, height, opacity) {
   pen.textAlign = "center";
-  pen.font = `${height > 20 ? 12 : 10}px system-ui, sans-serif`;
+  pen.font = `${height > 20 ? 12 : 11}px system-ui, sans-serif`;
   for (let n = firstVisible(actions); n < actions.length && actions[n][3] <= view.to; n++) {
     const [kind, stage, microbatch, start, end] = actions[n];
-    const left = x(start), wide = x(end) - left, gap = Math.min(1, wide / 4);
+    const left = x(start), wide = x(end) - left, gap = wide < 3 ? 0 : Math.min(1, wide / 4);
     const look = data.colours[kind][data.chunks[stage]];
     pen.globalAlpha = opacity;
     pen.fillStyle = look.fill;
@@ -123,12 +123,12 @@ function boxes(pen, actions, y, height, opacity) {
     pen.fill();
     pattern(pen, kind, left, y, Math.max(wide - gap, 0.3), height, look.ink);
     const full = `${stage}${kind}${microbatch}`, short = String(microbatch);
-    const text = wide > full.length * 7.4 + 10 ? full : wide > short.length * 7 + 3 ? short : "";
+    const from = Math.max(left, gutter()), to = Math.min(left + wide, gutter() + width()), seen = to - from;
+    const text = seen > full.length * 7.4 + 10 ? full : seen > short.length * 7 + 3 ? short : "";
     if (text) {
       pen.globalAlpha = 1;
       pen.fillStyle = opacity < 1 ? inkOn(look.fill, opacity) : look.ink;
-      const from = Math.max(left, gutter()), to = Math.min(left + wide, gutter() + width());
-      pen.fillText(text, Math.min(Math.max((from + to) / 2, left + 8), left + wide - 8), y + height / 2 + 0.5);
+      pen.fillText(text, (from + to) / 2, y + height / 2 + 0.5);
     }
   }
   pen.globalAlpha = 1;
@@ -137,7 +137,7 @@ function boxes(pen, actions, y, height, opacity) {
 // What a rank's collectives gather and reduce, with the number of the stage.
 function collectives(pen, row, y, opacity) {
   pen.textAlign = "center";
-  pen.font = "10px system-ui, sans-serif";
+  pen.font = "11px system-ui, sans-serif";
   for (let n = firstVisible(row); n < row.length && row[n][3] <= view.to; n++) {
     const [kind, stage, , start, end] = row[n], look = data.collectives[kind];
     const left = x(start), wide = x(end) - left, height = BESIDE - 2;
@@ -226,22 +226,27 @@ function line(pen, x1, y1, x2, y2) {
   pen.fill();
 }
 
+// One frame around actions that follow one another on a rank: frames of their own would cover narrow ones.
 function criticalPath(pen) {
   pen.strokeStyle = colours.accent;
   pen.lineWidth = 2;
-  let before = null;
+  const stretches = [];
   for (const [rank, position] of step.critical) {
-    const action = step.rows[rank][position], y = top(rank);
+    const [, , , start, end] = step.rows[rank][position], before = stretches.at(-1);
+    if (before && before.rank === rank && before.last === position - 1) Object.assign(before, { end, last: position });
+    else stretches.push({ rank, start, end, last: position });
+  }
+  stretches.forEach(({ rank, start, end }, number) => {
+    const y = top(rank), before = stretches[number - 1];
     if (before && before.rank !== rank) {
       const down = rank > before.rank;
       pen.beginPath();
       pen.moveTo(x(before.end), top(before.rank) + (down ? MEASURED : 0));
-      pen.lineTo(x(action[3]), y + (down ? 0 : MEASURED));
+      pen.lineTo(x(start), y + (down ? 0 : MEASURED));
       pen.stroke();
     }
-    pen.strokeRect(x(action[3]) + 1, y + 1, Math.max(x(action[4]) - x(action[3]) - 2.5, 0.5), MEASURED - 2);
-    before = { rank, end: action[4] };
-  }
+    pen.strokeRect(x(start) + 1, y + 1, Math.max(x(end) - x(start) - 2.5, 0.5), MEASURED - 2);
+  });
   pen.lineWidth = 1;
 }
 
@@ -288,7 +293,7 @@ function measure(pen, height) {
   const wide = pen.measureText(text).width + 10;
   const middle = Math.min(Math.max((left + right) / 2, gutter() + wide / 2), gutter() + width() - wide / 2);
   pen.fillStyle = colours.card;
-  pen.fillRect(middle - wide / 2, height - 20, wide, 16);
+  pen.fillRect(middle - wide / 2, height - 16, wide, 16);
   pen.fillStyle = colours.text;
-  pen.fillText(text, middle, height - 12);
+  pen.fillText(text, middle, height - 8);
 }

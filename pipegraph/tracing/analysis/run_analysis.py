@@ -76,6 +76,16 @@ class RunAnalysis:
         found = [max(each) for each in known if any(each)]
         return statistics.median(found) if found else None
 
+    @cached_property
+    def bubble(self) -> float | None:
+        """Return the mean idle share of ranks, the median over steps; of the simulated step if ranks shared a process.
+
+        None if no rank was recorded whole.
+        """
+        steps = [self.idle] if self.run.shares_process else self.idle_by_step
+        shares = [statistics.fmean(each.idle / (each.makespan or 1.0) for each in ranks) for ranks in steps if ranks]
+        return statistics.median(shares) if shares else None
+
     @property
     def critical_path(self) -> str:
         """Return the critical path as text: of the measured step or, if that has none, of the simulated one."""
