@@ -21,10 +21,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from pipegraph.progress import listen
+from pipegraph.report.text import clip
 from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
 
 _DELAY = 1.0  # seconds before a bar is shown
-_WIDTH = 28  # columns of a bar
+_WIDTH = 28  # columns of a bar, in a terminal with room for its label as well
+_LABEL = 44  # columns beside a bar
 _BEGAN = time.monotonic()  # the command's time, which goes on from one bar to the next
 _shown: _TerminalBar | None = None
 
@@ -86,20 +88,25 @@ class _TerminalBar:
     def __init__(self, doing: str) -> None:
         self._what, self._done, self._total = doing, 0, 0
         self._counts: dict[str, _Count] = {}
+        self._drawn: dict[str, float] = {}  # of a bar, which does not go back when there turns out to be more to do
         self._spinner = Spinner("dots")
         self._stderr = sys.stderr
-        self._live = Live(
+        self._console = Console(file=self._stderr)
+        self._live = self._new_live()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._timer = threading.Timer(_DELAY, self._start)
+        self._timer.daemon = True
+
+    def _new_live(self) -> Live:
+        return Live(
             get_renderable=self._render,
-            console=Console(file=self._stderr),
+            console=self._console,
             transient=True,
             refresh_per_second=10,
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._timer = threading.Timer(_DELAY, self._start)
-        self._timer.daemon = True
 
     def __enter__(self) -> None:
         self._timer.start()
@@ -115,6 +122,8 @@ class _TerminalBar:
         count = self._counts.get(what, _Count()).after(done, total)
         self._what, self._counts[what] = what, count
         self._done, self._total = count.before + count.done, count.before + count.total
+        if self._total:
+            self._drawn[what] = max(self._drawn.get(what, 0.0), self._done / self._total)
 
     def print(self, line: str, error: bool = False) -> None:
         """Print above the bar."""
@@ -125,6 +134,7 @@ class _TerminalBar:
             print(line, file=self._stderr if error else sys.stdout, flush=True)
             if is_shown:
                 with _uninterrupted():
+                    self._live = self._new_live()  # the old one would take lines above for its own
                     self._live.start()
 
     def _start(self) -> None:
@@ -133,11 +143,16 @@ class _TerminalBar:
                 self._live.start()
 
     def _render(self) -> Table:
+        """One line, however narrow the terminal is: of a second one nothing would know when it is taken away."""
         what, done, total = self._what, self._done, self._total
-        line = Table.grid(padding=(0, 1))
-        bar = (ProgressBar(total, done, _WIDTH), f"{done} of {total}") if total else ()
         minutes, seconds = divmod(int(time.monotonic() - _BEGAN), 60)
-        line.add_row(self._spinner, f"{what}{'' if total else ' …'}", *bar, f"{minutes}:{seconds:02}")
+        width = min(_WIDTH, max(self._console.width - _LABEL, 6))
+        bar = (ProgressBar(1.0, self._drawn.get(what, 0.0), width),) if total else ()
+        figures = (*([f"{done} of {total}"] if total else []), f"{minutes}:{seconds:02}")
+        beside = 2 + (width + 1 if total else 0) + sum(len(each) + 1 for each in figures) + 1
+        line = Table.grid(padding=(0, 1))
+        label = f"{what}{'' if total else ' …'}"
+        line.add_row(self._spinner, clip(label, max(self._console.width - beside, 1)), *bar, *figures)
         return line
 
 

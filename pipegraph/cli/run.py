@@ -344,7 +344,8 @@ def _profile_hint(recorded: Path) -> str:
     """Return where the run was recorded, and the commands that show it."""
     folder = shlex.quote(str(recorded.parent))
     return (
-        f"wrote {recorded}: a trace for each rank. To see it:\n"
+        f"wrote {recorded}\n"
+        "a trace for each rank; to see it:\n"
         f"  tensorboard --logdir {folder}\n"
         f"  pipegraph trace report {folder}"
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pipegraph.arguments import require_path
-from pipegraph.errors import PackageError, one_line, user_line
+from pipegraph.errors import PackageError, nearest, one_line, user_line
 from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
@@ -81,6 +81,12 @@ class Package:
         written = 'pipegraph.write_package(plan, "out/"), which writes one'
         given = require_path(path, "A package is given by its folder", written, PackageError)
         folder = Path(os.path.realpath(given))
+        if not os.path.lexists(given):
+            beside = (each.parent.name for each in folder.parent.glob(f"*/{MANIFEST}"))
+            raise PackageError(
+                f"There is no package {given}: the folder does not exist.{nearest(folder.name, beside)}\n"
+                f"Try: pipegraph split MODEL -o {given}, which writes one."
+            )
         while True:
             identity = _identity(folder)
             manifest = Manifest.read(folder / MANIFEST)

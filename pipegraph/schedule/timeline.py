@@ -16,6 +16,7 @@ Place = tuple[int, int]
 """(rank, position among the events of that rank)"""
 
 _SHOWN = 5  # turning points of the critical path that are described at each of its ends
+_SHOWN_SHARES = 6  # of the time of a critical path
 
 
 class Event(NamedTuple):
@@ -146,11 +147,12 @@ class Timeline:
             shares[f"rank {rank}"] += event.end - event.start
         shares["collectives"] = self._critical_collectives
         shares[between] = self.makespan - sum(shares.values())
-        parts = [
-            f"{what} {format_percent(share / self.makespan, decimals=0)}"
-            for what, share in sorted(shares.items(), key=lambda item: -item[1])
-            if share > 0.005 * self.makespan
-        ]
+        largest = sorted(shares.items(), key=lambda item: -item[1])
+        notable = [(what, share) for what, share in largest if share > 0.005 * self.makespan]
+        if len(notable) > _SHOWN_SHARES + 1:
+            others = notable[_SHOWN_SHARES:]
+            notable = [*notable[:_SHOWN_SHARES], (f"{len(others)} others", sum(share for _, share in others))]
+        parts = [f"{what} {format_percent(share / self.makespan, decimals=0)}" for what, share in notable]
         return ": ".join(filter(None, (" → ".join(shown), ", ".join(parts))))
 
     def __repr__(self) -> str:

@@ -60,7 +60,7 @@ def test_split_shows_capture_pricing_and_weights(tmp_path: Path) -> None:
     assert code == 0
     assert f"wrote {tmp_path / 'out'}" in shown
     assert any(re.fullmatch(r"\S loading tests/models/chain.py … +0:\d\d *", line) for line in shown)
-    assert any(re.fullmatch(r"\S capturing Chain +━[━╸╺]+ \d of 4 0:\d\d *", line) for line in shown)
+    assert any(re.fullmatch(r"\S capturing Chain +━[━╸╺]+ \d of 5 0:\d\d *", line) for line in shown)
 
 
 @pytest.mark.slow
@@ -115,6 +115,29 @@ def test_lines_and_warnings_stand_above_the_bar(
     report_progress("counting", 5, 7)
     progress_bar.print_warning("warning: later")
     assert terminal.getvalue() == f"{so_far}warning: later\n"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_bar_is_one_line_of_any_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its line away when another one is printed. Of two lines it would take what stands above as well."""
+    on_terminal(monkeypatch, delay=60.0)
+    monkeypatch.setenv("COLUMNS", str(width))
+    bar = progress_bar._TerminalBar("beginning")
+    bar.update("training steps, 1 h 23 min left, of a run with a long name", 12345, 100000)
+    (line,) = bar._console.render_lines(bar._render(), pad=False)
+    text = "".join(segment.text for segment in line).rstrip()
+    assert len(text) <= width
+    assert re.search(r" \d+:\d\d$", text)
+    assert "12345 of 100000" in text
+
+
+def test_what_is_drawn_stays_when_there_is_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_terminal(monkeypatch, delay=60.0)
+    bar, drawn = progress_bar._TerminalBar("beginning"), []
+    for done, total in ((20, 21), (20, 26), (21, 26), (26, 26)):
+        bar.update("plans", done, total)
+        drawn.append(bar._drawn["plans"])
+    assert drawn == [20 / 21, 20 / 21, 20 / 21, 1.0]
 
 
 def test_a_bar_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:

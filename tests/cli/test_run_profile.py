@@ -43,7 +43,8 @@ def test_every_step_after_the_first_is_recorded(pipegraph: Command, chain: Path,
     assert done.code == 0, done.err
     run = recorded(folder)
     assert done.out.split("\n\n")[-1].splitlines() == [
-        f"wrote {run}: a trace for each rank. To see it:",
+        f"wrote {run}",
+        "a trace for each rank; to see it:",
         f"  tensorboard --logdir '{folder}'",
         f"  pipegraph trace report '{folder}'",
     ]

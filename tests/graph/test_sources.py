@@ -39,6 +39,25 @@ def test_example_inputs(inputs: str, args: int, kwargs: list[str], tmp_path: Pat
     assert (len(source.args), list(source.kwargs)) == (args, kwargs)
 
 
+MASKED = """
+class Masked(nn.Module):
+    def forward(self, x, mask=None):
+        return x if mask is None else x * mask
+
+
+model = Masked()
+example_kwargs = {"mask": torch.ones(2)}
+"""
+
+
+def test_arguments_under_another_name_are_not_left_out_silently(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"example_kwargs holds arguments of Masked \(mask\)") as raised:
+        load(write(tmp_path, f"{MASKED}example_inputs = (torch.ones(2),)\n"))
+    assert "\nTry: example_inputs = ((tensor,), example_kwargs)" in str(raised.value)
+    source = load(write(tmp_path, f"{MASKED}example_inputs = ((torch.ones(2),), example_kwargs)\n"))
+    assert list(source.kwargs) == ["mask"]
+
+
 def test_build_model_comes_before_model(tmp_path: Path) -> None:
     body = "model = nn.Linear(2, 2)\ndef build_model():\n    return nn.ReLU()\nexample_inputs = (torch.ones(2),)\n"
     assert isinstance(load(write(tmp_path, body)).model, nn.ReLU)

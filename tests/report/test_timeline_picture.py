@@ -35,6 +35,16 @@ def boxes(root: Element) -> dict[str, tuple[Element, str]]:
     return found
 
 
+def test_kinds_differ_without_colour() -> None:
+    """I is hatched, W has a foot, and B both; a box too narrow for them has none."""
+    for name, hatched, footed in (("zb-h1", "I", "W"), ("1f1b", "B", "B"), ("gpipe", "B", "B")):
+        schedule = build(name, 2, 4)
+        text = schedule_svg(SimulatedSchedule(schedule, Times.equal(2)))
+        count = {kind: sum(action.kind.value == kind for row in schedule.actions for action in row) for kind in "IWB"}
+        assert text.count('fill="url(#hatch-') == count[hatched] + 1  # and one in the legend
+        assert text.count('fill-opacity="0.6"') == count[footed] + 1
+
+
 def test_a_small_schedule_looks_as_it_did(pytestconfig: pytest.Config) -> None:
     text = schedule_svg(SimulatedSchedule(build("1f1b", 2, 2), Times.equal(2)))
     if pytestconfig.getoption("renew_golden", default=False):

@@ -26,6 +26,7 @@ run: 1f1b with 2 microbatches on 2 ranks; 2 processes on cpu, kernels: eager
 
 a step took 10 ms from its first action to its last (median of 3 steps); predicted 7.5 ms; \
 with data and optimizer 11 ms
+bubble 40.0 %; predicted 33.3 %
 
 a microbatch of each stage, in ms (medians)
 stage  rank  F predicted  measured   error  B predicted  measured    error
@@ -34,16 +35,16 @@ stage  rank  F predicted  measured   error  B predicted  measured    error
 error: predicted ÷ measured − 1
 
 what each rank does in a step (mean), in ms, and why it is idle
-rank  computes  idle  of the step  warm-up and drain  imbalance  transfers  overhead
-   0      6.00  5.67       48.6 %               3.00       0.00       1.00      1.67
-   1      8.00  3.67       31.4 %               3.00       0.00       0.67      0.00
+rank  computes  idle  idle share  warm-up and drain  imbalance  transfers  overhead
+   0      6.00  5.67      48.6 %               3.00       0.00       1.00      1.67
+   1      8.00  3.67      31.4 %               3.00       0.00       0.67      0.00
 
 critical path of step 3
   0F0 → 1F0 → 1B1 → 0B1: rank 1 60 %, rank 0 30 %, transfers and overhead 10 %
 
 advice
   Run zb-h1 instead of 1f1b: step time −23.3 % (I and W taken as predicted shares of B).
-    pipegraph run OUT --schedule zb-h1 --microbatches 2
+    pipegraph run OUT --model model.py --schedule zb-h1 --microbatches 2
 
 note: the ranks' clocks agree to ± 2 µs
 note: the links of the profile that priced the package are not known: predicted messages take no time"""

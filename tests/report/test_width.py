@@ -162,6 +162,10 @@ def test_a_line_goes_on_below_its_label() -> None:
         "memory     8.6 MiB on the fullest rank\n           with min-cut"
     )
     assert wrap("x" * 50, 40) == "x" * 50  # a word is never broken
+    assert wrap("critical path: rank 0 20 %, rank 11 10 %, rank 2 9 %", 40).split("\n") == [
+        "critical path: rank 0 20 %, rank 11",
+        "  10 %, rank 2 9 %",
+    ]  # nor is a figure
 
 
 def test_parts_of_a_layer_stand_together() -> None:

@@ -112,6 +112,14 @@ def test_a_long_critical_path_is_cut_down() -> None:
     assert "…" in text and len(text) < 200
 
 
+def test_a_critical_path_names_the_ranks_with_most_of_it() -> None:
+    text = simulate(build("1f1b", 64, 64), Times.equal(64, hop=0.1)).describe_critical_path()
+    shares = text.partition(": ")[2].split(", ")
+    assert len(shares) == 7
+    assert shares[-1].partition(" others ")[0].isdecimal()
+    assert sum(int(each.split()[-2]) for each in shares) in range(95, 106)
+
+
 def test_nothing_takes_time() -> None:
     timeline = simulate(build("1f1b", 2, 2), Times.equal(2, 0, 0, 0))
     assert timeline.makespan == timeline.bubble == timeline.span_bubble == 0

@@ -56,6 +56,11 @@ def test_commands_name_the_package_and_the_model() -> None:
     assert all("OUT" not in each and "MODEL" not in each for each in replace(advice, mispredicted=3.7).commands)
     assert advice.commands[0].startswith("pipegraph split gpt.py --points layers.")
     assert advice.commands[0].endswith(":end -o build/gpt --overwrite")
+    runs = [each.command for each in advice.changes if each.command.startswith("pipegraph run")]
+    assert runs
+    assert all(each.startswith("pipegraph run build/gpt --model gpt.py --schedule ") for each in runs)
+    again = replace(advice, mispredicted=3.7).commands[1]
+    assert again == "pipegraph split gpt.py --hardware hardware.json --stages 2 -o build/gpt --overwrite"
 
 
 def test_predictions_that_are_far_off_come_first() -> None:

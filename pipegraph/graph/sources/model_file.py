@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +30,7 @@ def load_file(model: str, weights: bool) -> ModelSource:
         built = _build(module, path, attribute)
         mark(built)
     args, kwargs = _example_inputs(module, path)
+    _check_no_other_arguments(module, built, kwargs, path)
     return ModelSource(
         name=path.name if attribute is None else f"{path.name}:{attribute}",
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -169,6 +171,19 @@ def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], di
         f"{path}: example_inputs is a {type(inputs).__name__}; it must be a tuple (positional arguments), a dict "
         "(keyword arguments) or a pair of both.\nTry: example_inputs = (tensor,)."
     )
+
+
+def _check_no_other_arguments(module: ModuleType, model: nn.Module, given: Collection[str], path: Path) -> None:
+    """Raise SourceError for ``example_kwargs = {"mask": mask}``: the model would be captured without them."""
+    taken = {name for name in inspect.signature(model.forward).parameters if name != "self"}
+    for name, value in vars(module).items():
+        is_example = name.startswith("example_") and name not in ("example_inputs", "example_target")
+        if is_example and isinstance(value, dict) and taken.issuperset(value) and not set(given).issuperset(value):
+            raise SourceError(
+                f"{path}: {name} holds arguments of {type(model).__name__} ({', '.join(value)}), and nothing reads it: "
+                "the model would be captured without them.\n"
+                f"Try: example_inputs = ((tensor,), {name}), a pair of both kinds of arguments."
+            )
 
 
 def _call_if_function(value: Any, path: Path, name: str) -> Any:

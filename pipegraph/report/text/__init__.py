@@ -14,6 +14,9 @@ Table = tuple[list[str], list[list[str]]]
 """Headers and rows."""
 
 _NUMBER = re.compile(r"([+−]?\d+|[^\d+−]*)(.*)", re.DOTALL)
+# The space between a number and its unit, at which no line is broken.
+_FIGURE = re.compile(r"(?<=\d) (?=(?:%|×|[nµm]?s|min|h|[kMGTP]?i?B|[kMGTP]?FLOP)(?![\w]))")
+_NO_BREAK_SPACE = "\u00a0"
 _LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
 _LABEL = re.compile(r" *\S+(?: \S+)*  +")
 _LEAST_TEXT = 18  # columns of a cell of words that is cut off, before a column is left out
@@ -84,9 +87,11 @@ def wrap(text: str, width: int | None) -> str:
 def _broken(line: str, room: int) -> str:
     label = _LABEL.match(line)
     margin = len(line) - len(line.lstrip()) + 2 if label is None or label.end() > room // 2 else label.end()
-    return textwrap.fill(
-        line, room, subsequent_indent=" " * margin, break_long_words=False, break_on_hyphens=False, tabsize=1
+    joined = _FIGURE.sub(_NO_BREAK_SPACE, line)
+    filled = textwrap.fill(
+        joined, room, subsequent_indent=" " * margin, break_long_words=False, break_on_hyphens=False, tabsize=1
     )
+    return filled.replace(_NO_BREAK_SPACE, " ")
 
 
 def _room(width: int | None) -> int | None:

@@ -41,7 +41,7 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
     if analysis.idle:
         of = "the simulated step" if analysis.run.shares_process else "a step (mean)"
         unit = idle_times(analysis).unit
-        idle = table(*idle_table(analysis), width, ("of the step", "computes", "idle"))
+        idle = table(*idle_table(analysis), width, ("overhead", "transfers", "imbalance", "warm-up and drain"))
         parts.append(f"what each rank does in {of}, in {unit}, and why it is idle\n{idle}")
     else:
         parts.append("no rank was recorded whole, so that its idle time is not known")
@@ -78,6 +78,9 @@ def _step_line(analysis: RunAnalysis) -> str:
         line += f"; predicted {unit.text(analysis.expected.makespan)}"
     if analysis.iteration is not None:
         line += f"; with data and optimizer {unit.text(analysis.iteration)}"
+    if analysis.bubble is not None:
+        line += f"\nbubble {format_percent(analysis.bubble)}"
+        line += "" if analysis.expected is None else f"; predicted {format_percent(analysis.expected.bubble)}"
     return line
 
 
@@ -122,7 +125,7 @@ def idle_table(analysis: RunAnalysis) -> Table:
             causes[2:] = [UNKNOWN, UNKNOWN]
         part = format_percent(each.idle / each.makespan if each.makespan else 0.0)
         rows.append([str(each.rank), unit.number(each.busy), unit.number(each.idle), part, *causes])
-    return ["rank", "computes", "idle", "of the step", *CAUSES], rows
+    return ["rank", "computes", "idle", "idle share", *CAUSES], rows
 
 
 def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:

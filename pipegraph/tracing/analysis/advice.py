@@ -29,7 +29,8 @@ class CommandNames:
 
     def run(self, schedule: str, microbatches: int) -> str:
         """Return the command that runs the package under a schedule."""
-        return f"pipegraph run {self._package} --schedule {schedule} --microbatches {microbatches}"
+        model = f" --model {shlex.quote(self.model)}" if self.model.partition(":")[0].endswith(".py") else ""
+        return f"pipegraph run {self._package}{model} --schedule {schedule} --microbatches {microbatches}"
 
     def split(self, *options: str) -> str:
         """Return the command that splits the model again, into the same folder."""
@@ -81,6 +82,7 @@ class Advice:
     hindrance: str = ""
     mispredicted: float = 1.0
     names: CommandNames = CommandNames()
+    stages: int = 0
 
     @property
     def best(self) -> SimulatedChange | None:
@@ -108,7 +110,8 @@ class Advice:
         """Return what to type, in the order of the sentence."""
         chosen = [each.command for each in (self.best, self._best_of_same_batch) if each is not None]
         if self.predictions_are_off:
-            again = self.names.split("--hardware", "hardware.json", "…")
+            stages = ("--stages", str(self.stages)) if self.stages else ()
+            again = self.names.split("--hardware", "hardware.json", *stages)
             chosen = ["pipegraph calibrate -o hardware.json", again, *chosen]
         return list(dict.fromkeys(filter(None, chosen)))
 
@@ -163,7 +166,8 @@ def advise(
 
     found = [*_cuts(schedule, times, manifest, gain_of, names), *_schedules(schedule, times, gain_of, shares, names)]
     found += _more_microbatches(schedule, times, gain_of, names)
-    return Advice(tuple(sorted(found, key=lambda each: -each.gain)), shared_process, names=names)
+    changes = tuple(sorted(found, key=lambda each: -each.gain))
+    return Advice(changes, shared_process, names=names, stages=schedule.stages)
 
 
 def _cuts(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from pipegraph.errors import PipegraphError
 from pipegraph.planner.run_comparison import PredictedAndMeasured
@@ -158,7 +159,7 @@ def _with_collectives(times: Times, taken: Mapping[tuple[int, CollectiveKind], f
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
     """Advise on changes only if all stages were measured: that is about how they compare."""
-    names = CommandNames(run.info.package_folder, run.manifest.model.source if run.manifest else "")
+    names = CommandNames(run.info.package_folder, _model_named(run.manifest.model.source) if run.manifest else "")
     step = 0.0 if run.shares_process else _median(steps)
     took = step or simulate(run.schedule, times.times).makespan
     expected = run.prediction.timeline.makespan if run.prediction and run.prediction.timeline else 0.0
@@ -166,9 +167,14 @@ def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep
     mispredicted = took / expected if is_comparable and expected > 0 and took > 0 else 1.0
     if times.assumed:
         hindrance = "it takes the times of all stages, and not all were recorded"
-        return Advice((), run.shares_process, hindrance, mispredicted, names)
+        return Advice((), run.shares_process, hindrance, mispredicted, names, run.schedule.stages)
     made = advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step, names)
     return replace(made, mispredicted=mispredicted)
+
+
+def _model_named(source: str) -> str:
+    """Return a model as a command takes it; empty if it is a configuration in a folder that a package does not name."""
+    return "" if source.startswith("hf:") and not Path(source.removeprefix("hf:")).exists() else source
 
 
 def _stages(
