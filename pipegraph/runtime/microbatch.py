@@ -206,6 +206,13 @@ def join_outputs(parts: Sequence[Any], dim: int | None = 0) -> Any:
     return torch.stack(tuple(parts)) if dim is None or parts[0].dim() == 0 else torch.cat(tuple(parts), dim)
 
 
+def _place_of(manifest: Manifest, size: str) -> str:
+    """Where a size is among the inputs: ``dimension 1 of tokens``."""
+    shapes = ((value.name, value.shape) for value in manifest.values.values() if value.producer == CALLER)
+    places = (f"dimension {shape.index(size)} of {name}" for name, shape in shapes if size in shape)
+    return next(places, "a size of the inputs")
+
+
 def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
     """Raise BatchError for sizes that the model does not take, or for which it may take another branch."""
     for name, size in sizes.items():
@@ -213,8 +220,8 @@ def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
         if size < limits.min or (limits.max is not None and size > limits.max):
             most = f"to {limits.max}" if limits.max is not None else "or more"
             raise BatchError(
-                f"{name} is {size}; the stages are the model for {limits.min} {most}.\n"
-                f"Try: such a size, or capture the model with {name} {size}."
+                f"{name}, {_place_of(manifest, name)}, is {size}; the stages are the model for {limits.min} {most}.\n"
+                f"Try: {limits.min} {most}, or capture the model with {name} {size}."
             )
     for condition in manifest.conditions:
         if not holds(condition, sizes):

@@ -237,7 +237,7 @@ SIZES = ("--ranks", 4, "--microbatches", 8)
         (("zb-v", *SIZES, "--placement", "loop"), "leave --placement out"),
         (("zb-v", *SIZES, "--chunks", 3), "3 chunks"),
         (("1f1b", *SIZES, "--memory-limit", 3), "raise the limit of 3"),
-        (("search", *SIZES, "--placement", "v", "--memory-limit", 1), "Give 2 or more"),
+        (("search", *SIZES, "--placement", "v", "--memory-limit", 1), "Try: 2 or more"),
         (("dualpipe-v", "--ranks", 2, "--microbatches", 4, "--resident", 1), "Try: resident=2"),
         (("1f1b", *SIZES, "--resident", 0), "--resident"),
         (("nowhere.csv",), "the schedule nowhere.csv cannot be read: No such file or directory"),

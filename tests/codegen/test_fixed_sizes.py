@@ -85,10 +85,18 @@ class Branches(nn.Module):
 @pytest.mark.parametrize(
     ("condition", "other", "message"),
     [
-        (lambda batch, length: length > 8, (4, 8), "input_1 is 8; the stages are the model for 9 to 64"),
+        (
+            lambda batch, length: length > 8,
+            (4, 8),
+            "input_1, dimension 1 of input, is 8; the stages are the model for 9 to 64",
+        ),
         (lambda batch, length: length % 2 == 1, (4, 12), "the stages are the model where input_1 % 2 == 1"),
         (lambda batch, length: length != 2 * batch, (20, 20), "the stages are the model where input_1 != 2 \\* batch"),
-        (lambda batch, length: True, (4, 65), "input_1 is 65; the stages are the model for 1 to 64"),
+        (
+            lambda batch, length: True,
+            (4, 65),
+            "input_1, dimension 1 of input, is 65; the stages are the model for 1 to 64",
+        ),
     ],
 )
 def test_a_step_of_sizes_for_which_the_model_takes_another_branch_is_refused(

@@ -176,49 +176,49 @@ GROUPS = "microbatches go in groups of as many as there are ranks, so their numb
             "interleaved-1f1b",
             4,
             10,
-            f"10 microbatches on 4 ranks: {GROUPS}. Give 8 or 12 microbatches, or 2 or 5 ranks.",
+            f"10 microbatches on 4 ranks: {GROUPS}.\nTry: 8 or 12 microbatches, or 2 or 5 ranks.",
         ),
-        ("interleaved-1f1b", 4, 3, f"3 microbatches on 4 ranks: {GROUPS}. Give 4 microbatches, or 3 ranks."),
-        ("interleaved-1f1b", 3, 1, f"1 microbatch on 3 ranks: {GROUPS}. Give 3 microbatches, or 1 rank."),
+        ("interleaved-1f1b", 4, 3, f"3 microbatches on 4 ranks: {GROUPS}.\nTry: 4 microbatches, or 3 ranks."),
+        ("interleaved-1f1b", 3, 1, f"1 microbatch on 3 ranks: {GROUPS}.\nTry: 3 microbatches, or 1 rank."),
         (
             "interleaved-zb",
             6,
             16,
-            f"16 microbatches on 6 ranks: {GROUPS}. Give 12 or 18 microbatches, or 4 or 8 ranks.",
+            f"16 microbatches on 6 ranks: {GROUPS}.\nTry: 12 or 18 microbatches, or 4 or 8 ranks.",
         ),
-        ("interleaved-zb", 5, 7, f"7 microbatches on 5 ranks: {GROUPS}. Give 5 or 10 microbatches, or 1 or 7 ranks."),
+        ("interleaved-zb", 5, 7, f"7 microbatches on 5 ranks: {GROUPS}.\nTry: 5 or 10 microbatches, or 1 or 7 ranks."),
         (
             "zb-v",
             4,
             6,
-            f"6 microbatches on 4 ranks: {FULL}, 2 × ranks − 1 = 7 microbatches or more. "
-            "Give 7 microbatches, or 3 ranks or fewer.",
+            f"6 microbatches on 4 ranks: {FULL}, 2 × ranks − 1 = 7 microbatches or more.\n"
+            "Try: 7 microbatches, or 3 ranks or fewer.",
         ),
         (
             "v-half",
             2,
             2,
-            f"2 microbatches on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more. "
-            "Give 3 microbatches, or 1 rank.",
+            f"2 microbatches on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more.\n"
+            "Try: 3 microbatches, or 1 rank.",
         ),
         (
             "v-min",
             2,
             1,
-            f"1 microbatch on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more. Give 3 microbatches, or 1 rank.",
+            f"1 microbatch on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more.\nTry: 3 microbatches, or 1 rank.",
         ),
         (
             "dualpipe-v",
             3,
             5,
-            f"5 microbatches on 3 ranks: {FULL}, 2 × ranks = 6 microbatches or more. "
-            "Give 6 microbatches, or 2 ranks or fewer.",
+            f"5 microbatches on 3 ranks: {FULL}, 2 × ranks = 6 microbatches or more.\n"
+            "Try: 6 microbatches, or 2 ranks or fewer.",
         ),
         (
             "dualpipe-v",
             1,
             1,
-            f"1 microbatch on 1 rank: {FULL}, 2 × ranks = 2 microbatches or more. Give 2 microbatches.",
+            f"1 microbatch on 1 rank: {FULL}, 2 × ranks = 2 microbatches or more.\nTry: 2 microbatches.",
         ),
     ],
 )

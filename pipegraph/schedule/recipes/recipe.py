@@ -35,7 +35,7 @@ def groups_of_ranks(ranks: int, microbatches: int) -> str:
     below, above = [number for number in divisors if number < ranks], [number for number in divisors if number > ranks]
     multiples = format_number_of("microbatch", *([full, full + ranks] if full else [ranks]))
     return (
-        "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that. Give "
+        "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that.\nTry: "
         f"{multiples}, or {format_number_of('rank', *below[-1:], *above[:1])}."
     )
 
@@ -50,7 +50,7 @@ def full_pipeline(offset: int) -> Rule:
         formula = f"2 × ranks − {-offset}" if offset else "2 × ranks"
         fewer = f", or {format_number_of('rank', most)}{' or fewer' if most > 1 else ''}" if most else ""
         needed = format_number_of("microbatch", least)
-        return f"it needs a full pipeline, {formula} = {needed} or more. Give {needed}{fewer}."
+        return f"it needs a full pipeline, {formula} = {needed} or more.\nTry: {needed}{fewer}."
 
     return rule
 
