@@ -205,7 +205,8 @@ GROUPS = "microbatches go in groups of as many as there are ranks, so their numb
             "v-min",
             2,
             1,
-            f"1 microbatch on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more.\nTry: 3 microbatches, or 1 rank.",
+            f"1 microbatch on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more.\n"
+            "Try: 3 microbatches, or 1 rank.",
         ),
         (
             "dualpipe-v",

@@ -239,6 +239,9 @@ def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool)
     colours = ActionColours.of(schedule)
     critical = {event.action for event in timeline.critical_path}
     styles: dict[str, Style] = {}  # making one takes longer than everything else
+    widths = [_columns(each.end, scale) - _columns(each.start, scale) for row in timeline.events for each in row]
+    digits = len(str(schedule.microbatches - 1))
+    is_numbered = 2 * sum(width >= digits for width in widths) > len(widths)  # a few numbers among many say nothing
     rows = []
     for events in timeline.events:
         row = []
@@ -251,7 +254,8 @@ def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool)
             if coloured and event.action in critical:
                 style += Style(underline=True)
             if start < end:
-                row.append(_Box(start, end, _text(event.action, end - start, coloured), style))
+                text = _text(event.action, end - start, coloured) if is_numbered or not coloured else ""
+                row.append(_Box(start, end, text, style))
         rows.append(row)
     return rows
 

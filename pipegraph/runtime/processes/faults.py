@@ -241,7 +241,8 @@ class FaultGuard:
 
 def _fault(rank: str, cause: BaseException, where: str) -> str:
     line = user_line(cause)
-    return f"{rank} failed{where}: {type(cause).__name__}: {cause}{f' (at {line})' if line else ''}"
+    what, advice, how = str(cause).partition("\nTry:")
+    return f"{rank} failed{where}: {type(cause).__name__}: {what}{f' (at {line})' if line else ''}{advice}{how}"
 
 
 def wait_for_the_first_failure() -> None:
