@@ -58,6 +58,35 @@ def test_a_mask_that_is_too_large_to_be_computed_is_known_too(window: int | None
     assert_equal_at_every_size(package, model, (2, 40, 12))
 
 
+class LaterTokens(nn.Module):
+    """The last position of one text sees all of another one, the one before it all but the last, and so on."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        own, other = torch.arange(x.shape[1]), torch.arange(y.shape[1])
+        mask = (other[None, :] - own[:, None] <= y.shape[1] - x.shape[1])[None, None].expand(x.shape[0], 1, -1, -1)
+        return F.scaled_dot_product_attention(x[:, None], y[:, None], y[:, None], attn_mask=mask)[:, 0]
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.head = nn.Linear(8, 8), LaterTokens(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(self.attention(self.first(x), y))
+
+
+@pytest.mark.parametrize("lengths", [(8192, 4096), (13, 13)])
+def test_a_mask_of_two_lengths_is_causal_only_where_they_are_equal(lengths: tuple[int, int], tmp_path: Path) -> None:
+    model = Reading()
+    args = tuple(torch.empty(BATCH, length, 8, device="meta") for length in lengths)
+    package = split(tmp_path, model, args, cut="head")
+    assert "is_causal=True" not in source(package)
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 9, 8)
+    stages = [package.load_stage(index) for index in range(2)]
+    torch.testing.assert_close(stages[1](stages[0](x, y)), model(x, y))
+
+
 class Flattened(nn.Module):
     """Works on [batch · length, features] between its two reshapes."""
 

@@ -176,8 +176,9 @@ def _band_at_every_size(node: fx.Node) -> _Band | None:
     samples = [symbols, {symbol: size + 1 for symbol, size in symbols.items()}] if symbols else [symbols]
     rows, columns = shape_of(node)[-2:]
     across = {symbol for size in (rows, columns) if isinstance(size, SymbolicSize) for symbol in size.symbols}
-    small = [symbol for symbol, size in symbols.items() if symbol in across and size <= largest]
-    samples += [{**symbols, symbol: symbols[symbol] + largest + 1} for symbol in small]
+    for symbol in across & symbols.keys():  # each alone: what is causal of two equal lengths may be no more of others
+        size = symbols[symbol]
+        samples.append({**symbols, symbol: size + (largest + 1 if size <= largest else 2)})
     found: set[_Ends | None] = set()
     for sizes in samples:
         if prod(_number(size, sizes) for size in shape_of(node)) > _LARGEST:
