@@ -13,7 +13,7 @@ import pipegraph
 from pipegraph.errors import BatchError
 from pipegraph.package import Package
 from pipegraph.package.sizes import Size
-from tests.codegen.parity import assert_equal_at_every_size, source, split, write
+from tests.codegen.parity import assert_equal_at_every_size, numbers_in_forwards, source, split, write
 from tests.runtime.pipelines import pipeline
 from tests.slow import cases
 
@@ -88,6 +88,24 @@ def test_any_number_of_steps_is_taken(model: type[Steps], tmp_path: Path) -> Non
     assert "input.shape[1] is" not in source(package)
     assert_equal_at_every_size(package, built, *LENGTHS)
     assert_equal_at_every_size(package, built, *LENGTHS, train=False)
+
+
+class ReplacesItsInput(Steps):
+    """Asks for the number of steps when the variable of its input holds something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, steps, width = x.shape
+        x = torch.stack(self.states(x), dim=1).view(-1, width)
+        x = self.cell(x, x.sin())
+        return x.reshape(rows, steps, width)
+
+
+def test_a_number_of_steps_is_kept_while_it_is_needed(tmp_path: Path) -> None:
+    built = nn.Sequential(OrderedDict(body=ReplacesItsInput(), head=nn.Linear(8, 8)))
+    package = split(tmp_path, built, (torch.randn(BATCH, STEPS, 8),), cut="head")
+    assert "        steps = x.shape[1]\n" in source(package)
+    assert STEPS not in numbers_in_forwards(package)
+    assert_equal_at_every_size(package, built, *LENGTHS)
 
 
 class BranchesAfterwards(Steps):

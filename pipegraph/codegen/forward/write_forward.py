@@ -12,7 +12,7 @@ from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.statement_loop_writer import UnrolledLoopError, expanded
-from pipegraph.codegen.forward.writer import ForwardWriter, WrittenForward
+from pipegraph.codegen.forward.writer import ForwardWriter, ReplacedInputError, WrittenForward
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.symbolic_size import UnknownSizeError
 
@@ -43,9 +43,12 @@ def write_forward(
         UnknownSizeError: no value of the class has a size that an operation names.
     """
     sizes: list[sympy.Expr] = []
+    kept: dict[tuple[int, int], str] = {}
     while True:
         try:
-            written = ForwardWriter(contents, tree, parameters, source, wanted or {}, numbers, (), sizes).write()
+            written = ForwardWriter(contents, tree, parameters, source, wanted or {}, numbers, (), sizes, kept).write()
+        except ReplacedInputError as error:
+            kept[error.place] = error.name
         except UnknownSizeError as error:
             if error.size in sizes:
                 raise
@@ -57,7 +60,9 @@ def write_forward(
     if not written.clashes:
         return written
     try:
-        other = ForwardWriter(contents, tree, parameters, source, wanted or {}, numbers, written.clashes, sizes).write()
-    except UnknownSizeError:
+        other = ForwardWriter(
+            contents, tree, parameters, source, wanted or {}, numbers, written.clashes, sizes, kept
+        ).write()
+    except (UnknownSizeError, ReplacedInputError):
         return written
     return other if len(other.clashes) < len(written.clashes) else written

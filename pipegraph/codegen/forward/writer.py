@@ -66,6 +66,19 @@ class WrittenForward:
     clashes: tuple[str, ...]
 
 
+class ReplacedInputError(Exception):
+    """An operation names the size of a parameter that no variable has any more.
+
+    Attributes:
+        place: (position in ``inputs``, dimension).
+        name: of the size in the source.
+    """
+
+    def __init__(self, place: tuple[int, int], name: str) -> None:
+        super().__init__(name)
+        self.place, self.name = place, name
+
+
 class ForwardWriter:
     """The state of writing one ``forward``.
 
@@ -74,6 +87,7 @@ class ForwardWriter:
         numbers: writes numbers as the model's source does; None for the class of a stage.
         clashes: names to avoid: a value gets the name of the parameter under which a module takes it instead.
         sizes: those that get a variable as soon as a value has them.
+        kept: sizes of parameters that get a variable at once: (position in ``inputs``, dimension) → its name.
     """
 
     def __init__(
@@ -86,9 +100,10 @@ class ForwardWriter:
         numbers: ModuleNumbers | HelperNumbers | None,
         clashes: Container[str],
         sizes: Sequence[sympy.Expr],
+        kept: Mapping[tuple[int, int], str],
     ) -> None:
         self._contents, self._tree = contents, tree
-        self._numbers, self._parameters = numbers, parameters
+        self._numbers, self._parameters, self._source = numbers, parameters, source
         names = dict(zip(contents.inputs, parameters, strict=True))
         self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
@@ -98,6 +113,8 @@ class ForwardWriter:
         self._values = LocalVariables(self._name, uses, attributes, names, functions)
         self._made = {node for item in with_inner(contents.items) for node in item.makes}
         self._sizes = SizeVariables(self._values, sizes)
+        self._kept = kept
+        self._kept_names: dict[tuple[int, int], Name] = {}
         tensors = [*map(Name, parameters), *attributes.values()]
         has_caller = bool(contents.prefix) or isinstance(numbers, HelperNumbers)
         self._model = ModelAttributes(self._values, contents, tensors, has_caller)
@@ -117,7 +134,11 @@ class ForwardWriter:
 
         Raises:
             UnknownSizeError, UnknownAttributeError: no variable has what an operation names.
+            ReplacedInputError: no variable has a parameter any more whose size an operation names.
         """
+        for (position, dim), name in self._kept.items():
+            size = Subscript(Attribute(Name(self._parameters[position]), "shape"), (literal(dim),))
+            self._kept_names[position, dim] = self._values.keep(name, size)
         for item in self._contents.items:
             self._sizes.keep()
             self._item(item)
@@ -194,13 +215,22 @@ class ForwardWriter:
         return with_fixed_sizes(expression, operands, self._fixed_sizes(node)) if self._names else expression
 
     def _fixed_sizes(self, node: fx.Node) -> dict[int, Expression]:
-        """The sizes of parameters that the source of an operation mentions, if the parameters are still there."""
+        """The sizes of parameters that the source of an operation mentions."""
         sizes: dict[int, Expression] = {}
         for size, (position, dim) in self._contents.fixed_sizes.get(node, {}).items():
             parameter, name = self._contents.inputs[position], self._parameters[position]
             if self._values.variables.get(name) is parameter:
                 sizes[size] = Subscript(Attribute(Name(name), "shape"), (literal(dim),))
+            elif (position, dim) in self._kept_names:
+                sizes[size] = self._kept_names[position, dim]
+            else:
+                raise ReplacedInputError((position, dim), self._name_of_size(node, name, dim))
         return sizes
+
+    def _name_of_size(self, node: fx.Node, parameter: str, dim: int) -> str:
+        """``length`` where the source says ``rows, length = x.shape``."""
+        assigned = self._source.sizes_assigned(node).items() if self._source is not None else ()
+        return next((name for name, place in assigned if place == (parameter, dim)), f"{parameter}_{dim}")
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""
