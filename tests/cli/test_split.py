@@ -39,6 +39,38 @@ def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+LOOP = """
+import torch
+from torch import nn
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        state = x[:, 0]
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return self.head(state)
+
+
+model = Loop()
+example_inputs = (torch.ones(2, 5, 4),)
+"""
+
+
+def test_a_number_of_steps_is_said_to_be_fixed_only_if_it_is(pipegraph: Command, tmp_path: Path) -> None:
+    """A stage that begins inside the loop takes as many values as steps are left."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    behind = pipegraph("split", tmp_path / "loop.py", "--points", "head", "-o", tmp_path / "behind")
+    inside = pipegraph("split", tmp_path / "loop.py", "--stages", 2, "--balance", "uniform", "-o", tmp_path / "inside")
+    assert (behind.code, inside.code) == (0, 0)
+    assert "x.shape[1] is 5 in every batch: " not in behind.out
+    assert "x.shape[1] is 5 in every batch: " in inside.out
+
+
 def test_names_are_printed_on_one_line(pipegraph: Command) -> None:
     done = pipegraph("split", "tests/models/hostile_names.py", "--points", "head", "--dry-run")
     assert (done.code, len(done.out.splitlines())) == (0, 3)
