@@ -265,7 +265,7 @@ def _capture(
         )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
-    if only_once or not evaluates:
+    if only_once or not evaluates or wanted.fixed is None:
         return captured
     next(phases)
     branches = any(BRANCH in node.meta for node in graph.nodes)
@@ -276,7 +276,9 @@ def _capture(
         tokens = seq if first == own else None
         return _capture(model, other, wanted, allow_derivative, batch, tokens, not_trained=not_trained, only_once=True)
 
-    found = unrolled_sizes(model, modes, example, fixed_dimensions, wanted.names)
+    asked = wanted.fixed  # what the user fixes stays fixed
+    not_asked = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in asked}
+    found = unrolled_sizes(model, modes, example, not_asked, wanted.names)
     return replace(captured, other_sizes=tuple(_other_sizes(captured, found, fixed_dimensions, again)))
 
 

@@ -166,6 +166,12 @@ def test_steps_on_which_more_depends_are_fixed(model: type[Steps], tmp_path: Pat
     assert_equal_at_every_size(package, built, (2, STEPS, 8))
 
 
+@pytest.mark.parametrize("shapes", [False, {"x": {0: "batch"}}])
+def test_steps_that_the_user_fixes_are_fixed(shapes: object) -> None:
+    captured = pipegraph.capture(EachStep(), (torch.randn(BATCH, STEPS, 8),), dynamic_shapes=shapes)
+    assert captured.other_sizes == ()
+
+
 class NeedsTwo(Steps):
     """Reads its second step, and takes no text of one."""
 
