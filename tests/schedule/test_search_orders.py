@@ -162,7 +162,7 @@ def test_it_is_a_schedule_like_any_other() -> None:
             (Times.equal(8), 4, 8, "v", 1),
             "room for 1 on each rank not even one microbatch gets through",
         ),
-        ((Times.equal(4), 4, 8, "loop", float("nan")), "Give 1 or more"),
+        ((Times.equal(4), 4, 8, "loop", float("nan")), "Try: 1 or more"),
         ((Times.equal(4), 4, 8, "loop", "2GiB"), "A memory limit is a number of activations, such as 1, not '2GiB'"),
         ((1.0, 4, 8), "search.. takes the Times"),
         ((Times.equal(4), 4, 8, "loop", 4, float("nan")), "effort of a search is a number from 0 on, not nan"),

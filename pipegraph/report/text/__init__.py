@@ -17,6 +17,7 @@ _NUMBER = re.compile(r"([+−]?\d+|[^\d+−]*)(.*)", re.DOTALL)
 # The space between a number and its unit, at which no line is broken.
 _FIGURE = re.compile(r"(?<=\d) (?=(?:%|×|[nµm]?s|min|h|[kMGTP]?i?B|[kMGTP]?FLOP)(?![\w]))")
 _NO_BREAK_SPACE = "\u00a0"
+_COMMAND = re.compile(r" {2,}(?:pipegraph|tensorboard) ")  # a line to copy, which only the terminal itself may break
 _LAYER = re.compile(r"((?:[^.]+\.)*?[0-9]+)\.(.+)")
 _LABEL = re.compile(r" *\S+(?: \S+)*  +")
 _LEAST_TEXT = 18  # columns of a cell of words that is cut off, before a column is left out
@@ -81,7 +82,9 @@ def wrap(text: str, width: int | None) -> str:
     room = _room(width)
     if room is None:
         return text
-    return "\n".join(line if len(line) <= room else _broken(line, room) for line in text.split("\n"))
+    return "\n".join(
+        line if len(line) <= room or _COMMAND.match(line) else _broken(line, room) for line in text.split("\n")
+    )
 
 
 def _broken(line: str, room: int) -> str:
