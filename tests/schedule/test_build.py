@@ -237,7 +237,8 @@ def test_what_is_refused_and_what_is_advised_instead(name: str, ranks: int, micr
         return
     with pytest.raises(ScheduleError) as caught:
         build(name, ranks, microbatches)
-    _, _, advice = str(caught.value).partition("Give ")
+    _, _, advice = str(caught.value).partition("\nTry: ")
+    assert advice
     of_microbatches, _, of_ranks = advice.partition(", or ")
     for number in (int(word) for word in of_microbatches.split() if word.isdigit()):
         build(name, ranks, number)

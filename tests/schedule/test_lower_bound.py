@@ -56,7 +56,7 @@ def test_a_placement_of_other_stages() -> None:
         (((0, 1), 0), "0 microbatches"),
         (((0, 1), 1.5), "1.5 microbatches"),
         (((0, 1), 2, 0), "A memory limit of 0 activations lets nothing run"),
-        (((0, 1), 2, float("nan")), "Give 1 or more"),
+        (((0, 1), 2, float("nan")), "Try: 1 or more"),
     ],
 )
 def test_numbers_that_are_none(arguments: tuple, message: str) -> None:
