@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
-from pipegraph.debug import InvalidGraphError, dump, verifying
+from pipegraph.debug import dump
 from pipegraph.errors import CaptureError
-from pipegraph.graph.captured import BRANCH, Captured, ModuleEntry, OtherSize, StateEntry
+from pipegraph.graph.captured import BRANCH, Captured, OtherSize
+from pipegraph.graph.evaluation_mode import OtherModeError, add_evaluation_mode
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
-from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import FixedSizeNeededError, fixed_sizes
+from pipegraph.graph.export.input_sizes import fixed_sizes
 from pipegraph.graph.export.isolation import attributes_restored
-from pipegraph.graph.export.operation_record import device_branch, same_in_both_modes
+from pipegraph.graph.export.operation_record import device_branch
 from pipegraph.graph.export.other_dtype import mark_dtypes
-from pipegraph.graph.export.torch_export import Exported, explanation, export_in
 from pipegraph.graph.export.trace import Example, trace
-from pipegraph.graph.export.unrolled_sizes import UnrolledSize, unrolled_sizes
-from pipegraph.graph.graph_text import graph_text, segments_text
+from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
+from pipegraph.graph.graph_text import segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK
-from pipegraph.graph.mode_differences import OtherGraphError
 from pipegraph.graph.model_structure import (
     check_keys,
     check_module_names,
@@ -36,63 +33,13 @@ from pipegraph.graph.model_structure import (
     modules_of,
     outputs_of,
 )
-from pipegraph.graph.nodes import source_line
 from pipegraph.graph.partition.segments import find_segments
-from pipegraph.graph.passes.constants import simplify_masks, write_constants
-from pipegraph.graph.passes.dtypes import (
-    drop_redundant_dtypes,
-    follow_created_dtypes,
-    follow_dtypes,
-    tie_casts_to_buffers,
-)
-from pipegraph.graph.passes.gradients import mark_gradients
-from pipegraph.graph.passes.modes import mark_mode_differences, may_differ_by_mode, settle_fixed_modes
-from pipegraph.graph.passes.redundant_operations import (
-    drop_assertions,
-    drop_dead_code,
-    drop_identities,
-    restore_grouped_products,
-)
+from pipegraph.graph.pass_order import run_all_passes, run_passes
+from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
 from pipegraph.graph.passes.resize import resize
-from pipegraph.graph.passes.rows import refuse_flat_bags
-from pipegraph.graph.passes.views import (
-    cancel_views,
-    drop_contiguous,
-    drop_expands,
-    relax_attention_views,
-    restore_repeat_interleave,
-)
-from pipegraph.graph.passes.writes import drop_write_backs, functionalize_writes, place_buffer_updates
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
-from pipegraph.graph.verifier import GraphVerifier, Pass
 from pipegraph.progress import listen, track
-from pipegraph.units import format_seconds
-
-PASSES: tuple[Pass, ...] = (
-    tie_casts_to_buffers,
-    follow_dtypes,
-    restore_grouped_products,
-    drop_assertions,
-    drop_identities,
-    drop_redundant_dtypes,
-    simplify_masks,
-    place_buffer_updates,
-    drop_write_backs,
-    functionalize_writes,
-    drop_identities,  # again: x + 0 is an identity only when nothing writes into its result any longer
-    write_constants,
-    cancel_views,
-    drop_contiguous,
-    drop_expands,
-    restore_repeat_interleave,
-    drop_dead_code,
-    mark_gradients,
-    relax_attention_views,
-    follow_created_dtypes,
-    refuse_flat_bags,
-)
-"""The passes over an exported graph, in their order. After them it reads as a person would have written it."""
 
 
 def capture(
@@ -220,13 +167,13 @@ def _capture(
     next(phases)
     training = exported.mode[model]
     mark_dtypes(graph, exported, model, args, kwargs)
-    run_passes(graph, PASSES, state)
+    run_all_passes(graph, state)
     next(phases)
     if training and not (evaluates and may_differ_by_mode(graph, modules)):
         run_passes(graph, [partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)], state)
     elif training:
         try:
-            _add_evaluation_mode(graph, model, args, kwargs, exported, wanted.names, modules, state, tensors)
+            add_evaluation_mode(graph, model, args, kwargs, exported, wanted.names, modules, state, tensors)
         except OtherModeError as error:
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
@@ -268,35 +215,39 @@ def _capture(
     if only_once or not evaluates or wanted.fixed is None:
         return captured
     next(phases)
-    branches = any(BRANCH in node.meta for node in graph.nodes)
-    modes = [exported.mode, *([dict.fromkeys(exported.mode, False)] if branches else [])]
 
     def again(other: Example) -> Captured:
         first, own = (each.tensors()[0][1].shape[1:2] for each in (other, example))
         tokens = seq if first == own else None
         return _capture(model, other, wanted, allow_derivative, batch, tokens, not_trained=not_trained, only_once=True)
 
-    asked = wanted.fixed  # what the user fixes stays fixed
-    not_asked = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in asked}
-    found = unrolled_sizes(model, modes, example, not_asked, wanted.names)
-    return replace(captured, other_sizes=tuple(_other_sizes(captured, found, fixed_dimensions, again)))
+    by_user = wanted.fixed  # stays fixed
+    fixed = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in by_user}
+    others = _other_sizes(captured, model, exported.mode, example, fixed, wanted.names, again)
+    return replace(captured, other_sizes=tuple(others))
 
 
 def _other_sizes(
     captured: Captured,
-    found: Iterable[UnrolledSize],
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    example: Example,
     fixed: Mapping[InputDimension, FixedSize],
+    names: Mapping[InputDimension, str],
     again: Callable[[Example], Captured],
 ) -> Iterator[OtherSize]:
     """Capture a model again with another number of iterations of its loops.
 
     Args:
         captured: the model.
-        found: its loops.
-        fixed: the sizes that do not vary.
-        again: captures it.
+        mode: whether each module is in training mode in its graph.
+        fixed: the sizes of the example that the user did not fix, and that do not vary.
+        names: of sizes, by the dimension.
+        again: captures the model on other inputs.
     """
-    for size in found:
+    branches = any(BRANCH in node.meta for node in captured.graph.nodes)
+    modes = [mode, *([dict.fromkeys(mode, False)] if branches else [])]
+    for size in unrolled_sizes(model, modes, example, fixed, names):
         try:
             with warnings.catch_warnings(), listen(lambda what, done, total: None):
                 warnings.simplefilter("ignore")  # they were shown for the example
@@ -308,101 +259,3 @@ def _other_sizes(
         if is_alike and captured.not_trained == other.not_trained and size.name not in mine.captured:
             places = tuple(fixed[dimension].place for dimension in sorted(size.dimensions))
             yield OtherSize(size.name, places, size.size, size.lowest, size.other, other)
-
-
-def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, StateEntry], prefix: str = "") -> None:
-    """Run passes in order. After each the graph is dumped and verified, if the environment asks for it.
-
-    Args:
-        prefix: what the names of dumped files begin with.
-    """
-    verifier = GraphVerifier(state) if verifying() else None
-    for each in passes:
-        name = getattr(each, "func", each).__name__
-        begin = perf_counter()
-        each(graph)
-        seconds = perf_counter() - begin
-        dump(prefix + name, lambda: graph_text(graph.nodes, f"{name}: {format_seconds(seconds)}"))  # noqa: B023
-        if verifier is not None:
-            verifier.check(graph, each, name)
-
-
-class OtherModeError(Exception):
-    """What a model does in evaluation mode cannot be added to its graph of training mode.
-
-    Attributes:
-        message: of a `CaptureError`.
-        difference: in one line.
-    """
-
-    def __init__(self, message: str, difference: str) -> None:
-        super().__init__(message)
-        self.message, self.difference = message, difference
-
-
-def _add_evaluation_mode(
-    graph: fx.Graph,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    exported: Exported,
-    names: Mapping[InputDimension, str],
-    modules: Mapping[str, ModuleEntry],
-    state: dict[str, StateEntry],
-    tensors: dict[str, Tensor],
-) -> None:
-    """Add to a graph in training mode what the model does in evaluation mode, with the constants that it reads there.
-
-    Raises:
-        OtherModeError: that cannot be traced, or no branch can hold it.
-    """
-    both, both_tensors = dict(state), dict(tensors)
-    same = same_in_both_modes(model, args, kwargs)
-    evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, names, both, both_tensors)
-    settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
-    mark = partial(mark_mode_differences, evaluation=evaluation, modules=modules)
-    try:
-        run_passes(graph, [settle, mark], both)
-    except OtherGraphError as error:
-        line = source_line(error.node)
-        raise OtherModeError(
-            f"{type(model).__name__} does in evaluation mode what a stage cannot: what the modes do otherwise is no "
-            f"branch of one forward, or changes a shape, or writes in evaluation mode.\n  at {line}\n"
-            "Try: do that outside of the model, or model.eval() in build_model for stages that do not train.",
-            f"the modes differ by more than branches, at {line}",
-        ) from error
-    for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
-        state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
-
-
-def _evaluation_graph(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fixed: frozenset[InputDimension] | None,
-    names: Mapping[InputDimension, str],
-    state: dict[str, StateEntry],
-    tensors: dict[str, Tensor],
-) -> fx.Graph:
-    """The graph of the model in evaluation mode. Its own constants are added to ``state`` and ``tensors``.
-
-    Raises:
-        OtherModeError: it cannot be traced.
-    """
-    mode = dict.fromkeys(model.modules(), False)
-    try:
-        exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
-        graph, _ = flatten(exported.program, state, tensors, names)
-        mark_dtypes(graph, exported, model, args, kwargs)
-        run_passes(graph, PASSES, state, prefix="evaluation_")
-    except InvalidGraphError:
-        raise
-    except Exception as error:  # whatever the model raises
-        cause = error
-        if isinstance(error, FixedSizeNeededError):
-            cause = CaptureError(
-                f"It takes any size in training mode alone.\n  at {error.line}\nTry: dynamic_shapes=False."
-            )
-        message = explanation(model, cause, " in evaluation mode")
-        raise OtherModeError(message, message.partition("\n")[0]) from error
-    return graph

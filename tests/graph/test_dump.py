@@ -12,7 +12,7 @@ from torch import nn
 import pipegraph
 from pipegraph import debug as module_of_debug
 from pipegraph.debug import dump
-from pipegraph.graph.capture import PASSES
+from pipegraph.graph.pass_order import PASSES
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph import capture
 from pipegraph.cli import main
-from pipegraph.graph import capture as module_of_capture
+from pipegraph.graph import evaluation_mode
 from pipegraph.graph.export.operation_record import operations_of_model, same_in_both_modes
 from tests.codegen.layers import batch
 
@@ -112,7 +112,7 @@ def test_equal_modes_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("exported a second time")
 
-    monkeypatch.setattr(module_of_capture, "_evaluation_graph", refuse)
+    monkeypatch.setattr(evaluation_mode, "_evaluation_graph", refuse)
     dropout = capture(Alike(), X).nodes[-1]
     assert dropout.meta["in_every_mode"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import pipegraph
 from pipegraph.debug import InvalidGraphError
-from pipegraph.graph import capture as module_of_capture
+from pipegraph.graph import pass_order
 
 aten = torch.ops.aten
 Plant = Callable[[fx.Graph], object]
@@ -80,7 +80,7 @@ def test_a_planted_fault_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     def planted_pass(graph: fx.Graph) -> None:
         plant(graph)
 
-    monkeypatch.setattr(module_of_capture, "PASSES", (*module_of_capture.PASSES, planted_pass))
+    monkeypatch.setattr(pass_order, "PASSES", (*pass_order.PASSES, planted_pass))
     message = rf"A bug in pipegraph: planted_pass left a graph in which {node} (.*){problem}"
     with pytest.raises(InvalidGraphError, match=message) as caught:
         pipegraph.capture(Model(), (torch.ones(2, 4),))
@@ -102,7 +102,7 @@ def test_a_wrong_value_of_an_autocast_region_is_found(monkeypatch: pytest.Monkey
             if "regions" in node.meta:
                 node.meta["regions"] = ()
 
-    monkeypatch.setattr(module_of_capture, "PASSES", (*module_of_capture.PASSES, forget_regions))
+    monkeypatch.setattr(pass_order, "PASSES", (*pass_order.PASSES, forget_regions))
     with pytest.raises(InvalidGraphError, match=r"forget_regions .* linear has the value bf16.* gives f32"):
         pipegraph.capture(Cast(), (torch.ones(2, 4),))
 
@@ -110,5 +110,5 @@ def test_a_wrong_value_of_an_autocast_region_is_found(monkeypatch: pytest.Monkey
 def test_nothing_is_checked_unless_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEGRAPH_VERIFY", "0")
     unmark: Plant = lambda graph: _node(graph, "mul").meta.pop("cut_off")  # noqa: E731
-    monkeypatch.setattr(module_of_capture, "PASSES", (*module_of_capture.PASSES, unmark))
+    monkeypatch.setattr(pass_order, "PASSES", (*pass_order.PASSES, unmark))
     pipegraph.capture(Model(), (torch.ones(2, 4),))

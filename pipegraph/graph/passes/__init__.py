@@ -1,1 +1,1 @@
-"""Passes over a captured graph, one kind a file: a pass changes the graph in place; ``capture.PASSES`` lists them."""
+"""Passes over a captured graph, one kind a file: one changes it in place; ``pass_order.PASSES`` lists them."""

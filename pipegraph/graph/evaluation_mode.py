@@ -1,0 +1,104 @@
+"""What a model does in evaluation mode, as branches of its graph of training mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from pipegraph.debug import InvalidGraphError
+from pipegraph.errors import CaptureError
+from pipegraph.graph.captured import ModuleEntry, StateEntry
+from pipegraph.graph.export.flatten import flatten
+from pipegraph.graph.export.input_sizes import FixedSizeNeededError
+from pipegraph.graph.export.operation_record import same_in_both_modes
+from pipegraph.graph.export.other_dtype import mark_dtypes
+from pipegraph.graph.export.torch_export import Exported, explanation, export_in
+from pipegraph.graph.mode_differences import OtherGraphError
+from pipegraph.graph.nodes import source_line
+from pipegraph.graph.pass_order import run_all_passes, run_passes
+from pipegraph.graph.passes.modes import mark_mode_differences, settle_fixed_modes
+from pipegraph.graph.symbolic_size import InputDimension
+
+
+class OtherModeError(Exception):
+    """What a model does in evaluation mode cannot be added to its graph of training mode.
+
+    Attributes:
+        message: of a `CaptureError`.
+        difference: in one line.
+    """
+
+    def __init__(self, message: str, difference: str) -> None:
+        super().__init__(message)
+        self.message, self.difference = message, difference
+
+
+def add_evaluation_mode(
+    graph: fx.Graph,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    exported: Exported,
+    names: Mapping[InputDimension, str],
+    modules: Mapping[str, ModuleEntry],
+    state: dict[str, StateEntry],
+    tensors: dict[str, Tensor],
+) -> None:
+    """Add to a graph in training mode what the model does in evaluation mode, with the constants that it reads there.
+
+    Raises:
+        OtherModeError: that cannot be traced, or no branch can hold it.
+    """
+    both, both_tensors = dict(state), dict(tensors)
+    same = same_in_both_modes(model, args, kwargs)
+    evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, names, both, both_tensors)
+    settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
+    mark = partial(mark_mode_differences, evaluation=evaluation, modules=modules)
+    try:
+        run_passes(graph, [settle, mark], both)
+    except OtherGraphError as error:
+        line = source_line(error.node)
+        raise OtherModeError(
+            f"{type(model).__name__} does in evaluation mode what a stage cannot: what the modes do otherwise is no "
+            f"branch of one forward, or changes a shape, or writes in evaluation mode.\n  at {line}\n"
+            "Try: do that outside of the model, or model.eval() in build_model for stages that do not train.",
+            f"the modes differ by more than branches, at {line}",
+        ) from error
+    for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
+        state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
+
+
+def _evaluation_graph(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fixed: frozenset[InputDimension] | None,
+    names: Mapping[InputDimension, str],
+    state: dict[str, StateEntry],
+    tensors: dict[str, Tensor],
+) -> fx.Graph:
+    """The graph of the model in evaluation mode. Its own constants are added to ``state`` and ``tensors``.
+
+    Raises:
+        OtherModeError: it cannot be traced.
+    """
+    mode = dict.fromkeys(model.modules(), False)
+    try:
+        exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
+        graph, _ = flatten(exported.program, state, tensors, names)
+        mark_dtypes(graph, exported, model, args, kwargs)
+        run_all_passes(graph, state, prefix="evaluation_")
+    except InvalidGraphError:
+        raise
+    except Exception as error:  # whatever the model raises
+        cause = error
+        if isinstance(error, FixedSizeNeededError):
+            cause = CaptureError(
+                f"It takes any size in training mode alone.\n  at {error.line}\nTry: dynamic_shapes=False."
+            )
+        message = explanation(model, cause, " in evaluation mode")
+        raise OtherModeError(message, message.partition("\n")[0]) from error
+    return graph
