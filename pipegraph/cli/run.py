@@ -344,8 +344,7 @@ def _profile_hint(recorded: Path) -> str:
     """Return where the run was recorded, and the commands that show it."""
     folder = shlex.quote(str(recorded.parent))
     return (
-        f"wrote {recorded}\n"
-        "a trace for each rank; to see it:\n"
+        f"wrote {recorded}\na trace for each rank; to see it:\n"
         f"  tensorboard --logdir {folder}\n"
         f"  pipegraph trace report {folder}"
     )

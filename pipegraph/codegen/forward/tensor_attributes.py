@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 from torch import fx
 
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal, unary
 from pipegraph.codegen.syntax.statements import Statement
 from pipegraph.graph.captured import model_dtype, model_number
@@ -71,6 +72,74 @@ def _combined(symbol: str, left: Expression, right: Expression) -> Expression:
     if symbol in FUNCTIONS.values():
         return call(symbol, left, right)
     return unary("-", right) if symbol == "*" and left == literal(-1) else Binary(symbol, left, right)
+
+
+class ReplacedInputError(Exception):
+    """An operation names the size of a parameter that no variable has any more.
+
+    Attributes:
+        place: (position in ``inputs``, dimension).
+        name: of the size in the source.
+    """
+
+    def __init__(self, place: tuple[int, int], name: str) -> None:
+        super().__init__(name)
+        self.place, self.name = place, name
+
+
+class FixedSizes:
+    """Where a ``forward`` reads the sizes of its parameters that never vary, as the source does: ``x[:, :x.shape[1]]``.
+
+    Args:
+        values: the variables of the ``forward``.
+        contents: the class.
+        parameters: the names of the parameters.
+        source: says how the model's source calls a size.
+        kept: the sizes that get a variable at once: (position in ``inputs``, dimension) → its name.
+    """
+
+    def __init__(
+        self,
+        values: LocalVariables,
+        contents: ClassContents,
+        parameters: Sequence[str],
+        source: SourceStatements | None,
+        kept: Mapping[tuple[int, int], str],
+    ) -> None:
+        self._values, self._contents, self._parameters = values, contents, parameters
+        self._source, self._waiting = source, kept
+        self._variables: dict[tuple[int, int], Name] = {}
+
+    def keep(self) -> None:
+        """Write ``length = x.shape[1]`` for the sizes that get a variable."""
+        for (position, dim), name in self._waiting.items():
+            self._variables[position, dim] = self._values.keep(name, _size(self._parameters[position], dim))
+
+    def of(self, node: fx.Node) -> dict[int, Expression]:
+        """The sizes of parameters that the source of an operation mentions.
+
+        Raises:
+            ReplacedInputError: neither the parameter is there any more, nor a variable of the size.
+        """
+        sizes: dict[int, Expression] = {}
+        for size, (position, dim) in self._contents.fixed_sizes.get(node, {}).items():
+            name = self._parameters[position]
+            if self._values.variables.get(name) is self._contents.inputs[position]:
+                sizes[size] = _size(name, dim)
+            elif (position, dim) in self._variables:
+                sizes[size] = self._variables[position, dim]
+            else:
+                raise ReplacedInputError((position, dim), self._called(node, name, dim))
+        return sizes
+
+    def _called(self, node: fx.Node, parameter: str, dim: int) -> str:
+        """``length`` where the source says ``rows, length = x.shape``."""
+        assigned = self._source.sizes_assigned(node).items() if self._source is not None else ()
+        return next((name for name, place in assigned if place == (parameter, dim)), f"{parameter}_{dim}")
+
+
+def _size(tensor: str, dim: int) -> Expression:
+    return Subscript(Attribute(Name(tensor), "shape"), (literal(dim),))
 
 
 class UnknownAttributeError(Exception):

@@ -12,7 +12,8 @@ from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.statement_loop_writer import UnrolledLoopError, expanded
-from pipegraph.codegen.forward.writer import ForwardWriter, ReplacedInputError, WrittenForward
+from pipegraph.codegen.forward.tensor_attributes import ReplacedInputError
+from pipegraph.codegen.forward.writer import ForwardWriter, WrittenForward
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.symbolic_size import UnknownSizeError
 

@@ -33,13 +33,13 @@ from pipegraph.codegen.forward.mode_branches import BranchWriter
 from pipegraph.codegen.forward.roll_loops import LoopWriter
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers, with_fixed_sizes
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
-from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, ModelAttributes, SizeVariables
+from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, FixedSizes, ModelAttributes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.forward.with_blocks import WithBlocks
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Attribute, Collection, Expression, Name, Subscript, call, literal
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, Subscript, call, literal
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
@@ -66,19 +66,6 @@ class WrittenForward:
     clashes: tuple[str, ...]
 
 
-class ReplacedInputError(Exception):
-    """An operation names the size of a parameter that no variable has any more.
-
-    Attributes:
-        place: (position in ``inputs``, dimension).
-        name: of the size in the source.
-    """
-
-    def __init__(self, place: tuple[int, int], name: str) -> None:
-        super().__init__(name)
-        self.place, self.name = place, name
-
-
 class ForwardWriter:
     """The state of writing one ``forward``.
 
@@ -103,7 +90,7 @@ class ForwardWriter:
         kept: Mapping[tuple[int, int], str],
     ) -> None:
         self._contents, self._tree = contents, tree
-        self._numbers, self._parameters, self._source = numbers, parameters, source
+        self._numbers, self._parameters = numbers, parameters
         names = dict(zip(contents.inputs, parameters, strict=True))
         self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
@@ -113,8 +100,7 @@ class ForwardWriter:
         self._values = LocalVariables(self._name, uses, attributes, names, functions)
         self._made = {node for item in with_inner(contents.items) for node in item.makes}
         self._sizes = SizeVariables(self._values, sizes)
-        self._kept = kept
-        self._kept_names: dict[tuple[int, int], Name] = {}
+        self._fixed_sizes = FixedSizes(self._values, contents, parameters, source, kept)
         tensors = [*map(Name, parameters), *attributes.values()]
         has_caller = bool(contents.prefix) or isinstance(numbers, HelperNumbers)
         self._model = ModelAttributes(self._values, contents, tensors, has_caller)
@@ -136,9 +122,7 @@ class ForwardWriter:
             UnknownSizeError, UnknownAttributeError: no variable has what an operation names.
             ReplacedInputError: no variable has a parameter any more whose size an operation names.
         """
-        for (position, dim), name in self._kept.items():
-            size = Subscript(Attribute(Name(self._parameters[position]), "shape"), (literal(dim),))
-            self._kept_names[position, dim] = self._values.keep(name, size)
+        self._fixed_sizes.keep()
         for item in self._contents.items:
             self._sizes.keep()
             self._item(item)
@@ -212,25 +196,7 @@ class ForwardWriter:
         expression = self._bodies.spell(node, lambda each, value: express(each, value, self._device), operand)
         if self._numbers is not None:
             expression = self._numbers.named(expression, node, operands, self._values.variables)
-        return with_fixed_sizes(expression, operands, self._fixed_sizes(node)) if self._names else expression
-
-    def _fixed_sizes(self, node: fx.Node) -> dict[int, Expression]:
-        """The sizes of parameters that the source of an operation mentions."""
-        sizes: dict[int, Expression] = {}
-        for size, (position, dim) in self._contents.fixed_sizes.get(node, {}).items():
-            parameter, name = self._contents.inputs[position], self._parameters[position]
-            if self._values.variables.get(name) is parameter:
-                sizes[size] = Subscript(Attribute(Name(name), "shape"), (literal(dim),))
-            elif (position, dim) in self._kept_names:
-                sizes[size] = self._kept_names[position, dim]
-            else:
-                raise ReplacedInputError((position, dim), self._name_of_size(node, name, dim))
-        return sizes
-
-    def _name_of_size(self, node: fx.Node, parameter: str, dim: int) -> str:
-        """``length`` where the source says ``rows, length = x.shape``."""
-        assigned = self._source.sizes_assigned(node).items() if self._source is not None else ()
-        return next((name for name, place in assigned if place == (parameter, dim)), f"{parameter}_{dim}")
+        return with_fixed_sizes(expression, operands, self._fixed_sizes.of(node)) if self._names else expression
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""
