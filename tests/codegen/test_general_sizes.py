@@ -218,6 +218,24 @@ def test_two_loops_have_two_lengths(translator: Package) -> None:
     assert shapes["output"] == ("batch", "translated_1", 8)
 
 
+def test_two_lengths_that_are_equal_in_the_example_are_two() -> None:
+    captured = pipegraph.capture(Translator(), (torch.randn(BATCH, STEPS, 8), torch.randn(BATCH, STEPS, 8)))
+    assert [(each.name, each.places) for each in captured.other_sizes] == [
+        ("text_1", ("text.shape[1]",)),
+        ("translated_1", ("translated.shape[1]",)),
+    ]
+
+
+class Masked(Steps):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.stack(self.states(x), dim=1) * mask.unsqueeze(2)
+
+
+def test_the_steps_of_a_text_and_its_mask_are_one_size() -> None:
+    captured = pipegraph.capture(Masked(), (torch.randn(BATCH, STEPS, 8), torch.ones(BATCH, STEPS)))
+    assert [(each.name, each.places) for each in captured.other_sizes] == [("x_1", ("x.shape[1]", "mask.shape[1]"))]
+
+
 def test_a_step_takes_other_lengths_than_the_captured_one(translator: Package) -> None:
     torch.manual_seed(0)
     model = Translator()

@@ -69,31 +69,39 @@ def unrolled_sizes(
         names: of sizes, if they are not to be called by their input: ``tokens_1``.
     """
     counted = _Counts(model, modes, example)
-    for dimensions in _equal_sizes(fixed):
-        size = fixed[min(dimensions)].size
-        other = size // 2 + 1 if size > 4 else 2 * size + 1
-        here, there = counted.at(dimensions, size), counted.at(dimensions, other)
-        if here is None or there is None or here[_RUNS] == there[_RUNS]:
-            continue
-        lowest = _lowest(counted, dimensions, size, other)
-        if lowest is not None:
-            first = min(dimensions)
-            usual = BATCH if first == (example.tensors()[0][0], 0) else fixed[first].place.replace(".shape[", "_")[:-1]
-            name = names.get(first, usual)
-            if name.isidentifier() and name.isascii():
-                yield UnrolledSize(name, dimensions, size, other, lowest, _resized(example, dimensions, other))
-
-
-def _equal_sizes(fixed: Mapping[InputDimension, FixedSize]) -> Iterator[frozenset[InputDimension]]:
-    """The dimensions of one size together, then each alone."""
     by_size: dict[int, list[InputDimension]] = {}
     for dimension, each in fixed.items():
         if each.size > 1:
             by_size.setdefault(each.size, []).append(dimension)
     for dimensions in by_size.values():
-        yield frozenset(dimensions)
-        if len(dimensions) > 1:
-            yield from (frozenset([dimension]) for dimension in dimensions)
+        alone = [_unrolled(counted, frozenset([dimension]), example, fixed, names) for dimension in dimensions]
+        found = [each for each in alone if each is not None]
+        if not found and len(dimensions) > 1:  # those of a text and its mask are one size
+            together = _unrolled(counted, frozenset(dimensions), example, fixed, names)
+            found = [together] if together is not None else []
+        yield from found
+
+
+def _unrolled(
+    counted: _Counts,
+    dimensions: frozenset[InputDimension],
+    example: Example,
+    fixed: Mapping[InputDimension, FixedSize],
+    names: Mapping[InputDimension, str],
+) -> UnrolledSize | None:
+    """The size that some dimensions have; None if the model does not take others, or does no more with more."""
+    first = min(dimensions)
+    size = fixed[first].size
+    other = size // 2 + 1 if size > 4 else 2 * size + 1
+    here, there = counted.at(dimensions, size), counted.at(dimensions, other)
+    if here is None or there is None or here[_RUNS] == there[_RUNS]:
+        return None
+    lowest = _lowest(counted, dimensions, size, other)
+    usual = BATCH if first == (example.tensors()[0][0], 0) else fixed[first].place.replace(".shape[", "_")[:-1]
+    name = names.get(first, usual)
+    if lowest is None or not (name.isidentifier() and name.isascii()):
+        return None
+    return UnrolledSize(name, dimensions, size, other, lowest, _resized(example, dimensions, other))
 
 
 Counts = Mapping[Any, int]
