@@ -1,17 +1,18 @@
-"""Time of the first step as layers are added, compared with torch.compile of whole stages.
+"""Time from the launch of a process to the end of its first step as layers are added, compared with torch.compile.
 
 python -m benchmarks.compile [--layers 4 --layers 16 --layers 32] [--schedule zb-h1] [--repeats 1] [--json FILE]
 
-A small Llama is cut in two; both stages and the loss run in one process with one thread. Each measurement is a fresh
-process with an empty Inductor cache (the headers that Inductor compiles once on a machine are there). The clock
-starts when model and package are loaded and stops at the end of the first step: forward and backward of two
-microbatches. The second figure is that of the next process, which finds the cache filled. Capture and writing the
-package are not part of it. Beside the time is what processors worked in it, compiler processes included: on a machine
-that others use, compare that.
+A small Llama is cut in two. Both contenders run the stages that pipegraph wrote, and the loss, in one process with one
+thread: forward and backward of two microbatches. Each measurement is a fresh process with an empty Inductor cache (the
+headers that Inductor compiles once on a machine are there), from its launch to its end: torch is imported in it. The
+second figure is that of the next process, which finds the cache filled. Capture and writing the package are not part of
+it. Beside the time is what processors worked in it, compiler processes included: on a machine that others use, compare
+that.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -23,52 +24,48 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+
+import pipegraph
+from benchmarks.step.models import LlamaCase
 
 MICROBATCHES = 2
+VOCABULARY = 4096
 CONTENDERS = "pipegraph", "torch.compile"
 
 
-def measure(contender: str, layers: int, schedule: str, kernels: str, package: Path) -> tuple[float, float]:
-    """Seconds to the end of the first step in this process, and seconds of processors in them."""
-    import torch
+def write_package(layers: int, folder: Path) -> None:
+    """Write the package of a Llama with as many layers, cut in two."""
+    case = LlamaCase(MICROBATCHES, rows=1, vocabulary=VOCABULARY, layers=layers)
+    tokens, _ = case.batch()
+    captured = pipegraph.capture(case.whole(case.build()), (tokens[: case.rows],))
+    pipegraph.write_package(pipegraph.plan(captured, points=list(case.even(2))), folder)
 
-    import pipegraph
-    from benchmarks.step.models import LlamaCase
 
+def first_step(contender: str, schedule: str, kernels: str, package: Path) -> None:
+    """Run a step: what the process that is measured does after its imports."""
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
-    case = LlamaCase(MICROBATCHES, rows=1, vocabulary=4096, layers=layers)
-    tokens, targets = case.batch()
-    if contender == "package":
-        captured = pipegraph.capture(case.whole(case.build()), (tokens[: case.rows],))
-        pipegraph.write_package(pipegraph.plan(captured, points=list(case.even(2))), package)
-        return 0.0, 0.0
+    tokens, targets = torch.randint(VOCABULARY, (2, MICROBATCHES, 128))
     if contender == "pipegraph":
-        start = now()
-        pipegraph.Pipeline(package, schedule, MICROBATCHES, case.loss, kernels=kernels).step(tokens, target=targets)
-        return since(start)
-    first, last = case.parts(case.build(), case.even(2))
-    start = now()
+        pipegraph.Pipeline(package, schedule, MICROBATCHES, loss_of, kernels=kernels).step(tokens, target=targets)
+        return
+    sys.path.insert(0, str(package.parent))
+    stages = importlib.import_module(package.name)
+    first, last = stages.load_stage(0), stages.load_stage(1)
     begin = torch.compile(first, dynamic=False)
-    end = torch.compile(lambda h, wanted: case.loss(last(h), wanted), dynamic=False)
-    for some, wanted in zip(tokens.split(case.rows), targets.split(case.rows), strict=True):
+    end = torch.compile(lambda h, wanted: loss_of(last(h), wanted), dynamic=False)
+    for some, wanted in zip(tokens.split(1), targets.split(1), strict=True):
         (end(begin(some), wanted) / MICROBATCHES).backward()
-    return since(start)
 
 
-def now() -> tuple[float, float]:
-    """Seconds of the clock, and of processors in this process and its children that have ended."""
-    times = os.times()
-    return time.perf_counter(), times.user + times.system + times.children_user + times.children_system
-
-
-def since(start: tuple[float, float]) -> tuple[float, float]:
-    """The seconds since a moment."""
-    clock, processors = now()
-    return clock - start[0], processors - start[1]
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def main(
@@ -83,14 +80,12 @@ def main(
     for count in layers or [4, 16, 32]:
         with tempfile.TemporaryDirectory(prefix="pipegraph-compile-") as folder:
             package = Path(folder) / "package"
-            measure_in_new_process("package", count, schedule, kernels, package, Path(folder) / "cache")
+            write_package(count, package)
             for contender in CONTENDERS:
                 seconds = []
                 for repeat in range(repeats):
                     cache = Path(folder) / f"{contender}-{repeat}"
-                    seconds.append(
-                        [measure_in_new_process(contender, count, schedule, kernels, package, cache) for _ in range(2)]
-                    )
+                    seconds.append([measure(contender, schedule, kernels, package, cache) for _ in range(2)])
                 clock, processors = (
                     [median(run[figure] for run in column) for column in zip(*seconds, strict=True)]
                     for figure in (0, 1)
@@ -113,16 +108,20 @@ def main(
     Console(width=110).print(table)
 
 
-def measure_in_new_process(
-    contender: str, layers: int, schedule: str, kernels: str, package: Path, cache: Path
-) -> tuple[float, float]:
-    """Run `measure` in a process of its own, with the cache in a folder."""
+def measure(contender: str, schedule: str, kernels: str, package: Path, cache: Path) -> tuple[float, float]:
+    """Return the seconds that a process with its first step takes, and those of processors in it and its children."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    call = f"print(*measure({contender!r}, {layers}, {schedule!r}, {kernels!r}, Path({str(package)!r})))"
-    code = f"from pathlib import Path\nfrom benchmarks.compile import measure\n{call}"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    clock, processors = map(float, done.stdout.split()[-2:])
-    return clock, processors
+    call = f"first_step({contender!r}, {schedule!r}, {kernels!r}, Path({str(package)!r}))"
+    code = f"from pathlib import Path\nfrom benchmarks.compile import first_step\n{call}"
+    before, start = processor_seconds(), time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    return time.perf_counter() - start, processor_seconds() - before
+
+
+def processor_seconds() -> float:
+    """Of this process's children that have ended, and of theirs."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pipegraph.cost.roofline.graph_price import trace_aten
 from pipegraph.cost.size_table import SizeTable, Values
 from pipegraph.kernels import internals
 from pipegraph.kernels.compilers import compile_graphs
-from pipegraph.kernels.inductor import internals as inductor_internals
+from pipegraph.kernels.inductor.cpp import internals as cpp_internals
 from pipegraph.kernels.internals import Run
 
 _SHORTEST = 50e-6  # seconds of a sample: of shorter runs several make one, or the clock would be measured
@@ -280,7 +280,7 @@ def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Cal
     distinct = list(dict.fromkeys((function, tuple(inputs)) for function, inputs in functions))
     modules = [trace_aten(function, inputs) for function, inputs in distinct]
     made: Sequence[Run | Exception] = []
-    if inductor_internals.compiler_is_missing() is None:
+    if cpp_internals.compiler_is_missing() is None:
         made = compile_graphs(modules)
     runs = {
         each: internals.boxed(module) if run is None or isinstance(run, Exception) else run

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +12,7 @@ from torch import nn
 
 from pipegraph.debug import dump
 from pipegraph.errors import CaptureError
+from pipegraph.garbage import rare_collection
 from pipegraph.graph.captured import BRANCH, Captured, OtherSize
 from pipegraph.graph.evaluation_mode import OtherModeError, add_evaluation_mode
 from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
@@ -85,7 +84,7 @@ def capture(
         raise CaptureError('kwargs must be a dict from names to inputs.\nTry: kwargs={"mask": mask}.')
     example = Example(args, dict(kwargs or {}))
     _check_names(model, example)
-    with CAPTURE_LOCK, _rare_collection(), attributes_restored(model):
+    with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         return _capture(model, example, wanted_sizes(model, *example, dynamic_shapes), allow_derivative)
 
 
@@ -97,7 +96,7 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
     """
     model, example = source.model, Example(source.args, source.kwargs)
     _check_names(model, example)
-    with CAPTURE_LOCK, _rare_collection(), attributes_restored(model):
+    with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, source.dynamic_shapes)
         return _capture(model, example, wanted, allow_derivative, source.batch, source.seq)
 
@@ -116,20 +115,9 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
     else:
         example, shapes, batch, seq = Example((), source.inputs_of(rows)), False, None, None
     _check_names(model, example)
-    with CAPTURE_LOCK, _rare_collection(), attributes_restored(model):
+    with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, shapes)
         return _capture(model, example, wanted, allow_derivative, batch, seq, evaluates=False)
-
-
-@contextmanager
-def _rare_collection() -> Iterator[None]:
-    """Let Python look for garbage less often: a trace makes many objects that stay, and takes a tenth longer else."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _check_names(model: nn.Module, example: Example) -> None:

@@ -17,6 +17,7 @@ from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.inductor import internals as inductor_internals
+from pipegraph.kernels.inductor.cpp import internals as cpp_internals
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
 from pipegraph.progress import track
@@ -32,7 +33,7 @@ Gradients = Sequence[Tensor | None]
 def compiler(name: str) -> Compiler:
     """Return the compiler "inductor" or "eager", one for all stages of this process."""
     if name == "inductor":
-        missing = inductor_internals.compiler_is_missing()
+        missing = cpp_internals.compiler_is_missing()
         if missing is None:
             return Compiler(_inductor)
         warnings.warn(
@@ -54,7 +55,7 @@ def decompositions(inductor: bool) -> Mapping[Any, Any]:
     """
     table = inductor_internals.inductor_decompositions() if inductor else {}
     if inductor and not torch.cuda.is_initialized():
-        inductor_internals.preparing_headers()
+        cpp_internals.preparing_headers()
     other = table.get(convolution_backward, lambda *args: NotImplemented)
     return {**table, convolution_backward: functools.partial(_separate_gradients, other)}
 
@@ -126,10 +127,10 @@ def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
 def _compile_together(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
     results: list[Run | Exception] = []
     ends: list[int] = []
-    inductor_internals.wait_for_headers()
+    cpp_internals.wait_for_headers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
-        with inductor_internals.deferred_waits() as waits:
+        with cpp_internals.compiled_together() as waits:
             for module in track("writing kernels", modules):
                 try:
                     results.append(inductor_internals.compile_graph(module))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.errors import RuntimeFault
+from pipegraph.garbage import rare_collection
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
@@ -171,7 +172,7 @@ class Executor:
         """Compile for the sizes of a microbatch, on inputs of zeros."""
         for stage, needed in self._kinds.items():
             with_loss = self._is_last(stage) and given.with_loss
-            with self._preparing(stage):
+            with self._preparing(stage), rare_collection():
                 self._kernels[stage].prepare(
                     [
                         given.batch.inputs[value.name][microbatch]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
-from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
 
 from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.kernels.inductor import internals
@@ -68,18 +67,3 @@ def test_a_damaged_file_of_the_cache_is_removed_and_compiled_again(
         assert isinstance(result, RuntimeError)
         assert file.exists()
         assert len(tries) == 1
-
-
-def test_a_set_of_instructions_is_tried_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    answers = iter([False, True, False])
-    monkeypatch.setattr(VecISA, "check_build", lambda instructions, code: next(answers))
-    instructions = VecAVX2()
-    with internals.remembered_instruction_sets():
-        assert [instructions.check_build("one") for _ in range(4)] == [False, True, True, True]
-        assert not instructions.check_build("another")
-        monkeypatch.setattr("platform.node", lambda: "another machine")
-        with pytest.raises(StopIteration):
-            instructions.check_build("one")
-    with pytest.raises(StopIteration):
-        instructions.check_build("one")

@@ -246,6 +246,23 @@ def test_temporary_files_of_a_rank_are_removed_with_it(
     assert left.name.startswith("torchinductor_")  # Inductor's cache, which the next process uses
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_headers_that_inductor_compiled_are_found_by_the_next_run(order: str, tmp_path: Path) -> None:
+    """They are in the temporary folder that all runs share, not in the rank's own, whenever Inductor is imported."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    own.mkdir()
+    calls = ["from pipegraph.runtime.processes import launched_rank; launched_rank.use_scratch_folder()"]
+    calls.insert(order == "before", "from torch._inductor import codecache")
+    line = "; ".join([*calls, "import tempfile; print(codecache._HEADER_DIR, tempfile.gettempdir(), sep='\\n')"])
+    environment = {**os.environ, "TMPDIR": str(shared), "TORCHELASTIC_ERROR_FILE": str(own / "error.json")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, env=environment, check=True)
+    headers, temporary = done.stdout.split()
+    assert shared in Path(headers).parents
+    assert temporary == str(own)
+
+
 def test_processes_that_can_run_a_schedule() -> None:
     built = schedule.build("1f1b", 4, 8)
     check_processes(built, 1)

@@ -6,14 +6,11 @@ uncompiled.
 
 from __future__ import annotations
 
-import platform
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
-from hashlib import sha256
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,105 +28,7 @@ def inductor_decompositions() -> Mapping[Any, Any]:
     return table
 
 
-@cache
-def preparing_headers() -> threading.Thread:
-    """Have a thread prepare the headers of C++ kernels, once in a process, while graphs are traced.
-
-    Every process that loads a kernel preprocesses them to see whether they are those that were compiled, and waits for
-    that: a second. Public torch has no way to begin earlier. Nothing is compiled of the source here.
-    """
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    def prepare() -> None:
-        with suppress(Exception), remembered_instruction_sets():  # what fails here fails for the first kernel as well
-            CppPythonBindingsCodeCache.load_pybinding_async(["float*"], "")
-
-    thread = threading.Thread(target=prepare, name="pipegraph-headers", daemon=True)
-    thread.start()
-    return thread
-
-
-@contextmanager
-def remembered_instruction_sets() -> Iterator[None]:
-    """Let Inductor believe that this machine can run what it could run before.
-
-    Once in each process it loads a library for each set of instructions, in processes of their own: a second. There is
-    no public way to tell it the answer. A file in its cache stands for one that was yes; compiler and flags, the
-    machine and what its processor can do are in the file's name.
-    """
-    from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
-
-    original = VecISA.check_build
-
-    def check_build(instructions: Any, code: str) -> bool:
-        compiler = _get_isa_dry_compile_fingerprint(instructions.build_arch_flags())
-        machine = platform.node(), sorted(torch.cpu.get_capabilities().items())
-        digest = sha256(repr((compiler, machine, str(instructions), code)).encode()).hexdigest()
-        file = Path(cache_folder(), "pipegraph", f"{digest}.runs")
-        if file.exists():
-            return True
-        runs = original(instructions, code)
-        if runs:
-            with suppress(OSError):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.touch()
-        return runs
-
-    VecISA.check_build = check_build  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        VecISA.check_build = original  # type: ignore[method-assign]
-
-
-def wait_for_headers() -> None:
-    """Wait until that thread is done, if there is one."""
-    if preparing_headers.cache_info().currsize:
-        preparing_headers().join()
-
-
-def compiler_is_missing() -> str | None:
-    """Return why Inductor has no C++ compiler to work with, or None if it has one."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        return str(error)
-    return None
-
-
 _patching = threading.RLock()
-
-
-@contextmanager
-def deferred_waits() -> Iterator[list[Callable[[], None]]]:
-    """Collect this thread's waits for compiler processes instead of waiting, so that many graphs compile at once.
-
-    The module that Inductor generates waits as it is imported, and only this method of the class is in between. Other
-    threads wait as ever, and so does what runs after an inner use.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    waits: list[Callable[[], None]] = []
-    thread = threading.get_ident()
-    with _patching:
-        before = AsyncCompile.wait
-        original = getattr(before, "original", before)
-
-        def wait(pool: Any, scope: Any) -> None:
-            if threading.get_ident() == thread:
-                waits.append(partial(original, pool, scope))
-            else:
-                original(pool, scope)
-
-        wait.original = original  # type: ignore[attr-defined]
-        AsyncCompile.wait = wait  # type: ignore[method-assign, assignment]
-        try:
-            yield waits
-        finally:
-            AsyncCompile.wait = before  # type: ignore[method-assign]
 
 
 def compile_graph(module: fx.GraphModule) -> Run:
@@ -167,6 +66,20 @@ def cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def keep_folders() -> None:
+    """Let Inductor's folders stay where they are when this process's temporary folder becomes another.
+
+    By default all are in the temporary folder. A variable sets that of kernels; that of compiled headers, which take
+    five seconds, follows from a function alone.
+    """
+    from torch._inductor.runtime import cache_dir_utils, runtime_utils
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder()
+    default = cache_dir_utils.default_cache_dir()
+    for module in cache_dir_utils, runtime_utils:
+        module.default_cache_dir = lambda: default  # type: ignore[attr-defined]
 
 
 def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:

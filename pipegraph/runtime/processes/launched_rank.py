@@ -85,15 +85,15 @@ def stop_own_children() -> None:
 def use_scratch_folder() -> None:
     """Make this process's temporary files in the launcher's folder for it, which is removed however the process ends.
 
-    A signal may come while torch has one open, as it does when it compiles. Inductor's cache, by default a temporary
-    folder as well, stays where it is.
+    A signal may come while torch has one open, as it does when it compiles. Inductor's folders, by default temporary
+    as well, stay where they are.
     """
     folder = scratch_folder()
     if folder is None:
         return
-    from pipegraph.kernels.inductor.internals import cache_folder
+    from pipegraph.kernels.inductor.internals import keep_folders
 
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_folder()
+    keep_folders()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
