@@ -18,7 +18,7 @@ from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
-from pipegraph.kernels.inductor import internals
+from pipegraph.kernels.inductor.cpp import internals
 
 CPU = torch.device("cpu")
 QUICK = Stopwatch(CPU, budget=0.001)

@@ -18,6 +18,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels import compilers, make
 from pipegraph.kernels import internals as kernel_internals
 from pipegraph.kernels.inductor import internals
+from pipegraph.kernels.inductor.cpp import internals as cpp_internals
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
 from tests.slow import cases
@@ -111,7 +112,7 @@ def test_unknown_recomputation_is_refused() -> None:
 
 
 def test_without_a_compiler_for_cpp_graphs_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none found")
+    monkeypatch.setattr(cpp_internals, "compiler_is_missing", lambda: "none found")
     compilers.compiler.cache_clear()
     with pytest.warns(UserWarning, match=r"needs a C\+\+ compiler.*none found"):
         assert_as_autograd(Layers(), (x,), kernels="inductor")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+
+from pipegraph.codegen.names.source_files import source_tree
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,11 @@ class SourceLoop:
 
 def loops_at(file: str, line: int) -> tuple[SourceLoop, ...]:
     """The loops whose body a line is in, outermost first; none if the file cannot be read."""
-    return _loops(file).get(line, ())
+    return _loops(file, source_tree(file)).get(line, ())
 
 
 @cache
-def _loops(file: str) -> dict[int, tuple[SourceLoop, ...]]:
-    try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return {}
+def _loops(file: str, tree: ast.Module) -> dict[int, tuple[SourceLoop, ...]]:
     found: dict[int, tuple[SourceLoop, ...]] = {}
     waiting: list[tuple[ast.AST, tuple[SourceLoop, ...]]] = [(tree, ())]
     while waiting:

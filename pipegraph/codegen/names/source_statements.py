@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.names.assigned_names import assigned_names
+from pipegraph.codegen.names.source_files import source_tree
 from pipegraph.codegen.names.source_sizes import assigned_sizes, dimension_of
 from pipegraph.graph.calls import parameter_names, result_place
 from pipegraph.graph.captured import Captured
@@ -270,13 +271,13 @@ def _known(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
 # ---- source files ----------------------------------------------------------------------------------------------------
 
 
-@cache
 def _statements(file: str) -> dict[int, SourceStatement]:
     """The simple statement, or the header of a ``for``, on each line of a file; none if it cannot be read."""
-    try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return {}
+    return _statements_of(file, source_tree(file))
+
+
+@cache
+def _statements_of(file: str, tree: ast.Module) -> dict[int, SourceStatement]:
     statements: dict[int, SourceStatement] = {}
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
@@ -296,7 +297,6 @@ def _statements(file: str) -> dict[int, SourceStatement]:
     return statements
 
 
-@cache
 def _function_at(file: str, line: int) -> ast.FunctionDef:
     """The innermost function that a line of a file is in."""
     return _functions_around(file, line)[0]
@@ -304,19 +304,23 @@ def _function_at(file: str, line: int) -> ast.FunctionDef:
 
 def _functions_around(file: str, line: int) -> list[ast.FunctionDef]:
     """The functions that a line of a file is in, the innermost first; none for that of a lambda outside of any."""
-    around = (node for node in _functions(file) if node.lineno <= line <= (node.end_lineno or 0))
+    around = (node for node in _functions(source_tree(file)) if node.lineno <= line <= (node.end_lineno or 0))
     return sorted(around, key=lambda node: -node.lineno)
 
 
 @cache
-def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
-    return tuple(node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef))
+def _functions(tree: ast.Module) -> tuple[ast.FunctionDef, ...]:
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def _sizes_assigned(file: str, line: int) -> dict[str, tuple[str, int]]:
+    functions = _functions_around(file, line)
+    return _sizes_in(functions[0]) if functions else {}
 
 
 @cache
-def _sizes_assigned(file: str, line: int) -> dict[str, tuple[str, int]]:
-    functions = _functions_around(file, line)
-    return assigned_sizes(functions[0]) if functions else {}
+def _sizes_in(function: ast.FunctionDef) -> dict[str, tuple[str, int]]:
+    return assigned_sizes(function)
 
 
 def _attributes_called(node: ast.AST) -> frozenset[str]:
