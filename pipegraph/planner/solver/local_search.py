@@ -66,7 +66,7 @@ class Incumbents:
 
     def lower_bounds(self, cuts: Integers) -> Floats:
         """Return what the remembered bounds say about the values of cuts (candidates, cuts)."""
-        bounds: Floats = np.max([linear.at(cuts) for linear in self._bounds], axis=0)
+        bounds: Floats = type(self._bounds[0]).largest(self._bounds, cuts)
         return bounds
 
     @property

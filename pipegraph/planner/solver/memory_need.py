@@ -26,6 +26,8 @@ from pipegraph.schedule import Schedule, lower, receive_buffers
 from pipegraph.schedule.absences import absences
 from pipegraph.schedule.action_arrays import B, F, I, W
 
+_OF_STAGE, _CROSSES = slice(4), 4  # columns of `_moments_of`
+
 
 class MemoryParts(NamedTuple):
     """Bytes: (ranks, candidates) each.
@@ -72,7 +74,7 @@ class MemoryNeed:
         self.stages, self.ranks, self.limits = schedule.stages, schedule.ranks, tuple(limits)
         self.limit = max(limits, default=np.inf)
         self._spare = self.limit - np.array(limits) if limits else np.zeros(self.ranks)
-        self._sums, self._placement = sums, np.array(schedule.placement)
+        self._sums, self._schedule, self._placement = sums, schedule, np.array(schedule.placement)
         self._factor = state_factor if schedule.trains else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
         self._moments = _moments(schedule, sums.offloads)
@@ -129,13 +131,17 @@ class MemoryNeed:
             rest += self._buffers[rank, stage - 1] * crossing[begins]
         if stage < self.stages - 1:
             rest += (self._buffers[rank, stage] * crossing[ends])[:, None]
-        transient = self._sums.transient.between(*np.broadcast_arrays(begins, ends[:, None]))
-        trained = before[TRAINED, ends][:, None] - before[TRAINED, begins]
+        transient = self._sums.transient.of_windows(begins, ends)
         kept = np.zeros_like(rest)
-        for saved, weights, here, gradients, kind, adds in self._moments_of(stage):
-            figures = saved * before[SAVED] + weights * before[WEIGHT_SAVED] + here * before[OFFLOADED]
-            own = (figures + gradients * crossing)[ends][:, None] - figures[begins] + adds * trained
-            np.maximum(kept, own + transient[int(kind)] if kind >= 0 else own, out=kept)
+        for kind, rows in _moments_of(self._schedule, self._sums.offloads, stage):
+            figures = rows[:, _OF_STAGE] @ before[[SAVED, WEIGHT_SAVED, OFFLOADED, TRAINED]]
+            own = (figures + rows[:, _CROSSES, None] * crossing)[:, ends]
+            most = np.subtract.outer(own[0], figures[0, begins])
+            for one, other in zip(own[1:], figures[1:, begins], strict=True):
+                np.maximum(most, np.subtract.outer(one, other), out=most)
+            if kind >= 0:
+                most += transient[kind]
+            np.maximum(kept, most, out=kept)
         return rest + kept
 
     def allows(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
@@ -163,17 +169,6 @@ class MemoryNeed:
         made = moments.adds.reshape(runs.shape) * stages[TRAINED][moments.stage]
         figures: Floats = runs * transient[moments.kind, moments.stage] + made
         return figures
-
-    def _moments_of(self, stage: int) -> Floats:
-        """Return how often a stage keeps what F saved, what W reads, what is offloaded and what crosses after it, while
-        what of it runs (−1 for nothing), and whether the gradients of its parameters are there: (moments, 6)."""
-        gradients = self._gradients[:, stage] if stage < self.stages - 1 else np.zeros(len(self._saved))
-        own = self._moments.stage == stage
-        kinds, adds = np.where(own, self._moments.kind, -1), own & self._moments.adds
-        kept = [self._saved[:, stage], self._weights[:, stage], self._here[:, stage], gradients]
-        rows = np.stack([*kept, kinds, adds], 1)[self._moments.rank == self._placement[stage]]
-        groups = [rows[rows[:, len(kept)] == kind] for kind in np.unique(kinds)]
-        return np.concatenate([_not_dominated(np.unique(each, axis=0)) for each in groups if len(each)])
 
     def _linear_bound(self, moment: int) -> LinearBound:
         rank, stage, kind = (int(each[moment]) for each in self._moments[:3])
@@ -223,27 +218,33 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
 
     Unless something ``offloads``, no offloaded microbatch is counted as here.
     """
-    arrays = schedule.arrays
-    found: list[tuple[int, int, int, bool, bool, Floats]] = []
+    arrays, boundaries = schedule.arrays, schedule.stages - 1
+    found: list[tuple[int, int, int, bool, bool]] = []
+    kept: list[Floats] = []
     for rank, (first, last) in enumerate(pairwise(arrays.bounds)):
         kinds, stages = arrays.kind[first:last], arrays.stage[first:last]
-        own = stages[:, None] == np.arange(schedule.stages)
+        held_here = np.unique(stages)  # a rank keeps nothing of the stages of others
+        own, has_first = stages[:, None] == held_here, 0 in held_here
         forwards, divided, done = (
             np.cumsum(np.isin(kinds, each)[:, None] & own, axis=0) for each in ((F,), (I, B), (B, W))
         )
         if not schedule.trains:
             forwards = np.zeros_like(forwards)
         saved, weights = forwards - divided, divided - done
-        gradients = np.zeros((len(kinds), schedule.stages - 1), np.int64)
-        gradients[:, :1] = weights[:, :1]
-        saved[:, 0] += weights[:, 0]
-        weights[:, 0] = 0
+        gradients = np.zeros((len(kinds), int(has_first and boundaries > 0)), np.int64)
+        if has_first:
+            gradients[:, :1] = weights[:, :1]
+            saved[:, 0] += weights[:, 0]
+            weights[:, 0] = 0
         held, began = (saved.copy(), _shifted(saved)) if offloads else (np.zeros_like(saved), np.zeros_like(saved))
         for each in absences(schedule.actions[rank]) if offloads else ():
-            held[each.left : each.back, each.stage] -= 1  # when those actions end
-            began[each.left + 1 : each.back, each.stage] -= 1  # when they begin
+            column = int(np.searchsorted(held_here, each.stage))
+            held[each.left : each.back, column] -= 1  # when those actions end
+            began[each.left + 1 : each.back, column] -= 1  # when they begin
         after = np.concatenate([saved, weights, held, gradients], axis=1)
         before = np.concatenate([_shifted(saved), _shifted(weights), began, _shifted(gradients)], axis=1)
+        columns = np.concatenate([part * schedule.stages + held_here for part in range(3)])
+        columns = np.append(columns, 3 * schedule.stages + np.arange(gradients.shape[1]))
         for kind in np.unique(kinds).tolist():
             for stage in np.unique(stages[kinds == kind]).tolist():
                 runs = (kinds == kind) & (stages == stage)
@@ -251,9 +252,28 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
                 place = {I: -1, W: B}.get(kind, kind) if stage == 0 else kind
                 sides = [(after, kind in (B, W))] if kind == F else [(before, False), (after, kind in (B, W))]
                 for rows, adds in sides:
-                    for row in _not_dominated(np.unique(rows[runs], axis=0)):
-                        found.append((rank, stage, place, rows is after, adds, row))
-    return _Moments(*(np.array(column) for column in zip(*found, strict=True)))
+                    most = _not_dominated(np.unique(rows[runs], axis=0))
+                    found += [(rank, stage, place, rows is after, adds)] * len(most)
+                    kept.append(np.zeros((len(most), 3 * schedule.stages + boundaries)))
+                    kept[-1][:, columns] = most
+    rank_of, stage_of, kind_of, ends, adds_up = (np.array(column) for column in zip(*found, strict=True))
+    return _Moments(rank_of, stage_of, kind_of, ends, adds_up, np.concatenate(kept))
+
+
+@lru_cache(maxsize=4096)
+def _moments_of(schedule: Schedule, offloads: bool, stage: int) -> list[tuple[int, Floats]]:
+    """Return the moments of a stage's rank by what of the stage runs there (−1 for nothing): how often the stage keeps
+    what F saved, what W reads and what is offloaded, whether the gradients of its parameters are there, and how often
+    it keeps what crosses after it: (moments, 5)."""
+    moments = _moments(schedule, offloads)
+    saved, weights, here, gradients = np.split(moments.kept, np.arange(1, 4) * schedule.stages, axis=1)
+    of_rank = moments.rank == schedule.placement[stage]
+    own = (moments.stage == stage)[of_rank]
+    crosses = gradients[of_rank, stage] if stage < schedule.stages - 1 else np.zeros(len(own))
+    adds = own & moments.adds[of_rank]
+    rows = np.stack([*(each[of_rank, stage] for each in (saved, weights, here)), adds, crosses], axis=1)
+    kinds = np.where(own, moments.kind[of_rank], -1)
+    return [(kind, _not_dominated(np.unique(rows[kinds == kind], axis=0))) for kind in np.unique(kinds).tolist()]
 
 
 def _shifted(counts: Integers) -> Integers:

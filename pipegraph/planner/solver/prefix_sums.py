@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
 PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}
 """kind of action → the quantities that its time is the sum of"""
 
+_TABLE = 256  # positions of which the largest figures between any two are kept: two megabytes
+
 
 class LinearBound(NamedTuple):
     """A lower bound of an objective that is linear in the costs of stages: ``constant`` + Σ ``table[k, cuts[k]]``."""
@@ -33,6 +36,12 @@ class LinearBound(NamedTuple):
     def at(self, cuts: Integers) -> Floats:
         """Return the bound (candidates,) of cuts (candidates, cuts)."""
         return self.constant + self.table[np.arange(cuts.shape[1]), cuts].sum(axis=1)
+
+    @classmethod
+    def largest(cls, bounds: Sequence[Self], cuts: Integers) -> Floats:
+        """Return the largest of several bounds (candidates,) of cuts (candidates, cuts)."""
+        figures: Floats = np.max([bound.at(cuts) for bound in bounds], axis=0)
+        return figures
 
     def times(self, factor: float) -> LinearBound:
         """Return ``factor`` × this."""
@@ -64,6 +73,21 @@ class RangeMaxima:
         level, last = window(begins, ends)
         figures: Floats = np.moveaxis(np.maximum(self.levels[level, :, begins], self.levels[level, :, last]), -1, 0)
         return figures
+
+    def of_windows(self, begins: Integers, ends: Integers) -> Floats:
+        """Return the largest figures from each of ``begins`` to before each of ``ends``: (rows, ends, begins). Both are
+        positions in a row."""
+        if self.levels.shape[2] > _TABLE:
+            return self.between(*np.broadcast_arrays(begins, ends[:, None]))
+        return self._table[:, ends[0] : ends[-1] + 1, begins[0] : begins[-1] + 1]
+
+    @cached_property
+    def _table(self) -> Floats:
+        figures, positions = self.levels[0], self.levels.shape[2]
+        table = np.zeros((len(figures), positions + 1, positions))
+        for end in range(1, positions + 1):
+            np.maximum(table[:, end - 1, :end], figures[:, end - 1 : end], out=table[:, end, :end])
+        return table
 
 
 def window(begins: Integers, ends: Integers) -> tuple[Integers, Integers]:

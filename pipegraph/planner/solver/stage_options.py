@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -106,6 +107,18 @@ class OptionBound:
         """Return the bound (candidates,) of candidates."""
         of_stages = np.tensordot(self.weights, self.sums.stages(cuts), 2)
         figures: Floats = self.constant + of_stages + self.crossing @ self.sums.crossing_at(cuts)
+        return figures
+
+    @classmethod
+    def largest(cls, bounds: Sequence[Self], cuts: Integers) -> Floats:
+        """Return the largest of several bounds (candidates,) of candidates."""
+        sums = bounds[0].sums
+        weights = np.array([bound.weights for bound in bounds])
+        crossing, constants = (
+            np.array([getattr(bound, name) for bound in bounds]) for name in ("crossing", "constant")
+        )
+        of_stages = np.tensordot(weights, sums.stages(cuts), 2)  # what stages cost is looked up once for all bounds
+        figures: Floats = (of_stages + crossing @ sums.crossing_at(cuts) + constants[:, None]).max(axis=0)
         return figures
 
     def times(self, factor: float) -> OptionBound:
