@@ -53,4 +53,6 @@ def test_what_cannot_be_read_is_empty(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     if text is not None:
         file.write_text(text)
-    assert source_tree(str(file)).body == []
+    tree = source_tree(str(file))
+    assert tree.body == []
+    assert source_tree(str(file)) is tree  # what is known of a tree is kept

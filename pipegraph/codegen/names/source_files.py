@@ -16,6 +16,8 @@ def source_tree(file: str) -> ast.Module:
     """
     linecache.checkcache(file)
     lines = linecache.getlines(file)
+    if not lines:
+        return _EMPTY
     parsed, tree = _trees.get(file, (None, _EMPTY))
     if parsed is not lines:  # linecache returns the same list until the file changes
         try:
