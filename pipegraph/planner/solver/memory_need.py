@@ -26,7 +26,7 @@ from pipegraph.schedule import Schedule, lower, receive_buffers
 from pipegraph.schedule.absences import absences
 from pipegraph.schedule.action_arrays import B, F, I, W
 
-_OF_STAGE, _CROSSES = slice(4), 4  # columns of `_moments_of`
+_OF_STAGE, _CROSSES = slice(4), 4  # columns of `_moments_of_stages`
 
 
 class MemoryParts(NamedTuple):
@@ -74,10 +74,11 @@ class MemoryNeed:
         self.stages, self.ranks, self.limits = schedule.stages, schedule.ranks, tuple(limits)
         self.limit = max(limits, default=np.inf)
         self._spare = self.limit - np.array(limits) if limits else np.zeros(self.ranks)
-        self._sums, self._schedule, self._placement = sums, schedule, np.array(schedule.placement)
+        self._sums, self._placement = sums, np.array(schedule.placement)
         self._factor = state_factor if schedule.trains else 1.0
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
         self._moments = _moments(schedule, sums.offloads)
+        self._moments_of_stages = _moments_of_stages(schedule, sums.offloads)
         self._first = np.searchsorted(self._moments.rank, np.arange(self.ranks))
         ends = np.arange(1, 4) * self.stages
         self._saved, self._weights, self._here, self._gradients = np.split(self._moments.kept, ends, axis=1)
@@ -133,7 +134,7 @@ class MemoryNeed:
             rest += (self._buffers[rank, stage] * crossing[ends])[:, None]
         transient = self._sums.transient.of_windows(begins, ends)
         kept = np.zeros_like(rest)
-        for kind, rows in _moments_of(self._schedule, self._sums.offloads, stage):
+        for kind, rows in self._moments_of_stages[stage]:
             figures = rows[:, _OF_STAGE] @ before[[SAVED, WEIGHT_SAVED, OFFLOADED, TRAINED]]
             own = (figures + rows[:, _CROSSES, None] * crossing)[:, ends]
             most = np.subtract.outer(own[0], figures[0, begins])
@@ -260,20 +261,24 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
     return _Moments(rank_of, stage_of, kind_of, ends, adds_up, np.concatenate(kept))
 
 
-@lru_cache(maxsize=4096)
-def _moments_of(schedule: Schedule, offloads: bool, stage: int) -> list[tuple[int, Floats]]:
-    """Return the moments of a stage's rank by what of the stage runs there (−1 for nothing): how often the stage keeps
-    what F saved, what W reads and what is offloaded, whether the gradients of its parameters are there, and how often
-    it keeps what crosses after it: (moments, 5)."""
+@lru_cache(maxsize=32)
+def _moments_of_stages(schedule: Schedule, offloads: bool) -> list[list[tuple[int, Floats]]]:
+    """Return for each stage the moments of its rank by what of the stage runs there (−1 for nothing): how often the
+    stage keeps what F saved, what W reads and what is offloaded, whether the gradients of its parameters are there, and
+    how often it keeps what crosses after it: (moments, 5)."""
     moments = _moments(schedule, offloads)
-    saved, weights, here, gradients = np.split(moments.kept, np.arange(1, 4) * schedule.stages, axis=1)
-    of_rank = moments.rank == schedule.placement[stage]
-    own = (moments.stage == stage)[of_rank]
-    crosses = gradients[of_rank, stage] if stage < schedule.stages - 1 else np.zeros(len(own))
-    adds = own & moments.adds[of_rank]
-    rows = np.stack([*(each[of_rank, stage] for each in (saved, weights, here)), adds, crosses], axis=1)
-    kinds = np.where(own, moments.kind[of_rank], -1)
-    return [(kind, _not_dominated(np.unique(rows[kinds == kind], axis=0))) for kind in np.unique(kinds).tolist()]
+    *parts, gradients = np.split(moments.kept, np.arange(1, 4) * schedule.stages, axis=1)
+    found = []
+    for stage, rank in enumerate(schedule.placement):
+        of_rank = moments.rank == rank
+        own = (moments.stage == stage)[of_rank]
+        crosses = gradients[of_rank, stage] if stage < schedule.stages - 1 else np.zeros(len(own))
+        kept = (each[of_rank, stage] for each in parts)
+        rows = np.stack([*kept, own & moments.adds[of_rank], crosses], axis=1)
+        kinds = np.where(own, moments.kind[of_rank], -1)
+        groups = ((kind, rows[kinds == kind]) for kind in np.unique(kinds).tolist())
+        found.append([(kind, _not_dominated(np.unique(group, axis=0))) for kind, group in groups])
+    return found
 
 
 def _shifted(counts: Integers) -> Integers:
