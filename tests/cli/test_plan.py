@@ -35,6 +35,14 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     assert "The plan is of a Chain, and this model is a UNet" in other.err
 
 
+@pytest.mark.parametrize(("schedules", "speaks_of_others"), [("1f1b", False), ("1f1b,zb-h2", True)])
+def test_others_are_spoken_of_if_there_are_any(pipegraph: Command, schedules: str, speaks_of_others: bool) -> None:
+    which = ("--schedule", schedules, "--microbatches", "4", "--recompute", "none", "--hardware", "h100")
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *which)
+    rows = done.out.partition("\n\n")[0].splitlines()[1:]
+    assert (len(rows) > 1, "The others here" in done.out) == (speaks_of_others, speaks_of_others)
+
+
 def test_only_a_plan_is_replaced(pipegraph: Command, tmp_path: Path) -> None:
     file, plan = tmp_path / "model.py", ("plan", CHAIN, "--ranks", 2, *QUICK)
     file.write_text("precious")

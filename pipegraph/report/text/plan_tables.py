@@ -96,9 +96,11 @@ def render_plan_comparison(comparison: PlanComparison, width: int | None = None)
         ]
         for choice in comparison.choices
     ]
+    others = "The others here need less memory; " if len(rows) > 1 else ""
     note = (
-        f"* the best of {comparison.considered} plans, by the time of a microbatch. The others here need less memory; "
-        f"none found that is not here is faster with as little. {format_percent(SAME_TIME)} of time and "
+        f"* the best of {comparison.considered} plans, by the time of a microbatch. {others}"
+        f"{'none' if others else 'None'} found that is not here is faster with as little. "
+        f"{format_percent(SAME_TIME)} of time and "
         f"{format_percent(SAME_MEMORY)} of memory count as equal."
     )
     return f"{table([*headers, 'saves'], rows, width, less)}\n\n{wrap(note, width or _PROSE)}"
