@@ -246,14 +246,14 @@ def test_temporary_files_of_a_rank_are_removed_with_it(
     assert left.name.startswith("torchinductor_")  # Inductor's cache, which the next process uses
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_headers_that_inductor_compiled_are_found_by_the_next_run(order: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_headers_that_inductor_compiled_are_found_by_the_next_run(is_imported: bool, tmp_path: Path) -> None:
     """They are in the temporary folder that all runs share, not in the rank's own, whenever Inductor is imported."""
     shared, own = tmp_path / "shared", tmp_path / "own"
     shared.mkdir()
     own.mkdir()
     calls = ["from pipegraph.runtime.processes import launched_rank; launched_rank.use_scratch_folder()"]
-    calls.insert(order == "before", "from torch._inductor import codecache")
+    calls.insert(0 if is_imported else 1, "from torch._inductor import codecache")
     line = "; ".join([*calls, "import tempfile; print(codecache._HEADER_DIR, tempfile.gettempdir(), sep='\\n')"])
     environment = {**os.environ, "TMPDIR": str(shared), "TORCHELASTIC_ERROR_FILE": str(own / "error.json")}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
