@@ -62,9 +62,10 @@ def remembered_instruction_sets() -> Iterator[None]:
         machine = platform.node(), sorted(torch.cpu.get_capabilities().items())
         digest = sha256(repr((compiler, machine, name, code)).encode()).hexdigest()
         file = Path(cache_folder(), "pipegraph", f"{digest}.runs")
-        runs = file.exists() or original(instructions, code)
+        ran = file.exists()
+        runs = ran or original(instructions, code)
         answers[name] = answers.get(name, True) and runs
-        if runs:
+        if runs and not ran:
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.touch()
