@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -28,19 +29,17 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 import pipegraph
 from benchmarks.step.models import LlamaCase
 
-MICROBATCHES = 2
-VOCABULARY = 4096
+CASE = LlamaCase(microbatches=2, rows=1, vocabulary=4096)
 CONTENDERS = "pipegraph", "torch.compile"
 
 
 def write_package(layers: int, folder: Path) -> None:
     """Write the package of a Llama with as many layers, cut in two."""
-    case = LlamaCase(MICROBATCHES, rows=1, vocabulary=VOCABULARY, layers=layers)
+    case = replace(CASE, layers=layers)
     tokens, _ = case.batch()
     captured = pipegraph.capture(case.whole(case.build()), (tokens[: case.rows],))
     pipegraph.write_package(pipegraph.plan(captured, points=list(case.even(2))), folder)
@@ -50,22 +49,18 @@ def first_step(contender: str, schedule: str, kernels: str, package: Path) -> No
     """Run a step: what the process that is measured does after its imports."""
     torch.set_num_threads(1)
     warnings.filterwarnings("error", message=".*(runs? uncompiled|left to autograd)")
-    tokens, targets = torch.randint(VOCABULARY, (2, MICROBATCHES, 128))
+    tokens, targets = CASE.batch()
     if contender == "pipegraph":
-        pipegraph.Pipeline(package, schedule, MICROBATCHES, loss_of, kernels=kernels).step(tokens, target=targets)
+        pipe = pipegraph.Pipeline(package, schedule, CASE.microbatches, CASE.loss, kernels=kernels)
+        pipe.step(tokens, target=targets)
         return
     sys.path.insert(0, str(package.parent))
     stages = importlib.import_module(package.name)
     first, last = stages.load_stage(0), stages.load_stage(1)
     begin = torch.compile(first, dynamic=False)
-    end = torch.compile(lambda h, wanted: loss_of(last(h), wanted), dynamic=False)
+    end = torch.compile(lambda h, wanted: CASE.loss(last(h), wanted), dynamic=False)
     for some, wanted in zip(tokens.split(1), targets.split(1), strict=True):
-        (end(begin(some), wanted) / MICROBATCHES).backward()
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all tokens."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (end(begin(some), wanted) / CASE.microbatches).backward()
 
 
 def main(
