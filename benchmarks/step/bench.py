@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any
@@ -22,8 +23,8 @@ from pipegraph.kernels.cpu import keep_freed_memory
 
 BETWEEN = 3
 """contenders that run between two runs of the limit"""
-TRIALS = 5
-"""steps of each candidate, in turns; the fastest candidate becomes a contender"""
+TRIALS = 6
+"""steps of each candidate, in turns, after which the faster half stays, until one is left: it becomes a contender"""
 LIMIT = "limit"
 
 
@@ -145,12 +146,20 @@ class Bench:
             self.seconds(contender)  # compiles
         allowed = os.sched_getaffinity(0)
         self.pin(0)
-        rounds = [[self.seconds(contender) for contender in made] for _ in range(TRIALS)]
+        fastest = self._fastest(made)
         pin_threads(allowed)  # compilers' processes inherit it
-        shares = [[seconds / sum(taken) for seconds in taken] for taken in rounds]
-        medians = [median(column) for column in zip(*shares, strict=True)]
-        found = f"the fastest of {len(candidates)} that simulation proposed, run in turns {TRIALS} times"
-        return replace(candidates[medians.index(min(medians))], found=found)
+        found = f"the fastest of {len(candidates)} that simulation proposed, run in turns, of which half stay"
+        return replace(candidates[fastest], found=found)
+
+    def _fastest(self, contenders: Sequence[Contender]) -> int:
+        """Return the position of the one that is left if the slower half goes after each `TRIALS` steps in turns."""
+        left = list(range(len(contenders)))
+        while len(left) > 1:
+            rounds = [[self.seconds(contenders[at]) for at in left] for _ in range(TRIALS)]
+            shares = [[seconds / sum(taken) for seconds in taken] for taken in rounds]
+            medians = dict(zip(left, map(median, zip(*shares, strict=True)), strict=True))
+            left = sorted(left, key=medians.__getitem__)[: (len(left) + 1) // 2]
+        return left[0]
 
 
 def gathered(mine: Any) -> list[Any]:

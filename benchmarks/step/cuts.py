@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.step.models import Case
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import price
 from pipegraph.graph.partition.split_points import Point, locate
-from pipegraph.schedule import Schedule, Times, build, search, simulate
+from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, lower_bound, search, simulate
 
 Cuts = tuple[str, ...]
 RANKS = 2
-SEARCHES = (1, 2), (2, 2), (2, 3)
-"""(stages on a rank, microbatches whose activations a rank may hold) of each search"""
+SEARCHES = (1, "loop", 2), (1, "loop", 3), (2, "v", 2), (2, "v", 3), (2, "loop", 3)
+"""(stages on a rank, placement, microbatches whose activations a rank may hold) of each search"""
 SIMULATED = 2000  # cuts whose busiest rank has the least to do
-SEARCHED = 10  # of these, the best under the named schedule with the same placement
+SEARCHED = 20  # cuts with the smallest lower bounds, for each of which orders are searched
 HOP = 0.001  # seconds that a boundary of 0.5 MiB takes between two processes
 
 
@@ -51,13 +54,15 @@ class CutSearch:
     def __init__(self, case: Case, captured: Any, measured: bool) -> None:
         self._microbatches = case.microbatches
         starts = locate(captured, [Point(place) for place in case.places])
-        self._priced = price(
-            captured,
-            "measured" if measured else "time",
-            loss=(case.loss, case.microbatch()[1]),
-            setting=MeasureOptions(threads=1, ranks=RANKS),
-            kept=starts,
-        )
+        with tempfile.TemporaryDirectory() as folder:  # what was measured at another time is not taken
+            self._priced = price(
+                captured,
+                "measured" if measured else "time",
+                loss=(case.loss, case.microbatch()[1]),
+                setting=MeasureOptions(threads=1, ranks=RANKS),
+                cache=Cache(Path(folder)),
+                kept=starts,
+            )
         segments = self._priced.chain.segments
         self._indices = {str(segment.point): at for at, segment in enumerate(segments) if segment.point is not None}
         begins = [segment.start for segment in segments]
@@ -83,8 +88,6 @@ class CutSearch:
 
     def _promising(self, places: Iterable[str], placement: Sequence[int], count: int) -> list[Cuts]:
         """Return so many cuts at these places: those whose busiest rank has the least to do."""
-        distinct = {self._indices[place]: place for place in reversed(tuple(places))}
-        in_order = [distinct[index] for index in sorted(distinct)]
 
         def most(cuts: Cuts) -> float:
             loads = [0.0] * RANKS
@@ -92,7 +95,12 @@ class CutSearch:
                 loads[rank] += stage.forward + stage.input_grad + stage.weight_grad
             return max(loads)
 
-        return sorted(itertools.combinations(in_order, len(placement) - 1), key=most)[:count]
+        return sorted(self._combinations(places, len(placement) - 1), key=most)[:count]
+
+    def _combinations(self, places: Iterable[str], count: int) -> Iterator[Cuts]:
+        """Return all ways to cut at so many of these places, in the model's order."""
+        distinct = {self._indices[place]: place for place in reversed(tuple(places))}
+        return itertools.combinations([distinct[index] for index in sorted(distinct)], count)
 
     def _named(self, name: str, places: Iterable[str], count: int) -> list[Candidate]:
         """Return the cuts with the smallest simulated makespans of a named schedule."""
@@ -104,16 +112,20 @@ class CutSearch:
         return sorted(found, key=_makespan)[:count]
 
     def _searched(self, places: Sequence[str]) -> list[Candidate]:
-        """Return the best candidate of each of `SEARCHES`: one stage on a rank in a loop, or two in a V."""
+        """Return the best candidate of each of `SEARCHES`, of the cuts under which no order can be much slower."""
         found = []
-        for chunks, held in SEARCHES:
-            named = self._named("zb-v" if chunks == 2 else "zb-h1", places, SEARCHED)
-            found.append(min((self._order(each.cuts, chunks, held) for each in named), key=_makespan))
+        for chunks, shape, held in SEARCHES:
+            bound = partial(self._bound, PLACEMENTS[shape].places(RANKS, chunks), held * chunks)
+            promising = sorted(self._combinations(places, RANKS * chunks - 1), key=bound)[:SEARCHED]
+            found.append(min((self._order(cuts, shape, held * chunks) for cuts in promising), key=_makespan))
         return found
 
-    def _order(self, cuts: Cuts, chunks: int, held: int) -> Candidate:
-        placement = "v" if chunks == 2 else "loop"
-        best = search(self._times(cuts), RANKS, self._microbatches, placement, held * chunks, effort=0.05)
+    def _bound(self, ranks: Sequence[int], held: int, cuts: Cuts) -> float:
+        """Return the seconds that every order of these stages takes at least."""
+        return lower_bound(self._times(cuts), ranks, self._microbatches, held)
+
+    def _order(self, cuts: Cuts, shape: str, held: int) -> Candidate:
+        best = search(self._times(cuts), RANKS, self._microbatches, shape, held, effort=0.05)
         return Candidate(best, cuts, best.makespan)
 
 
