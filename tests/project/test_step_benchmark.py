@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pipegraph
-from benchmarks.step import results, tables
+from benchmarks.step import repeats, results, tables
 from benchmarks.step.account import CAUSES, LimitMeasured, RankMeasured, accounts, mean_account
 from benchmarks.step.bench import Bench
 from benchmarks.step.contenders import Reference
@@ -179,6 +179,22 @@ def test_what_is_kept_brings_back_its_cuts_and_its_account(tmp_path: Path) -> No
     (run,) = results.load_kept(file)
     assert run["contenders"]["pipegraph zb-v"]["over_limit"] == [1.1, 1.1, 1.1]
     assert run["accounts"] == {"pipegraph zb-v": {}}
+
+
+def test_runs_are_put_together() -> None:
+    """Of each run the fastest of a kind counts, and of these the median."""
+    runs = []
+    for own, torch_ratio in ((1.1, 1.2), (1.0, 1.3), (1.2, 1.25)):
+        run = _run([own, own, own]) | {"best": "pipegraph zb-v"}
+        run["contenders"]["pipegraph zb-v"]["over_best"] = [1.0, 1.0, 1.0]
+        for name, ratio in (("torch 1F1B", torch_ratio), ("torch slow", 9.0), ("torch 1F1B, even", 2.0)):
+            run["contenders"][name] = {"over_best": [ratio, ratio, ratio]}
+        runs.append(run)
+    other = {**runs[0], "torch": "2.15.0"}
+    _, _, first, second = repeats.markdown([runs[0], other, *runs[1:]]).splitlines()
+    ratios = "1.100 (1.000 – 1.200) | 1.250 (1.200 – 1.300) | – | 2.000 (2.000 – 2.000)"
+    assert first == f"| llama | 2.13.0 | 3 | {ratios} |"
+    assert second.startswith("| llama | 2.15.0 | 1 | 1.100 (1.100 – 1.100) |")
 
 
 def test_the_page_shows_what_is_kept() -> None:
