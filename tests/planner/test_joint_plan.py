@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_second
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import PlanError
 from pipegraph.planner.joint_plan import search
+from pipegraph.planner.joint_plan.choices import JointCandidate
 from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.layout import Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
@@ -29,6 +32,7 @@ from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.recompute import OFFLOAD
 from pipegraph.runtime.divided_stages import resident_stages
+from pipegraph.schedule import Times, build, simulate
 
 A100 = Hardware.load("a100")
 TP_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -103,6 +107,31 @@ def test_rows_scale(costs: LayoutCosts) -> None:
     assert four == costs.double.costs[0].segments
     saved = [sum(cost.saved_bytes for cost in each) for each in (two, four, eight)]
     assert saved == [saved[0], 2 * saved[0], 4 * saved[0]]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "part"), [(1, 4, 1.0), (2, 1, 1.0), (2, 2, 2 / 3), (4, 8, 0.3021)])
+def test_the_least_makespan_of_whole_backwards(costs: LayoutCosts, ranks: int, microbatches: int, part: float) -> None:
+    """With B after F, the shares of ranks shrink by 1 − 1/m from one to the next: T = Σw / (1 − (1 − 1/m)^p)."""
+    layout = Layout(ranks, 1, 1, 1)
+    work = microbatches * costs.totals(layout, 2).seconds
+    least = costs.least_makespan(layout, 2, microbatches, whole_backwards=True)
+    assert least == pytest.approx(part * work, rel=1e-3)
+    assert work / ranks * (1 - 1e-9) <= costs.least_makespan(layout, 2, microbatches, whole_backwards=False) <= least
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2", "gpipe"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_cuts_take_less_than_the_least_makespan(costs: LayoutCosts, name: str, seed: int) -> None:
+    random = Random(seed)
+    ranks, microbatches = random.randint(2, 5), random.randint(1, 9)
+    candidate = JointCandidate(Layout(ranks, 1, 1, 1), name, 1, 2, microbatches)
+    bound = JointSearch(costs, ranks, 2 * microbatches, schedules=[name]).bound(candidate)
+    options = costs.options(candidate.layout, 2)
+    for _ in range(20):
+        edges = [0, *sorted(random.sample(range(1, costs.segments), ranks - 1)), costs.segments]
+        stages = [random.choice(options).stage(*edge) for edge in pairwise(edges)]
+        figures = ([getattr(each, name) for each in stages] for name in ("forward", "input_grad", "weight_grad"))
+        assert simulate(build(name, ranks, microbatches), Times(*figures)).makespan >= bound * (1 - 1e-9)
 
 
 @pytest.mark.slow

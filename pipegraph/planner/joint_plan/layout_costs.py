@@ -9,6 +9,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware
 from pipegraph.planner.joint_plan.layout import Layout
@@ -18,6 +20,8 @@ from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.recompute import Recompute
 from pipegraph.schedule import Schedule, Times, simulate
 from pipegraph.schedule.collectives import place_collectives
+
+_EXACT = 1e-4  # how far the least makespan may be below the true one
 
 
 class SummedCosts(ChainCosts):
@@ -122,6 +126,14 @@ class LayoutCosts:
         """Return the least that the model takes and keeps."""
         return _totals(self, layout.tp, rows)
 
+    def least_makespan(self, layout: Layout, rows: int, microbatches: int, whole_backwards: bool) -> float:
+        """Return the least seconds of a step with one stage on a rank, wherever the chain is cut, also inside segments.
+
+        Rank s computes for m·w(s) seconds, after F of all earlier stages on the first microbatch. With
+        ``whole_backwards`` their B on the last microbatch comes after its own.
+        """
+        return _least_makespan(self, layout.tp, rows, layout.pp, microbatches, whole_backwards)
+
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""
         more = rows / self.rows - 1
@@ -154,6 +166,29 @@ def _totals(costs: LayoutCosts, tp: int, rows: int) -> LayoutTotals:
         sum(min(cost.saved_bytes for cost in choices) for choices in each),
         sum(choices[0].parameter_bytes for choices in each),
     )
+
+
+@lru_cache(maxsize=1024)
+def _least_makespan(
+    costs: LayoutCosts, tp: int, rows: int, ranks: int, microbatches: int, whole_backwards: bool
+) -> float:
+    each = list(zip(*(own.segments for own in _options(costs, tp, rows)), strict=True))
+    least = [min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in each]
+    work = np.cumsum([0.0, *least])
+    waits = work if whole_backwards else np.cumsum([0.0, *(min(cost.forward for cost in own) for own in each)])
+
+    def is_enough(makespan: float) -> bool:
+        """Whether the ranks get through the chain if each takes what it has time for: no other way gets further."""
+        done = 0.0
+        for _ in range(ranks):
+            done += max(0.0, makespan - float(np.interp(done, work, waits))) / microbatches
+        return done >= work[-1]
+
+    low, high = microbatches * work[-1] / ranks, (microbatches + ranks) * work[-1]
+    while high - low > _EXACT * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return float(low)
 
 
 def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCost:

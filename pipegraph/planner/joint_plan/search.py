@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 
 from pipegraph.arguments import argument
@@ -20,7 +20,7 @@ from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import report_progress
-from pipegraph.schedule import Schedule
+from pipegraph.schedule import Kind, Schedule, build
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes
 
@@ -138,10 +138,14 @@ class JointSearch:
                 best = min(best, math.inf if choice is None else choice.step)
 
     def bound(self, candidate: JointCandidate) -> float:
-        """Return seconds that no cuts and choices of a candidate go below: its work, evenly divided between ranks, and
-        the least that can be gathered and reduced."""
-        totals = self._costs.totals(candidate.layout, candidate.rows)
-        return candidate.microbatches * totals.seconds / candidate.layout.pp + self._least_exposed(candidate)
+        """Return seconds that no cuts and choices of a candidate go below: its work, divided between ranks so that all
+        of them end together, and the least that can be gathered and reduced."""
+        layout, microbatches = candidate.layout, candidate.microbatches
+        exposed = self._least_exposed(candidate)
+        if candidate.chunks > 1:
+            return microbatches * self._costs.totals(layout, candidate.rows).seconds / layout.pp + exposed
+        is_whole = _has_whole_backwards(candidate.schedule)
+        return self._costs.least_makespan(layout, candidate.rows, microbatches, is_whole) + exposed
 
     def _slowest_stage(self, candidate: JointCandidate) -> float:
         """Return what a pipeline takes at least that is cut between layers. It is found once for all divisions of its
@@ -299,6 +303,13 @@ class JointSearch:
             yield "schedule", recipe.name, replace(best, schedule=recipe.name, chunks=recipe.chunks, resident=resident)
         for resident in self._residents(layout, best.chunks):
             yield "resident", "all" if resident is None else str(resident), replace(best, resident=resident)
+
+
+@cache
+def _has_whole_backwards(name: str) -> bool:
+    """Whether all backwards of a schedule are B, so that an earlier stage's last one begins when a later one ends."""
+    schedule = build(name, 2, 4)
+    return all(action.kind in (Kind.F, Kind.B) for row in schedule.actions for action in row)
 
 
 @lru_cache(maxsize=32)
