@@ -106,13 +106,21 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
                 own = own.clone()
             taken.add(id(own))
             parameter.grad = rebuilt(own, parameter)
-        elif not is_sharded(parameter) or layout(parameter.grad) == layout(parameter):
-            sums.append(local(parameter.grad))
+        elif (own_sum := gradient_in_place(parameter)) is not None:
+            sums.append(own_sum)
             addends.append(gradient)
         else:  # the user put a gradient there, in another layout
             parameter.grad = parameter.grad + rebuilt(gradient, parameter)
     if sums:
         internals.add_all(sums, addends)
+
+
+def gradient_in_place(parameter: Tensor) -> Tensor | None:
+    """Return what this rank holds of a parameter's `.grad`, if a gradient can be added to that."""
+    gradient = parameter.grad
+    if gradient is None or (is_sharded(parameter) and layout(gradient) != layout(parameter)):
+        return None
+    return local(gradient)
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""A graph as a program: calls of blocks, and compiled graphs of everything between them.
+"""A graph as a program: calls of blocks, products that add to gradients, and compiled graphs of everything between.
 
-graph ─▶ level by level: compiled graphs, then the calls of blocks that need no later one ─▶ instructions over slots
+graph ─▶ level by level: compiled graphs, products, then the calls of blocks that need no later one
+      ─▶ instructions over slots
 
 A value leaves its slot with the last instruction that reads it, so a saved tensor lives no longer than needed. Sizes
 have no slots: each instruction is given them all.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.gradient_products import NO_SUMS, GradientProduct, Sums, apart_from_graph, find_products
 from pipegraph.kernels.graphs.block_operation import (
     OPERATION,
     GradientMask,
@@ -46,8 +48,8 @@ class CompiledGraph:
         self._sizes = sizes
         self._uncompiled: Run | None = None
 
-    def __call__(self, numbers: Numbers, inputs: list[Tensor]) -> Sequence[Tensor]:
-        """Run, with these sizes. Empties `inputs`."""
+    def __call__(self, numbers: Numbers, inputs: list[Tensor], sums: Sums = NO_SUMS) -> Sequence[Tensor]:
+        """Run, with these sizes. Empties `inputs`, and adds to nothing."""
         run = self.run
         if numbers:
             inputs[:0] = numbers  # type: ignore[assignment]
@@ -96,7 +98,7 @@ class Instruction:
     `sizes` are those of a block, by those of the program.
     """
 
-    code: CompiledGraph | Program
+    code: CompiledGraph | GradientProduct | Program
     reads: tuple[int, ...]
     drops: tuple[int, ...]
     writes: tuple[int, ...]
@@ -112,15 +114,22 @@ class Program:
         constants: tensors that others hold. They are read at each run, because their holder may write to them.
         slots: how many there are after those of the inputs and the constants. The last one is never read.
         outputs: their slots.
+        addable: the slots of outputs that no instruction reads.
     """
 
     instructions: tuple[Instruction, ...]
     constants: tuple[Tensor, ...]
     slots: int
     outputs: tuple[int, ...]
+    addable: frozenset[int]
 
-    def __call__(self, numbers: Numbers, inputs: list[Tensor]) -> list[Tensor]:
-        """Run, with these sizes. Empties `inputs`."""
+    def __call__(self, numbers: Numbers, inputs: list[Tensor], sums: Sums = NO_SUMS) -> list[Tensor]:
+        """Run, with these sizes. Empties `inputs`.
+
+        An output that a product computes last is added to its tensor in `sums`, which is then what is returned.
+        """
+        into = {self.outputs[position]: tensor for position, tensor in sums.items()}
+        into = {slot: tensor for slot, tensor in into.items() if slot in self.addable}
         slots: list[Any] = [*inputs, *self.constants, *[None] * self.slots]
         inputs.clear()
         for instruction in self.instructions:
@@ -128,7 +137,8 @@ class Program:
             for slot in instruction.drops:
                 slots[slot] = None
             sizes = instruction.sizes
-            results: Sequence[Any] = instruction.code(numbers if sizes is None else sizes(numbers), values)
+            added = {index: into[slot] for index, slot in enumerate(instruction.writes) if slot in into} if into else {}
+            results: Sequence[Any] = instruction.code(numbers if sizes is None else sizes(numbers), values, added)
             for slot, result in zip(instruction.writes, results, strict=True):
                 slots[slot] = result
             slots[-1] = result = None
@@ -140,7 +150,7 @@ class Program:
         for instruction in self.instructions:
             if isinstance(instruction.code, Program):
                 yield from instruction.code.compiled_graphs()
-            else:
+            elif isinstance(instruction.code, CompiledGraph):
                 yield instruction.code
 
 
@@ -164,7 +174,8 @@ class Compiler:
         """Return the program of a `DividedFunction`'s graph. It may have to be compiled."""
         key = self, kind, mask
         if key not in divided.programs:
-            divided.programs[key] = _ProgramBuilder(self, divided.graph(kind, mask)).program()
+            gradients = divided.weight_gradients(mask) if kind in "WB" else frozenset()
+            divided.programs[key] = _ProgramBuilder(self, divided.graph(kind, mask), gradients).program()
         program: Program = divided.programs[key]
         return program
 
@@ -173,7 +184,7 @@ class Compiler:
         return self._compiled.setdefault(graph_key(module, sizes), CompiledGraph(module, sizes))
 
 
-_Step = tuple[CompiledGraph | Program, list[fx.Node], list[fx.Node | None], SizeMap | None]
+_Step = tuple[CompiledGraph | GradientProduct | Program, list[fx.Node], list[fx.Node | None], SizeMap | None]
 """Code, what it reads, what it writes, and the sizes of a block."""
 
 
@@ -181,6 +192,8 @@ _Step = tuple[CompiledGraph | Program, list[fx.Node], list[fx.Node | None], Size
 class _ProgramBuilder:
     compiler: Compiler
     kernel_graph: KernelGraph
+    gradients: Collection[str]
+    """the names of those of weights"""
     steps: list[_Step] = field(default_factory=list)
 
     def program(self) -> Program:
@@ -189,30 +202,49 @@ class _ProgramBuilder:
         outputs: list[fx.Node] = list(end.args[0])
         inputs = graph.find_nodes(op="placeholder")[len(self.kernel_graph.sizes) :]
         constants = list(filter(self._is_constant, graph.nodes))
+        last = {node for node, name in zip(outputs, self.kernel_graph.outputs, strict=True) if name in self.gradients}
         for between, calls in _levels(graph):
-            self._add_graph(between, outputs)
+            self._add_between(between, outputs, last)
             for node in calls:
                 self._add_call(node)
         written = (node for _, _, writes, _ in self.steps for node in writes if node is not None)
         nodes = [*inputs, *constants, *written]
         slots: dict[fx.Node | None, int] = {node: index for index, node in enumerate(nodes)}
         slots[None] = len(slots)  # for what nothing reads
+        read = {node for _, reads, _, _ in self.steps for node in reads}
         return Program(
             instructions=tuple(self._instructions(slots, set(outputs))),
             constants=tuple(constant_of(self.kernel_graph.module, node) for node in constants),
             slots=len(slots) - len(inputs) - len(constants),
             outputs=tuple(slots[node] for node in outputs),
+            addable=frozenset(slots[node] for node in outputs if node not in read),
         )
 
-    def _add_graph(self, nodes: list[fx.Node], outputs: Sequence[fx.Node]) -> None:
-        """Add a graph of its own for some nodes. It computes the sizes that they read."""
-        sizes = self.kernel_graph.sizes
+    def _add_between(self, nodes: list[fx.Node], outputs: Sequence[fx.Node], gradients: Collection[fx.Node]) -> None:
+        """Add a graph of its own for some nodes, and then products for those of the gradients that are some."""
+        products = find_products(gradients, nodes)
+        made = [self._module(product.views, product.operands) for product in products]
+        apart = apart_from_graph(products, nodes, outputs)
+        inside = {node: None for node in nodes if node not in apart}
+        read = {node for _, reads in made for node in reads}
+        writes = [
+            node
+            for node in inside
+            if node in outputs or node in read or any(user not in inside and user not in apart for user in node.users)
+        ]
+        if writes:
+            module, reads = self._module([*inside], writes)
+            self.steps.append((self.compiler.compiled_graph(module, self.kernel_graph.sizes), reads, [*writes], None))
+        for product, (module, reads) in zip(products, made, strict=True):
+            code = GradientProduct(module, product.is_transposed)
+            self.steps.append((code, reads, [product.gradient], None))
+
+    def _module(self, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """Return a graph of some nodes, and the tensors that it reads. It computes the sizes that they read."""
         inside = set(nodes)
         read = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
+        read |= dict.fromkeys(node for node in writes if node not in inside)
         reads = [node for node in read if not is_size(node) and (node.op != "get_attr" or self._is_constant(node))]
-        writes = [node for node in nodes if node in outputs or any(user not in inside for user in node.users)]
-        if not writes:
-            return
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         for node in (*self._sizes(), *reads):
@@ -227,8 +259,7 @@ class _ProgramBuilder:
         for node in nodes:
             copied(node)
         graph.output(tuple(values[node] for node in writes))
-        module = fx.GraphModule(self.kernel_graph.module, graph)
-        self.steps.append((self.compiler.compiled_graph(module, sizes), reads, [*writes], None))
+        return fx.GraphModule(self.kernel_graph.module, graph), reads
 
     def _sizes(self) -> list[fx.Node]:
         """The placeholders of the sizes."""

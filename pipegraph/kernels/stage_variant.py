@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,15 +153,25 @@ class StageVariant:
         return [outputs[position] for position in self._outputs], saved
 
     def backward(
-        self, kind: str, mask: GradientMask, numbers: Numbers, values: dict[str, Tensor], keep: Iterable[str]
+        self,
+        kind: str,
+        mask: GradientMask,
+        numbers: Numbers,
+        values: dict[str, Tensor],
+        keep: Iterable[str],
+        sums: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Run I, W or B on named values, which are emptied. Returns the results and the values to `keep`."""
+        """Run I, W or B on named values, which are emptied. Returns the results and the values to `keep`.
+
+        A result is the tensor that `sums` has for its name, if it was added to that.
+        """
         graph = self.divided.graph(kind, mask)
         program = self._program(kind, mask)
         inputs = [values[name] for name in graph.inputs]
         results = {name: values[name] for name in keep if name in values}
         values.clear()
-        results.update(zip(graph.outputs, program(numbers, inputs), strict=True))
+        into = {position: sums[name] for position, name in enumerate(graph.outputs) if name in sums}
+        results.update(zip(graph.outputs, program(numbers, inputs, into), strict=True))
         return results
 
     def prepare(self, kinds: str) -> None:

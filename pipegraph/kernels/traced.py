@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from pipegraph.kernels.computed_copies import ComputedCopies
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.interface import DrawKeys, Forward, Loss
 from pipegraph.kernels.loss import check_memory
-from pipegraph.kernels.module_state import accumulate, with_strides
+from pipegraph.kernels.module_state import accumulate, gradient_in_place, with_strides
 from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.shape_variants import FittingVariant, ShapeVariants
 from pipegraph.kernels.sharded import local
@@ -214,13 +215,20 @@ class TracedKernels:
         backward = divided.backward(saved.mask)
         read_by_w = backward.weight.inputs if kind == "I" and backward.weight is not None else ()
         with without_autograd_and_autocast():
-            values = saved.variant.backward(kind, saved.mask, saved.numbers, saved.values, read_by_w)
             outputs = set(divided.graph(kind, saved.mask).outputs)
             names = [name if name in outputs else None for name in backward.gradients]
-            of_inputs = saved.variant.of_inputs(values, names)
             pairs = zip(self._state, names, strict=False)  # the state's gradients come first
-            of_state = ((tensor, values[name]) for tensor, name in pairs if name is not None)
-            accumulate(of_state, shared=of_inputs)
+            of_state = [(tensor, name) for tensor, name in pairs if name is not None]
+            several = Counter(names)
+            sums = {
+                name: own
+                for tensor, name in of_state
+                if several[name] == 1 and (own := gradient_in_place(tensor)) is not None
+            }
+            values = saved.variant.backward(kind, saved.mask, saved.numbers, saved.values, read_by_w, sums)
+            of_inputs = saved.variant.of_inputs(values, names)
+            left = ((tensor, values[name]) for tensor, name in of_state if values[name] is not sums.get(name))
+            accumulate(left, shared=of_inputs)
         saved.values = {name: values[name] for name in read_by_w}
         return of_inputs
 

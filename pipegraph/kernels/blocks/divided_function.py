@@ -112,6 +112,11 @@ class DividedFunction:
                 check_division(self.joint, self.forward, backward, self._is_input, mask)
         return self._backward[mask]
 
+    def weight_gradients(self, mask: GradientMask) -> frozenset[str]:
+        """The names of the gradients that belong to W."""
+        pairs = zip(self.backward(mask).gradients, self._is_input, strict=True)
+        return frozenset(name for name, of_input in pairs if name is not None and not of_input)
+
     def graph(self, kind: str, mask: GradientMask) -> KernelGraph:
         """One of F, I, W and B."""
         if kind == "F":
