@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.kernels import internals
+from pipegraph.kernels.graphs.block_operation import KernelGraph
 from pipegraph.kernels.graphs.division import is_view
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
 
@@ -46,6 +47,14 @@ class FoundProduct:
     is_transposed: bool
     operands: tuple[fx.Node, fx.Node]
     views: tuple[fx.Node, ...]
+
+
+def products_of(kernel_graph: KernelGraph, gradients: Collection[str]) -> list[FoundProduct]:
+    """Return the products of a graph without blocks, by the names of the gradients."""
+    graph = kernel_graph.module.graph
+    (end,) = graph.find_nodes(op="output")
+    last = {node for node, name in zip(end.args[0], kernel_graph.outputs, strict=True) if name in gradients}
+    return find_products(last, [node for node in graph.nodes if node.op == "call_function"])
 
 
 def find_products(gradients: Collection[fx.Node], nodes: Sequence[fx.Node]) -> list[FoundProduct]:

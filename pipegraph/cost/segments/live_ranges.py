@@ -11,21 +11,26 @@ from torch import fx
 from pipegraph.cost.roofline.fused_kernels import fused_kernels, value_size
 from pipegraph.cost.segments.subgraph import Subgraph
 from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.gradient_products import products_of
+from pipegraph.kernels.graphs.block_operation import KernelGraph
 from pipegraph.kernels.graphs.division import base_of
 from pipegraph.schedule import Kind
 
 
-def peak_bytes(graph: fx.Graph, dropped: Collection[str] = ()) -> int:
+def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradients: Collection[str] = ()) -> int:
     """Return the most that a graph holds while it runs, beyond what is there before, kernel by kernel.
 
     A value that neighbours in one kernel hand on is never in memory. Any other is there from the kernel that makes it
-    to the last one that reads it, or to the end if the graph returns it.
+    to the last one that reads it, or to the end if the graph returns it. Products that are gradients run last.
 
     Args:
-        graph: its nodes have their values, without memory, in ``meta["val"]``.
+        kernel_graph: its nodes have their values, without memory, in ``meta["val"]``.
         dropped: inputs whose memory is free after the last kernel that reads them.
+        gradients: the results that are gradients of weights.
     """
-    kernels = fused_kernels(graph)
+    graph = kernel_graph.module.graph
+    products = {node for product in products_of(kernel_graph, gradients) for node in product.nodes}
+    kernels = sorted(fused_kernels(graph), key=lambda kernel: not products.isdisjoint(kernel.nodes))
     (end,) = graph.find_nodes(op="output")
     returned = set(map(base_of, end.all_input_nodes)).union(*(kernel.kept for kernel in kernels))
     last: dict[fx.Node, int] = {}
@@ -76,16 +81,15 @@ def block_peaks(subgraph: Subgraph, derivative: DividedFunction | None) -> Block
     joint, backward = derivative.joint, derivative.backward(derivative.full_mask)
     state = {node.name for node in joint.primals[: len(subgraph.state)]}
     gradients = {node.name for node in joint.tangents if node is not None}
+    added = derivative.weight_gradients(derivative.full_mask)
     read_by_w = set() if backward.weight is None or backward.input is None else {*backward.weight.inputs}
     of_inputs = [0, 0]
     if backward.input is not None:
         dropped = {*backward.input.inputs} - state - read_by_w
-        of_inputs = [peak_bytes(backward.input.module.graph, each) for each in (dropped, dropped - gradients)]
+        of_inputs = [peak_bytes(backward.input, each) for each in (dropped, dropped - gradients)]
     of_weights = 0
     if backward.weight is not None:
-        of_weights = peak_bytes(backward.weight.module.graph, {*backward.weight.inputs} - state)
+        of_weights = peak_bytes(backward.weight, {*backward.weight.inputs} - state, added)
     dropped = {*backward.whole.inputs} - state
-    whole = [peak_bytes(backward.whole.module.graph, each) for each in (dropped, dropped - gradients)]
-    return BlockPeaks(
-        peak_bytes(derivative.forward.module.graph), of_inputs[0], of_weights, whole[0], of_inputs[1], whole[1]
-    )
+    whole = [peak_bytes(backward.whole, each, added) for each in (dropped, dropped - gradients)]
+    return BlockPeaks(peak_bytes(derivative.forward), of_inputs[0], of_weights, whole[0], of_inputs[1], whole[1])
