@@ -128,8 +128,7 @@ class Program:
 
         An output that a product computes last is added to its tensor in `sums`, which is then what is returned.
         """
-        into = {self.outputs[position]: tensor for position, tensor in sums.items()}
-        into = {slot: tensor for slot, tensor in into.items() if slot in self.addable}
+        into = {slot: tensor for position, tensor in sums.items() if (slot := self.outputs[position]) in self.addable}
         slots: list[Any] = [*inputs, *self.constants, *[None] * self.slots]
         inputs.clear()
         for instruction in self.instructions:
@@ -258,7 +257,7 @@ class _ProgramBuilder:
 
         for node in nodes:
             copied(node)
-        graph.output(tuple(values[node] for node in writes))
+        graph.output(tuple(map(copied, writes)))
         return fx.GraphModule(self.kernel_graph.module, graph), reads
 
     def _sizes(self) -> list[fx.Node]:
