@@ -20,8 +20,8 @@ __all__ = ["SegmentCost", "TransientBytes"]
 class TransientBytes(NamedTuple):
     """Bytes that F, I, W and B need while they run, beyond the more of what is held before and after.
 
-    Held before are the activations that are kept then. Held after are those kept then, and of W and B the gradients
-    that they made of the parameters, which are there once more until they are added to the others.
+    Held before are the activations that are kept then. Held after are those kept then, and of W and B the gradients of
+    parameters that they made (`SegmentCost.added_bytes`), which are there once more until they are added to the others.
     """
 
     forward: int = 0
@@ -49,6 +49,8 @@ class SegmentCost:
         buffer_bytes: buffers and constants, each where it is first used.
         offloaded_bytes: of ``saved_bytes``, those that wait for the backward in the memory of the host.
         transient_bytes: what F, I, W and B need while they run. Of segments, a stage has the most.
+        added_bytes: of ``trained_bytes``, those of parameters whose gradients W and B make before they add them. The
+            gradients of others, products of two matrices, are added while they are computed. None: all.
     """
 
     forward: float
@@ -63,3 +65,4 @@ class SegmentCost:
     buffer_bytes: int = 0
     offloaded_bytes: int = 0
     transient_bytes: TransientBytes = NOTHING
+    added_bytes: int | None = None

@@ -19,6 +19,7 @@ from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_a
 from pipegraph.cost.segments.attribution import (
     CrossingValue,
     Times,
+    added_bytes,
     offloaded_bytes,
     saved_bytes,
     segment_times,
@@ -84,7 +85,7 @@ class PricedModel:
         return SegmentCost(
             forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, kept,
             parameter_bytes(entries, trained=True), buffer_bytes(entries), sum(offloaded_bytes(self.parts, held)),
-            stage_transient_bytes(self.parts, held, comes),
+            stage_transient_bytes(self.parts, held, comes), sum(added_bytes(self.parts, held)),
         )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def price(
     every = range(len(chain.segments))
     saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
     away = offloaded_bytes(parts, every)
-    transient = segment_transient_bytes(parts)
+    transient, added = segment_transient_bytes(parts), added_bytes(parts, every)
     crossing: tuple[CrossingValue, ...] = ()
     if name == "type":
         times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
@@ -169,6 +170,7 @@ def price(
             buffer_bytes=buffer_bytes(state[index]),
             offloaded_bytes=away[index],
             transient_bytes=transient[index],
+            added_bytes=added[index],
         )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )

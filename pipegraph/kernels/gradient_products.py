@@ -49,12 +49,13 @@ class FoundProduct:
     views: tuple[fx.Node, ...]
 
 
-def products_of(kernel_graph: KernelGraph, gradients: Collection[str]) -> list[FoundProduct]:
+def products_of(kernel_graph: KernelGraph, gradients: Collection[str]) -> dict[str, FoundProduct]:
     """Return the products of a graph without blocks, by the names of the gradients."""
     graph = kernel_graph.module.graph
     (end,) = graph.find_nodes(op="output")
-    last = {node for node, name in zip(end.args[0], kernel_graph.outputs, strict=True) if name in gradients}
-    return find_products(last, [node for node in graph.nodes if node.op == "call_function"])
+    names = {node: name for node, name in zip(end.args[0], kernel_graph.outputs, strict=True) if name in gradients}
+    found = find_products(names, [node for node in graph.nodes if node.op == "call_function"])
+    return {names[product.gradient]: product for product in found}
 
 
 def find_products(gradients: Collection[fx.Node], nodes: Sequence[fx.Node]) -> list[FoundProduct]:

@@ -80,6 +80,7 @@ class StageCost(Entry, frozen=True):
         parameters: elements of the stage's parameters, a tied weight counted once.
         parameter_bytes: their size.
         trained_bytes: of them, those of parameters that have a gradient.
+        added_bytes: of these, those of parameters whose gradients are made before they are added; None for all.
         buffer_bytes: buffers and constants.
         input_bytes, output_bytes: what the stage receives from other stages and sends to them.
         saved_bytes: activations that F keeps for the backward.
@@ -100,6 +101,7 @@ class StageCost(Entry, frozen=True):
     weight_saved_bytes: Count | None = None
     offloaded_bytes: Count | None = None
     transient_bytes: tuple[Count, Count, Count, Count] | None = None
+    added_bytes: Count | None = None
     forward: Figure | None = None
     input_grad: Figure | None = None
     weight_grad: Figure | None = None

@@ -39,8 +39,9 @@ UNCORRECTED: Final = MeasuredRatio(1.0, 1.0, 1.0)
 class StagePrediction(Entry, frozen=True):
     """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
 
-    ``weight_saved_bytes`` and ``transient_bytes``, what F, I, W and B need while they run, are None in plans that were
-    written before they were known; ``offloaded_bytes`` if nothing waits in the memory of the host.
+    ``weight_saved_bytes``, ``transient_bytes``, what F, I, W and B need while they run, and ``added_bytes``, the
+    parameters whose gradients are made before they are added, are None in plans that were written before they were
+    known; ``offloaded_bytes`` if nothing waits in the memory of the host.
     """
 
     forward: Figure
@@ -51,6 +52,7 @@ class StagePrediction(Entry, frozen=True):
     weight_saved_bytes: Count | None = None
     offloaded_bytes: Count | None = None
     transient_bytes: tuple[Count, Count, Count, Count] | None = None
+    added_bytes: Count | None = None
 
     @property
     def total(self) -> float:

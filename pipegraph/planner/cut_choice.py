@@ -112,6 +112,7 @@ class CutChoice:
                     each.weight_saved_bytes,
                     each.offloaded_bytes or None,
                     each.transient_bytes,
+                    each.added_bytes,
                 )
                 for (f, i, w), each in zip(figures, stages, strict=True)
             ),

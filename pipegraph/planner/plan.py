@@ -336,6 +336,7 @@ def _with_prediction(cost: StageCost, stage: StagePrediction, prediction: Predic
         weight_saved_bytes=stage.weight_saved_bytes,
         offloaded_bytes=stage.offloaded_bytes,
         transient_bytes=stage.transient_bytes,
+        added_bytes=stage.added_bytes,
     )
     if not prediction.in_seconds:
         return cost

@@ -207,6 +207,7 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
             buffer_bytes=stage.cost.buffer_bytes or 0,
             offloaded_bytes=stage.cost.offloaded_bytes or 0,
             transient_bytes=TransientBytes(*(stage.cost.transient_bytes or ())),
+            added_bytes=stage.cost.added_bytes,
         )
         for stage, boundary_bytes in zip(manifest.stages, crossing, strict=True)
     )
@@ -214,8 +215,16 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
 
 def _part_of(cost: SegmentCost, part: float) -> SegmentCost:
     """Return the cost of a stage of whose parameters a rank has a part."""
-    trained = None if cost.trained_bytes is None else math.ceil(cost.trained_bytes * part)
-    return replace(cost, parameter_bytes=math.ceil(cost.parameter_bytes * part), trained_bytes=trained)
+
+    def of_rank(figure: int | None) -> int | None:
+        return None if figure is None else math.ceil(figure * part)
+
+    return replace(
+        cost,
+        parameter_bytes=math.ceil(cost.parameter_bytes * part),
+        trained_bytes=of_rank(cost.trained_bytes),
+        added_bytes=of_rank(cost.added_bytes),
+    )
 
 
 def _has_times(manifest: Manifest) -> bool:

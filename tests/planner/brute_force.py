@@ -57,6 +57,9 @@ def memory(
     stages = staged(costs, cuts)
     saved, parameters, buffered = (total(stages, name) for name in ("saved_bytes", "parameter_bytes", "buffer_bytes"))
     trained = [sum(_or(cost.trained_bytes, cost.parameter_bytes) for cost in stage) for stage in stages]
+    added = [
+        sum(_or(cost.added_bytes, _or(cost.trained_bytes, cost.parameter_bytes)) for cost in stage) for stage in stages
+    ]
     weights = [sum(_or(cost.weight_saved_bytes, cost.saved_bytes) for cost in stage) for stage in stages]
     offloaded = total(stages, "offloaded_bytes")
     weights[0] = saved[0] + (costs[cuts[0] - 1].boundary_bytes if cuts else 0)
@@ -72,7 +75,7 @@ def memory(
             changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
             left = sum(offloaded[each.stage] for each in away if each.left == position)
             before, held = held, held + changes[action.kind] - left
-            peak = max(peak, held, _while_it_runs(action, before, held, stages[action.stage], trained[action.stage]))
+            peak = max(peak, held, _while_it_runs(action, before, held, stages[action.stage], added[action.stage]))
         own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
         states = sum(parameters[stage] + buffered[stage] for stage in own)
         states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in own)
@@ -101,14 +104,15 @@ def _or(figure: float | None, other: float) -> float:
 
 @st.composite
 def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost:
-    """A segment; its latter three figures are given, or left to follow from the others."""
+    """A segment; its latter figures are given, or left to follow from the others."""
     sizes = st.integers(0, 50)
     parameters = draw(sizes)
     trained, kept = draw(st.none() | st.integers(0, parameters)), draw(st.none() | sizes)
     seconds = [draw(figures) for _ in range(3)]
     others = parameters, 0, kept, trained, draw(st.just(0) | sizes)
     transient = draw(st.just(TransientBytes()) | st.builds(TransientBytes, sizes, sizes, sizes, sizes))
-    return SegmentCost(*seconds, draw(sizes), draw(sizes), *others, transient_bytes=transient)
+    added = draw(st.none() | st.integers(0, parameters if trained is None else trained))
+    return SegmentCost(*seconds, draw(sizes), draw(sizes), *others, transient_bytes=transient, added_bytes=added)
 
 
 def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE) -> st.SearchStrategy[list[SegmentCost]]:

@@ -53,7 +53,7 @@ def random_case(random: Random) -> Case:
             costs.append(
                 SegmentCost(
                     f, i, w, crossing, saved, held,
-                    weight_saved_bytes=kept, offloaded_bytes=away, transient_bytes=transient,
+                    weight_saved_bytes=kept, offloaded_bytes=away, transient_bytes=transient, added_bytes=held // 2,
                 )
             )  # fmt: skip
             i, saved = i + random.randint(0, 9), random.randint(0, saved)

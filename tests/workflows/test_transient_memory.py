@@ -34,7 +34,7 @@ def test_stages_need_what_was_predicted(recompute: Any, schedule: str, tmp_path:
         cost = package.manifest.stages[index].cost
         assert cost.saved_bytes is not None and cost.weight_saved_bytes is not None and cost.transient_bytes is not None
         transient = dict(zip((Kind.F, Kind.I, Kind.W, Kind.B), cost.transient_bytes, strict=True))
-        saved, read_by_w, gradients = cost.saved_bytes, cost.weight_saved_bytes, cost.trained_bytes or 0
+        saved, read_by_w, gradients = cost.saved_bytes, cost.weight_saved_bytes, cost.added_bytes or 0
         before, after = {
             Kind.F: (INPUT.shape[0] * 32 * 4 if index else 0, saved),  # what was received is saved
             Kind.I: (saved, read_by_w if index else saved),

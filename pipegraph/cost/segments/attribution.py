@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -12,6 +13,7 @@ from torch import fx
 
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
 from pipegraph.cost.segments.saved_memory import SavedMemory, memory_of
+from pipegraph.cost.stage_cost import parameter_bytes
 
 Times = tuple[float, float, float]
 """F, I and W."""
@@ -137,6 +139,28 @@ def offloaded_bytes(parts: SegmentGroups, held: range) -> list[int]:
         return [0] * len(held)
     away = {part.subgraph.outputs[index] for part in own for index in part.block.offloaded_outputs}
     return _shares(parts, held, lambda block: replace(block.saved, bytes=block.offloaded.bytes), away)
+
+
+def added_bytes(parts: SegmentGroups, held: range) -> list[int]:
+    """Return the bytes of each segment's parameters whose gradients are made before they are added to others.
+
+    Gradients of a parameter that several segments of the stage read are among them. It counts for the first one.
+    """
+    state = parts.chain.captured.state
+    read = [[state[str(node.target)] for node in parts.segments[index].subgraph.state] for index in held]
+    uses = Counter(entry.fqn for entries in read for entry in entries)
+    seen: set[str] = set()
+    found: list[int] = []
+    for index, entries in zip(held, read, strict=True):
+        apart = parts.segments[index].block.added
+        new = [
+            entry
+            for position, entry in enumerate(entries)
+            if entry.fqn not in seen and (position in apart or uses[entry.fqn] > 1)
+        ]
+        seen |= {entry.fqn for entry in entries}
+        found.append(parameter_bytes(new, trained=True))
+    return found
 
 
 def _shares(

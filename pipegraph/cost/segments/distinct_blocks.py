@@ -27,6 +27,7 @@ from pipegraph.graph.nodes import path_of
 from pipegraph.kernels import Loss, internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.compilers import compiler, options
+from pipegraph.kernels.gradient_products import products_of
 from pipegraph.kernels.graphs.division import base_of
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import ModuleState
@@ -113,6 +114,20 @@ class Block:
             return kept_memory(self.subgraph, joint, () if backward.weight is None else backward.weight.inputs)
         came = (node.name for node in joint.tangents if node is not None)
         return kept_memory(self.subgraph, joint, (*self.derivative.saved(present), *came))
+
+    @cached_property
+    def added(self) -> frozenset[int]:
+        """The positions in the state of parameters whose gradients are made before they are added to others.
+
+        Those of others are added while they are computed (`pipegraph.kernels.gradient_products`).
+        """
+        if self.derivative is None:
+            return frozenset(range(len(self.subgraph.state)))
+        mask = self.derivative.full_mask
+        backward, of_weights = self.derivative.backward(mask), self.derivative.weight_gradients(mask)
+        left = of_weights - products_of(backward.whole, of_weights).keys()
+        names = backward.gradients[: len(self.subgraph.state)]
+        return frozenset(index for index, name in enumerate(names) if name in left)
 
     @cached_property
     def peaks(self) -> BlockPeaks:

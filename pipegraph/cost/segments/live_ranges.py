@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from pipegraph.cost.roofline.fused_kernels import fused_kernels, value_size
+from pipegraph.cost.roofline.fused_kernels import FusedKernel, fused_kernels, value_size
+from pipegraph.cost.roofline.operator_work import FusionRole
 from pipegraph.cost.segments.subgraph import Subgraph
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.gradient_products import products_of
@@ -21,7 +23,9 @@ def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradien
     """Return the most that a graph holds while it runs, beyond what is there before, kernel by kernel.
 
     A value that neighbours in one kernel hand on is never in memory. Any other is there from the kernel that makes it
-    to the last one that reads it, or to the end if the graph returns it. Products that are gradients run last.
+    to the last one that reads it, or to the end if the graph returns it. Products that are gradients run last, and are
+    added to what is there. The more counts of two ways to run a kernel: compiled, it has all of its results beside
+    what it reads, or writes them over that; not compiled, its operations run one after the other.
 
     Args:
         kernel_graph: its nodes have their values, without memory, in ``meta["val"]``.
@@ -29,25 +33,42 @@ def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradien
         gradients: the results that are gradients of weights.
     """
     graph = kernel_graph.module.graph
-    products = {node for product in products_of(kernel_graph, gradients) for node in product.nodes}
+    products = {node for product in products_of(kernel_graph, gradients).values() for node in product.nodes}
     kernels = sorted(fused_kernels(graph), key=lambda kernel: not products.isdisjoint(kernel.nodes))
     (end,) = graph.find_nodes(op="output")
     returned = set(map(base_of, end.all_input_nodes)).union(*(kernel.kept for kernel in kernels))
-    last: dict[fx.Node, int] = {}
+    last: dict[fx.Node, tuple[int, fx.Node]] = {}
     for index, kernel in enumerate(kernels):
-        last |= dict.fromkeys((*kernel.writes, *kernel.reads), index)
-    free: dict[int, list[fx.Node]] = {}
-    for node, index in last.items():
+        last |= {node: (index, node) for node in kernel.writes}
+        read = ((base_of(each), node) for node in kernel.nodes for each in node.all_input_nodes)
+        last |= {base: (index, node) for base, node in read if base in kernel.reads or base in kernel.writes}
+    gone: dict[int, dict[fx.Node, list[fx.Node]]] = {}
+    for node, (index, reader) in last.items():
         if node not in returned and (node.op == "call_function" or node.name in dropped):
-            free.setdefault(index, []).append(node)
-    made: set[fx.Node] = set()
+            gone.setdefault(index, {}).setdefault(reader, []).append(node)
+    made = set(products)
     held = peak = 0
     for index, kernel in enumerate(kernels):
-        held += sum(value_size(node) for node in kernel.writes if node not in made)
-        made.update(kernel.writes)
-        peak = max(peak, held)
-        held -= sum(value_size(node) for node in free.get(index, ()))
+        new = {node: value_size(node) for node in kernel.writes if node not in made}
+        made.update(new)
+        by_reader = gone.get(index, {})
+        after = held + sum(new.values())
+        peak = max(peak, after - _written_over(kernel, new, by_reader))
+        for node in kernel.nodes:
+            held += new.get(node, 0)
+            peak = max(peak, held)
+            held -= sum(map(value_size, by_reader.get(node, ())))
+        held = after - sum(value_size(node) for each in by_reader.values() for node in each)
     return peak
+
+
+def _written_over(kernel: FusedKernel, new: Mapping[fx.Node, int], gone: Mapping[fx.Node, Sequence[fx.Node]]) -> int:
+    """Return the bytes of results that loops write over values of as many bytes that were made before, and that no
+    later kernel reads."""
+    if kernel.role is not FusionRole.ELEMENTWISE:
+        return 0
+    sizes = Counter(value_size(node) for each in gone.values() for node in each if node.op == "call_function")
+    return sum((Counter(new.values()) & sizes).elements())
 
 
 class BlockPeaks(NamedTuple):

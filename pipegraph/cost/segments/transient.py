@@ -72,7 +72,10 @@ class _Stage:
         self._others = [part.block.saved.bytes for part in self._pieces]
         self._read_by_w = [_values(part, part.block.weight_saved) for part in self._pieces]
         self._others_of_w = [part.block.weight_saved.bytes for part in self._pieces]
-        self._gradients = [_gradient_bytes(self._captured, part.subgraph.state) for part in self._pieces]
+        self._gradients = [
+            _gradient_bytes(self._captured, [part.subgraph.state[index] for index in part.block.added])
+            for part in self._pieces
+        ]
 
     def forward(self) -> int:
         """What F needs beyond what it saves."""

@@ -45,12 +45,17 @@ class SummedCosts(ChainCosts):
         )
         sums = {name: sum(getattr(cost, name) for cost in own) for name in names}
         kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
-        trained = sum(cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own)
+        of_each = [cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own]
+        added = sum(
+            trained if cost.added_bytes is None else cost.added_bytes
+            for trained, cost in zip(of_each, own, strict=True)
+        )
         return SegmentCost(
             **sums,
             boundary_bytes=own[-1].boundary_bytes,
             weight_saved_bytes=kept,
-            trained_bytes=trained,
+            trained_bytes=sum(of_each),
+            added_bytes=added,
             transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in own), strict=True))),
         )
 
@@ -230,9 +235,8 @@ def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, bac
         offloaded_bytes=min(round(cost.saved_bytes * saved), round(cost.offloaded_bytes * saved)),
         transient_bytes=TransientBytes(*(round(each * saved) for each in cost.transient_bytes)),
         parameter_bytes=round(cost.parameter_bytes * held),
-        trained_bytes=None
-        if cost.trained_bytes is None
-        else min(round(cost.trained_bytes * held), round(cost.parameter_bytes * held)),
+        trained_bytes=None if cost.trained_bytes is None else round(cost.trained_bytes * held),
+        added_bytes=None if cost.added_bytes is None else round(cost.added_bytes * held),
     )
 
 

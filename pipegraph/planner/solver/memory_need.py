@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.planner.solver.prefix_sums import (
+    ADDED,
     HELD,
     OFFLOADED,
     QUANTITIES,
@@ -58,7 +59,7 @@ class MemoryNeed:
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
       arrived. What is offloaded counts while it is here (`pipegraph.schedule.absences`);
     - while an action runs, its stage's `TransientBytes` on top of what is held before, and after: of W and B with the
-      gradients of parameters that they made;
+      gradients of parameters that they made and have not yet added to the others;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
       posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
     """
@@ -135,7 +136,7 @@ class MemoryNeed:
         transient = self._sums.transient.of_windows(begins, ends)
         kept = np.zeros_like(rest)
         for kind, rows in self._moments_of_stages[stage]:
-            figures = rows[:, _OF_STAGE] @ before[[SAVED, WEIGHT_SAVED, OFFLOADED, TRAINED]]
+            figures = rows[:, _OF_STAGE] @ before[[SAVED, WEIGHT_SAVED, OFFLOADED, ADDED]]
             own = (figures + rows[:, _CROSSES, None] * crossing)[:, ends]
             most = np.subtract.outer(own[0], figures[0, begins])
             for one, other in zip(own[1:], figures[1:, begins], strict=True):
@@ -167,7 +168,7 @@ class MemoryNeed:
         while they run (F I W B, stages, …)."""
         moments = self._moments
         runs = (moments.kind >= 0).reshape(-1, *[1] * (stages.ndim - 2))
-        made = moments.adds.reshape(runs.shape) * stages[TRAINED][moments.stage]
+        made = moments.adds.reshape(runs.shape) * stages[ADDED][moments.stage]
         figures: Floats = runs * transient[moments.kind, moments.stage] + made
         return figures
 
@@ -177,7 +178,7 @@ class MemoryNeed:
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
         weights[OFFLOADED] = self._here[moment]
         weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
-        weights[TRAINED, stage] += self._moments.adds[moment]
+        weights[ADDED, stage] = self._moments.adds[moment]
         least = float(self._sums.transient.levels[0, kind].min()) if kind >= 0 else 0.0
         crossing = self._buffers[rank] + self._gradients[moment]
         return self._sums.linear_bound(weights, crossing, float(self._spare[rank]) + least)

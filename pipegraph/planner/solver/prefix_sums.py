@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED, OFFLOADED = QUANTITIES = range(8)
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED, OFFLOADED, ADDED = QUANTITIES = range(9)
 """What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants; ``SAVED``
 those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
@@ -149,6 +149,7 @@ class PrefixSums:
 
 def _quantities(cost: SegmentCost) -> tuple[float, ...]:
     """Return the figures of a segment in the order of `QUANTITIES`."""
+    trained = cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes
     return (
         cost.forward,
         cost.input_grad,
@@ -156,6 +157,7 @@ def _quantities(cost: SegmentCost) -> tuple[float, ...]:
         cost.saved_bytes - cost.offloaded_bytes,
         cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes,
         cost.parameter_bytes + cost.buffer_bytes,
-        cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes,
+        trained,
         cost.offloaded_bytes,
+        trained if cost.added_bytes is None else cost.added_bytes,
     )
