@@ -225,9 +225,9 @@ def test_what_cannot_be_is_refused(costs: LayoutCosts) -> None:
 
 
 def test_its_file_is_taken_as_it_is(tmp_path: Path) -> None:
-    options = PlanOptions(hardware=A100, memory_bytes=32 * 2**20)
+    options = PlanOptions(hardware=A100, memory_bytes=36 * 2**20)
     comparison, made = joint_plan(lambda rows: (captured(rows), None), 2, options, 4, 32, ["1f1b"], TP_PLAN)
-    assert made.prediction is not None and made.prediction.peak <= 32 * 2**20
+    assert made.prediction is not None and made.prediction.peak <= 36 * 2**20
     file = tmp_path / "plan.json"
     file.write_text(PlanFile.of(made).to_json())
     mesh, layout = json.loads(file.read_text()).get("mesh", {}), comparison.best.candidate.layout
