@@ -66,3 +66,18 @@ class SegmentCost:
     offloaded_bytes: int = 0
     transient_bytes: TransientBytes = NOTHING
     added_bytes: int | None = None
+
+    @property
+    def weight_saved(self) -> int:
+        """What ``weight_saved_bytes`` says, also by None."""
+        return self.saved_bytes if self.weight_saved_bytes is None else self.weight_saved_bytes
+
+    @property
+    def trained(self) -> int:
+        """What ``trained_bytes`` says, also by None."""
+        return self.parameter_bytes if self.trained_bytes is None else self.trained_bytes
+
+    @property
+    def added(self) -> int:
+        """What ``added_bytes`` says, also by None."""
+        return self.trained if self.added_bytes is None else self.added_bytes

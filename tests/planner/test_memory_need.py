@@ -72,6 +72,8 @@ def test_frozen_parameters_and_buffers_are_held_once() -> None:
     assert solve(chain, stages=2, schedule="forward").memory == (2 * 107,) * 2
     with pytest.raises(PlanError, match="trained_bytes=101, and they are a part of parameter_bytes, 100"):
         solve([SegmentCost(1.0, 1.0, 1.0, parameter_bytes=100, trained_bytes=101)] * 2, stages=2)
+    with pytest.raises(PlanError, match="added_bytes=11, and they are a part of trained_bytes, 10"):
+        solve([SegmentCost(1.0, 1.0, 1.0, parameter_bytes=100, trained_bytes=10, added_bytes=11)] * 2, stages=2)
 
 
 def test_where_nothing_crosses_no_bytes_are_counted() -> None:

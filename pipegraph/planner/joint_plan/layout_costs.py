@@ -44,18 +44,12 @@ class SummedCosts(ChainCosts):
             "offloaded_bytes",
         )
         sums = {name: sum(getattr(cost, name) for cost in own) for name in names}
-        kept = sum(cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes for cost in own)
-        of_each = [cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes for cost in own]
-        added = sum(
-            trained if cost.added_bytes is None else cost.added_bytes
-            for trained, cost in zip(of_each, own, strict=True)
-        )
         return SegmentCost(
             **sums,
             boundary_bytes=own[-1].boundary_bytes,
-            weight_saved_bytes=kept,
-            trained_bytes=sum(of_each),
-            added_bytes=added,
+            weight_saved_bytes=sum(cost.weight_saved for cost in own),
+            trained_bytes=sum(cost.trained for cost in own),
+            added_bytes=sum(cost.added for cost in own),
             transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in own), strict=True))),
         )
 

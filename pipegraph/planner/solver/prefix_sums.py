@@ -18,7 +18,8 @@ Booleans = NDArray[np.bool_]
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED, OFFLOADED, ADDED = QUANTITIES = range(9)
 """What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants; ``SAVED``
-those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not."""
+those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not; ``ADDED`` those of parameters
+whose gradients are made before they are added."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
 PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}
 """kind of action → the quantities that its time is the sum of"""
@@ -149,15 +150,14 @@ class PrefixSums:
 
 def _quantities(cost: SegmentCost) -> tuple[float, ...]:
     """Return the figures of a segment in the order of `QUANTITIES`."""
-    trained = cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes
     return (
         cost.forward,
         cost.input_grad,
         cost.weight_grad,
         cost.saved_bytes - cost.offloaded_bytes,
-        cost.saved_bytes if cost.weight_saved_bytes is None else cost.weight_saved_bytes,
+        cost.weight_saved,
         cost.parameter_bytes + cost.buffer_bytes,
-        trained,
+        cost.trained,
         cost.offloaded_bytes,
-        trained if cost.added_bytes is None else cost.added_bytes,
+        cost.added,
     )

@@ -44,10 +44,9 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
                 f"{where} has trained_bytes={cost.trained_bytes!r}, and they are a part of parameter_bytes, "
                 f"{cost.parameter_bytes!r}."
             )
-        trained = cost.parameter_bytes if cost.trained_bytes is None else cost.trained_bytes
-        if cost.added_bytes is not None and cost.added_bytes > trained:
+        if cost.added > cost.trained:
             raise PlanError(
-                f"{where} has added_bytes={cost.added_bytes!r}, and they are a part of trained_bytes, {trained!r}."
+                f"{where} has added_bytes={cost.added!r}, and they are a part of trained_bytes, {cost.trained!r}."
             )
     if stages > len(costs):
         advice = f"stages={len(costs)} or fewer, or cut inside the segments." if costs else "a model with layers."
