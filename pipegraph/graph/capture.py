@@ -104,8 +104,8 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
 def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False) -> Captured:
     """Capture a model with so many rows of a microbatch to price it, not to write it.
 
-    Evaluation mode is left out and, if the source makes inputs of any number of rows, all sizes are fixed, which takes
-    a third of the time.
+    Evaluation mode is left out, and so is what its casts follow, which takes a second export. If the source makes
+    inputs of any number of rows, all sizes are fixed, which takes a third of the time.
 
     Raises CaptureError as `capture_source` does.
     """
@@ -117,7 +117,7 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
     _check_names(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, shapes)
-        return _capture(model, example, wanted, allow_derivative, batch, seq, evaluates=False)
+        return _capture(model, example, wanted, allow_derivative, batch, seq, is_written=False)
 
 
 def _check_names(model: nn.Module, example: Example) -> None:
@@ -132,14 +132,15 @@ def _capture(
     allow_derivative: bool,
     batch: int | None = None,
     seq: int | None = None,
-    evaluates: bool = True,
+    is_written: bool = True,
     not_trained: str = "",
     only_once: bool = False,
 ) -> Captured:
     """Capture a model.
 
     Args:
-        evaluates: whether the graph has what the model does in evaluation mode too.
+        is_written: whether the graph is to be written as source: only then it has what the model does in evaluation
+            mode too, and knows which dtypes follow the model's.
         not_trained: why it does not have what the model does in training mode; empty if it does.
         only_once: whether to leave out its other sizes.
     """
@@ -154,10 +155,11 @@ def _capture(
     fixed_dimensions = dict(fixed_sizes(exported, traced.sizes, wanted))
     next(phases)
     training = exported.mode[model]
-    mark_dtypes(graph, exported, model, args, kwargs)
+    if is_written:
+        mark_dtypes(graph, exported, model, args, kwargs)
     run_all_passes(graph, state)
     next(phases)
-    if training and not (evaluates and may_differ_by_mode(graph, modules)):
+    if training and not (is_written and may_differ_by_mode(graph, modules)):
         run_passes(graph, [partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)], state)
     elif training:
         try:
@@ -166,7 +168,7 @@ def _capture(
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
             return _capture(
-                model, example, wanted, allow_derivative, batch, seq, evaluates, error.difference, only_once
+                model, example, wanted, allow_derivative, batch, seq, is_written, error.difference, only_once
             )
     if sizes != traced.sizes.of(traced.example):
         run_passes(graph, [partial(resize, sizes=sizes)], state)
@@ -200,7 +202,7 @@ def _capture(
         )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
-    if only_once or not evaluates or wanted.fixed is None:
+    if only_once or not is_written or wanted.fixed is None:
         return captured
     next(phases)
 
