@@ -19,7 +19,7 @@ import pipegraph
 from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import PlanError
-from pipegraph.planner.joint_plan import search
+from pipegraph.planner.joint_plan import candidate_problems
 from pipegraph.planner.joint_plan.choices import JointCandidate
 from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.layout import Layout, layouts
@@ -125,7 +125,7 @@ def test_no_cuts_take_less_than_the_least_makespan(costs: LayoutCosts, name: str
     random = Random(seed)
     ranks, microbatches = random.randint(2, 5), random.randint(1, 9)
     candidate = JointCandidate(Layout(ranks, 1, 1, 1), name, 1, 2, microbatches)
-    bound = JointSearch(costs, ranks, 2 * microbatches, schedules=[name]).bound(candidate)
+    bound = JointSearch(costs, ranks, 2 * microbatches, schedules=[name])._problems.bound(candidate)
     options = costs.options(candidate.layout, 2)
     for _ in range(20):
         edges = [0, *sorted(random.sample(range(1, costs.segments), ranks - 1)), costs.segments]
@@ -144,7 +144,7 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
     memory = None if part is None else part * free.best.peak
     comparison, every = search(memory).run(), search(memory)
     found = [every.search(candidate) for candidate in every.candidates]
-    assert all(each is None or every.bound(each.candidate) <= each.step * (1 + 1e-9) for each in found)
+    assert all(each is None or every._problems.bound(each.candidate) <= each.step * (1 + 1e-9) for each in found)
     assert min(each.step for each in found if each is not None) >= comparison.best.step * (1 - 1e-3)
     assert comparison.lower_bound <= comparison.best.step and comparison.searched <= comparison.considered
     assert all(memory is None or each.peak <= memory for each in comparison.choices)
@@ -159,16 +159,41 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
 @pytest.mark.slow  # what bounds rule out is the same question
 def test_what_the_slowest_stage_rules_out_is_not_better(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model of many layers, which is cut between layers first."""
-    monkeypatch.setattr(search, "_FEW_LAYERS", len(costs.layers))
+    monkeypatch.setattr(candidate_problems, "_FEW_LAYERS", len(costs.layers))
     memory = 0.6 * JointSearch(costs, 4, 32, None, ["1f1b"]).run().best.peak
     made, every = (JointSearch(costs, 4, 32, memory, ["1f1b", "interleaved-1f1b"]) for _ in range(2))
     comparison, found = made.run(), [every.search(candidate) for candidate in every.candidates]
     for choice in found:
         if choice is not None:
-            bound = every._slowest_stage(choice.candidate) + every._least_exposed(choice.candidate)
+            bound = every._problems.slowest_stage(choice.candidate) + every._problems.least_exposed(choice.candidate)
             assert bound <= choice.step * (1 + 1e-9)
     assert comparison.best.step <= min(choice.step for choice in found if choice is not None) * (1 + 1e-3)
-    assert comparison.searched < sum(map(every._may_fit, every.candidates))
+    assert comparison.searched < sum(map(every._problems.may_fit, every.candidates))
+
+
+def test_divisions_of_copies_share_what_was_found_where_it_fits(costs: LayoutCosts) -> None:
+    """A pipeline is searched for once, with the memory that its leanest division leaves."""
+
+    def made(memory: float) -> tuple[JointSearch, JointCandidate, JointCandidate]:
+        search = JointSearch(costs, 8, 64, memory, ["1f1b"])
+        alike = [each for each in search.candidates if (each.layout.pp, each.layout.tp, each.rows) == (2, 1, 2)]
+        replicated, sharded = (next(each for each in alike if each.layout.dp_shard == count) for count in (1, 4))
+        return search, replicated, sharded
+
+    search, replicated, sharded = made(2**40)
+    found, leanest = search.search(replicated), search.search(sharded)
+    alone = search.search(replicated, effort=0.02)
+    assert found is not None and leanest is not None and alone is not None
+    assert (found.solution.cuts, found.solution.options) == (leanest.solution.cuts, leanest.solution.options)
+    assert found.solution.value == leanest.solution.value == alone.solution.value
+    assert found.peak == alone.peak > leanest.peak and search._least_found(replicated, whole=False) <= found.step
+    tight, replicated, sharded = made(found.peak - 1)
+    other, leanest = tight.search(replicated), tight.search(sharded)
+    assert other is not None and leanest is not None
+    assert other.peak < found.peak and other.step >= found.step and leanest.peak < found.peak
+    assert (other.solution.cuts, other.solution.options) != (found.solution.cuts, found.solution.options)
+    nothing, replicated, sharded = made(1024)
+    assert nothing.search(replicated) is None and nothing._least_found(replicated, whole=False) == math.inf
 
 
 def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
 from pipegraph.planner.solver import option_search
-from pipegraph.planner.solver.option_search import OptionSolution, solve_options
+from pipegraph.planner.solver.option_search import OptionProblem, OptionSolution, solve_options
 from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.schedule import Schedule, build, names
 from pipegraph.schedule.recipes import find_recipe
@@ -91,6 +91,11 @@ def check_against_brute_force(seed: int) -> OptionSolution | None:
             solve_options(*arguments, memory_bytes=limit, link=case.link)
         assert shortage.value.needed == needs[0]
         return None
+    problem = OptionProblem(*arguments, memory_bytes=limit, link=case.link)
+    assert problem.fractional_bound() <= min(fitting) * (1 + 1e-9)
+    improved = problem.solve(effort=0.01, proves=False)
+    assert max(improved.memory) <= limit and improved.lower_bound <= min(fitting) * (1 + 1e-9)
+    assert min(fitting) * (1 - 1e-9) <= improved.value
     found = solve_options(*arguments, memory_bytes=limit, link=case.link)
     costs = flattened(case.options, found.cuts, found.options)
     assert makespan(costs, found.cuts, case.schedule, case.link) == pytest.approx(found.value, rel=1e-12)
@@ -125,6 +130,25 @@ def test_early_stages_recompute_more() -> None:
     assert (found.options, found.cuts, found.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
     alike = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
     assert (found.value, found.uniform) == (553, min(alike)) == (553, 591)
+    problem = OptionProblem(options, 4, "1f1b", 16, memory_bytes=limit)
+    assert 0.85 * 553 <= problem.fractional_bound() <= 553  # parts of a stage may have options of their own
+    assert problem.take(found) == found
+    assert OptionProblem(options, 4, "1f1b", 16, memory_bytes=0.9 * limit).take(found) is None
+    assert problem.solve(effort=0.05, proves=False).value == 553
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "zb-h1"])
+def test_stages_of_parts_of_segments_bound_every_order(name: str) -> None:
+    """They know that memory makes stages compute again, and how long the way through the stages is."""
+    options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
+    chunks = find_recipe(name).chunks
+    problem = OptionProblem(options, 4 * chunks, build(name, 4, 16, chunks), memory_bytes=700)
+    found = problem.solve(effort=0.2)
+    assert 16 * 32 * 3 / 4 < problem.fractional_bound() <= found.value <= 1.3 * problem.fractional_bound()
+    impossible = OptionProblem(options, 4 * chunks, build(name, 4, 16, chunks), memory_bytes=8 * 10 * 4)
+    assert math.isinf(impossible.fractional_bound())
+    with pytest.raises(MemoryShortage):
+        impossible.solve(effort=0.1)
 
 
 def test_stages_may_have_options_of_their_own() -> None:

@@ -27,6 +27,11 @@ class JointCandidate:
     resident: int | None = None
 
     @property
+    def stages(self) -> int:
+        """How many stages a pipeline has."""
+        return self.layout.pp * self.chunks
+
+    @property
     def state_factor(self) -> float:
         """How many times a rank holds the parameters of its stages that have a gradient."""
         resharded = 0.0 if self.resident is None else 1 - self.resident / self.chunks

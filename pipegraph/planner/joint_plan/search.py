@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from pipegraph.arguments import argument
-from pipegraph.cost.hardware import Link
 from pipegraph.errors import PlanError
+from pipegraph.planner.joint_plan.candidate_problems import CandidateProblems, leanest_of
 from pipegraph.planner.joint_plan.choices import JointCandidate, JointChoice, JointComparison, Neighbour, pareto_front
 from pipegraph.planner.joint_plan.layout import Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds, resident_seconds
 from pipegraph.planner.plan_options import StagedCosts
-from pipegraph.planner.solver.option_search import OptionProblem, OptionSolution, solve_options
+from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage
-from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import report_progress
-from pipegraph.schedule import Kind, Schedule, build
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 """The schedules that are compared by default."""
 
-_FEW_LAYERS = 32  # of a model of fewer, all cuts are looked at for every candidate
 _LOW_EFFORT = 0.02  # for every candidate that its bound does not rule out
 _MOST_ACTIONS = 60_000  # of a step; a candidate with more is no better than one with more rows
-_KEPT_PROBLEMS = 4  # of candidates whose bound was made tighter, and whose turn may come soon
+_PASSED = 8  # candidates whose bounds are made tighter before one of them is searched
 _ROWS = (1, 2, 4, 8)  # times the rows of the example
 
 
@@ -62,8 +59,8 @@ class JointSearch:
         node = costs.hardware.links.ranks_per_node
         self._most_tp = min(node, most_tp or node) if costs.shares else 1
         self._found: dict[JointCandidate, JointChoice | None] = {}
-        self._problems: dict[tuple[JointCandidate, bool], OptionProblem] = {}
-        self._slowest: dict[tuple[int, int, str, int, int], float] = {}
+        self._problems = CandidateProblems(costs, memory_bytes)
+        self._pipelines: dict[tuple[JointCandidate, bool], OptionSolution | None] = {}
 
     @cached_property
     def candidates(self) -> tuple[JointCandidate, ...]:
@@ -100,9 +97,10 @@ class JointSearch:
                 f"No layout of {self._of_cluster} devices divides a batch of {self._batch} rows into microbatches of "
                 f"{self._costs.rows}, 2, 4 or 8 times as many.\nTry: {argument('global_batch', self._of_cluster)}."
             )
-        bounds = {candidate: self.bound(candidate) for candidate in self.candidates if self._may_fit(candidate)}
+        problems = self._problems
+        bounds = {each: problems.bound(each) for each in self.candidates if problems.may_fit(each)}
         found: list[JointChoice] = []
-        for whole in (True, False) if len(self._costs.layers) >= _FEW_LAYERS else (False,):
+        for whole in (True, False) if self._problems.have_many_layers else (False,):
             if not found:
                 self._search_all(bounds, whole)
                 found = [choice for choice in self._found.values() if choice is not None]
@@ -118,66 +116,56 @@ class JointSearch:
         neighbours = tuple(self._neighbours(final.candidate))
         return JointComparison(pareto_front(found), len(self.candidates), searched, bound, neighbours)
 
-    def _search_all(self, bounds: Mapping[JointCandidate, float], whole: bool) -> None:
+    def _search_all(self, bounds: dict[JointCandidate, float], whole: bool) -> None:
         """Search the candidates in the order of what they take at least, until that is as much as the best one takes.
 
-        Of a model of many layers, the bound of a candidate is made tighter when its turn comes, and it waits for its
-        turn again.
+        The bound of a candidate is made tighter when its turn comes, and it waits for its turn again. Now and then the
+        most promising one of these is searched before that: a good plan that is found early rules out many others.
         """
-        waiting = [(bound, number, candidate, not whole) for number, (candidate, bound) in enumerate(bounds.items())]
+        problems = self._problems
+        waiting = [(bound, number, candidate) for number, (candidate, bound) in enumerate(bounds.items())]
         heapify(waiting)
-        best = math.inf
-        while waiting and waiting[0][0] < best:
-            report_progress("comparing plans", len(bounds) - len(waiting), len(bounds))
-            bound, number, candidate, is_tight = heappop(waiting)
-            if not is_tight:
-                slowest = self._slowest_stage(candidate) + self._least_exposed(candidate)
-                heappush(waiting, (max(bound, slowest), number, candidate, True))
+        tight: list[tuple[float, int, JointCandidate]] = []
+        best, passed = math.inf, 0
+        while min(waiting[:1] + tight[:1], default=(math.inf,))[0] < best:
+            report_progress("comparing plans", len(bounds) - len(waiting) - len(tight), len(bounds))
+            is_next = not waiting or passed >= _PASSED or tight[:1] <= waiting[:1]
+            if tight and tight[0][0] < best and is_next:
+                _, _, candidate = heappop(tight)
+                passed = 0
+                if self._least_found(candidate, whole) < best:
+                    choice = self.search(candidate, whole=whole)
+                    best = min(best, math.inf if choice is None else choice.step)
             else:
-                choice = self.search(candidate, whole=whole)
-                best = min(best, math.inf if choice is None else choice.step)
+                _, number, candidate = heappop(waiting)
+                passed += 1
+                bounds[candidate] = problems.tight_bound(candidate, best)
+                slowest = problems.slowest_stage(candidate) + problems.least_exposed(candidate) if whole else 0.0
+                heappush(tight, (max(bounds[candidate], slowest), number, candidate))
 
-    def bound(self, candidate: JointCandidate) -> float:
-        """Return seconds that no cuts and choices of a candidate go below: its work, divided between ranks so that all
-        of them end together, and the least that can be gathered and reduced."""
-        layout, microbatches = candidate.layout, candidate.microbatches
-        exposed = self._least_exposed(candidate)
-        if candidate.chunks > 1:
-            return microbatches * self._costs.totals(layout, candidate.rows).seconds / layout.pp + exposed
-        is_whole = _has_whole_backwards(candidate.schedule)
-        return self._costs.least_makespan(layout, candidate.rows, microbatches, is_whole) + exposed
+    def _least_found(self, candidate: JointCandidate, whole: bool) -> float:
+        """Return what a candidate takes at least by what was found for another division of its copies; 0 if nothing
+        was, infinite if nothing fits there."""
+        key = leanest_of(candidate), whole and self._problems.has_enough_layers(candidate)
+        if key not in self._pipelines:
+            return 0.0
+        found = self._pipelines[key]
+        return math.inf if found is None else found.lower_bound + self._problems.least_exposed(candidate)
 
-    def _slowest_stage(self, candidate: JointCandidate) -> float:
-        """Return what a pipeline takes at least that is cut between layers. It is found once for all divisions of its
-        copies into dp_replicate × dp_shard: with the one that leaves the most memory."""
-        layout = candidate.layout
-        key = layout.pp, layout.tp, candidate.schedule, candidate.chunks, candidate.rows
-        if key not in self._slowest:
-            leanest = replace(
-                candidate,
-                layout=replace(layout, dp_replicate=1, dp_shard=layout.copies),
-                resident=1 if candidate.chunks > 1 and layout.copies > 1 else None,
-            )
-            self._slowest[key] = self._problem(leanest, whole=True).lower_bound
-        return self._slowest[key]
-
-    def _least_exposed(self, candidate: JointCandidate) -> float:
-        """Return the least that gathering and reducing can add to a step."""
-        layout, totals = candidate.layout, self._costs.totals(candidate.layout, candidate.rows)
-        held = totals.parameter_bytes / layout.pp if candidate.chunks == 1 else 0
-        return layout.gather_seconds(self._costs.hardware, held) + layout.reduce_seconds(self._costs.hardware, held)
-
-    def search(self, candidate: JointCandidate, effort: float = _LOW_EFFORT, whole: bool = True) -> JointChoice | None:
+    def search(self, candidate: JointCandidate, effort: float | None = None, whole: bool = True) -> JointChoice | None:
         """Return a candidate with the best cuts and choices that were found; None if nothing fits.
 
-        With ``whole``, a model of many layers is cut between layers only, if these are enough.
+        Args:
+            effort: of a search for this candidate alone. Without one, what was found for the division of its copies
+                that leaves the most memory is taken if it fits: with less memory, nothing is faster. Whole layers are
+                searched for quickly then.
+            whole: whether a model of many layers is cut between layers only, if these are enough.
         """
-        whole = whole and self._has_enough_layers(candidate)
-        hidden = self._costs.hidden(candidate.layout, candidate.rows)
-        uniform = [option for option in self._costs.single.uniform if option in hidden]
-        try:
-            solution = self._problem(candidate, whole).solve(uniform, effort, advises=False)
-        except MemoryShortage:
+        whole = whole and self._problems.has_enough_layers(candidate)
+        solution = (
+            self._pipeline(candidate, whole) if effort is None else self._solve(candidate, effort, whole, proves=True)
+        )
+        if solution is None:
             self._found.setdefault(candidate, None)
             return self._found[candidate]
         if whole:  # other cuts may be better
@@ -186,7 +174,7 @@ class JointSearch:
         options = self._costs.options(candidate.layout, candidate.rows)
         costs = StagedCosts([options[option] for option in solution.options])
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
-        least = max(self.bound(candidate), solution.lower_bound)
+        least = max(self._problems.tight_bound(candidate), solution.lower_bound)
         choice = JointChoice(candidate, solution, self._step(candidate, costs, solution), least, recompute, costs)
         before = self._found.get(candidate)
         if before is not None and before.step < choice.step:
@@ -194,71 +182,41 @@ class JointSearch:
         self._found[candidate] = choice
         return choice
 
+    def _pipeline(self, candidate: JointCandidate, whole: bool) -> OptionSolution | None:
+        """Return the best cuts and choices that were found with little effort; None if nothing fits."""
+        leanest = leanest_of(candidate)
+        if (leanest, whole) not in self._pipelines:
+            self._pipelines[leanest, whole] = self._solve(leanest, _LOW_EFFORT, whole, not whole)
+        found = self._pipelines[leanest, whole]
+        if found is None or candidate == leanest:
+            return found
+        return self._problems.of(candidate, whole).take(found) or self._solve(candidate, _LOW_EFFORT, whole, not whole)
+
+    def _solve(self, candidate: JointCandidate, effort: float, whole: bool, proves: bool) -> OptionSolution | None:
+        """Search for the cuts and choices of a candidate. Returns None if nothing fits."""
+        hidden = self._costs.hidden(candidate.layout, candidate.rows)
+        uniform = [option for option in self._costs.single.uniform if option in hidden]
+        try:
+            return self._problems.of(candidate, whole).solve(uniform, effort, advises=False, proves=proves)
+        except MemoryShortage:
+            return None
+
     def _step(self, candidate: JointCandidate, costs: StagedCosts, solution: OptionSolution) -> float:
         """Return the seconds of a step, with what gathering and reducing add."""
         hardware, layout, schedule = self._costs.hardware, candidate.layout, solution.schedule
         staged = costs.stages(solution.cuts)
-        links = self.link(layout), hardware.host_link
+        links = self._problems.link(layout), hardware.host_link
         value = step_seconds(staged, schedule, *links)
         if candidate.resident is None:
             return value + exposed_seconds(staged, schedule.placement, layout, hardware)
         times = stage_times(staged, schedule, *links)
         return value + resident_seconds(staged, schedule, times, candidate.resident, layout, hardware)
 
-    def _problem(self, candidate: JointCandidate, whole: bool) -> OptionProblem:
-        """Return the cuts and choices of a candidate; with ``whole`` between layers only, if these are enough."""
-        key = candidate, whole and self._has_enough_layers(candidate)
-        if key not in self._problems:
-            options, stages = self._costs.options(candidate.layout, candidate.rows), self._stages(candidate)
-            hidden = self._costs.hidden(candidate.layout, candidate.rows)
-            while len(self._problems) >= _KEPT_PROBLEMS:
-                del self._problems[next(iter(self._problems))]
-            self._problems[key] = OptionProblem(
-                self._costs.layer_options(candidate.layout, candidate.rows)
-                if key[1]
-                else [costs.segments for costs in options],
-                stages,
-                self._schedule(candidate),
-                memory_bytes=self._memory,
-                link=self.link(candidate.layout),
-                allowed=None if len(hidden) == len(options) else [hidden] * stages,
-                state_factor=candidate.state_factor,
-            )
-        return self._problems[key]
-
-    def _has_enough_layers(self, candidate: JointCandidate) -> bool:
-        return max(_FEW_LAYERS, self._stages(candidate)) <= len(self._costs.layers)
-
-    def link(self, layout: Layout) -> Callable[[int, int], Link]:
-        """Return (rank, other rank) of one pipeline → their link."""
-        return lambda rank, other: self._costs.hardware.link(rank * layout.stride, other * layout.stride)
-
-    def _schedule(self, candidate: JointCandidate) -> Schedule:
-        return _schedule(candidate.schedule, self._stages(candidate), candidate.microbatches, candidate.layout.pp)
-
-    @staticmethod
-    def _stages(candidate: JointCandidate) -> int:
-        return candidate.layout.pp * candidate.chunks
-
-    def _may_fit(self, candidate: JointCandidate) -> bool:
-        """Whether the mean over ranks of what they hold at least is no more than the limit: parameters, and what one
-        microbatch keeps."""
-        if self._memory is None:
-            return True
-        totals = self._costs.totals(candidate.layout, candidate.rows)
-        held = totals.parameter_bytes * candidate.state_factor
-        return (held + totals.saved_bytes) / candidate.layout.pp <= self._memory
-
     def _shortage(self, candidates: Sequence[JointCandidate]) -> MemoryShortage:
         least = math.inf
         for candidate in sorted(candidates, key=lambda each: (-each.layout.pp * each.layout.tp, each.rows))[:3]:
-            options = self._costs.options(candidate.layout, candidate.rows)
             try:
-                solve_options(
-                    [costs.segments for costs in options], candidate.layout.pp * candidate.chunks,
-                    self._schedule(candidate), memory_bytes=1.0, uniform=(),
-                    state_factor=candidate.state_factor, effort=_LOW_EFFORT,
-                )  # fmt: skip
+                CandidateProblems(self._costs, 1.0).of(candidate, whole=False).solve((), _LOW_EFFORT)
             except MemoryShortage as shortage:
                 least = min(least, shortage.needed)
         memory = self._memory or 0.0
@@ -276,10 +234,8 @@ class JointSearch:
             if candidate in seen:
                 continue
             seen.add(candidate)
-            is_possible = candidate in self.candidates and self._may_fit(candidate)
-            known = self._found.get(candidate)
-            choice = (known or self.search(candidate)) if is_possible else None
-            yield Neighbour(axis, value, choice)
+            is_possible = candidate in self.candidates and self._problems.may_fit(candidate)
+            yield Neighbour(axis, value, self.search(candidate, _LOW_EFFORT) if is_possible else None)
 
     def _steps(self, best: JointCandidate) -> Iterator[tuple[str, str, JointCandidate]]:
         layout = best.layout
@@ -303,17 +259,3 @@ class JointSearch:
             yield "schedule", recipe.name, replace(best, schedule=recipe.name, chunks=recipe.chunks, resident=resident)
         for resident in self._residents(layout, best.chunks):
             yield "resident", "all" if resident is None else str(resident), replace(best, resident=resident)
-
-
-@cache
-def _has_whole_backwards(name: str) -> bool:
-    """Whether all backwards of a schedule are B, so that an earlier stage's last one begins when a later one ends."""
-    schedule = build(name, 2, 4)
-    return all(action.kind in (Kind.F, Kind.B) for row in schedule.actions for action in row)
-
-
-@lru_cache(maxsize=32)
-def _schedule(name: str, stages: int, microbatches: int, ranks: int) -> Schedule:
-    """Return a schedule, the same object each time: what is known of it is looked up at once, not compared action by
-    action."""
-    return resolve_schedule(name, stages, microbatches, None, ranks)

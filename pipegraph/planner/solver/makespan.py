@@ -124,10 +124,7 @@ class Makespan:
 
         The first stage's I takes no time: no gradient of the model's inputs is needed, so W is the whole backward.
         """
-        times = self._sums.stages(cuts)[: len(TIMES)]
-        times[WEIGHT_GRAD, 0] += times[INPUT_GRAD, 0]
-        times[INPUT_GRAD, 0] = 0.0
-        return times
+        return _without_first_input_grad(self._sums.stages(cuts))
 
     def transfers(self, cuts: Integers) -> Floats:
         """Return the seconds for which a microbatch occupies the link of each boundary: (boundaries, candidates)."""
@@ -153,8 +150,28 @@ class Makespan:
             bounds.append(self._linear_bound(work, float(hops @ self._latency), np.zeros(len(hops))))
         return bounds
 
+    def path_bounds(self) -> list[LinearBound]:
+        """Return the paths of `stage_bound`, for all stages."""
+        bounds, edges = [], np.arange(self._schedule.stages - 1)
+        backward = [INPUT_GRAD, WEIGHT_GRAD] if self._whole else [INPUT_GRAD]
+        for stage, paths in enumerate(_paths_of(self._schedule)):
+            for path in paths:
+                work = np.zeros((len(TIMES), self._schedule.stages))
+                work[:, stage] = path[: len(TIMES)]
+                work[FORWARD, :stage], work[FORWARD, stage + 1 :] = 1.0, path.turns + path.leaves
+                work[backward, :stage], work[backward, stage + 1 :] = path.returns, path.turns
+                hops = np.where(edges < stage, 1 + path.returns, 2 * path.turns + path.leaves)
+                bounds.append(self._linear_bound(work, float(hops @ self._latency), np.zeros(len(edges))))
+        return bounds
+
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
-        times, transfers = self.times(cuts) @ mixture, self.transfers(cuts) @ mixture
+        return self._longest(self.times(cuts) @ mixture, self.transfers(cuts) @ mixture)
+
+    def longest_path(self, stages: Floats) -> LinearBound:
+        """Return the linear bound that is largest for stages (quantities, stages) between which nothing crosses."""
+        return self._longest(_without_first_input_grad(stages), np.zeros(len(self._latency)))
+
+    def _longest(self, times: Floats, transfers: Floats) -> LinearBound:
         path = self._graph.longest_path(times, self._latency, transfers)
         return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
@@ -190,6 +207,14 @@ class Makespan:
         weights = work.copy()
         weights[INPUT_GRAD, 0] = weights[WEIGHT_GRAD, 0]
         return self._sums.linear_bound(weights, transfers * self._per_byte, constant)
+
+
+def _without_first_input_grad(stages: Floats) -> Floats:
+    """Return the times (3, stages, …) of stages (quantities, stages, …): W of the first stage is its whole backward."""
+    times: Floats = stages[: len(TIMES)].copy()
+    times[WEIGHT_GRAD, 0] += times[INPUT_GRAD, 0]
+    times[INPUT_GRAD, 0] = 0.0
+    return times
 
 
 def _boundary_times(link: Links | None, placement: Sequence[int]) -> tuple[Floats, Floats]:

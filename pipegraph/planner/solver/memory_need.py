@@ -125,6 +125,16 @@ class MemoryNeed:
         held = self._kept(stages, crossing) + self._added(stages, self._sums.transient_at(cuts) @ mixture)
         return self._linear_bound(int((held + of_rank[self._moments.rank]).argmax()))
 
+    def tightest_bounds(self, stages: Floats) -> list[LinearBound]:
+        """Return for each rank the linear bound that is largest for stages (quantities, stages) between which nothing
+        crosses, and which need nothing more while they run."""
+        made = self._moments.adds * stages[ADDED][self._moments.stage]
+        held = self._kept(stages, np.zeros(self.stages - 1)) + made
+        moments = (
+            first + int(own.argmax()) for first, own in zip(self._first, np.split(held, self._first[1:]), strict=True)
+        )
+        return [self._linear_bound(int(moment)) for moment in moments]
+
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
         rank, before, crossing = self._placement[stage], self._sums.before, self._sums.crossing
         state = before[HELD] + (self._factor - 1) * before[TRAINED]

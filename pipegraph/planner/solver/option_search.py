@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import comb
 
 import numpy as np
 
 from pipegraph.cost import SegmentCost
-from pipegraph.errors import PlanError
 from pipegraph.planner.solver.branch_and_bound import BranchAndBound
 from pipegraph.planner.solver.cut_search import equal_parts
 from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.fractional_stages import FractionalStages
 from pipegraph.planner.solver.local_search import (
     EQUAL,
     Incumbents,
@@ -22,13 +23,13 @@ from pipegraph.planner.solver.local_search import (
     hill_climb,
     iterated_local_search,
 )
-from pipegraph.planner.solver.makespan import Links
+from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective
 from pipegraph.planner.solver.option_moves import every_candidate, option_moves
 from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Booleans, Integers
 from pipegraph.planner.solver.solve import MemoryShortage, solve
-from pipegraph.planner.solver.solve_arguments import check_costs, check_numbers, memory_of_ranks, resolve_schedule
+from pipegraph.planner.solver.solve_arguments import check_numbers, check_options, memory_of_ranks, resolve_schedule
 from pipegraph.planner.solver.stage_options import OptionFits, OptionMakespan, OptionSpace, OptionSums
 from pipegraph.schedule import Schedule, simulate
 from pipegraph.units import format_bytes
@@ -130,7 +131,7 @@ class OptionProblem:
         receives_ahead: int = 4,
         names: Sequence[str] | None = None,
     ) -> None:
-        _check_options(options, stages, names, allowed)
+        check_options(options, stages, names, allowed)
         check_numbers(state_factor, 1.0, receives_ahead)
         self._schedule = resolve_schedule(schedule, stages, microbatches, None, ranks)
         self._order = sorted(range(len(options)), key=lambda one: -sum(cost.saved_bytes for cost in options[one]))
@@ -146,8 +147,11 @@ class OptionProblem:
         # With the least that any option needs of each segment.
         self._memory = need(self._sums, self._schedule, limits=limits)
         self._link = link
-        self._every = CutSpace.all_cuts(self._sums.segments, stages)
         self._need_of = [partial(need, each, self._schedule, limits=limits) for each in self._sums.each]
+
+    @cached_property
+    def _every(self) -> CutSpace:
+        return CutSpace.all_cuts(self._sums.segments, self._schedule.stages)
 
     @cached_property
     def _space(self) -> OptionSpace:
@@ -175,24 +179,45 @@ class OptionProblem:
         nothing fits."""
         return math.inf if self.is_impossible else _slowest_stage(self._possible, self._makespan)
 
-    def solve(self, uniform: Sequence[int] | None = None, effort: float = 1.0, advises: bool = True) -> OptionSolution:
-        """Return the best that was found. Raises as `solve_options` does."""
+    def fractional_bound(self, enough: float = math.inf) -> float:
+        """Return what no cuts and options go below, which stages of parts of segments show; infinite if nothing fits.
+        It is not made tighter than ``enough``."""
+        makespan = Makespan(self._sums, self._schedule, self._link)
+        used = [costs for costs, may in zip(self._options, self._allowed.T, strict=True) if may.any()]
+        return FractionalStages(used, makespan, self._memory).least_makespan(enough)
+
+    def solve(
+        self,
+        uniform: Sequence[int] | None = None,
+        effort: float = 1.0,
+        advises: bool = True,
+        proves: bool = True,
+    ) -> OptionSolution:
+        """Return the best that was found. Raises as `solve_options` does.
+
+        Without ``proves``, cuts and options are only improved step by step, and the lower bound is the slowest stage's.
+        """
         check_numbers(1.0, effort)
         memory, sums, makespan = self._memory, self._sums, self._makespan
         if not advises and self.is_impossible:
             raise MemoryShortage(f"No cuts and choices fit into {format_bytes(memory.limit)} on each rank.", 0)
         moves = option_moves(self._allowed)
-        starts, best_uniform = self._uniform_starts(uniform, effort)
+        starts, best_uniform = self._uniform_starts(uniform, effort) if proves else ([], math.inf)
         if not starts and not self._possible.empty:
-            cuts = self._possible.cheapest(makespan.stage_bound, np.maximum)
-            starts = [each for each in [_leanest(self._space.fits, cuts, sums.segments)] if memory.fits(each[None])[0]]
-        if not starts:
-            starts = [_least_memory(sums, memory, self._allowed, moves, effort)]
+            starts = self._even_starts()
+        if not any(memory.fits(start[None])[0] for start in starts):
+            starts.append(_least_memory(sums, memory, self._allowed, moves, effort))
         seconds: Objective = makespan
         if memory.limits:
             seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
         incumbents = Incumbents(seconds, memory.fits, kept=1)
-        bound = _search(incumbents, self._space, starts, effort, moves, self._allowed)
+        if proves:
+            bound = _search(incumbents, self._space, starts, effort, moves, self._allowed)
+        else:
+            bound = self.lower_bound
+            for start in starts:
+                hill_climb(incumbents, start, sums.segments, moves)
+            iterated_local_search(incumbents, incumbents.best_cuts, sums.segments, int(effort * _STEPS), moves)
         best = incumbents.best_cuts
         value = simulate(self._schedule, makespan.times_of(best)).makespan  # rounds differently from the objective
         places, options_of = sums.split(best[None])
@@ -200,11 +225,41 @@ class OptionProblem:
             tuple(places[0].tolist()),
             tuple(self._order[number] for number in options_of[0].tolist()),
             value,
-            tuple(math.ceil(one) for one in memory.of_ranks(best[None])[:, 0].tolist()),
+            self._memory_of(best[None]),
             value if bound >= value * (1 - EQUAL) else bound,
             best_uniform,
             self._schedule,
         )
+
+    def take(self, solution: OptionSolution) -> OptionSolution | None:
+        """Return what was found for these stages with another ``state_factor`` or other limits, with the memory that it
+        needs here; None if that is too much."""
+        candidate = np.array([*solution.cuts, *map(self._order.index, solution.options)], np.int64)[None]
+        return replace(solution, memory=self._memory_of(candidate)) if self._memory.fits(candidate)[0] else None
+
+    def _memory_of(self, candidate: Integers) -> tuple[int, ...]:
+        """Return the bytes that each rank needs with a candidate (1, numbers)."""
+        return tuple(math.ceil(one) for one in self._memory.of_ranks(candidate)[:, 0].tolist())
+
+    def _even_starts(self) -> list[Integers]:
+        """Return candidates with the cuts of which the slowest stage is the fastest: each stage with the fastest option
+        that its rank has room for if it holds nothing else, and each with the leanest."""
+        edges = np.concatenate(
+            [[0], self._possible.cheapest(self._makespan.stage_bound, np.maximum), [self._sums.segments]]
+        )
+        pairs = list(pairwise(edges.tolist()))
+        fit = [
+            np.flatnonzero(self._space.fits.at(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2]))
+            for stage in range(len(pairs))
+        ]
+        chosen = (
+            [
+                min(options.tolist(), key=lambda option: self._sums.each[option].seconds(*pair))
+                for options, pair in zip(fit, pairs, strict=True)
+            ],
+            [int(options[-1]) for options in fit],
+        )
+        return [np.array([*edges[1:-1].tolist(), *each], np.int64) for each in chosen]
 
     def _uniform_starts(self, uniform: Sequence[int] | None, effort: float) -> tuple[list[Integers], float]:
         """Return the best cuts with each of these options for all stages, as candidates, and the best value."""
@@ -267,34 +322,6 @@ def _slowest_stage(space: OptionSpace, objective: Objective) -> float:
         float(objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])[0, 0])
         for stage in range(len(space.allowed))
     )
-
-
-def _check_options(
-    options: Sequence[Sequence[SegmentCost]],
-    stages: int,
-    names: Sequence[str] | None,
-    allowed: Sequence[Sequence[int]] | None,
-) -> None:
-    if not options:
-        raise PlanError("There is no option for the stages.\nTry: the costs of the segments with one or more.")
-    for costs in options:
-        check_costs(costs, stages, names)
-        if [cost.boundary_bytes for cost in costs] != [cost.boundary_bytes for cost in options[0]]:
-            raise PlanError("What crosses between the segments, or their number, differs from option to option.")
-    if allowed is not None and (
-        len(allowed) != stages or any(not {*range(len(options))} >= {*chosen} or not chosen for chosen in allowed)
-    ):
-        raise PlanError(f"allowed has for each of {stages} stages some of the options 0 to {len(options) - 1}.")
-
-
-def _leanest(fits: OptionFits, cuts: Integers, segments: int) -> Integers:
-    """Return a candidate with these cuts, each stage with the option that keeps the least of those that fit."""
-    edges = np.concatenate([[0], cuts, [segments]])
-    chosen = [
-        int(np.flatnonzero(fits.at(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2]))[-1])
-        for stage in range(len(edges) - 1)
-    ]
-    return np.concatenate([cuts, np.array(chosen, np.int64)])
 
 
 def _least_memory(sums: OptionSums, memory: MemoryNeed, may: Booleans, moves: Moves, effort: float) -> Integers:

@@ -110,7 +110,7 @@ class PrefixSums:
     """
 
     def __init__(self, costs: Sequence[SegmentCost]) -> None:
-        figures = np.array([_quantities(cost) for cost in costs], np.float64).T
+        figures = np.array([quantities_of(cost) for cost in costs], np.float64).T
         self.segments = len(costs)
         self.before: Floats = np.pad(np.cumsum(figures, axis=1), ((0, 0), (1, 0)))
         self.crossing: Floats = np.array([0, *(cost.boundary_bytes for cost in costs[:-1]), 0], np.float64)
@@ -120,6 +120,10 @@ class PrefixSums:
     def offloads(self) -> bool:
         """Whether anything is offloaded."""
         return bool(self.before[OFFLOADED, -1])
+
+    def seconds(self, begin: int, end: int) -> float:
+        """Return what the segments begin … end − 1 take for one microbatch."""
+        return float((self.before[list(TIMES), end] - self.before[list(TIMES), begin]).sum())
 
     def stages(self, cuts: Integers) -> Floats:
         """Return the quantities of the stages that cuts (candidates, cuts) make: (quantities, stages, candidates)."""
@@ -148,7 +152,7 @@ class PrefixSums:
         return LinearBound(table, constant + float(up_to[-1, -1]))
 
 
-def _quantities(cost: SegmentCost) -> tuple[float, ...]:
+def quantities_of(cost: SegmentCost) -> tuple[float, ...]:
     """Return the figures of a segment in the order of `QUANTITIES`."""
     return (
         cost.forward,

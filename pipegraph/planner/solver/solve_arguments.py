@@ -55,6 +55,25 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
         )
 
 
+def check_options(
+    options: Sequence[Sequence[SegmentCost]],
+    stages: int,
+    names: Sequence[str] | None,
+    allowed: Sequence[Sequence[int]] | None,
+) -> None:
+    """Raise a PlanError unless the options of a chain, and those that stages may have, fit together."""
+    if not options:
+        raise PlanError("There is no option for the stages.\nTry: the costs of the segments with one or more.")
+    for costs in options:
+        check_costs(costs, stages, names)
+        if [cost.boundary_bytes for cost in costs] != [cost.boundary_bytes for cost in options[0]]:
+            raise PlanError("What crosses between the segments, or their number, differs from option to option.")
+    if allowed is not None and (
+        len(allowed) != stages or any(not {*range(len(options))} >= {*chosen} or not chosen for chosen in allowed)
+    ):
+        raise PlanError(f"allowed has for each of {stages} stages some of the options 0 to {len(options) - 1}.")
+
+
 def check_numbers(state_factor: float, effort: float, receives_ahead: int = 0, alternatives: int = 0) -> None:
     """Raise PlanError for impossible numbers."""
     for what, figure in (("state_factor", state_factor), ("effort", effort)):

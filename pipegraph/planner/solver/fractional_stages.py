@@ -1,0 +1,123 @@
+"""A lower bound for all cuts and options of a chain: stages of any parts of its segments, by linear programming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipegraph.cost import SegmentCost
+from pipegraph.planner.solver.makespan import Makespan
+from pipegraph.planner.solver.memory_need import MemoryNeed
+from pipegraph.planner.solver.prefix_sums import Floats, LinearBound, quantities_of
+from pipegraph.planner.solver.stage_options import OptionBound
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+_ROUNDS = 24
+_ROWS = 16  # of the linear bounds that are exceeded the most, which a round adds
+_EXCEEDS = 1e-3  # part of a bound
+_EXACT = 1e-6  # of the solution of a linear program
+_INFEASIBLE = 2  # of the statuses of a linear program
+
+
+class FractionalStages:
+    """Stages that may have any parts of any segments, each part with any option that some stage may have.
+
+    Cuts and options are one way to fill them, so none takes less than the fastest way. As a makespan, and what a rank
+    needs, is the largest of linear bounds, a linear program finds it. Segments that have the same costs to choose from
+    are one variable for each stage and cost. The first segment is in the first stage, and the last one in the last.
+
+    Args:
+        options: the costs of the segments with each option.
+        makespan, memory: of stages with these options.
+    """
+
+    def __init__(self, options: Sequence[Sequence[SegmentCost]], makespan: Makespan, memory: MemoryNeed) -> None:
+        self._makespan, self._memory = makespan, memory
+        kinds: dict[tuple[str, frozenset[tuple[float, ...]]], list[int]] = {}
+        for number, costs in enumerate(zip(*options, strict=True)):
+            place = {0: "first", len(options[0]) - 1: "last"}.get(number, "between")
+            kinds.setdefault((place, frozenset(map(quantities_of, costs))), []).append(number)
+        every = range(memory.stages)
+        stages = {"first": every[:1], "between": every, "last": every[-1:]}
+        self._counts = np.array([len(alike) for alike in kinds.values()])
+        choices = [
+            (kind, stage, cost)
+            for kind, (place, costs) in enumerate(kinds)
+            for stage in stages[place]
+            for cost in sorted(costs)
+        ]
+        self._kinds, self._stage, costs_of = (np.array(column) for column in zip(*choices, strict=True))
+        self._costs: Floats = costs_of.T  # (quantities, variables)
+
+    def least_makespan(self, enough: float = math.inf) -> float:
+        """Return seconds that no cuts and options go below; infinite if none fit. It is not made tighter than
+        ``enough``."""
+        from scipy.optimize import linprog  # takes half a second to import
+        from scipy.sparse import coo_array, vstack
+
+        variables, limit = len(self._kinds), self._memory.limit
+        parts = coo_array((np.ones(variables), (self._kinds, np.arange(variables))), (len(self._counts), variables + 1))
+        pool, constants = self._table([*self._makespan.initial_bounds(), *self._makespan.path_bounds()])
+        even = self._counts[self._kinds] / np.bincount(self._kinds)[self._kinds]
+        scale = float((pool @ even + constants).max())
+        if not scale:
+            return 0.0
+        rows, limits = [_rows(pool[: self._memory.ranks], -scale)], [-constants[: self._memory.ranks]]
+        least = 0.0
+        for _ in range(_ROUNDS):
+            solution = linprog(
+                np.append(np.zeros(variables), 1.0),  # minimise the makespan, which is the last variable
+                A_ub=vstack(rows) / scale,  # so that no figure is far from 1
+                b_ub=np.concatenate(limits) / scale,
+                A_eq=parts,
+                b_eq=self._counts,
+                method="highs",
+            )
+            if solution.status == _INFEASIBLE:
+                return math.inf
+            if solution.status:
+                break
+            least, shares = scale * float(solution.x[-1]), solution.x[:-1]
+            if least >= enough:
+                break
+            stages = self._stages_of(shares)
+            values = pool @ shares + constants
+            longest = np.argsort(-values)[:_ROWS]
+            longest = longest[values[longest] > least * (1 + _EXCEEDS)]
+            more, more_constants = pool[longest], constants[longest]
+            if not len(longest):
+                more, more_constants = self._table([self._makespan.longest_path(stages)])
+                slower = more @ shares + more_constants > least * (1 + _EXCEEDS)
+                more, more_constants = more[slower], more_constants[slower]
+            needs, need_constants = self._table(self._memory.tightest_bounds(stages))
+            short = needs @ shares + need_constants > limit * (1 + _EXCEEDS)
+            if not len(more) and not short.any():
+                break
+            full = scale / limit
+            rows += [_rows(more, -scale), _rows(full * needs[short], 0.0)]
+            limits += [-more_constants, scale - full * need_constants[short]]
+        return least * (1 - _EXACT)
+
+    def _table(self, bounds: Sequence[LinearBound | OptionBound]) -> tuple[Floats, Floats]:
+        """Return what each variable adds to linear bounds, and their constants: (bounds, variables), (bounds,)."""
+        rows = []
+        for bound in bounds:
+            assert isinstance(bound, OptionBound)  # the sums have options
+            rows.append(np.einsum("qv,qv->v", bound.weights[:, self._stage], self._costs))
+        return np.array(rows), np.array([bound.constant for bound in bounds])
+
+    def _stages_of(self, shares: Floats) -> Floats:
+        """Return the quantities of stages: (quantities, stages)."""
+        return np.array([np.bincount(self._stage, row, self._memory.stages) for row in self._costs * shares])
+
+
+def _rows(table: Floats, last: float) -> csr_array:
+    """Return rows of a linear program: the variables of segments, and this for the makespan."""
+    from scipy.sparse import csr_array
+
+    return csr_array(np.column_stack([table, np.full(len(table), last)]))
