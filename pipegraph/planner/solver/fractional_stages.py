@@ -17,7 +17,7 @@ from pipegraph.planner.solver.stage_options import OptionBound
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-_ROUNDS = 24
+_ROUNDS = 24  # of solving the program, then adding linear bounds that its solution exceeds
 _ROWS = 16  # of the linear bounds that are exceeded the most, which a round adds
 _EXCEEDS = 1e-3  # part of a bound
 _EXACT = 1e-6  # of the solution of a linear program
