@@ -143,8 +143,11 @@ def die_before_the_first_save(rank: int, package: str, folder: str) -> tuple[str
     return "saved", 0.0
 
 
-def fail_beside(rank: int, package: str, folder: str) -> tuple[bool, str, str]:
-    """Whether a pipeline is freed after it has saved; and what this rank says when a step fails during a save."""
+def fail_beside(rank: int, package: str, folder: str, late: str) -> tuple[bool, str, str]:
+    """Whether a pipeline is freed after it has saved; and what this rank says when a step fails during a save.
+
+    Rank 1 goes on with `late`, a method of the writer, when rank 0 has given up.
+    """
     run = start(package, "1f1b", {"pp": 2}, timeout=20)
     run.save(folder, 1, background=True)
     freed = weakref.ref(run.pipe)
@@ -153,16 +156,17 @@ def fail_beside(rank: int, package: str, folder: str) -> tuple[bool, str, str]:
     is_whole = freed() is None and Path(folder, "step-00000001").is_dir()
     run = start(package, "1f1b", {"pp": 2}, timeout=20)
     noticed = Event()
-    write_data = FileSystemWriter.write_data
+    write = getattr(FileSystemWriter, late)
 
     def wait(*given: Any) -> Any:
         noticed.wait(10)
-        return write_data(*given)
+        time.sleep(rank)
+        return write(*given)
 
     def break_down(*_: Any) -> None:
         raise ValueError("broken on purpose")
 
-    FileSystemWriter.write_data = wait  # type: ignore[method-assign]
+    setattr(FileSystemWriter, late, wait)
     run.save(folder, 2, background=True)
     if rank == 1:
         next(iter(run.pipe.stages.values())).register_forward_pre_hook(break_down)

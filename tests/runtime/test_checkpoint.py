@@ -141,8 +141,9 @@ def test_a_rank_that_dies_before_the_first_save_is_noticed_at_once(packages: Pat
     assert list(tmp_path.glob("step-*")) == []
 
 
-def test_a_step_that_fails_ends_what_is_saved_beside_it(packages: Path, tmp_path: Path) -> None:
-    for is_whole, step, beside in ranks.run(checkpoint_ranks.fail_beside, 2, str(packages / "2"), str(tmp_path)):
+@pytest.mark.parametrize("late", ["prepare_local_plan", "write_data"])
+def test_a_step_that_fails_ends_what_is_saved_beside_it(packages: Path, tmp_path: Path, late: str) -> None:
+    for is_whole, step, beside in ranks.run(checkpoint_ranks.fail_beside, 2, str(packages / "2"), str(tmp_path), late):
         assert is_whole
         assert step.startswith("RuntimeFault: ") and "broken on purpose" in step
         assert beside.startswith("CheckpointError: ") and "step-00000002 was not saved" in beside

@@ -92,13 +92,16 @@ def candidates(folder: Path) -> list[Path]:
     return [each for _, each in sorted(found, reverse=True)]
 
 
-def start(folder: Path, step: int) -> Path:
+def partial_of(folder: Path, step: int) -> Path:
+    """The folder into which the checkpoint of a step is written."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def start(partial: Path) -> None:
     """Make the folder into which a checkpoint is written. What killed processes left of others is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_partial(folder)
-    partial = folder / f".step-{step:08d}.partial"
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial(partial.parent)
     partial.mkdir()
-    return partial
 
 
 def remove_partial(folder: Path) -> None:

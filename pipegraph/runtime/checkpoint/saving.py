@@ -146,18 +146,16 @@ def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) ->
     Raises:
         CheckpointError: a rank could not write; on every rank, and nothing is left of it.
     """
-    place = request.place
-    partial: Path | None = None
+    place, partial = request.place, folder.partial_of(request.folder, request.step)
     try:
-        made = ranks.agree(lambda: str(folder.start(request.folder, request.step)) if ranks.is_first else "")
-        partial = request.folder / Path(ranks.gather(made)[0]).name
+        ranks.agree(lambda: folder.start(partial) if ranks.is_first else None)
         storage.write(collected.tensors, partial, ranks)
         files = _described(partial, ranks)
         index = structs.replace(collected.index, files=files)
         ranks.agree(lambda: folder.finish(partial, place, index) if ranks.is_first else None)
     except BaseException as error:
-        if partial is not None and ranks.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+        # On every rank: where connections were lost, others may still write, and the last one leaves nothing.
+        shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, CheckpointError):
             ranks.gather(None)  # no rank goes on before that is done
             raise CheckpointError(
