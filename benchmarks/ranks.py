@@ -1,20 +1,19 @@
 """What a runtime adds to a schedule, measured on ranks whose kernels sleep: more ranks run than there are cores.
 
-python -m benchmarks.ranks [--ranks 8] [--microbatches 16] [--milliseconds 20] [--rounds 3] [--json]
+python -m benchmarks.ranks [--ranks 8] [--microbatches 16] [--milliseconds 20] [--rounds 3] [--real-time] [--json]
 
 Every named schedule runs under pipegraph's runtime, and torch.distributed.pipelining's classes run under torch's with
 modules that sleep as long, over gloo; both are compared with `simulate`. All of them live in the same processes and
 take turns step by step; ratios are medians over rounds. A rank sleeps equally long under every schedule: if it holds
 two stages, F, I and W of each take `--milliseconds`; if it holds one, twice that. Stage 0 has no input gradient: its
-I takes no time, and its W the time of both. Processes ask for real-time priority, so that a sleeping rank wakes in
-time on a busy machine.
+I takes no time, and its W the time of both. With `--real-time` processes ask for real-time priority, so that a
+sleeping rank wakes in time on a busy machine.
 
 The same step with empty kernels shows what the runtime itself takes for an action.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -38,6 +37,8 @@ from benchmarks.sleeping_stages import SleepingKernels, SleepingStage
 from pipegraph.schedule import Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 
+REAL_TIME_HELP = "Ask for real-time priority, so that a rank wakes in time whatever else runs; it takes root."
+
 ROWS = 2
 BASELINE = "Interleaved1F1B"
 TORCH = {  # torch's class → the equal schedule of pipegraph
@@ -59,6 +60,7 @@ class SleepSetting:
     rounds: int
     width: int
     schedules: tuple[str, ...]
+    real_time: bool
     folder: str
 
     def chunks(self, schedule: str) -> int:
@@ -114,7 +116,7 @@ def pipegraph_step(
         schedule=schedule,
         microbatches=setting.microbatches,
         loss_fn=lambda output, target: output.sum(),
-        kernels=lambda stage, inputs, outputs, loss: SleepingKernels(seconds, inputs),
+        kernels=lambda stage, inputs, outputs, loss: SleepingKernels(stage, seconds, inputs),
     )
     batch = torch.zeros(setting.microbatches * ROWS, setting.width)
     return pipe, lambda: pipe.step(batch)
@@ -147,7 +149,7 @@ def torch_step(setting: SleepSetting, name: str) -> Callable[[], Any]:
 
 def measure(rank: int, setting: SleepSetting) -> None:
     """Run one process: steps of every contender in turns. Rank 0 writes their times."""
-    with contextlib.suppress(PermissionError):  # without it, a sleeping rank wakes only when other work leaves a core
+    if setting.real_time:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     torch.set_num_threads(1)
     store = dist.FileStore(f"{setting.folder}/store", setting.ranks)
@@ -227,12 +229,13 @@ def main(
     rounds: int = 3,
     width: Annotated[int, typer.Option(help="Floats per row of a boundary; a microbatch has two rows.")] = 256,
     schedule: Annotated[list[str] | None, typer.Option(help="May be given several times. [default: all]")] = None,
+    real_time: Annotated[bool, typer.Option("--real-time", help=REAL_TIME_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare runtimes on ranks that sleep."""
     chosen = tuple(schedule or (name for name in names() if trains(name)))
     with tempfile.TemporaryDirectory() as folder:
-        setting = SleepSetting(ranks, microbatches, milliseconds / 1000, rounds, width, chosen, folder)
+        setting = SleepSetting(ranks, microbatches, milliseconds / 1000, rounds, width, chosen, real_time, folder)
         write_packages(setting)
         context = multiprocessing.get_context("spawn")
         processes = [context.Process(target=measure, args=(rank, setting), daemon=True) for rank in range(ranks)]

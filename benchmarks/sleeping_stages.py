@@ -13,9 +13,10 @@ from pipegraph.kernels import Forward
 
 
 class SleepingKernels:
-    """Kernels of one stage for pipegraph's runtime: they sleep and return zeros."""
+    """Kernels of one stage for pipegraph's runtime: they sleep, return zeros and fill in gradients of parameters."""
 
-    def __init__(self, seconds: float, input_gradients: Sequence[bool]) -> None:
+    def __init__(self, stage: nn.Module, seconds: float, input_gradients: Sequence[bool]) -> None:
+        self._parameters = list(stage.parameters())
         self._forward, self._both, self._input_gradients = seconds, 2 * seconds, input_gradients
         self._input = seconds if any(input_gradients) else 0.0
 
@@ -37,6 +38,7 @@ class SleepingKernels:
 
     def backward(self, saved: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         _sleep(self._both)
+        self.fill_gradients()
         return self._gradients(saved)
 
     def input_backward(self, saved: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -45,6 +47,13 @@ class SleepingKernels:
 
     def weight_backward(self, saved: Tensor) -> None:
         _sleep(self._both - self._input)
+        self.fill_gradients()
+
+    def fill_gradients(self) -> None:
+        """Give each parameter a gradient, as the runtime expects of a step."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _gradients(self, saved: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(torch.zeros_like(saved) if wanted else None for wanted in self._input_gradients)

@@ -30,7 +30,7 @@ class ThreadSeconds:
 
 
 class PlannedKernels(SleepingKernels):
-    """F and B that sleep, return zeros of the shapes that the manifest has, and fill in gradients."""
+    """F and B that sleep, and return zeros of the shapes that the manifest has."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class PlannedKernels(SleepingKernels):
         wanted: Sequence[bool],
         seconds: Mapping[Kind, float],
     ) -> None:
-        super().__init__(0.0, wanted)
-        self._parameters, self._shapes, self._seconds = list(stage.parameters()), shapes, seconds
+        super().__init__(stage, 0.0, wanted)
+        self._shapes, self._seconds = shapes, seconds
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
@@ -51,9 +51,7 @@ class PlannedKernels(SleepingKernels):
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         time.sleep(self._seconds[Kind.B])
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        self.fill_gradients()
         pairs = zip(saved, self._input_gradients, strict=True)
         return tuple(torch.zeros_like(each) if wanted else None for each, wanted in pairs)
 

@@ -42,7 +42,7 @@ class Bench:
         self.options, self.case = options, options.case
         self.batch = self.case.batch()
         self.model = self.case.build()
-        self._checker = Checker(Reference(self.case, self.model), self.batch)
+        self._checker = Checker(Reference(self.case, self.model), self.batch, self.case.tolerance)
         self._captured: Any = None
         if dist.get_rank() == 0:
             self._captured = pipegraph.capture(self.case.whole(self.model), self.case.microbatch()[:1])

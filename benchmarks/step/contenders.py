@@ -18,8 +18,6 @@ import pipegraph
 from benchmarks.step.models import Case
 from pipegraph.schedule import Schedule
 
-TOLERANCE = 1e-3
-"""of a gradient: the norm of the difference ÷ the norm of the reference. Kernels of float32 differ by some 1e-6."""
 _NUMBERS = itertools.count()
 
 
@@ -153,10 +151,14 @@ class Packages:
 
 
 class Checker:
-    """Compares a contender's step with the reference."""
+    """Compares a contender's step with the reference.
 
-    def __init__(self, reference: Contender, batch: tuple[Tensor, Tensor]) -> None:
-        self._batch = batch
+    Args:
+        tolerance: the norm of what a gradient may differ by ÷ the norm of the reference's; and what the loss may.
+    """
+
+    def __init__(self, reference: Contender, batch: tuple[Tensor, Tensor], tolerance: float) -> None:
+        self._batch, self._tolerance = batch, tolerance
         self._loss = reference.step(*batch)
         self._gradients = reference.gradients()
         reference.clear()
@@ -173,10 +175,10 @@ class Checker:
         if missing := self._gradients.keys() - every.keys():
             return f"no rank has {sorted(missing)[0]}"
         worst = max(every, key=every.__getitem__)
-        if not every[worst] < TOLERANCE:
+        if not every[worst] < self._tolerance:
             return f"the gradient of {worst} is off by {every[worst]:.1e} of its norm"
         total = sum(part for part, _ in gathered)
-        if not abs(total - (self._loss or 0.0)) < TOLERANCE:
+        if not abs(total - (self._loss or 0.0)) < self._tolerance:
             return f"the loss is {total:.6f}, not {self._loss:.6f}"
         return None
 
