@@ -16,7 +16,7 @@ import torch
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.step_state import StepState
-from pipegraph.runtime.transport.sends import LARGE, GlooSends, NcclSends, PendingSend
+from pipegraph.runtime.transport.sends import KEPT, LARGE, GlooSends, NcclSends, PendingSend
 from pipegraph.schedule import Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, loss, write
 from tests.runtime.pipelines import pipeline
@@ -101,16 +101,10 @@ class SlowWork:
         return self
 
 
-@pytest.mark.parametrize("size", [3, LARGE])
-def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done(size: int) -> None:
+def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done() -> None:
     """torch.distributed.pipelining holds sends to the end of the step, and computation waits for them (#172668)."""
     sends, works = GlooSends(), [SlowWork(), SlowWork()]
-    tensors = []
-    for work in works:
-        tensor = torch.zeros(size)
-        tensors.append(weakref.ref(tensor))
-        sends.add(PendingSend(work, 1, [tensor]))
-        del tensor
+    tensors = [_sent(sends, work, LARGE) for work in works]
     assert [tensor() is None for tensor in tensors] == [False, False]
     works[0].done.set()
     _until(lambda: tensors[0]() is None)
@@ -118,6 +112,24 @@ def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done(size: int) -
     works[1].done.set()
     sends.finish()
     _until(lambda: tensors[1]() is None)
+
+
+def test_small_sends_are_kept_until_they_are_many() -> None:
+    sends, work = GlooSends(), SlowWork()
+    work.done.set()
+    tensors = [_sent(sends, work, LARGE - 4) for _ in range(KEPT // LARGE)]
+    assert [tensor() is None for tensor in tensors] == [False] * len(tensors)
+    tensors.append(_sent(sends, work, LARGE - 4))
+    _until(lambda: all(tensor() is None for tensor in tensors))
+    last = _sent(sends, work, 12)
+    sends.finish()
+    _until(lambda: last() is None)
+
+
+def _sent(sends: GlooSends, work: SlowWork, size: int) -> weakref.ref[torch.Tensor]:
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    sends.add(PendingSend(work, 1, [tensor]))
+    return weakref.ref(tensor)
 
 
 def test_the_end_of_a_step_waits_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
