@@ -10,6 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ class HostMemory:
                 away.device.clear()
         key = action.stage, action.microbatch
         if action.kind is Kind.F and key in self._leaving:
-            own = saved.get(key)
-            if isinstance(own, OffloadedValues) and (values := own.take_offloaded()):
+            own: Any = saved.get(key)
+            if _may_offload(own.__class__) and (values := own.take_offloaded()):
                 self._warn_of_emulation()
                 own.put_back(values)  # until they are copied
                 self._away[key] = self._sent(values)
@@ -165,6 +166,12 @@ class HostMemory:
                 "time and frees none. Figures of memory count the copies as if they were in another one.",
                 stacklevel=2,
             )
+
+
+@cache
+def _may_offload(kind: type) -> bool:
+    """Whether values of this class may offload some. Asked once: Python takes long to compare a class with a protocol."""
+    return issubclass(kind, OffloadedValues)
 
 
 def _bytes_of(memory: torch.UntypedStorage, device: torch.device) -> Tensor:
