@@ -38,7 +38,6 @@ from pipegraph.schedule import Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 
 REAL_TIME_HELP = "Ask for real-time priority, so that a rank wakes in time whatever else runs; it takes root."
-
 ROWS = 2
 BASELINE = "Interleaved1F1B"
 TORCH = {  # torch's class → the equal schedule of pipegraph

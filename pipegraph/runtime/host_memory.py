@@ -170,7 +170,7 @@ class HostMemory:
 
 @cache
 def _may_offload(kind: type) -> bool:
-    """Whether values of this class may offload some. Asked once: Python takes long to compare a class with a protocol."""
+    """Whether values of this class may offload some. Asked once: comparing a class with a protocol takes long."""
     return issubclass(kind, OffloadedValues)
 
 
