@@ -89,11 +89,10 @@ def _measure(folder: str, shape: Shape, schedule: str, resident: int | None) -> 
     in_evaluation = parameter_bytes(executors._evaluation, *sizes)[pipe.ranks[0]]
     held = sum(each.numel() for each in map(local, pipe.parameters())) * 4.0
     found = {"rest": (held, in_step.at_rest)}
-    # A backward adds the gradients of one microbatch, which it has made for a whole stage, to those before.
-    made = in_step.with_gradients + whole
+    # Products add the gradients of weights to those before; what a backward makes apart, those of biases, is small.
     for name, run, simulated in (
         ("evaluation", pipe.evaluate, in_evaluation.parameters),
-        ("step", pipe.step, made),
+        ("step", pipe.step, in_step.with_gradients),
     ):
         alive = Alive()
         for each in gc.get_objects():
