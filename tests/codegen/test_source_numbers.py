@@ -115,6 +115,29 @@ def test_quotients_of_sizes_stay_quotients(tmp_path: Path) -> None:
     assert differences(package, model, (x,), train=True) == []
 
 
+class TwoHeads(nn.Module):
+    """Leaves the number of heads open, which is that of a dimension beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 8
+        self.key = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        key = self.key(x).view(shape).transpose(1, 2)
+        return x + key.softmax(-1).transpose(1, 2).flatten(2).repeat(1, 1, 2)
+
+
+def test_a_size_that_the_source_leaves_open_stays_open(tmp_path: Path) -> None:
+    """Tensor parallelism divides it."""
+    torch.manual_seed(0)
+    model, x = Row([TwoHeads(), TwoHeads()]), batch(2, 5, 32)
+    package = split(tmp_path, model, (x,))
+    assert "self.key(x).unflatten(-1, (-1, self.head_dim))" in written(tmp_path)
+    assert differences(package, model, (x,), train=True) == []
+
+
 class Transposed(nn.Module):
     """Has as many heads as the number of a dimension, and as many rows of a table."""
 

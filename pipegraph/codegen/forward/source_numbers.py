@@ -37,6 +37,8 @@ from pipegraph.graph.symbolic_size import SymbolicSize
 # These stand in many expressions that have nothing to do with an attribute of the same value.
 _COMMON = (0, 0.5, 1, 2)
 
+_RESHAPES = ("view", "reshape", "unflatten")
+
 
 def fixed_sizes(
     items: Iterable[Step], inputs: Sequence[fx.Node], source: SourceStatements
@@ -302,7 +304,8 @@ def _with_computed_size_open(
     expression: Expression, node: fx.Node, statement: SourceStatement, read: Read
 ) -> Expression:
     """``x.unflatten(-1, (3, self.heads, -1))`` where the source says ``x.view(…, 3, self.heads, width // self.heads)``:
-    of the sizes that a dimension is split in, the one that is left open is the one that nothing else says."""
+    of the sizes that a dimension is split in, the one that is left open is the one that nothing else says. A size that
+    the source leaves open stays open."""
     match expression:
         case FunctionCall(
             function=Attribute(name="unflatten"),
@@ -311,14 +314,25 @@ def _with_computed_size_open(
             first = int(dim.value.text) % len(shape_of(node.args[0]))
         case _:
             return expression
+    asked = node.args[-1]
+    if isinstance(asked, Sequence) and -1 in asked:
+        return expression
     numbers = shape_of(node)[first : first + len(sizes)]
-    said = {*plain_numbers(statement.tree, read), *(value for value, _, _ in computed_numbers([statement], read))}
+    given_sizes = [replace(statement, tree=each) for each in _sizes_of_reshapes(statement.tree)]
+    said = {number for each in given_sizes for number in plain_numbers(each.tree, read)}
+    said |= {value for value, _, _ in computed_numbers(given_sizes, read)}
     unsaid = [at for at, number in enumerate(numbers) if number not in said]
     opened = [at for at, size in enumerate(sizes) if size == literal(-1)]
     if len(unsaid) != 1 or len(opened) != 1 or opened == unsaid or any(type(number) is not int for number in numbers):
         return expression
     items = tuple(literal(-1) if [at] == unsaid else literal(number) for at, number in enumerate(numbers))
     return replace(expression, arguments=(dim, given.changed(replace(split, items=items))))
+
+
+def _sizes_of_reshapes(tree: ast.AST) -> list[ast.expr]:
+    """The arguments of a statement's reshapes: ``.transpose(1, 2)`` after them says no size."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [each for call in calls if call.func.attr in _RESHAPES for each in call.args]  # type: ignore[attr-defined]
 
 
 def _nothing(node: ast.expr) -> Known | None:
