@@ -104,6 +104,7 @@ def test_a_number_of_steps_is_kept_while_it_is_needed(tmp_path: Path) -> None:
     built = nn.Sequential(OrderedDict(body=ReplacesItsInput(), head=nn.Linear(8, 8)))
     package = split(tmp_path, built, (torch.randn(BATCH, STEPS, 8),), cut="head")
     assert "        steps = x.shape[1]\n" in source(package)
+    assert "width = " not in source(package)  # no statement has it
     assert STEPS not in numbers_in_forwards(package)
     assert_equal_at_every_size(package, built, *LENGTHS)
 

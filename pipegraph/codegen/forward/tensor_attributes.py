@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import sympy
 from torch import fx
@@ -115,8 +115,12 @@ class FixedSizes:
         for (position, dim), name in self._waiting.items():
             self._variables[position, dim] = self._values.keep(name, _size(self._parameters[position], dim))
 
-    def of(self, node: fx.Node) -> dict[int, Expression]:
+    def of(self, node: fx.Node, is_written: Callable[[int], bool]) -> dict[int, Expression]:
         """The sizes of parameters that the source of an operation mentions.
+
+        Args:
+            node: the operation.
+            is_written: whether its expression has a number. Of ``x.view(rows, -1, width)`` it may have none.
 
         Raises:
             ReplacedInputError: neither the parameter is there any more, nor a variable of the size.
@@ -128,7 +132,7 @@ class FixedSizes:
                 sizes[size] = _size(name, dim)
             elif (position, dim) in self._variables:
                 sizes[size] = self._variables[position, dim]
-            else:
+            elif is_written(size):
                 raise ReplacedInputError((position, dim), self._called(node, name, dim))
         return sizes
 

@@ -7,6 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 from torch import fx
@@ -196,7 +197,10 @@ class ForwardWriter:
         expression = self._bodies.spell(node, lambda each, value: express(each, value, self._device), operand)
         if self._numbers is not None:
             expression = self._numbers.named(expression, node, operands, self._values.variables)
-        return with_fixed_sizes(expression, operands, self._fixed_sizes.of(node)) if self._names else expression
+        if not self._names:
+            return expression
+        named = partial(with_fixed_sizes, expression, operands)
+        return named(self._fixed_sizes.of(node, lambda size: named({size: Name("size")}) != expression))
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""
