@@ -10,22 +10,23 @@ import pytest
 from tests.runtime import mesh_transformers, ranks
 from tests.runtime.meshes import Shape
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(
     ("model", "schedule", "kernels"),
     [
         ("llama", "1f1b", "eager"),
-        ("llama, tied", "zb-v", "eager"),
-        ("llama, tied", "1f1b", "inductor"),
-        ("llama", "zb-v", "inductor"),
+        pytest.param("llama, tied", "zb-v", "eager", marks=pytest.mark.slow),
+        pytest.param("llama, tied", "1f1b", "inductor", marks=pytest.mark.slow),
+        pytest.param("llama", "zb-v", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_all_dimensions(model: str, schedule: str, kernels: str, tmp_path: Path) -> None:
     assert_trained(tmp_path, model, {"pp": 2, "dp_shard": 2, "tp": 2}, schedule, kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "schedule"), [("qwen3_moe", "zb-v"), ("mixtral", "1f1b")])
 def test_experts(model: str, schedule: str, tmp_path: Path) -> None:
     """Packed projections of all experts, a router that every rank has whole, and norms of heads."""
