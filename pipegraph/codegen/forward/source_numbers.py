@@ -331,8 +331,12 @@ def _with_computed_size_open(
 
 def _sizes_of_reshapes(tree: ast.AST) -> list[ast.expr]:
     """The arguments of a statement's reshapes: ``.transpose(1, 2)`` after them says no size."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return [each for call in calls if call.func.attr in _RESHAPES for each in call.args]  # type: ignore[attr-defined]
+    return [
+        argument
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _RESHAPES
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords))
+    ]
 
 
 def _nothing(node: ast.expr) -> Known | None:
