@@ -8,10 +8,10 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_sca
 
 
 def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of a collective over a ring of ranks.
+    """Return the seconds of a collective, as it was measured between such ranks.
 
-    A ring of n ranks passes parts of ``size / n`` bytes on n − 1 times to gather or to scatter them, and twice as often
-    to reduce all (Patarasuk and Yuan, 2009). Its slowest link counts.
+    What was not measured is that of a ring: n ranks pass parts of ``size / n`` bytes on n − 1 times to gather or to
+    scatter them, and twice as often to reduce all (Patarasuk and Yuan, 2009).
 
     Args:
         links: of the profile.
@@ -22,6 +22,10 @@ def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride:
     """
     if ranks == 1 or not size:
         return 0.0
-    steps = (ranks - 1) * (2 if kind == ALL_REDUCE else 1)
-    ring = [(rank * stride, (rank + 1) % ranks * stride) for rank in range(ranks)]
-    return max(steps * links.between(*pair).seconds(size / ranks) for pair in ring)
+    link = links.among(rank * stride for rank in range(ranks))
+    seconds = {
+        ALL_REDUCE: link.all_reduce_seconds,
+        ALL_GATHER: link.gather_seconds,
+        REDUCE_SCATTER: link.reduce_seconds,
+    }
+    return seconds[kind](size, ranks)

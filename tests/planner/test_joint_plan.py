@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
 from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PlanError
 from pipegraph.planner.joint_plan import candidate_problems
 from pipegraph.planner.joint_plan.choices import JointCandidate
@@ -79,6 +80,17 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     assert collective_seconds(A100.links, ALL_GATHER, 8e9, 16) == pytest.approx(15 * across.seconds(5e8))
     assert collective_seconds(A100.links, ALL_GATHER, 8e9, 4, stride=8) == pytest.approx(3 * across.seconds(2e9))
     assert collective_seconds(A100.links, ALL_REDUCE, 8e9, 1) == 0
+
+
+def test_a_collective_that_was_measured_takes_what_it_took() -> None:
+    table = SizeTable({"ranks": (2.0, 4.0), "bytes": (1e3, 1e9)}, ((1e9, 1e9), (2e8, 2e8)))
+    inside = structs.replace(A100.links.intra_node, all_reduce=table)
+    links = structs.replace(A100.links, intra_node=inside)
+    assert collective_seconds(links, ALL_REDUCE, 1e9, 2) == pytest.approx(1.0)
+    assert collective_seconds(links, ALL_REDUCE, 1e9, 4) == pytest.approx(5.0)
+    assert collective_seconds(links, ALL_GATHER, 1e9, 4) == collective_seconds(A100.links, ALL_GATHER, 1e9, 4)
+    across = collective_seconds(links, ALL_REDUCE, 1e9, 4, stride=8)  # between nodes nothing was measured
+    assert across == collective_seconds(A100.links, ALL_REDUCE, 1e9, 4, stride=8)
 
 
 def test_layouts_use_every_device() -> None:
