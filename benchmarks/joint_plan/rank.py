@@ -17,7 +17,8 @@ from torch import Tensor
 import pipegraph
 from benchmarks.joint_plan.models import SUBJECTS
 from benchmarks.joint_plan.plans import DEVICES, FourthPlan
-from benchmarks.joint_plan.sleeping import ThreadSeconds, sleeping
+from benchmarks.joint_plan.sleeping import sleeping
+from benchmarks.step.stopwatch import Stopwatch
 from pipegraph.kernels.sharded import local
 from pipegraph.package import Package
 from pipegraph.runtime.measurements import SavedBytes
@@ -25,7 +26,7 @@ from pipegraph.runtime.processes.rank_grid import grid_of
 from pipegraph.runtime.processes.world import make_mesh
 from pipegraph.schedule import Kind
 
-_STEPS = 4  # with the kernels of the plan: the first one compiles
+_TIMES = 5  # that kernels run alone
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class _Run:
         self.held, self.seconds = self._measured(pipe)
         forward, backward = plan.exchanges[self._stage]
         took = {Kind.F: self.seconds[0] + forward, Kind.B: self.seconds[1] + backward}
-        self._sleeping = self._pipeline(sleeping(self._package, self._stage, took))
+        self._sleeping = self._pipeline(sleeping(pipe.package.manifest, self._stage, took))
 
     def step(self) -> float:
         """Return the seconds of a step, until all processes are done."""
@@ -107,23 +108,34 @@ class _Run:
         )
 
     def _measured(self, pipe: pipegraph.Pipeline) -> tuple[int, tuple[float, float]]:
-        """Return the bytes that this process holds, and the processor seconds of F and B."""
-        optimizer, times = torch.optim.AdamW(pipe.parameters()), ThreadSeconds()
+        """Return the bytes that this process holds, and the processor seconds of F and B of a microbatch.
+
+        Of F and B, as many processes as there are cores run at once, alone: with more, each finds the caches full of
+        what others work on.
+        """
+        optimizer, watch = torch.optim.AdamW(pipe.parameters()), Stopwatch(pipe, keeps=True)
         state = [*pipe.parameters(), *(each for stage in pipe.stages.values() for each in stage.buffers())]
         saved = SavedBytes([*map(local, state), self._inputs, self._target])
-        for number in range(_STEPS):
-            handle = pipe.observe(saved if number == 0 else times)
-            pipe.step(self._inputs, target=self._target)
-            handle.remove()
-            optimizer.step()
-            if number == 0:
-                held = [*state, *(each.grad for each in pipe.parameters() if each.grad is not None)]
-                held += [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
-            optimizer.zero_grad()
-        return sum(local(each).nbytes for each in held) + (saved.peak(self._place(pipe)) or 0), (
-            median(times.seconds[Kind.F]),
-            median(times.seconds[Kind.B]),
-        )
+        handle = pipe.observe(saved)
+        pipe.step(self._inputs, target=self._target)
+        handle.remove()
+        optimizer.step()
+        held = [*state, *(each.grad for each in pipe.parameters() if each.grad is not None)]
+        held += [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+        optimizer.zero_grad()
+        watch.kernels.clear()  # those of the first step were compiled
+        pipe.step(self._inputs, target=self._target)
+        optimizer.zero_grad()
+        watch.detach()
+        forward, backward = (watch.sums()[self._stage, kind].processor for kind in "FB")
+        both, cores = 0.0, len(os.sched_getaffinity(0))
+        for turn in range(0, DEVICES, cores):  # ranks along tp, which wait for each other, are next to each other
+            dist.barrier()
+            if turn <= dist.get_rank() < turn + cores:
+                both = median(watch.alone(divided=False).processor for _ in range(_TIMES)) / self._microbatches
+        dist.barrier()
+        seconds = both * forward / (forward + backward), both * backward / (forward + backward)
+        return sum(local(each).nbytes for each in held) + (saved.peak(self._place(pipe)) or 0), seconds
 
     def _place(self, pipe: pipegraph.Pipeline) -> int:
         return pipe.ranks[0]

@@ -11,22 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.sleeping_stages import SleepingKernels
 from pipegraph.kernels import Forward, Loss
-from pipegraph.schedule import Action, Kind
-
-
-class ThreadSeconds:
-    """An observer of the processor time of this thread in each action, which does not count waiting for others."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[Kind, list[float]] = {}
-        self._begun = 0.0
-
-    def begin(self, rank: int, action: Action) -> None:
-        self._begun = time.thread_time()
-
-    def end(self, rank: int, action: Action, saved: Any) -> None:
-        if not action.kind.is_transfer:
-            self.seconds.setdefault(action.kind, []).append(time.thread_time() - self._begun)
+from pipegraph.package import Manifest
+from pipegraph.schedule import Kind
 
 
 class PlannedKernels(SleepingKernels):
@@ -62,9 +48,12 @@ class PlannedKernels(SleepingKernels):
         raise NotImplementedError("the schedules here have whole backwards")
 
 
-def sleeping(package: Any, index: int, seconds: Mapping[Kind, float]) -> Any:
-    """Return the maker of the kernels of a package's stage that sleep for so long."""
-    manifest = package.manifest.at_capture()
+def sleeping(manifest: Manifest, index: int, seconds: Mapping[Kind, float]) -> Any:
+    """Return the maker of the kernels of a stage that sleep for so long.
+
+    Its outputs have the shapes of the manifest: of a pipeline with tp, which may send parts, that of the pipeline.
+    """
+    manifest = manifest.at_capture()
     shapes = [
         (tuple(map(int, manifest.values[name].shape)), getattr(torch, manifest.values[name].dtype))
         for name in manifest.stages[index].outputs

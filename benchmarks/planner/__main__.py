@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -96,7 +97,7 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
             begins = [segment.start for segment in priced.priced.chain.segments]
             if set(starts) <= set(begins):
                 choice = CutChoice(priced, own, tuple(map(begins.index, starts)), own.schedule_of(stages))
-                predicted[balance] = choice.predict().to_json()
+                predicted[balance] = msgspec.to_builtins(choice.predict())
                 points = choice.points
         plan = pipegraph.plan(captured, points=points)
         pipegraph.write_package(plan, folder / str(len(cuts)))

@@ -20,7 +20,7 @@ MESSAGES = 50
 
 def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
     """Return where the time of a pipeline's steps goes beyond the limit: an account for each rank. Collective."""
-    keeps = Stopwatch(pipeline, keeps=True)
+    keeps = Stopwatch(pipeline.pipe, keeps=True)
     bench.costs(pipeline)
     keeps.detach()
     body = Limit(bench.case, bench.model, with_loss=False, compiled=bench.options.compiled)
@@ -38,7 +38,7 @@ def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
         bench.pin(number)
         before = bench.costs(bench.limit)
         bench.settle(pipeline)
-        watch = Stopwatch(pipeline)
+        watch = Stopwatch(pipeline.pipe)
         step = bench.costs(pipeline)
         watch.detach()
         kernels = watch.sums()

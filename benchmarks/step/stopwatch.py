@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.step.contenders import OwnPipeline
+import pipegraph
 
 Kernel = tuple[int, str]
 """(stage, kind)"""
@@ -79,22 +79,23 @@ class _Call:
 
 
 class Stopwatch:
-    """Times a pipeline's kernels until it is detached, and runs them alone.
+    """Times the kernels of a pipeline in this process until it is detached, and runs them alone.
 
     Args:
+        pipe: the pipeline.
         keeps: whether the arguments of a microbatch are kept, which takes time that counts as the interpreter's.
     """
 
-    def __init__(self, pipeline: OwnPipeline, keeps: bool = False) -> None:
+    def __init__(self, pipe: pipegraph.Pipeline, keeps: bool = False) -> None:
         self.kernels: dict[Kernel, list[Cost]] = defaultdict(list)
         self.calls: dict[int, _Call] = {}
         """the arguments of the first microbatch, by stage"""
         self.keeps = keeps
         # Private, because an observer sees actions, which contain more than their kernels.
-        (self._executor,) = pipeline.pipe._runner.executors.own
+        (self._executor,) = pipe._runner.executors.own
         self._kernels = self._executor._kernels
         self._executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}
-        self._clear = pipeline.clear
+        self._parameters = pipe.parameters
 
     def detach(self) -> None:
         self._executor._kernels = self._kernels
@@ -149,6 +150,10 @@ class Stopwatch:
         taken = cost_of(lambda: [run(apart) for apart in order])
         self._clear()
         return taken
+
+    def _clear(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
 
 
 class _TimedKernels:
