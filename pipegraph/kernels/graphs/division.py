@@ -26,6 +26,7 @@ from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, Ke
 from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
+from pipegraph.kernels.graphs.whole_convolutions import join_gradients
 from pipegraph.kernels.symbolic.symbolic_sizes import is_size, same, size_nodes
 from pipegraph.recompute import OFFLOAD
 
@@ -144,6 +145,7 @@ def backward_graphs(
     uncopied = {*_without_none(gradients)} - _sharing_memory(gradients, weights)
     names = tuple(None if node is None else node.name for node in gradients)
     whole = _extract(joint, available, _without_none(gradients), uncopied, absent)
+    join_gradients(whole.module)
     if not inputs:
         return BackwardGraphs(None, whole if weights else None, whole, names)
     in_i = _ancestors(inputs, available)
