@@ -29,6 +29,7 @@ from pipegraph.kernels.graphs.block_operation import (
     called_graph,
     size_values,
 )
+from pipegraph.kernels.graphs.call_levels import levels_of
 from pipegraph.kernels.graphs.joint_graph import constant_of
 from pipegraph.kernels.internals import Run
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, SymbolicSizes, dimensions, is_size
@@ -202,7 +203,7 @@ class _ProgramBuilder:
         inputs = graph.find_nodes(op="placeholder")[len(self.kernel_graph.sizes) :]
         constants = list(filter(self._is_constant, graph.nodes))
         last = {node for node, name in zip(outputs, self.kernel_graph.outputs, strict=True) if name in self.gradients}
-        for between, calls in _levels(graph):
+        for between, calls in levels_of(graph):
             self._add_between(between, outputs, last)
             for node in calls:
                 self._add_call(node)
@@ -291,23 +292,6 @@ class _ProgramBuilder:
                 tuple(slots[node] for node in writes),
                 sizes,
             )
-
-
-def _levels(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """(nodes between calls of blocks, calls) in the order in which they can run, in as few levels as calls need."""
-    level: dict[fx.Node, int] = {}
-    levels: list[tuple[list[fx.Node], list[fx.Node]]] = []
-    for node in graph.nodes:
-        if node.op in ("output", "get_attr") or is_size(node):
-            continue
-        level[node] = max((level.get(each, 0) for each in node.all_input_nodes), default=0)
-        if node.target is operator.getitem and node.args[0].target is OPERATION:
-            level[node] += 1
-        elif node.op == "call_function":
-            while len(levels) <= level[node]:
-                levels.append(([], []))
-            levels[level[node]][node.target is OPERATION].append(node)
-    return levels
 
 
 def _with_whole_backwards(module: fx.GraphModule) -> fx.Graph:

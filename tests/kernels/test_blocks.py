@@ -13,8 +13,9 @@ from torch.testing import assert_close
 from pipegraph.kernels import make, maker
 from pipegraph.kernels.blocks import differentiate
 from pipegraph.kernels.kernel_report import kernels_report
+from pipegraph.kernels.program import CompiledGraph, Program
 from tests.kernels.cases import build
-from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
+from tests.kernels.stages import Function, Layer, Layers, assert_as_autograd, linear, x
 
 BLOCKS = {
     "layers": 1,
@@ -39,6 +40,20 @@ def test_a_stage_of_more_layers_has_no_more_kernels() -> None:
         programs = variant._programs.values()
         counts.append(len({id(kernel) for program in programs for kernel in program.compiled_graphs()}))
     assert counts[0] == counts[1]
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sigmoid()
+
+
+def test_what_a_backward_computes_again_between_blocks_is_computed_where_it_is_read() -> None:
+    """The gate waits for the gradient that comes to it."""
+    kernels = assert_as_autograd(nn.Sequential(Layer(), Gate(), Layer(), Gate(), Layer()), (x,), divided=False)
+    (variant,) = kernels.variants
+    program = variant._programs["B", variant.divided.full_mask]
+    codes = [type(instruction.code) for instruction in program.instructions]
+    assert codes == [Program, CompiledGraph, Program, CompiledGraph, Program]
 
 
 class Factor(nn.Module):

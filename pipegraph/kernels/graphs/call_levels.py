@@ -1,0 +1,36 @@
+"""The order in which a graph runs that calls blocks: level by level, what lies between calls, then calls."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from pipegraph.kernels.graphs.block_operation import OPERATION
+from pipegraph.kernels.symbolic.symbolic_sizes import is_size
+
+
+def levels_of(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """(nodes between calls of blocks, calls) in the order in which they can run, in as few levels as calls need.
+
+    What needs no call is computed where it is first read: what a backward computes again takes no memory until then.
+    """
+    level: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op not in ("output", "get_attr") and not is_size(node):
+            before = max((level.get(each, 0) for each in node.all_input_nodes), default=0)
+            level[node] = before + _is_result_of_call(node)
+    for node in reversed(level):
+        if level[node] == 0 and node.target is not OPERATION:
+            level[node] = min((level.get(user, 0) for user in node.users), default=0)
+            items = (user for user in node.users if user.target is operator.getitem)
+            level |= dict.fromkeys(items, level[node])  # they stay with what returns them
+    levels: list[tuple[list[fx.Node], list[fx.Node]]] = [([], []) for _ in range(max(level.values(), default=0) + 1)]
+    for node, number in level.items():
+        if node.op == "call_function" and not _is_result_of_call(node):
+            levels[number][node.target is OPERATION].append(node)
+    return levels
+
+
+def _is_result_of_call(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is OPERATION
