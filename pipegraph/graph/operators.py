@@ -255,7 +255,8 @@ def operator_of(node: fx.Node) -> Operator:
 
 def operator_of_target(target: object) -> Operator:
     """The row of an operator; an empty one if the table does not have it."""
-    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
+    # pipegraph's own are those of ATen under names that Inductor does not know.
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims", "pipegraph"):
         return _UNKNOWN
     name, overload = operator_name(target)
     return OPERATORS.get(f"{name}.{overload}") or OPERATORS.get(name, _UNKNOWN)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
+from pipegraph.kernels.graphs.aten_kernels import left_to_aten
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.inductor import internals as inductor_internals
 from pipegraph.kernels.inductor.cpp import internals as cpp_internals
@@ -51,9 +52,10 @@ def options(name: str, recompute: Recompute | Regions) -> TraceOptions:
 def decompositions(inductor: bool) -> Mapping[Any, Any]:
     """Return what operations are made of before a graph is divided.
 
-    Inductor wants some taken apart; an operation whose results belong to both I and W is two.
+    Inductor wants some taken apart, and is to leave others whole; an operation whose results belong to both I and W is
+    two.
     """
-    table = inductor_internals.inductor_decompositions() if inductor else {}
+    table = left_to_aten(inductor_internals.inductor_decompositions()) if inductor else {}
     if inductor and not torch.cuda.is_initialized():
         cpp_internals.preparing_headers()
     other = table.get(convolution_backward, lambda *args: NotImplemented)

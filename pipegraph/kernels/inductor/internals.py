@@ -95,11 +95,25 @@ def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(V.set_fake_mode(mode))
         stack.enter_context(_with_joint_passes())
+        stack.enter_context(_with_layouts_as_traced(examples))
         # Inductor's cache tells graphs apart by their operations and inputs, and here the strides of outputs count too.
         tag = f"{torch.compiler.config.cache_key_tag} pipegraph {_mark_outputs(module)}"
         stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
         compiled: Run = compile_fx_inner(module, examples, is_inference=True)
     return compiled
+
+
+def _with_layouts_as_traced(examples: list[Any]) -> Any:
+    """Let convolutions on a CPU compute in the layout in which the graph was traced.
+
+    Inductor would have channels innermost in all of them, public torch has no say in that. But what a graph reads and
+    returns, the saved values too, is laid out as it was traced, so that all would be copied, and sums over the pixels
+    of a channel would read one here and there.
+    """
+    from torch._inductor import config
+
+    on_cpu = all(each.device.type == "cpu" for each in examples if isinstance(each, torch.Tensor))
+    return config.patch(layout_optimization=config.layout_optimization and not on_cpu)
 
 
 def _mark_outputs(module: fx.GraphModule) -> list[Any]:
