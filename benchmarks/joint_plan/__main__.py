@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.joint_plan.plans import FourthPlan
     from benchmarks.joint_plan.rank import MeasuredPlan
 
+HARDWARE_HELP = "the profile, or what `pipegraph calibrate --threads 1 --ranks 4` wrote"
 HEADERS = [
     "plan",
     "rows",
@@ -32,7 +33,7 @@ HEADERS = [
 
 
 def main(
-    hardware: Annotated[str, typer.Option(help="the profile, or what `pipegraph calibrate --threads 1` wrote")] = "cpu",
+    hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "cpu",
     subject: Annotated[str, typer.Option(help="llama or layers")] = "llama",
     balance: Annotated[str, typer.Option(help="time or measured")] = "measured",
     kernels: str = "inductor",

@@ -19,7 +19,7 @@ from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.attribution import Times
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
 
-SECONDS = 16.0
+SECONDS = 12.0
 """How long measuring may take, about: no block is begun that would take longer, and rounds get what is left."""
 
 _ROUNDS = 12  # of all blocks, about: a block that the roofline expects to need longer for these is not run
