@@ -88,7 +88,9 @@ class _Run:
         self._sleeping = self._pipeline(sleeping(pipe.package.manifest, self._stage, took))
 
     def step(self) -> float:
-        """Return the seconds of a step, until all processes are done."""
+        """Return the seconds of a step without gradients of earlier ones, until all processes are done."""
+        for parameter in self._sleeping.parameters():
+            parameter.grad = None
         dist.barrier()
         start = time.perf_counter()
         self._sleeping.step(self._inputs, target=self._target)

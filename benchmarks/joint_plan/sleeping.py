@@ -27,6 +27,7 @@ class PlannedKernels(SleepingKernels):
     ) -> None:
         super().__init__(stage, 0.0, wanted)
         self._shapes, self._seconds = shapes, seconds
+        self._zeros = [torch.zeros_like(each) for each in self._parameters]
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
@@ -40,6 +41,12 @@ class PlannedKernels(SleepingKernels):
         self.fill_gradients()
         pairs = zip(saved, self._input_gradients, strict=True)
         return tuple(torch.zeros_like(each) if wanted else None for each, wanted in pairs)
+
+    def fill_gradients(self) -> None:
+        """Give each parameter a gradient. New memory for it is a part of the seconds that are slept through."""
+        for parameter, zeros in zip(self._parameters, self._zeros, strict=True):
+            if parameter.grad is None:
+                parameter.grad = zeros
 
     def input_backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         raise NotImplementedError("the schedules here have whole backwards")
