@@ -77,7 +77,7 @@ class _Run:
         self._microbatches = plan.microbatches
         grid = grid_of(prediction.ranks, prediction.mesh)
         self._mesh = make_mesh(grid, "cpu", 600) if prediction.mesh else None
-        self._divides = prediction.mesh.get("tp", 1) > 1
+        self._tp = prediction.mesh.get("tp", 1)
         torch.manual_seed(0)
         self._inputs, self._target = self._subject.batch(plan.rows * plan.microbatches)
         pipe = self._pipeline(kernels)
@@ -105,16 +105,12 @@ class _Run:
             self._subject.loss,
             kernels=kernels,
             mesh=self._mesh,
-            tp_plan=self._subject.tp_plan if self._divides else None,
+            tp_plan=self._subject.tp_plan if self._tp > 1 else None,
             timeout=600,
         )
 
     def _measured(self, pipe: pipegraph.Pipeline) -> tuple[int, tuple[float, float]]:
-        """Return the bytes that this process holds, and the processor seconds of F and B of a microbatch.
-
-        Of F and B, as many processes as there are cores run at once, alone: with more, each finds the caches full of
-        what others work on.
-        """
+        """Return the bytes that this process holds, and the processor seconds of F and B of a microbatch."""
         optimizer, watch = torch.optim.AdamW(pipe.parameters()), Stopwatch(pipe, keeps=True)
         state = [*pipe.parameters(), *(each for stage in pipe.stages.values() for each in stage.buffers())]
         saved = SavedBytes([*map(local, state), self._inputs, self._target])
@@ -130,14 +126,24 @@ class _Run:
         optimizer.zero_grad()
         watch.detach()
         forward, backward = (watch.sums()[self._stage, kind].processor for kind in "FB")
-        both, cores = 0.0, len(os.sched_getaffinity(0))
-        for turn in range(0, DEVICES, cores):  # ranks along tp, which wait for each other, are next to each other
+        part = self._alone(watch) / (forward + backward)
+        bytes_held = sum(local(each).nbytes for each in held) + (saved.peak(self._place(pipe)) or 0)
+        return bytes_held, (part * forward, part * backward)
+
+    def _alone(self, watch: Stopwatch) -> float:
+        """Return the processor seconds of F and B of a microbatch together, run alone.
+
+        As many processes as there are cores run at once: with more, each finds the caches full of what others work on.
+        Those along tp, which wait for each other, are next to each other.
+        """
+        at_once = max(1, len(os.sched_getaffinity(0)) // self._tp) * self._tp
+        taken = 0.0
+        for turn in range(0, DEVICES, at_once):
             dist.barrier()
-            if turn <= dist.get_rank() < turn + cores:
-                both = median(watch.alone(divided=False).processor for _ in range(_TIMES)) / self._microbatches
+            if turn <= dist.get_rank() < turn + at_once:
+                taken = median(watch.alone(divided=False).processor for _ in range(_TIMES))
         dist.barrier()
-        seconds = both * forward / (forward + backward), both * backward / (forward + backward)
-        return sum(local(each).nbytes for each in held) + (saved.peak(self._place(pipe)) or 0), seconds
+        return taken / self._microbatches
 
     def _place(self, pipe: pipegraph.Pipeline) -> int:
         return pipe.ranks[0]

@@ -6,16 +6,17 @@ import functools
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.graphs.aten_kernels import left_to_aten
+from pipegraph.kernels.graphs.convolution_gradients import convolution_backward, separate_gradients
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.inductor import internals as inductor_internals
 from pipegraph.kernels.inductor.cpp import internals as cpp_internals
@@ -23,11 +24,6 @@ from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
 from pipegraph.progress import track
 from pipegraph.recompute import Recompute
-
-convolution_backward: Any = torch.ops.aten.convolution_backward.default
-
-Gradients = Sequence[Tensor | None]
-"""Of the input, the weight and the bias of a convolution."""
 
 
 @functools.cache
@@ -59,21 +55,7 @@ def decompositions(inductor: bool) -> Mapping[Any, Any]:
     if inductor and not torch.cuda.is_initialized():
         cpp_internals.preparing_headers()
     other = table.get(convolution_backward, lambda *args: NotImplemented)
-    return {**table, convolution_backward: functools.partial(_separate_gradients, other)}
-
-
-def _separate_gradients(other: Callable[..., Any], *args: Any, **kwargs: Any) -> Gradients:
-    """Compute the gradient of a convolution's input, for I, apart from those of its weight and bias, for W.
-
-    This costs nothing: libraries compute the two by separate kernels anyway.
-    """
-    *rest, (of_input, of_weight, of_bias) = args
-    if not of_input or not (of_weight or of_bias):
-        gradients: Gradients = other(*args, **kwargs)
-        return gradients
-    first, _, _ = convolution_backward(*rest, (True, False, False))
-    _, second, third = convolution_backward(*rest, (False, of_weight, of_bias))
-    return first, second, third
+    return {**table, convolution_backward: functools.partial(separate_gradients, other)}
 
 
 def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipegraph.kernels.compilers import compile_graphs, convolution_backward, decompositions
+from pipegraph.kernels.compilers import compile_graphs, decompositions
 from pipegraph.kernels.graphs.aten_kernels import left_to_aten
+from pipegraph.kernels.graphs.convolution_gradients import convolution_backward
 from pipegraph.kernels.internals import fake_tensors, trace
 from tests.kernels.stages import assert_as_autograd
 

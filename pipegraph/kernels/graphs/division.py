@@ -23,10 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, is_random
+from pipegraph.kernels.graphs.convolution_gradients import join_gradients
 from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
-from pipegraph.kernels.graphs.whole_convolutions import join_gradients
 from pipegraph.kernels.symbolic.symbolic_sizes import is_size, same, size_nodes
 from pipegraph.recompute import OFFLOAD
 
