@@ -11,7 +11,7 @@ from pipegraph.cost import SegmentCost
 from pipegraph.planner import solve
 from pipegraph.planner.solver import cut_search
 from pipegraph.planner.solver.action_graph import ActionGraph
-from pipegraph.planner.solver.branch_and_bound import equilibrium
+from pipegraph.planner.solver.branch_and_bound import MatrixGame
 from pipegraph.planner.solver.cut_search import equal_parts
 from pipegraph.planner.solver.cut_space import CutSpace
 from pipegraph.planner.solver.local_search import neighbours
@@ -145,10 +145,22 @@ def test_even_cuts_leave_each_stage_a_segment() -> None:
 def test_the_equilibrium_of_a_matrix_game() -> None:
     """Rock, paper, scissors; then without scissors, where paper wins; then one choice each."""
     game = np.array([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])
-    rows, columns = equilibrium(game)
+    rows, columns = MatrixGame(game).equilibrium()
     assert rows == pytest.approx([1 / 3] * 3) and columns == pytest.approx([1 / 3] * 3)
-    assert [mixture.tolist() for mixture in equilibrium(game[:2, :2])] == [[0, 1], [0, 1]]
-    assert [mixture.tolist() for mixture in equilibrium(np.zeros((1, 1)))] == [[1], [1]]
+    assert [mixture.tolist() for mixture in MatrixGame(game[:2, :2]).equilibrium()] == [[0, 1], [0, 1]]
+    assert [mixture.tolist() for mixture in MatrixGame(np.zeros((1, 1))).equilibrium()] == [[1], [1]]
+
+
+def test_a_matrix_game_that_grows() -> None:
+    """Rock and scissors; then paper, for the rows alone, which beats rock; then for the columns as well."""
+    rows = np.array([[0.0, 1.0], [-1.0, 0.0]])
+    game = MatrixGame(rows)
+    assert [mixture.tolist() for mixture in game.equilibrium()] == [[1, 0], [1, 0]]
+    game.add_row(np.array([1.0, -1.0]))
+    first, second = game.equilibrium()
+    assert first == pytest.approx([2 / 3, 0, 1 / 3]) and second == pytest.approx([2 / 3, 1 / 3])
+    game.add_column(np.array([-1.0, 1.0, 0.0]))
+    assert all(mixture == pytest.approx([1 / 3] * 3) for mixture in game.equilibrium())
 
 
 def test_a_space_of_cuts() -> None:

@@ -91,7 +91,7 @@ def check_against_brute_force(seed: int) -> OptionSolution | None:
             solve_options(*arguments, memory_bytes=limit, link=case.link)
         assert shortage.value.needed == needs[0]
         return None
-    problem = OptionProblem(*arguments, memory_bytes=limit, link=case.link)
+    problem = OptionProblem(case.options, case.schedule, memory_bytes=limit, link=case.link)
     assert problem.fractional_bound() <= min(fitting) * (1 + 1e-9)
     improved = problem.solve(effort=0.01, proves=False)
     assert max(improved.memory) <= limit and improved.lower_bound <= min(fitting) * (1 + 1e-9)
@@ -130,10 +130,10 @@ def test_early_stages_recompute_more() -> None:
     assert (found.options, found.cuts, found.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
     alike = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
     assert (found.value, found.uniform) == (553, min(alike)) == (553, 591)
-    problem = OptionProblem(options, 4, "1f1b", 16, memory_bytes=limit)
+    problem = OptionProblem(options, build("1f1b", 4, 16), memory_bytes=limit)
     assert 0.85 * 553 <= problem.fractional_bound() <= 553  # parts of a stage may have options of their own
     assert problem.take(found) == found
-    assert OptionProblem(options, 4, "1f1b", 16, memory_bytes=0.9 * limit).take(found) is None
+    assert OptionProblem(options, build("1f1b", 4, 16), memory_bytes=0.9 * limit).take(found) is None
     assert problem.solve(effort=0.05, proves=False).value == 553
 
 
@@ -142,13 +142,27 @@ def test_stages_of_parts_of_segments_bound_every_order(name: str) -> None:
     """They know that memory makes stages compute again, and how long the way through the stages is."""
     options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
     chunks = find_recipe(name).chunks
-    problem = OptionProblem(options, 4 * chunks, build(name, 4, 16, chunks), memory_bytes=700)
+    problem = OptionProblem(options, build(name, 4, 16, chunks), memory_bytes=700)
     found = problem.solve(effort=0.2)
     assert 16 * 32 * 3 / 4 < problem.fractional_bound() <= found.value <= 1.3 * problem.fractional_bound()
-    impossible = OptionProblem(options, 4 * chunks, build(name, 4, 16, chunks), memory_bytes=8 * 10 * 4)
+    impossible = OptionProblem(options, build(name, 4, 16, chunks), memory_bytes=8 * 10 * 4)
     assert math.isinf(impossible.fractional_bound())
     with pytest.raises(MemoryShortage):
         impossible.solve(effort=0.1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_a_quick_search_fills_the_memory_of_each_rank(name: str) -> None:
+    """It begins with the fastest options that ranks have room for, and so is never slower than the best that has one
+    option for all stages: here nothing fits without recompute everywhere, and some stages can do without."""
+    options = [layers(40, 16, 0.0), layers(40, 9, 0.4), layers(40, 2, 1.0)]
+    schedule = build(name, 4, 16, find_recipe(name).chunks)
+    alike = [OptionProblem([costs], schedule).solve(effort=0.0, proves=False) for costs in options]
+    fastest, _, leanest = alike
+    limit = max(leanest.memory) + 0.3 * (max(fastest.memory) - max(leanest.memory))
+    found = OptionProblem(options, schedule, memory_bytes=limit).solve(effort=0.0, proves=False)
+    assert max(found.memory) <= limit and len({*found.options}) > 1
+    assert fastest.value <= found.value < leanest.value
 
 
 def test_stages_may_have_options_of_their_own() -> None:

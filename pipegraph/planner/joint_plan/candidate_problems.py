@@ -85,7 +85,6 @@ class CandidateProblems:
                 self._costs.layer_options(candidate.layout, candidate.rows)
                 if key[1]
                 else [costs.segments for costs in options],
-                stages,
                 _schedule(candidate.schedule, stages, candidate.microbatches, candidate.layout.pp),
                 memory_bytes=self._memory,
                 link=self.link(candidate.layout),

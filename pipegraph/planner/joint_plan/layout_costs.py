@@ -136,8 +136,9 @@ class LayoutCosts:
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""
         more = rows / self.rows - 1
-        pairs = zip(self.single.costs[option].segments, self.double.costs[option].segments, strict=True)
-        scaled = [_scaled(single, double, more) for single, double in pairs]
+        pairs = list(zip(self.single.costs[option].segments, self.double.costs[option].segments, strict=True))
+        of_pair = {pair: _scaled(*pair, more) for pair in dict.fromkeys(pairs)}  # layers cost the same
+        scaled = [of_pair[pair] for pair in pairs]
         if tp == 1:
             return scaled
         return [

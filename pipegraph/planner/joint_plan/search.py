@@ -139,9 +139,10 @@ class JointSearch:
             else:
                 _, number, candidate = heappop(waiting)
                 passed += 1
-                bounds[candidate] = problems.tight_bound(candidate, best)
-                slowest = problems.slowest_stage(candidate) + problems.least_exposed(candidate) if whole else 0.0
-                heappush(tight, (max(bounds[candidate], slowest), number, candidate))
+                bound = bounds[candidate] = problems.tight_bound(candidate, best)
+                if whole and bound < best:
+                    bound = max(bound, problems.slowest_stage(candidate) + problems.least_exposed(candidate))
+                heappush(tight, (bound, number, candidate))
 
     def _least_found(self, candidate: JointCandidate, whole: bool) -> float:
         """Return what a candidate takes at least by what was found for another division of its copies; 0 if nothing
@@ -162,9 +163,12 @@ class JointSearch:
             whole: whether a model of many layers is cut between layers only, if these are enough.
         """
         whole = whole and self._problems.has_enough_layers(candidate)
-        solution = (
-            self._pipeline(candidate, whole) if effort is None else self._solve(candidate, effort, whole, proves=True)
-        )
+        if effort is None:
+            solution = self._pipeline(candidate, whole)
+        else:
+            found = self._found.get(candidate)
+            known = found.solution if found is not None and not whole else None
+            solution = self._solve(candidate, effort, whole, True, known)
         if solution is None:
             self._found.setdefault(candidate, None)
             return self._found[candidate]
@@ -192,12 +196,19 @@ class JointSearch:
             return found
         return self._problems.of(candidate, whole).take(found) or self._solve(candidate, _LOW_EFFORT, whole, not whole)
 
-    def _solve(self, candidate: JointCandidate, effort: float, whole: bool, proves: bool) -> OptionSolution | None:
-        """Search for the cuts and choices of a candidate. Returns None if nothing fits."""
+    def _solve(
+        self,
+        candidate: JointCandidate,
+        effort: float,
+        whole: bool,
+        proves: bool,
+        known: OptionSolution | None = None,
+    ) -> OptionSolution | None:
+        """Search for the cuts and choices of a candidate, from what is known. Returns None if nothing fits."""
         hidden = self._costs.hidden(candidate.layout, candidate.rows)
         uniform = [option for option in self._costs.single.uniform if option in hidden]
         try:
-            return self._problems.of(candidate, whole).solve(uniform, effort, advises=False, proves=proves)
+            return self._problems.of(candidate, whole).solve(uniform, effort, advises=False, proves=proves, known=known)
         except MemoryShortage:
             return None
 
@@ -235,7 +246,7 @@ class JointSearch:
                 continue
             seen.add(candidate)
             is_possible = candidate in self.candidates and self._problems.may_fit(candidate)
-            yield Neighbour(axis, value, self.search(candidate, _LOW_EFFORT) if is_possible else None)
+            yield Neighbour(axis, value, self.search(candidate) if is_possible else None)
 
     def _steps(self, best: JointCandidate) -> Iterator[tuple[str, str, JointCandidate]]:
         layout = best.layout

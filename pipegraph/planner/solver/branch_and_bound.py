@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.linear_program import LinearProgram
 from pipegraph.planner.solver.local_search import EQUAL, Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound
 
@@ -61,10 +62,10 @@ def _relax(
         target: the bound that is enough.
     """
     known = list(linear_bounds)
-    payoff = np.array([linear.at(cuts) for linear in known])  # (linear bounds, cuts)
+    game = MatrixGame(np.array([linear.at(cuts) for linear in known]))  # (linear bounds, cuts)
     bound, mixed, least = -np.inf, known[0], np.inf
     for _ in range(_ROUNDS):
-        of_bounds, of_cuts = equilibrium(payoff)
+        of_bounds, of_cuts = game.equilibrium()
         incumbents.spent += _GAME_STEPS + space.steps
         latest = _mix(known, of_bounds)
         lowest, answer = space.minimum(latest)
@@ -81,10 +82,10 @@ def _relax(
         adds_cuts = not (answer == cuts).all(axis=1).any()
         if adds_bound:
             known.append(linear)
-            payoff = np.vstack([payoff, figures])
+            game.add_row(figures)
         if adds_cuts:
             cuts = np.vstack([cuts, answer])
-            payoff = np.column_stack([payoff, [linear.at(answer[None])[0] for linear in known]])
+            game.add_column(np.array([linear.at(answer[None])[0] for linear in known]))
         if not adds_bound and not adds_cuts:
             break
     used = [known[number] for number in np.flatnonzero(of_bounds)]
@@ -92,25 +93,37 @@ def _relax(
     return Relaxation(bound, mixed, tuple(used), cuts[mixture], of_cuts[mixture], cuts)
 
 
-def equilibrium(payoff: Floats) -> tuple[Floats, Floats]:
-    """Return the optimal mixtures of the rows and of the columns of a matrix game, which the rows want to be large.
+class MatrixGame:
+    """A matrix game, to which choices of both players may be added. The rows want the payoff to be large.
 
-    The rows' mixture maximises the least column (von Neumann, 1928): a linear program, whose dual is the columns'.
+    The rows' optimal mixture maximises the least column (von Neumann, 1928): a linear program, whose dual is the
+    columns'.
     """
-    from scipy.optimize import linprog  # takes half a second to import, and small chains do without
 
-    rows, columns = payoff.shape
-    scale = float(np.abs(payoff).max()) or 1.0
-    solution = linprog(
-        np.append(np.zeros(rows), -1.0),  # maximise the value, which is the last variable
-        A_ub=np.column_stack([-payoff.T / scale, np.ones(columns)]),
-        b_ub=np.zeros(columns),
-        A_eq=np.append(np.ones(rows), 0.0)[None],
-        b_eq=[1.0],
-        bounds=[(0, None)] * rows + [(None, None)],
-        method="highs-ds",
-    )
-    return _normalised(solution.x[:-1]), _normalised(-solution.ineqlin.marginals)
+    def __init__(self, payoff: Floats) -> None:
+        """``payoff`` is (rows, columns)."""
+        columns = payoff.shape[1]
+        self._scale = float(np.abs(payoff).max()) or 1.0
+        self._program = LinearProgram()
+        self._program.add_variables(np.array([-1.0]), np.zeros((0, 1)), lowest=-np.inf)  # the value, to be maximised
+        self._program.add_rows(np.zeros((1, 1)), np.ones(1), np.ones(1))  # the sum of the mixture
+        self._program.add_rows(np.ones((columns, 1)), np.full(columns, -np.inf), np.zeros(columns))
+        for row in payoff:
+            self.add_row(row)
+
+    def add_row(self, payoff: Floats) -> None:
+        """Add a choice of the rows with this payoff (columns,)."""
+        self._program.add_variables(np.zeros(1), np.append(1.0, -payoff / self._scale)[:, None])
+
+    def add_column(self, payoff: Floats) -> None:
+        """Add a choice of the columns with this payoff (rows,)."""
+        self._program.add_rows(np.append(1.0, -payoff / self._scale)[None], np.full(1, -np.inf), np.zeros(1))
+
+    def equilibrium(self) -> tuple[Floats, Floats]:
+        """Return the optimal mixtures of the rows and of the columns."""
+        solution = self._program.solve()
+        assert solution is not None  # every game has a value
+        return _normalised(solution.values[1:]), _normalised(-solution.duals[1:])
 
 
 def _normalised(weights: Floats) -> Floats:

@@ -79,7 +79,7 @@ def search_cuts(incumbents: Incumbents, space: CutSpace, starts: Iterable[Intege
     left, bound = _better(incumbents, near), incumbents.best_value
     if not left.empty:
         balanced = left.cheapest(objective.stage_bound, np.maximum)
-        bound = _largest_stage(objective, balanced, segments)
+        bound = largest_stage(objective, balanced, segments)
         hill_climb(incumbents, _most_even(objective, left, balanced), segments)
         left = _better(incumbents, left)
     if left.empty:
@@ -115,7 +115,7 @@ def _better(incumbents: Incumbents, space: CutSpace) -> CutSpace:
     return space.restrict(lambda *stage: incumbents.objective.stage_bound(*stage) < incumbents.target)
 
 
-def _largest_stage(objective: Objective, cuts: Integers, segments: int) -> float:
+def largest_stage(objective: Objective, cuts: Integers, segments: int) -> float:
     """Return the largest bound of a single stage of these cuts."""
     edges = np.concatenate([[0], cuts, [segments]])
     return max(
@@ -126,7 +126,7 @@ def _largest_stage(objective: Objective, cuts: Integers, segments: int) -> float
 
 def _most_even(objective: Objective, space: CutSpace, cuts: Integers) -> Integers:
     """Return the cuts with the least sum of squares of stages, of all whose largest stage is no larger than here."""
-    largest = _largest_stage(objective, cuts, space.last[-1]) * (1 + EQUAL)
+    largest = largest_stage(objective, cuts, space.last[-1]) * (1 + EQUAL)
 
     def squares(stage: int, begins: Integers, ends: Integers) -> Floats:
         return objective.stage_bound(stage, begins, ends) ** 2

@@ -167,3 +167,16 @@ class CutSpace:
         first = tuple(own + int(low) for own, (low, _) in zip(self.first, rims, strict=True))
         last = tuple(own + int(high) for own, (_, high) in zip(self.first, rims, strict=True))
         return self._made(first, last, allowed)
+
+
+class StageFigures:
+    """What stages cost wherever a space has them: computed once, and looked up for parts of the space."""
+
+    def __init__(self, costs: StageCosts, space: CutSpace) -> None:
+        self._first = space.first
+        self._figures = [costs(stage, *edges) for stage, edges in enumerate(pairwise(space.windows))]
+
+    def __call__(self, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return the figures for positions in a row: (ends, begins)."""
+        begin, end = int(begins[0]) - self._first[stage], int(ends[0]) - self._first[stage + 1]
+        return self._figures[stage][end : end + len(ends), begin : begin + len(begins)]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipegraph.cost import SegmentCost
+from pipegraph.planner.solver.linear_program import LinearProgram
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.prefix_sums import Floats, LinearBound, quantities_of
 from pipegraph.planner.solver.stage_options import OptionBound
 
-if TYPE_CHECKING:
-    from scipy.sparse import csr_array
-
 _ROUNDS = 24  # of solving the program, then adding linear bounds that its solution exceeds
 _ROWS = 16  # of the linear bounds that are exceeded the most, which a round adds
 _EXCEEDS = 1e-3  # part of a bound
 _EXACT = 1e-6  # of the solution of a linear program
-_INFEASIBLE = 2  # of the statuses of a linear program
 
 
 class FractionalStages:
@@ -57,32 +53,33 @@ class FractionalStages:
     def least_makespan(self, enough: float = math.inf) -> float:
         """Return seconds that no cuts and options go below; infinite if none fit. It is not made tighter than
         ``enough``."""
-        from scipy.optimize import linprog  # takes half a second to import
-        from scipy.sparse import coo_array, vstack
-
         variables, limit = len(self._kinds), self._memory.limit
-        parts = coo_array((np.ones(variables), (self._kinds, np.arange(variables))), (len(self._counts), variables + 1))
         pool, constants = self._table([*self._makespan.initial_bounds(), *self._makespan.path_bounds()])
         even = self._counts[self._kinds] / np.bincount(self._kinds)[self._kinds]
-        scale = float((pool @ even + constants).max())
+        scale = float((pool @ even + constants).max())  # so that no figure is far from 1
         if not scale:
             return 0.0
-        rows, limits = [_rows(pool[: self._memory.ranks], -scale)], [-constants[: self._memory.ranks]]
+        program = LinearProgram()
+        program.add_variables(np.append(np.zeros(variables), 1.0), np.zeros((0, variables + 1)))
+        parts = np.arange(len(self._counts))[:, None] == np.append(self._kinds, -1)
+        program.add_rows(parts.astype(np.float64), self._counts, self._counts)
+
+        def add(table: Floats, makespan: float, most: Floats) -> None:
+            """Add rows ``table`` @ shares + ``makespan`` × the makespan, the last variable, ≤ ``most``."""
+            if len(table):
+                rows = np.column_stack([table, np.full(len(table), makespan)])
+                program.add_rows(rows / scale, np.full(len(table), -np.inf), most / scale)
+
+        add(pool[: self._memory.ranks], -scale, -constants[: self._memory.ranks])
         least = 0.0
         for _ in range(_ROUNDS):
-            solution = linprog(
-                np.append(np.zeros(variables), 1.0),  # minimise the makespan, which is the last variable
-                A_ub=vstack(rows) / scale,  # so that no figure is far from 1
-                b_ub=np.concatenate(limits) / scale,
-                A_eq=parts,
-                b_eq=self._counts,
-                method="highs",
-            )
-            if solution.status == _INFEASIBLE:
-                return math.inf
-            if solution.status:
+            try:
+                solution = program.solve()
+            except ArithmeticError:
                 break
-            least, shares = scale * float(solution.x[-1]), solution.x[:-1]
+            if solution is None:
+                return math.inf
+            least, shares = scale * float(solution.values[-1]), solution.values[:-1]
             if least >= enough:
                 break
             stages = self._stages_of(shares)
@@ -99,8 +96,8 @@ class FractionalStages:
             if not len(more) and not short.any():
                 break
             full = scale / limit
-            rows += [_rows(more, -scale), _rows(full * needs[short], 0.0)]
-            limits += [-more_constants, scale - full * need_constants[short]]
+            add(more, -scale, -more_constants)
+            add(full * needs[short], 0.0, scale - full * need_constants[short])
         return least * (1 - _EXACT)
 
     def _table(self, bounds: Sequence[LinearBound | OptionBound]) -> tuple[Floats, Floats]:
@@ -114,10 +111,3 @@ class FractionalStages:
     def _stages_of(self, shares: Floats) -> Floats:
         """Return the quantities of stages: (quantities, stages)."""
         return np.array([np.bincount(self._stage, row, self._memory.stages) for row in self._costs * shares])
-
-
-def _rows(table: Floats, last: float) -> csr_array:
-    """Return rows of a linear program: the variables of segments, and this for the makespan."""
-    from scipy.sparse import csr_array
-
-    return csr_array(np.column_stack([table, np.full(len(table), last)]))

@@ -66,6 +66,7 @@ class Incumbents:
 
     def lower_bounds(self, cuts: Integers) -> Floats:
         """Return what the remembered bounds say about the values of cuts (candidates, cuts)."""
+        self.spent += cuts.size
         bounds: Floats = type(self._bounds[0]).largest(self._bounds, cuts)
         return bounds
 
@@ -100,9 +101,10 @@ class Moves(NamedTuple):
 
 
 def hill_climb(
-    incumbents: Incumbents, cuts: Integers, segments: int, moves: Moves | None = None
+    incumbents: Incumbents, cuts: Integers, segments: int, moves: Moves | None = None, until: float = np.inf
 ) -> tuple[Integers, float]:
-    """Move from cuts (cuts,) to better neighbours for as long as there is one. Returns the last cuts and their value.
+    """Move from cuts (cuts,) to better neighbours for as long as there is one, or until so many steps are spent.
+    Returns the last cuts and their value.
 
     Neighbours that remembered linear bounds show to be no better are left out. Of the others, the most promising ones
     come first.
@@ -111,7 +113,7 @@ def hill_climb(
     value = float(incumbents.add(cuts[None])[0])
     near = neighbours_of(cuts, segments)
     incumbents.remember_bound(cuts)
-    while True:
+    while incumbents.spent < until:
         bounds = incumbents.lower_bounds(near)
         near = near[np.argsort(bounds, kind="stable")[: int((bounds < value * (1 - EQUAL)).sum())]]
         if not len(near):
@@ -124,6 +126,7 @@ def hill_climb(
             near = neighbours_of(cuts, segments)
         else:
             near = near[_TRIED:]
+    return cuts, value
 
 
 def iterated_local_search(
@@ -135,7 +138,7 @@ def iterated_local_search(
     """
     random = Random(0)
     at_random = moved_at_random if moves is None else moves.at_random
-    cuts, value = hill_climb(incumbents, cuts, segments, moves)
+    cuts, value = hill_climb(incumbents, cuts, segments, moves, until)
     while incumbents.spent < until:
         other, other_value = hill_climb(incumbents, at_random(random, cuts, segments), segments, moves)
         if other_value <= value:

@@ -26,6 +26,7 @@ from pipegraph.planner.solver.prefix_sums import (
     PrefixSums,
 )
 from pipegraph.schedule import Kind, Schedule, Times
+from pipegraph.schedule.action_arrays import CODES
 
 Order = Sequence[tuple[Kind, int]]
 """(kind, microbatch) of the actions of one stage"""
@@ -75,7 +76,7 @@ def _paths(order: Order) -> Iterator[StagePath]:
     """
     back = {microbatch: at for at, (kind, microbatch) in enumerate(order) if kind in (Kind.I, Kind.B)}
     forwards = [microbatch for kind, microbatch in order if kind is Kind.F]
-    for turning in ((), forwards[:1], forwards[-1:], forwards):
+    for turning in map(frozenset, ((), forwards[:1], forwards[-1:], forwards)):
         for end, returns in ((len(order), False), (max(back.values()) + 1, True)):
             passed, turns, at = [0, 0, 0], 0, 0
             while at < end:
@@ -139,13 +140,13 @@ class Makespan:
 
     def initial_bounds(self) -> list[LinearBound]:
         """Return for each rank the way to its first action and then all its actions."""
-        bounds = []
-        for order in self._schedule.actions:
-            work = np.zeros((len(TIMES), self._schedule.stages))
-            first = order[0].stage
+        bounds, arrays = [], self._schedule.arrays
+        for begin, end in pairwise(arrays.bounds):
+            kinds, stages = arrays.kind[begin:end], arrays.stage[begin:end]
+            work, first = np.zeros((len(TIMES), self._schedule.stages)), int(stages[0])
             work[FORWARD, :first] = 1.0
-            for action in order:
-                work[list(PARTS[action.kind]), action.stage] += 1.0
+            for kind, parts in PARTS.items():
+                work[list(parts)] += np.bincount(stages[kinds == CODES[kind]], minlength=self._schedule.stages)
             hops = np.arange(self._schedule.stages - 1) < first
             bounds.append(self._linear_bound(work, float(hops @ self._latency), np.zeros(len(hops))))
         return bounds

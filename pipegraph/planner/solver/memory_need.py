@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -83,7 +83,11 @@ class MemoryNeed:
         self._first = np.searchsorted(self._moments.rank, np.arange(self.ranks))
         ends = np.arange(1, 4) * self.stages
         self._saved, self._weights, self._here, self._gradients = np.split(self._moments.kept, ends, axis=1)
-        self._buffers = _receive_buffers(schedule, receives_ahead)
+        self._schedule, self._ahead = schedule, receives_ahead
+
+    @cached_property
+    def _buffers(self) -> Floats:
+        return _receive_buffers(self._schedule, self._ahead)
 
     @property
     def steps(self) -> int:
@@ -133,7 +137,7 @@ class MemoryNeed:
         moments = (
             first + int(own.argmax()) for first, own in zip(self._first, np.split(held, self._first[1:]), strict=True)
         )
-        return [self._linear_bound(int(moment)) for moment in moments]
+        return [self._linear_bound(int(moment), crosses=False) for moment in moments]
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
         rank, before, crossing = self._placement[stage], self._sums.before, self._sums.crossing
@@ -182,7 +186,7 @@ class MemoryNeed:
         figures: Floats = runs * transient[moments.kind, moments.stage] + made
         return figures
 
-    def _linear_bound(self, moment: int) -> LinearBound:
+    def _linear_bound(self, moment: int, crosses: bool = True) -> LinearBound:
         rank, stage, kind = (int(each[moment]) for each in self._moments[:3])
         weights = np.zeros((len(QUANTITIES), self.stages))
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
@@ -190,7 +194,7 @@ class MemoryNeed:
         weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
         weights[ADDED, stage] = self._moments.adds[moment]
         least = float(self._sums.transient.levels[0, kind].min()) if kind >= 0 else 0.0
-        crossing = self._buffers[rank] + self._gradients[moment]
+        crossing = self._buffers[rank] + self._gradients[moment] if crosses else np.zeros(self.stages - 1)
         return self._sums.linear_bound(weights, crossing, float(self._spare[rank]) + least)
 
 

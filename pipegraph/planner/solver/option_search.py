@@ -6,15 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from math import comb
 
 import numpy as np
 
 from pipegraph.cost import SegmentCost
 from pipegraph.planner.solver.branch_and_bound import BranchAndBound
-from pipegraph.planner.solver.cut_search import equal_parts
-from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.cut_search import equal_parts, largest_stage
+from pipegraph.planner.solver.cut_space import CutSpace, StageFigures
 from pipegraph.planner.solver.fractional_stages import FractionalStages
 from pipegraph.planner.solver.local_search import (
     EQUAL,
@@ -27,6 +26,7 @@ from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective
 from pipegraph.planner.solver.option_moves import every_candidate, option_moves
+from pipegraph.planner.solver.option_start import even_start
 from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Booleans, Integers
 from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.planner.solver.solve_arguments import check_numbers, check_options, memory_of_ranks, resolve_schedule
@@ -37,6 +37,8 @@ from pipegraph.units import format_bytes
 _ALL_STEPS = 10_000_000  # if valuing all candidates takes fewer steps, all are valued
 _STEPS = 240_000_000  # of any other search with an effort of 1: about ten seconds
 _BRANCHED, _SEARCHED = 0.4, 0.7  # the parts of these after which branch and bound, then local search, stop
+_RELAXED = 10  # times the effort that branch and bound may take for a relaxation of all cuts; what is left is smaller
+_CLIMBED = 60_000_000  # steps after which a climb that proves nothing stops: one or two seconds
 _UNIFORM_EFFORT = 0.2  # part of the effort for the best cuts with one option for all stages
 
 
@@ -108,32 +110,30 @@ def solve_options(
         PlanError: as `solve` does; or options that do not fit together; a `MemoryShortage` if nothing fits.
         ScheduleError: as `solve` does.
     """
-    problem = OptionProblem(
-        options, stages, schedule, microbatches, ranks, memory_bytes, link, allowed, state_factor, receives_ahead, names
-    )
+    check_options(options, stages, names, allowed)
+    check_numbers(state_factor, effort, receives_ahead)
+    resolved = resolve_schedule(schedule, stages, microbatches, None, ranks)
+    problem = OptionProblem(options, resolved, memory_bytes, link, allowed, state_factor, receives_ahead)
     return problem.solve(uniform, effort, advises)
 
 
 class OptionProblem:
-    """The cuts and options of a chain for a schedule: what `solve_options` chooses from. Its arguments are as there."""
+    """The cuts and options of a chain for a schedule: what `solve_options` chooses from.
+
+    The arguments are as there, but not checked, and the schedule has no transfers.
+    """
 
     def __init__(
         self,
         options: Sequence[Sequence[SegmentCost]],
-        stages: int,
-        schedule: str | Schedule = "1f1b",
-        microbatches: int = 8,
-        ranks: int | None = None,
+        schedule: Schedule,
         memory_bytes: float | str | Sequence[float | str] | None = None,
         link: Links | None = None,
         allowed: Sequence[Sequence[int]] | None = None,
         state_factor: float = 4.0,
         receives_ahead: int = 4,
-        names: Sequence[str] | None = None,
     ) -> None:
-        check_options(options, stages, names, allowed)
-        check_numbers(state_factor, 1.0, receives_ahead)
-        self._schedule = resolve_schedule(schedule, stages, microbatches, None, ranks)
+        self._schedule, stages = schedule, schedule.stages
         self._order = sorted(range(len(options)), key=lambda one: -sum(cost.saved_bytes for cost in options[one]))
         self._options = [options[number] for number in self._order]  # the leanest last
         self._allowed = _allowed_options(allowed, stages, self._order)
@@ -166,9 +166,14 @@ class OptionProblem:
 
     @cached_property
     def _makespan(self) -> OptionMakespan:
-        return OptionMakespan(self._sums, self._schedule, self._link, self._space.fits)
+        return OptionMakespan(self._sums, self._schedule, self._link, lambda: self._space.fits)
 
-    @property
+    @cached_property
+    def _seconds(self) -> StageFigures:
+        """What a step takes at least, by what a stage is."""
+        return StageFigures(self._makespan.stage_bound, self._possible)
+
+    @cached_property
     def is_impossible(self) -> bool:
         """Whether some stage fits nowhere, with any option."""
         return self._every.restrict(self._memory.allows).empty or self._possible.empty
@@ -177,7 +182,10 @@ class OptionProblem:
     def lower_bound(self) -> float:
         """No cuts and options have a smaller value, which the slowest stage of the most even cuts shows; infinite if
         nothing fits."""
-        return math.inf if self.is_impossible else _slowest_stage(self._possible, self._makespan)
+        if self.is_impossible:
+            return math.inf
+        cuts = self._possible.cheapest(self._seconds, np.maximum)
+        return largest_stage(self._makespan, cuts, self._sums.segments)
 
     def fractional_bound(self, enough: float = math.inf) -> float:
         """Return what no cuts and options go below, which stages of parts of segments show; infinite if nothing fits.
@@ -192,31 +200,35 @@ class OptionProblem:
         effort: float = 1.0,
         advises: bool = True,
         proves: bool = True,
+        known: OptionSolution | None = None,
     ) -> OptionSolution:
         """Return the best that was found. Raises as `solve_options` does.
 
         Without ``proves``, cuts and options are only improved step by step, and the lower bound is the slowest stage's.
+        With something ``known`` that fits, the search begins there alone.
         """
-        check_numbers(1.0, effort)
         memory, sums, makespan = self._memory, self._sums, self._makespan
-        if not advises and self.is_impossible:
+        if not advises and known is None and self.is_impossible:
             raise MemoryShortage(f"No cuts and choices fit into {format_bytes(memory.limit)} on each rank.", 0)
         moves = option_moves(self._allowed)
-        starts, best_uniform = self._uniform_starts(uniform, effort) if proves else ([], math.inf)
+        starts, best_uniform = [] if known is None else [self._candidate(known)], math.inf
+        if proves and not starts:
+            starts, best_uniform = self._uniform_starts(uniform, effort)
         if not starts and not self._possible.empty:
-            starts = self._even_starts()
+            placement = self._schedule.placement
+            starts = [even_start(self._possible, sums, makespan, self._seconds, memory, self._allowed, placement)]
         if not any(memory.fits(start[None])[0] for start in starts):
-            starts.append(_least_memory(sums, memory, self._allowed, moves, effort))
+            starts.append(self._least_memory(starts, moves, effort, np.inf if proves else _CLIMBED))
         seconds: Objective = makespan
         if memory.limits:
             seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
         incumbents = Incumbents(seconds, memory.fits, kept=1)
         if proves:
-            bound = _search(incumbents, self._space, starts, effort, moves, self._allowed)
+            bound = self._search(incumbents, starts, effort, moves)
         else:
             bound = self.lower_bound
             for start in starts:
-                hill_climb(incumbents, start, sums.segments, moves)
+                hill_climb(incumbents, start, sums.segments, moves, _CLIMBED)
             iterated_local_search(incumbents, incumbents.best_cuts, sums.segments, int(effort * _STEPS), moves)
         best = incumbents.best_cuts
         value = simulate(self._schedule, makespan.times_of(best)).makespan  # rounds differently from the objective
@@ -231,35 +243,68 @@ class OptionProblem:
             self._schedule,
         )
 
+    def _least_memory(self, starts: Sequence[Integers], moves: Moves, effort: float, until: float) -> Integers:
+        """Return the cuts and options that need the least memory, found from these. Raises a MemoryShortage if they do
+        not fit."""
+        memory, segments = self._memory, self._sums.segments
+        leanest = [int(np.flatnonzero(row)[-1]) for row in self._allowed]
+        incumbents = Incumbents(memory, lambda candidates: np.ones(len(candidates), bool), kept=1)
+        for start in (*starts, np.array([*equal_parts(self._sums, memory.stages, [HELD, SAVED]), *leanest], np.int64)):
+            hill_climb(incumbents, start, segments, moves, until)
+        iterated_local_search(incumbents, incumbents.best_cuts, segments, int(0.1 * effort * _STEPS), moves)
+        needed = math.ceil(incumbents.best_value)
+        if needed > memory.limit:
+            raise MemoryShortage(
+                f"No cuts and choices that were found fit into {format_bytes(memory.limit)} on each rank: "
+                f"{format_bytes(needed)} ({needed} bytes) would be enough.",
+                needed,
+                incumbents.best_cuts[: memory.stages - 1].tolist(),
+            )
+        return incumbents.best_cuts
+
+    def _search(self, incumbents: Incumbents, starts: Sequence[Integers], effort: float, moves: Moves) -> float:
+        """Find the best candidates, and return a lower bound of their value. As `search_cuts` does for cuts.
+
+        Branch and bound is left out where the effort is not enough for one relaxation; the fractional bound remains.
+        """
+        objective, segments, stages = incumbents.objective, self._sums.segments, self._schedule.stages
+        for start in starts:
+            hill_climb(incumbents, start, segments, moves)
+        choices = math.prod(self._allowed.sum(axis=1).tolist())
+        if comb(segments - 1, stages - 1) * choices * objective.steps <= _ALL_STEPS:
+            for batch in every_candidate(segments, self._allowed):
+                incumbents.add(batch)
+            return incumbents.best_value
+        steps, bound = int(effort * _STEPS), self.fractional_bound(incumbents.target)
+        places = sum(kept.size for kept in self._every.allowed)
+        if bound >= incumbents.target:
+            return incumbents.best_value
+        if stages * self._sums.options * places > _RELAXED * steps:
+            iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps), moves)
+            return min(bound, incumbents.best_value)
+        left = self._space.restrict(lambda *stage: objective.stage_bound(*stage) < incumbents.target)
+        if left.empty:
+            return incumbents.best_value
+        slowest = largest_stage(objective, left.cheapest(objective.stage_bound, np.maximum), segments)
+        tree = BranchAndBound(incumbents, left, incumbents.best_cuts, max(bound, slowest), moves)
+        tree.run(int(_BRANCHED * steps))
+        if tree.bound < incumbents.best_value:
+            iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps), moves)
+            tree.run(steps)
+        return tree.bound
+
     def take(self, solution: OptionSolution) -> OptionSolution | None:
         """Return what was found for these stages with another ``state_factor`` or other limits, with the memory that it
         needs here; None if that is too much."""
-        candidate = np.array([*solution.cuts, *map(self._order.index, solution.options)], np.int64)[None]
+        candidate = self._candidate(solution)[None]
         return replace(solution, memory=self._memory_of(candidate)) if self._memory.fits(candidate)[0] else None
+
+    def _candidate(self, solution: OptionSolution) -> Integers:
+        return np.array([*solution.cuts, *map(self._order.index, solution.options)], np.int64)
 
     def _memory_of(self, candidate: Integers) -> tuple[int, ...]:
         """Return the bytes that each rank needs with a candidate (1, numbers)."""
         return tuple(math.ceil(one) for one in self._memory.of_ranks(candidate)[:, 0].tolist())
-
-    def _even_starts(self) -> list[Integers]:
-        """Return candidates with the cuts of which the slowest stage is the fastest: each stage with the fastest option
-        that its rank has room for if it holds nothing else, and each with the leanest."""
-        edges = np.concatenate(
-            [[0], self._possible.cheapest(self._makespan.stage_bound, np.maximum), [self._sums.segments]]
-        )
-        pairs = list(pairwise(edges.tolist()))
-        fit = [
-            np.flatnonzero(self._space.fits.at(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2]))
-            for stage in range(len(pairs))
-        ]
-        chosen = (
-            [
-                min(options.tolist(), key=lambda option: self._sums.each[option].seconds(*pair))
-                for options, pair in zip(fit, pairs, strict=True)
-            ],
-            [int(options[-1]) for options in fit],
-        )
-        return [np.array([*edges[1:-1].tolist(), *each], np.int64) for each in chosen]
 
     def _uniform_starts(self, uniform: Sequence[int] | None, effort: float) -> tuple[list[Integers], float]:
         """Return the best cuts with each of these options for all stages, as candidates, and the best value."""
@@ -283,60 +328,3 @@ def _allowed_options(allowed: Sequence[Sequence[int]] | None, stages: int, order
     for stage, chosen in enumerate(allowed or ()):
         may[stage, [order.index(option) for option in chosen]] = True
     return may
-
-
-def _search(
-    incumbents: Incumbents,
-    space: OptionSpace,
-    starts: Sequence[Integers],
-    effort: float,
-    moves: Moves,
-    may: Booleans,
-) -> float:
-    """Find the best candidates of a space, and return a lower bound of their value. As `search_cuts` does for cuts."""
-    objective, segments, stages = incumbents.objective, space.last[-1], len(space.allowed)
-    for start in starts:
-        hill_climb(incumbents, start, segments, moves)
-    if comb(segments - 1, stages - 1) * math.prod(may.sum(axis=1).tolist()) * objective.steps <= _ALL_STEPS:
-        for batch in every_candidate(segments, may):
-            incumbents.add(batch)
-        return incumbents.best_value
-    left = space.restrict(lambda *stage: objective.stage_bound(*stage) < incumbents.target)
-    if left.empty:
-        return incumbents.best_value
-    bound = _slowest_stage(left, objective)
-    steps = int(effort * _STEPS)
-    tree = BranchAndBound(incumbents, left, incumbents.best_cuts, bound, moves)
-    tree.run(int(_BRANCHED * steps))
-    if tree.bound < incumbents.best_value:
-        iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps), moves)
-        tree.run(steps)
-    return tree.bound
-
-
-def _slowest_stage(space: OptionSpace, objective: Objective) -> float:
-    """Return the bound of the slowest stage of those cuts of a space of which it is the least."""
-    balanced = space.cheapest(objective.stage_bound, np.maximum)
-    edges = np.concatenate([[0], balanced, [space.last[-1]]])
-    return max(
-        float(objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])[0, 0])
-        for stage in range(len(space.allowed))
-    )
-
-
-def _least_memory(sums: OptionSums, memory: MemoryNeed, may: Booleans, moves: Moves, effort: float) -> Integers:
-    """Return the cuts and options that need the least memory. Raises a MemoryShortage if they do not fit."""
-    leanest = [int(np.flatnonzero(row)[-1]) for row in may]
-    cuts = equal_parts(sums, memory.stages, [HELD, SAVED])
-    incumbents = Incumbents(memory, lambda candidates: np.ones(len(candidates), bool), kept=1)
-    hill_climb(incumbents, np.array([*cuts, *leanest], np.int64), sums.segments, moves)
-    iterated_local_search(incumbents, incumbents.best_cuts, sums.segments, int(0.1 * effort * _STEPS), moves)
-    needed = math.ceil(incumbents.best_value)
-    if needed > memory.limit:
-        raise MemoryShortage(
-            f"No cuts and choices that were found fit into {format_bytes(memory.limit)} on each rank: "
-            f"{format_bytes(needed)} ({needed} bytes) would be enough.",
-            needed,
-            incumbents.best_cuts[: memory.stages - 1].tolist(),
-        )
-    return incumbents.best_cuts

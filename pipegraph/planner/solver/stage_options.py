@@ -6,7 +6,7 @@ the place of cuts: their sums are `OptionSums`, and their linear bounds `OptionB
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Self
@@ -49,6 +49,11 @@ class OptionSums(PrefixSums):
         self.transient = RangeMaxima(self._transient[:, 0].min(axis=0))
         least = np.diff(self._before, axis=2).min(axis=0)
         self.before = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
+
+    @property
+    def options(self) -> int:
+        """How many options there are."""
+        return len(self.each)
 
     @property
     def offloads(self) -> bool:
@@ -263,14 +268,17 @@ class OptionSpace(CutSpace):
 class OptionMakespan(Makespan):
     """The makespan of candidates with options."""
 
-    def __init__(self, sums: OptionSums, schedule: Schedule, link: Links | None, fits: OptionFits) -> None:
+    def __init__(
+        self, sums: OptionSums, schedule: Schedule, link: Links | None, fits: Callable[[], OptionFits]
+    ) -> None:
+        """``fits`` is asked for bounds of stages alone: it takes long to find."""
         super().__init__(sums, schedule, link)
         self._options, self._fits = sums, fits
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
         """Infinite for a stage that fits with no option."""
         least = np.full((len(ends), len(begins)), np.inf)
-        for sums, fits in zip(self._options.each, self._fits.at(stage, begins, ends), strict=True):
+        for sums, fits in zip(self._options.each, self._fits().at(stage, begins, ends), strict=True):
             if fits.any():
                 before = sums.before[: len(TIMES)]
                 own = before[:, ends][:, :, None] - before[:, begins][:, None, :]

@@ -1,0 +1,86 @@
+"""Linear programs that grow, and are solved again from where the last solution was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pipegraph.planner.solver.prefix_sums import Floats, Integers
+
+if TYPE_CHECKING:
+    from highspy import Highs
+
+
+class LinearSolution(NamedTuple):
+    """What solves a linear program.
+
+    Attributes:
+        values: of the variables.
+        duals: of the rows: how much more the program costs for one more on a row's limit.
+    """
+
+    values: Floats
+    duals: Floats
+
+
+class LinearProgram:
+    """Minimises ``costs`` @ x, where rows @ x stay within their limits.
+
+    When variables or rows are added, the simplex method goes on from the last solution, and takes a few steps only.
+    """
+
+    def __init__(self) -> None:
+        self._solver = _quiet_solver()
+
+    def add_variables(self, costs: Floats, table: Floats, lowest: float = 0.0) -> None:
+        """Add variables from ``lowest`` on; ``table`` says what they add to the rows that are there: (rows,
+        variables)."""
+        number, (count, starts, rows, values) = len(costs), _sparse(table.T)
+        lower, upper = np.full(number, lowest), np.full(number, np.inf)
+        self._solver.addCols(number, costs, lower, upper, count, starts, rows, values)
+
+    def add_rows(self, table: Floats, lower: Floats, upper: Floats) -> None:
+        """Add ``lower`` ≤ ``table`` @ x ≤ ``upper``; the table is (rows, variables)."""
+        count, starts, columns, values = _sparse(table)
+        self._solver.addRows(len(table), lower, upper, count, starts, columns, values)
+
+    def solve(self) -> LinearSolution | None:
+        """Return the solution; None if there is none.
+
+        Raises:
+            ArithmeticError: the solver gave up.
+        """
+        from highspy import HighsModelStatus
+
+        self._solver.run()
+        status = self._solver.getModelStatus()
+        if status == HighsModelStatus.kUnknown:  # steps that were left half-way: all of them anew
+            self._solver.clearSolver()
+            self._solver.run()
+            status = self._solver.getModelStatus()
+        if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
+            return None
+        if status != HighsModelStatus.kOptimal:
+            raise ArithmeticError(f"a linear program was not solved: {self._solver.modelStatusToString(status)}")
+        solution = self._solver.getSolution()
+        return LinearSolution(np.array(solution.col_value), np.array(solution.row_dual))
+
+
+def _quiet_solver() -> Highs:
+    from highspy import Highs  # small chains do without
+
+    class QuietHighs(Highs):
+        def enableCallbacks(self) -> None:
+            """Enable none: `Highs()` does, and prints the name of the solver then."""
+
+    solver = QuietHighs()
+    solver.silent()
+    return solver
+
+
+def _sparse(table: Floats) -> tuple[int, Integers, Integers, Floats]:
+    """Return the figures of a table (rows, columns) that are not zero, as HiGHS takes them: how many there are, where
+    each row starts, and their columns and values."""
+    rows, columns = np.nonzero(table)
+    return len(rows), np.searchsorted(rows, np.arange(len(table))), columns, table[rows, columns]
