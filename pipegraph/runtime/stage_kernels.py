@@ -23,12 +23,14 @@ def stage_recompute(given: object, package: Package, stages: Mapping[int, nn.Mod
     Raises:
         ArgumentError: it is none of these, or a pattern matches no module.
     """
-    plan = package.manifest.prediction
+    plan, of_package = package.manifest.prediction, given is None
     if given is None:
         given = package.manifest.recompute if plan is None else plan.recompute
     each = parse_stages(given, len(package.manifest.stages))
     for recompute in set(each):
-        _check_names(recompute, [index for index, own in enumerate(each) if own == recompute], package, stages)
+        # A planned pattern, such as every eighth layer, is of the model: its own stages may have none of these.
+        indices = [index for index, own in enumerate(each) if of_package or own == recompute]
+        _check_names(recompute, indices, package, stages)
     return each
 
 

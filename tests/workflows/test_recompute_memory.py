@@ -107,6 +107,15 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
         Pipeline(package, kernels="eager", recompute=[{"head": "none"}, "none", "none"])
 
 
+def test_a_planned_pattern_may_match_nothing_in_its_own_stage(tmp_path: Path) -> None:
+    """As every eighth layer may, where a planner gives a stage the choice of a model with such layers."""
+    every_eighth = {"": "none", "layers[::8]": "block"}
+    package = package_of(tmp_path, recompute=["none", every_eighth, "none"])  # layers.0 is in the first stage
+    pipe = Pipeline(package, "gpipe", 2, torch.nn.functional.mse_loss, kernels="eager")
+    assert pipe.recompute == "none (stages 0, 2), =none,layers[::8]=block (stage 1)"
+    assert torch.isfinite(pipe.step(INPUT, target=torch.zeros(16, 4)))
+
+
 def test_a_plan_holds_no_policy() -> None:
     captured = pipegraph.capture(Layered(), (INPUT,))
     with pytest.raises(ArgumentError, match="no plan can hold it"):
