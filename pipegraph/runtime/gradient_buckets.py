@@ -16,7 +16,7 @@ BUCKET_BYTES: Final = 25 * 2**20
 
 
 class GradientBucket:
-    """The gradients of some parameters of one dtype in one tensor, which ranks sum, and then write back.
+    """The gradients of some parameters of one dtype, moved into one tensor, which ranks sum.
 
     It ends with a number for each parameter: how many ranks have its gradient. One that no rank has stays None.
 
@@ -25,6 +25,7 @@ class GradientBucket:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """``.grad`` of the parameters is None until `give_back`, so that no gradient is held twice."""
         self._parameters = parameters
         own = [None if each.grad is None else local(each.grad) for each in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in own):
@@ -34,28 +35,33 @@ class GradientBucket:
         found = torch.ones(len(own), dtype=like[0].dtype, device=like[0].device)
         found[[index for index, gradient in enumerate(own) if gradient is None]] = 0
         self._sizes = [*(part.numel() for part in parts), len(parts)]
+        self._has_own = [gradient is not None for gradient in own]
         self.flat = torch.cat([*(part.reshape(-1).to(like[0].dtype) for part in parts), found])
+        for parameter in parameters:
+            parameter.grad = None
 
-    def write_back(self) -> None:
-        """Put what was reduced into `.grad`."""
+    def give_back(self) -> None:
+        """Make what was reduced the parameters' ``.grad``: views of the tensor, in the memory layout of parameters."""
         *reduced, found = self.flat.split(self._sizes)
-        for parameter, tensor, count in zip(self._parameters, reduced, found, strict=True):
-            like = local(parameter.detach())
-            if parameter.grad is not None:
-                local(parameter.grad).copy_(tensor.view_as(like))
-            elif count > 0:
-                parameter.grad = rebuilt(tensor.view_as(like).clone(), parameter)
+        each = zip(self._parameters, reduced, self._has_own, found, strict=True)
+        for parameter, tensor, has_own, count in each:
+            if has_own or count > 0:  # only the count is waited for, on a GPU
+                like = local(parameter.detach())
+                view = tensor.view_as(like)
+                own = view if like.is_contiguous() else torch.empty_like(like).copy_(view)
+                parameter.grad = rebuilt(own, parameter)
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Parameters of one dtype each, in their order, which is that of every rank."""
     bucket: list[nn.Parameter] = []
+    held = 0
     for parameter in parameters:
-        is_full = sum(local(each.detach()).nbytes for each in bucket) >= BUCKET_BYTES
-        if bucket and (parameter.dtype != bucket[0].dtype or is_full):
+        if bucket and (parameter.dtype != bucket[0].dtype or held >= BUCKET_BYTES):
             yield bucket
-            bucket = []
+            bucket, held = [], 0
         bucket.append(parameter)
+        held += local(parameter.detach()).nbytes
     if bucket:
         yield bucket
 

@@ -88,10 +88,10 @@ class GradientReduction:
         return [(work, Message("all_reduce", bucket.flat.nbytes, self._group.ranks)) for bucket, work in started]
 
     def finish(self) -> None:
-        """Wait for all reductions and put their results into `.grad`."""
+        """Wait for all reductions, whose results become `.grad`."""
         for bucket, work in self._reduced:
             self._group.wait(work)
-            bucket.write_back()
+            bucket.give_back()
         self._reduced.clear()
 
 

@@ -106,7 +106,7 @@ class Replicas:
             sent = GradientBucket(bucket)
             sent.flat.div_(dist.get_world_size(group))
             dist.all_reduce(sent.flat, group=group)
-            sent.write_back()
+            sent.give_back()
         if wrapper.broadcast_buffers:
             named_buffers = wrapper.module.named_buffers()
             buffers = [local(each) for name, each in named_buffers if name not in wrapper.parameters_to_ignore]
