@@ -26,7 +26,7 @@ from pipegraph.runtime.processes.rank_grid import grid_of
 from pipegraph.runtime.processes.world import make_mesh
 from pipegraph.schedule import Kind
 
-_TIMES = 5  # that kernels run alone
+_TIMES = 9  # that kernels of each plan run alone
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,14 @@ def main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(DEVICES), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     runs = [_Run(subject, plan, kernels) for plan in plans]
+    for number in range(_TIMES):
+        for _, run in _shuffled(runs, number):
+            run.run_alone()
+    for run in runs:
+        run.sleep()
     steps: list[list[float]] = [[] for _ in plans]
     for number in range(rounds + 1):
-        order = list(enumerate(runs))
-        random.Random(number).shuffle(order)
-        for index, run in order:
+        for index, run in _shuffled(runs, number):
             seconds = run.step()
             steps[index] += [seconds] if number else []
     gathered: list[Any] = [None] * DEVICES
@@ -65,6 +68,13 @@ def main(
         results.put([MeasuredPlan(own, [held for held, _ in each], [took for _, took in each]) for own, each in rows])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _shuffled(runs: Sequence[_Run], number: int) -> list[tuple[int, _Run]]:
+    """Return the plans with their numbers, in an order that is the same in all processes."""
+    order = list(enumerate(runs))
+    random.Random(number).shuffle(order)
+    return order
 
 
 class _Run:
@@ -80,12 +90,37 @@ class _Run:
         self._tp = prediction.mesh.get("tp", 1)
         torch.manual_seed(0)
         self._inputs, self._target = self._subject.batch(plan.rows * plan.microbatches)
-        pipe = self._pipeline(kernels)
-        (self._stage,) = pipe.stages
-        self.held, self.seconds = self._measured(pipe)
-        forward, backward = plan.exchanges[self._stage]
-        took = {Kind.F: self.seconds[0] + forward, Kind.B: self.seconds[1] + backward}
-        self._sleeping = self._pipeline(sleeping(pipe.package.manifest, self._stage, took))
+        self._exchanges = plan.exchanges
+        self._real = self._pipeline(kernels)
+        (self._stage,) = self._real.stages
+        self.held = self._bytes_held()
+        self._watch = Stopwatch(self._real, keeps=True)
+        self._real.step(self._inputs, target=self._target)
+        self._watch.detach()
+        self._alone: list[float] = []
+
+    def run_alone(self) -> None:
+        """Run F and B of a step's microbatches alone.
+
+        As many processes as there are cores do so at once: with more, each finds the caches full of what others work
+        on. Those along tp, which wait for each other, are next to each other.
+        """
+        at_once = max(1, len(os.sched_getaffinity(0)) // self._tp) * self._tp
+        for turn in range(0, DEVICES, at_once):
+            dist.barrier()
+            if turn <= dist.get_rank() < turn + at_once:
+                self._alone.append(self._watch.alone(divided=False).processor)
+        dist.barrier()
+
+    def sleep(self) -> None:
+        """From now on, sleep as long as the kernels took."""
+        forward, backward = (self._watch.sums()[self._stage, kind].processor for kind in "FB")
+        part = median(self._alone) / self._microbatches / (forward + backward)
+        self.seconds = part * forward, part * backward
+        exchanged = zip((Kind.F, Kind.B), self.seconds, self._exchanges[self._stage], strict=True)
+        took = {kind: own + exchange for kind, own, exchange in exchanged}
+        self._sleeping = self._pipeline(sleeping(self._real.package.manifest, self._stage, took))
+        del self._real, self._watch
 
     def step(self) -> float:
         """Return the seconds of a step without gradients of earlier ones, until all processes are done."""
@@ -109,9 +144,10 @@ class _Run:
             timeout=600,
         )
 
-    def _measured(self, pipe: pipegraph.Pipeline) -> tuple[int, tuple[float, float]]:
-        """Return the bytes that this process holds, and the processor seconds of F and B of a microbatch."""
-        optimizer, watch = torch.optim.AdamW(pipe.parameters()), Stopwatch(pipe, keeps=True)
+    def _bytes_held(self) -> int:
+        """Return the bytes that this process holds: with what is kept for backwards at most, and an optimizer."""
+        pipe = self._real
+        optimizer = torch.optim.AdamW(pipe.parameters())
         state = [*pipe.parameters(), *(each for stage in pipe.stages.values() for each in stage.buffers())]
         saved = SavedBytes([*map(local, state), self._inputs, self._target])
         handle = pipe.observe(saved)
@@ -121,29 +157,4 @@ class _Run:
         held = [*state, *(each.grad for each in pipe.parameters() if each.grad is not None)]
         held += [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
         optimizer.zero_grad()
-        watch.kernels.clear()  # those of the first step were compiled
-        pipe.step(self._inputs, target=self._target)
-        optimizer.zero_grad()
-        watch.detach()
-        forward, backward = (watch.sums()[self._stage, kind].processor for kind in "FB")
-        part = self._alone(watch) / (forward + backward)
-        bytes_held = sum(local(each).nbytes for each in held) + (saved.peak(self._place(pipe)) or 0)
-        return bytes_held, (part * forward, part * backward)
-
-    def _alone(self, watch: Stopwatch) -> float:
-        """Return the processor seconds of F and B of a microbatch together, run alone.
-
-        As many processes as there are cores run at once: with more, each finds the caches full of what others work on.
-        Those along tp, which wait for each other, are next to each other.
-        """
-        at_once = max(1, len(os.sched_getaffinity(0)) // self._tp) * self._tp
-        taken = 0.0
-        for turn in range(0, DEVICES, at_once):
-            dist.barrier()
-            if turn <= dist.get_rank() < turn + at_once:
-                taken = median(watch.alone(divided=False).processor for _ in range(_TIMES))
-        dist.barrier()
-        return taken / self._microbatches
-
-    def _place(self, pipe: pipegraph.Pipeline) -> int:
-        return pipe.ranks[0]
+        return sum(local(each).nbytes for each in held) + (saved.peak(pipe.ranks[0]) or 0)

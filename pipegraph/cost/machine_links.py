@@ -131,12 +131,17 @@ def _round_trip(sender: int, receiver: int, rank: int, size: int, device: torch.
 
 
 def _collective_rates(rank: int, ranks: int, backend: str, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """By collective and number of ranks, bytes per second with each of the sizes: of 2, 4, … ranks, and of all."""
+    """By collective and number of ranks, bytes per second with each of the sizes: of 2, 4, … ranks, and of all.
+
+    All groups of so many ranks are at it together, as they are in a step: they share what leads from rank to rank.
+    """
     counts = sorted({count for count in (2**power for power in range(1, 17)) if count < ranks} | {ranks})
     found: dict[str, dict[str, list[float]]] = {}
     for count in counts:
-        group = dist.new_group(list(range(count)))
-        for size in _SIZES if rank < count else ():
+        groups = [dist.new_group(list(range(first, first + count))) for first in range(0, ranks - count + 1, count)]
+        place = rank // count
+        for size in _SIZES if place < len(groups) else ():
+            group = groups[place]
             whole = torch.zeros(-(-size // (4 * count)) * count, device=device)  # float32, as gradients are
             part = torch.zeros(len(whole) // count, device=device)
             calls: dict[str, Callable[[], object]] = {

@@ -41,15 +41,20 @@ class Layout:
         return _WHOLE_STATE if self.dp_shard == 1 else _GATHERED + _WHOLE_STATE / self.dp_shard
 
     def gather_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return what it takes to gather the parameters of a stage, of so many bytes."""
-        return collective_seconds(hardware.links, ALL_GATHER, size, self.dp_shard, self.tp)
+        """Return what it takes to gather the parameters of a stage, of so many bytes, and to put them in their
+        places."""
+        if self.dp_shard == 1:
+            return 0.0
+        return collective_seconds(hardware.links, ALL_GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
 
     def reduce_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return what it takes to reduce the gradients of a stage, of so many bytes."""
+        """Return what it takes to reduce the gradients of a stage, of so many bytes, which are put together first."""
+        if self.copies == 1:
+            return 0.0
         scatter = collective_seconds(hardware.links, REDUCE_SCATTER, size, self.dp_shard, self.tp)
-        part = size / self.dp_shard
-        stride = self.dp_shard * self.tp
-        return scatter + collective_seconds(hardware.links, ALL_REDUCE, part, self.dp_replicate, stride)
+        part, stride = size / self.dp_shard, self.dp_shard * self.tp
+        reduction = collective_seconds(hardware.links, ALL_REDUCE, part, self.dp_replicate, stride)
+        return _copied(hardware, size) + scatter + reduction
 
     def __str__(self) -> str:
         return f"pp {self.pp} × dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × tp {self.tp}"
@@ -62,6 +67,11 @@ def layouts(devices: int, most_stages: int, most_tp: int) -> Iterator[Layout]:
             copies = devices // tp // pp
             if tp <= most_tp and pp <= most_stages:
                 yield from (Layout(pp, copies // shard, shard, tp) for shard in _divisors(copies))
+
+
+def _copied(hardware: Hardware, size: float) -> float:
+    """Return what it takes to copy so many bytes."""
+    return 2 * size / hardware.bytes_per_second(2 * size)
 
 
 def _divisors(number: int) -> list[int]:
