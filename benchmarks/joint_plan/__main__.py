@@ -46,8 +46,8 @@ def main(
     """Plan pp 4, pp 2 × dp 2, dp 4 and pp 2 × tp 2 under a limit of memory, and run them in turns.
 
     Four processes share the cores of this machine, which are fewer. So each plan runs with its own kernels first, for
-    what a rank holds and the processor time of F and B, which as many processes run at once as there are cores. Then
-    all four run in turns with kernels that sleep for these times, and with real messages, reductions and waits.
+    what a rank holds and the processor time of F and B, which one process runs after the other. Then all four run in
+    turns with kernels that sleep for these times, and with real messages, reductions and waits.
     Exchanges along tp are not slept through: what they take is as predicted from the links of the profile.
     """
     from pipegraph.cost.hardware import Hardware

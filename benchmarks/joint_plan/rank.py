@@ -100,15 +100,13 @@ class _Run:
         self._alone: list[float] = []
 
     def run_alone(self) -> None:
-        """Run F and B of a step's microbatches alone.
+        """Run F and B of a step's microbatches, one process after the other: each stands for a device of its own.
 
-        As many processes as there are cores do so at once: with more, each finds the caches full of what others work
-        on. Those along tp, which wait for each other, are next to each other.
+        Those along tp, which wait for each other, run together.
         """
-        at_once = max(1, len(os.sched_getaffinity(0)) // self._tp) * self._tp
-        for turn in range(0, DEVICES, at_once):
+        for turn in range(0, DEVICES, self._tp):
             dist.barrier()
-            if turn <= dist.get_rank() < turn + at_once:
+            if turn <= dist.get_rank() < turn + self._tp:
                 self._alone.append(self._watch.alone(divided=False).processor)
         dist.barrier()
 

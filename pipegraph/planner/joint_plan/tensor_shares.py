@@ -64,9 +64,8 @@ def tensor_shares(chain: Chain, plan: Mapping[str, str], hardware: Hardware) -> 
 def _share(
     nodes: Sequence[fx.Node], styles: Mapping[fx.Node, str], divided: set[fx.Node], hardware: Hardware
 ) -> TensorShare:
-    peak = max(hardware.peak_flops.values())
     seconds = [
-        max(flops / peak, _moved(node) / hardware.memory_bandwidth)
+        max(flops / _peak(node, hardware), _moved(node) / hardware.memory_bandwidth)
         for node, flops in zip(nodes, count_flops(nodes), strict=True)
     ]
     kept = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
@@ -88,6 +87,12 @@ def _share(
         tuple(map(_size, reduced)),
         tuple(map(_size, entered)),
     )
+
+
+def _peak(node: fx.Node, hardware: Hardware) -> float:
+    """Return the operations per second at most, in the dtype of a node's result."""
+    dtype = str(getattr(node.meta.get("val"), "dtype", "")).removeprefix("torch.")
+    return hardware.peak_flops.get(dtype, max(hardware.peak_flops.values()))
 
 
 def _continues(node: fx.Node, styles: Mapping[fx.Node, str]) -> bool:
