@@ -131,7 +131,7 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
         source = load(f"hf:{file}", weights=False, batch=1, seq=length)
     captured = capture_rows(source, 1)
     priced = RecomputeOptions.price(captured, PlanOptions(hardware=hardware, loss=loss_and_target(source)))
-    shares = tensor_shares(priced.costs[0].priced.chain, plan or tp_plan_of(source.model), hardware)
+    shares = tensor_shares(priced.costs[0].priced.chain, plan or tp_plan_of(source.model))
     options = [each.segments for each in LayoutCosts(hardware, 1, priced, priced, shares).options(layout, 1)]
 
     def solved(chosen: list[int], effort: float) -> Any:

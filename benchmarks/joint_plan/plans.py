@@ -67,7 +67,7 @@ def write_plans(
 
     models = {count: captured(count) for count in (rows, 2 * rows)}
     single, double = (RecomputeOptions.price(model, options(count)) for count, model in models.items())
-    shares = tensor_shares(single.costs[0].priced.chain, own.tp_plan, hardware)
+    shares = tensor_shares(single.costs[0].priced.chain, own.tp_plan)
     search = JointSearch(LayoutCosts(hardware, rows, single, double, shares), DEVICES, batch, memory, ["1f1b"])
     found = []
     for name, layout in LAYOUTS.items():

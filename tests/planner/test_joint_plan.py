@@ -70,7 +70,7 @@ def captured(rows: int) -> Any:
 def costs() -> LayoutCosts:
     options = PlanOptions(hardware=A100)
     single, double = (RecomputeOptions.price(captured(rows), options) for rows in (2, 4))
-    return LayoutCosts(A100, 2, single, double, tensor_shares(single.costs[0].priced.chain, TP_PLAN, A100))
+    return LayoutCosts(A100, 2, single, double, tensor_shares(single.costs[0].priced.chain, TP_PLAN))
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
@@ -243,7 +243,7 @@ def test_a_package_holds_what_a_rank_along_tp_has(costs: LayoutCosts) -> None:
 def test_copies_to_the_host_have_to_hide_in_each_layout() -> None:
     fast, slow = (structs.replace(A100, host_link=Link(0.0, rate)) for rate in (1e15, 1e8))
     single, double = (RecomputeOptions.price(captured(rows), PlanOptions(hardware=fast)) for rows in (2, 4))
-    shares = tensor_shares(single.costs[0].priced.chain, TP_PLAN, fast)
+    shares = tensor_shares(single.costs[0].priced.chain, TP_PLAN)
     with_copies, every = LayoutCosts(fast, 2, single, double, shares), [*range(len(single.recompute))]
     offloads = [OFFLOAD in str(each) for each in single.recompute]
     assert sum(offloads) == 1

@@ -52,7 +52,7 @@ def joint_plan(
     captured = {count: capture_rows(count) for count in (rows, 2 * rows)}
     single, double = (RecomputeOptions.price(model, replace(options, loss=loss)) for model, loss in captured.values())
     single, double = single.only(double.recompute), double.only(single.recompute)
-    shares = tensor_shares(single.costs[0].priced.chain, tp_plan, options.hardware) if tp_plan else []
+    shares = tensor_shares(single.costs[0].priced.chain, tp_plan) if tp_plan else []
     costs = LayoutCosts(options.hardware, rows, single, double, shares)
     memory = None if options.memory_bytes is None else options.largest_memory
     search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort)

@@ -142,9 +142,14 @@ class LayoutCosts:
         if tp == 1:
             return scaled
         return [
-            _divided(cost, share, tp, *share.exchange_seconds(self.hardware, tp, 1 + more))
-            for cost, share in zip(scaled, self.shares, strict=True)
+            _divided(cost, share, tp, left, *share.exchange_seconds(self.hardware, tp, 1 + more))
+            for cost, share, left in zip(scaled, self.shares, _times_left(self, tp), strict=True)
         ]
+
+
+@lru_cache(maxsize=64)
+def _times_left(costs: LayoutCosts, tp: int) -> list[float]:
+    return [share.time_left(costs.hardware, tp) for share in costs.shares]
 
 
 @lru_cache(maxsize=64)
@@ -218,8 +223,12 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
     )
 
 
-def _divided(cost: SegmentCost, share: TensorShare, tp: int, forward: float, backward: float) -> SegmentCost:
-    time, saved, held = (1 - part + part / tp for part in (share.time, share.saved, share.parameters))
+def _divided(
+    cost: SegmentCost, share: TensorShare, tp: int, time: float, forward: float, backward: float
+) -> SegmentCost:
+    """Return the cost for one of the ranks along tp. ``time`` is the part of its time that is left, and ``forward`` and
+    ``backward`` the seconds of its exchanges."""
+    saved, held = (1 - part + part / tp for part in (share.saved, share.parameters))
     return replace(
         cost,
         forward=cost.forward * time + forward,

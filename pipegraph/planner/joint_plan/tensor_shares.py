@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -19,20 +20,64 @@ _DIVIDES_OUTPUT = ("colwise",)
 _DIVIDES_INPUT = ("rowwise",)
 
 
+class _Work(NamedTuple):
+    """What a node computes and moves.
+
+    Attributes:
+        flops, bytes: of all ranks along tp together, or of each if it is not divided.
+        dtype: of the result.
+        m, n, k: the sizes of a product with a weight [n, k]; 0 of anything else.
+        divides: what tp divides: "n" of a "colwise" product, "k" of a "rowwise" one, "" of nothing.
+    """
+
+    flops: float
+    bytes: int
+    dtype: str
+    m: int
+    n: int
+    k: int
+    divides: str
+
+    @classmethod
+    def of(cls, node: fx.Node, flops: float, style: str, is_divided: bool) -> _Work:
+        value = node.meta.get("val")
+        dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        weights = [each.meta.get("val") for each in node.all_input_nodes if each.op == "get_attr"]
+        n, k = next((each.shape for each in weights if isinstance(each, torch.Tensor) and each.dim() == 2), (0, 0))
+        m = value.numel() // n if flops and n and isinstance(value, torch.Tensor) else 0
+        divides = ("k" if style in _DIVIDES_INPUT else "n") if is_divided else ""
+        return cls(flops, _moved(node), dtype, int(m), int(n), int(k), divides)
+
+    def seconds(self, hardware: Hardware, tp: int) -> float:
+        """Return what a rank takes for it by a roofline: smaller products attain less."""
+        part = tp if self.divides else 1
+        rate = hardware.peak_flops.get(self.dtype, max(hardware.peak_flops.values()))
+        if self.m:
+            n, k = (size / (tp if self.divides == name else 1) for name, size in (("n", self.n), ("k", self.k)))
+            rate = hardware.flops_per_second("matmul", self.dtype, m=self.m, n=n, k=k, flops=self.flops / part)
+        return max(self.flops / part / rate, self.bytes / part / hardware.memory_bandwidth)
+
+
 @dataclass(frozen=True)
 class TensorShare:
     """Of one segment and one microbatch.
 
     Attributes:
-        time, saved, parameters: the parts of its time, of what it keeps and of its parameters that are divided.
+        work: what its nodes compute.
+        saved, parameters: the parts of what it keeps and of its parameters that are divided.
         forward, backward: bytes of each tensor that all ranks along tp reduce in F, and in I.
     """
 
-    time: float
+    work: tuple[_Work, ...]
     saved: float
     parameters: float
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+
+    def time_left(self, hardware: Hardware, ranks: int) -> float:
+        """Return the part of its time that each of so many ranks along tp takes, by a roofline."""
+        whole, left = (sum(each.seconds(hardware, tp) for each in self.work) for tp in (1, ranks))
+        return left / whole if whole else 1.0
 
     def exchange_seconds(self, hardware: Hardware, ranks: int, rows: float) -> tuple[float, float]:
         """Return what the exchanges of F and of I take, for ``rows`` times the rows."""
@@ -43,7 +88,7 @@ class TensorShare:
         return forward, backward
 
 
-def tensor_shares(chain: Chain, plan: Mapping[str, str], hardware: Hardware) -> list[TensorShare]:
+def tensor_shares(chain: Chain, plan: Mapping[str, str]) -> list[TensorShare]:
     """Return the share of each segment.
 
     A value is divided from a module of the style "colwise" on up to one of "rowwise", whose results all ranks reduce.
@@ -58,16 +103,14 @@ def tensor_shares(chain: Chain, plan: Mapping[str, str], hardware: Hardware) -> 
             or any(each in divided and styles.get(each) not in _DIVIDES_INPUT for each in node.all_input_nodes)
         ):
             divided.add(node)
-    return [_share(chain.nodes(index, index + 1), styles, divided, hardware) for index in range(len(chain.segments))]
+    return [_share(chain.nodes(index, index + 1), styles, divided) for index in range(len(chain.segments))]
 
 
-def _share(
-    nodes: Sequence[fx.Node], styles: Mapping[fx.Node, str], divided: set[fx.Node], hardware: Hardware
-) -> TensorShare:
-    seconds = [
-        max(flops / _peak(node, hardware), _moved(node) / hardware.memory_bandwidth)
+def _share(nodes: Sequence[fx.Node], styles: Mapping[fx.Node, str], divided: set[fx.Node]) -> TensorShare:
+    work = tuple(
+        _Work.of(node, flops, styles[node], node in divided)
         for node, flops in zip(nodes, count_flops(nodes), strict=True)
-    ]
+    )
     kept = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
     whole = [node in divided and styles[node] not in _DIVIDES_INPUT for node in nodes]
     state = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "get_attr")
@@ -81,18 +124,12 @@ def _share(
         if each.op == "call_function" and each not in divided and each.meta.get("requires_grad")
     }
     return TensorShare(
-        _part(seconds, [node in divided for node in nodes]),
+        work,
         _part(kept, whole),
         _part([_size(each) for each, _ in held], [is_divided for _, is_divided in held]),
         tuple(map(_size, reduced)),
         tuple(map(_size, entered)),
     )
-
-
-def _peak(node: fx.Node, hardware: Hardware) -> float:
-    """Return the operations per second at most, in the dtype of a node's result."""
-    dtype = str(getattr(node.meta.get("val"), "dtype", "")).removeprefix("torch.")
-    return hardware.peak_flops.get(dtype, max(hardware.peak_flops.values()))
 
 
 def _continues(node: fx.Node, styles: Mapping[fx.Node, str]) -> bool:
