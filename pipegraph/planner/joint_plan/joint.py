@@ -10,6 +10,7 @@ from msgspec import structs
 
 from pipegraph.cost.balance import AUTO
 from pipegraph.cost.model_output import LossOf
+from pipegraph.garbage import rare_collection
 from pipegraph.graph.captured import Captured
 from pipegraph.package.prediction import ShiftedCut
 from pipegraph.planner.cut_choice import CutChoice, rounded
@@ -22,6 +23,7 @@ from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 
 
+@rare_collection()  # schedules of many actions
 def joint_plan(
     capture_rows: Callable[[int], tuple[Captured, tuple[LossOf, Any] | None]],
     rows: int,
