@@ -9,7 +9,7 @@ import numpy as np
 from pipegraph.planner.solver.prefix_sums import Floats, Integers
 
 if TYPE_CHECKING:
-    from highspy import Highs
+    from highspy import Highs, HighsModelStatus
 
 
 class LinearSolution(NamedTuple):
@@ -53,18 +53,21 @@ class LinearProgram:
         """
         from highspy import HighsModelStatus
 
-        self._solver.run()
-        status = self._solver.getModelStatus()
-        if status == HighsModelStatus.kUnknown:  # steps that were left half-way: all of them anew
+        infeasible = HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible
+        status = self._run()
+        if status not in (HighsModelStatus.kOptimal, *infeasible):  # the last solution led nowhere: anew
             self._solver.clearSolver()
-            self._solver.run()
-            status = self._solver.getModelStatus()
-        if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
+            status = self._run()
+        if status in infeasible:
             return None
         if status != HighsModelStatus.kOptimal:
             raise ArithmeticError(f"a linear program was not solved: {self._solver.modelStatusToString(status)}")
         solution = self._solver.getSolution()
         return LinearSolution(np.array(solution.col_value), np.array(solution.row_dual))
+
+    def _run(self) -> HighsModelStatus:
+        self._solver.run()
+        return self._solver.getModelStatus()
 
 
 def _quiet_solver() -> Highs:
