@@ -91,9 +91,10 @@ def solve_options(
 
     An option is what a stage's backward computes again, say: it changes what segments take and keep. If there are few
     possible candidates, all are simulated. Otherwise they are searched for from the best cuts with one option for all
-    stages, and branch and bound over the cuts bounds the rest from below: for given weights, the best option of each
-    stage at each place follows from a table, and dynamic programming puts stages together. A stage has an option only
-    where its rank has room for it, which early stages of 1F1B, with more microbatches in flight, have for fewer.
+    stages. Stages of parts of segments bound the rest from below (`FractionalStages`), and so does branch and bound
+    over the cuts where the effort is enough for it: for given weights, the best option of each stage at each place
+    follows from a table, and dynamic programming puts stages together. A stage has an option only where its rank has
+    room for it, which early stages of 1F1B, with more microbatches in flight, have for fewer.
 
     Source: AdaPipe (Sun et al., ASPLOS 2024) chooses cuts and recomputation together by dynamic programming over a
     closed form of 1F1B's time. Here every schedule is simulated.
@@ -227,8 +228,8 @@ class OptionProblem:
             bound = self._search(incumbents, starts, effort, moves)
         else:
             bound = self.lower_bound
-            for start in starts:
-                hill_climb(incumbents, start, sums.segments, moves, _CLIMBED)
+            for start in starts:  # the last one may be the only one that fits
+                hill_climb(incumbents, start, sums.segments, moves, incumbents.spent + _CLIMBED)
             iterated_local_search(incumbents, incumbents.best_cuts, sums.segments, int(effort * _STEPS), moves)
         best = incumbents.best_cuts
         value = simulate(self._schedule, makespan.times_of(best)).makespan  # rounds differently from the objective
