@@ -26,13 +26,13 @@ class Subject:
 
 
 def llama() -> Subject:
-    """Eight layers of width 256, 64 tokens a row."""
+    """Eight layers of width 256, 128 tokens a row."""
     from pipegraph.graph.sources.huggingface import tp_plan_of
 
     model = small_llama(VOCABULARY)
 
     def batch(rows: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(VOCABULARY, (rows, 64)), torch.randint(VOCABULARY, (rows, 64))
+        return torch.randint(VOCABULARY, (rows, 128)), torch.randint(VOCABULARY, (rows, 128))
 
     return Subject(model, cross_entropy, tp_plan_of(model), batch)
 

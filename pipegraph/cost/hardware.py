@@ -90,7 +90,8 @@ class Link(Entry, frozen=True):
         if ranks == 1:
             return 0.0
         if measured is not None:
-            return size / measured.at(bytes=max(size, 1.0), ranks=ranks)
+            size = max(size, measured.axes.get("bytes", (1.0,))[0])  # fewer bytes than were measured take as long
+            return size / measured.at(bytes=size, ranks=ranks)
         return rounds * self.seconds(size / ranks)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from torch import nn
+
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
 from pipegraph.runtime.gradient_reduction import trained_by
@@ -56,8 +58,9 @@ class MissingGradients:
         missing = [
             (name, index)
             for index, stage in stages.items()
+            if any(map(_lacks_gradient, stage.parameters()))  # names take longer than the rest of it
             for name, parameter in parameters_of(stage)
-            if parameter.requires_grad and parameter.grad is None and name not in self._tied
+            if _lacks_gradient(parameter) and name not in self._tied
         ]
         lost = [each for each in missing if each[0] not in self._untrained]
         if lost:
@@ -76,6 +79,10 @@ class MissingGradients:
                 f"{named}{more} got no gradient in a step, as in the model: it or the loss does not use them.",
                 stacklevel=2,
             )
+
+
+def _lacks_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.grad is None
 
 
 class FrozenPipeline:
@@ -99,7 +106,7 @@ class FrozenPipeline:
             )
 
     def _is_everywhere(self) -> bool:
-        trained = any(each.requires_grad for stage in self._stages.values() for _, each in parameters_of(stage))
+        trained = any(each.requires_grad for stage in self._stages.values() for each in stage.parameters())
         trained = trained or bool(trained_by(self._loss_fn))
         if self._world is None:
             return not trained

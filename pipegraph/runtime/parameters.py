@@ -149,7 +149,7 @@ def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
 
 def redistribute_gradients(stages: Stages) -> None:
     """Give the gradient of each DTensor its parameter's placements, as `redistribute` does."""
-    redistribute(parameter for _, parameter in named_parameters(stages))
+    redistribute(parameter for stage in stages.values() for parameter in stage.parameters())
 
 
 def redistribute(parameters: Iterable[nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
+from pipegraph.cost.segments.distinct_blocks import SegmentGroup, SegmentGroups
 from pipegraph.cost.segments.saved_memory import SavedMemory, memory_of
 from pipegraph.cost.stage_cost import parameter_bytes
 
@@ -121,12 +121,24 @@ def saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
 
     A value that two of them keep counts for the first one. The model's inputs do not count: the caller holds them.
     """
-    return _shares(parts, held, lambda block: block.saved)
+    return _shares(parts, held, lambda part: part.block.saved)
 
 
 def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
     """Return the bytes that each segment of the stage ``held`` keeps from the end of I to the end of W."""
-    return _shares(parts, held, lambda block: block.weight_saved)
+    return _shares(parts, held, lambda part: part.block.weight_saved)
+
+
+def divided_bytes(
+    parts: SegmentGroups, held: range, divided: Collection[fx.Node], after_input_grad: bool = False
+) -> list[int]:
+    """Return the bytes of `saved_bytes`, or of `weight_saved_bytes`, that operations in ``divided`` make."""
+
+    def kept(part: SegmentGroup) -> SavedMemory:
+        saved = part.block.weight_saved if after_input_grad else part.block.saved
+        return saved.of({position for position, node in enumerate(part.subgraph.nodes) if node in divided})
+
+    return _shares(parts, held, kept, divided)
 
 
 def offloaded_bytes(parts: SegmentGroups, held: range) -> list[int]:
@@ -138,7 +150,7 @@ def offloaded_bytes(parts: SegmentGroups, held: range) -> list[int]:
     if not any(part.block.offloads for part in own):
         return [0] * len(held)
     away = {part.subgraph.outputs[index] for part in own for index in part.block.offloaded_outputs}
-    return _shares(parts, held, lambda block: replace(block.saved, bytes=block.offloaded.bytes), away)
+    return _shares(parts, held, lambda part: replace(part.block.saved, apart=part.block.offloaded.apart), away)
 
 
 def added_bytes(parts: SegmentGroups, held: range) -> list[int]:
@@ -166,16 +178,16 @@ def added_bytes(parts: SegmentGroups, held: range) -> list[int]:
 def _shares(
     parts: SegmentGroups,
     held: range,
-    kept_by: Callable[[Block], SavedMemory],
+    kept_by: Callable[[SegmentGroup], SavedMemory],
     counted: Collection[fx.Node] | None = None,
 ) -> list[int]:
     """``counted`` are the crossing values that count; by default all."""
     seen: set[tuple[bool, fx.Node]] = set()
     found: list[int] = []
     for part in parts.largest(held):
-        total = _kept(part, kept_by(part.block), seen, counted)
+        total = _kept(part, kept_by(part), seen, counted)
         segments = (parts.segments[index] for index in part.segments)
-        alone = [_kept(each, kept_by(each.block), set(), counted) for each in segments]
+        alone = [_kept(each, kept_by(each), set(), counted) for each in segments]
         # A piece keeps less than its segments would by themselves; each gets its share.
         ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
         ends[-1] = total

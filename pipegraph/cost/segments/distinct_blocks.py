@@ -90,7 +90,7 @@ class Block:
     def offloaded(self) -> SavedMemory:
         """Of the memory that F keeps, what waits for the backward in that of the host, without what crosses."""
         if self.derivative is None or not self.offloads:
-            return SavedMemory((), (), 0)
+            return SavedMemory()
         return kept_memory(self.subgraph, self.derivative.joint, self.derivative.offloaded)
 
     @cached_property

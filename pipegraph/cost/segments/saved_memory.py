@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
@@ -11,6 +12,7 @@ from pipegraph.cost.segments.subgraph import Subgraph
 from pipegraph.graph.internals import pytree
 from pipegraph.kernels.graphs.division import base_of, is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.regions import place_of
 
 
 @dataclass(frozen=True)
@@ -18,14 +20,24 @@ class SavedMemory:
     """The memory kept for the backward of one microbatch, without parameters and buffers.
 
     ``inputs``, ``outputs``, ``input_gradients`` and ``output_gradients`` are positions among the piece's own: other
-    pieces may hold the same memory. ``bytes`` is the size of everything else.
+    pieces may hold the same memory. ``apart`` is the size of everything else, in bytes, by the position of the
+    operation in ``Subgraph.nodes`` that makes it, or in whose backward it is made; None for that of the loss.
     """
 
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    bytes: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    apart: Mapping[int | None, int] = field(default_factory=dict)
     input_gradients: tuple[int, ...] = ()
     output_gradients: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """The size of what no other piece holds."""
+        return sum(self.apart.values())
+
+    def of(self, positions: Collection[int]) -> SavedMemory:
+        """Return the same with those alone of ``apart`` whose position is one of these."""
+        return replace(self, apart={position: size for position, size in self.apart.items() if position in positions})
 
 
 def kept_memory(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> SavedMemory:
@@ -47,25 +59,28 @@ def kept_memory(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> 
         if each is not None:
             places.setdefault(base_of(each), ("input_gradients", index))
     at: dict[str, list[int]] = {}
-    other = 0
+    apart: Counter[int | None] = Counter()
     for base in dict.fromkeys(base_of(nodes[name]) for name in names):
         if base in places:
             at.setdefault(places[base][0], []).append(places[base][1])
         else:
-            other += memory_of(base.meta["val"])
+            apart[place_of(base)] += memory_of(base.meta["val"])
     at.pop("apart", None)
     inputs, outputs, of_inputs, of_outputs = (
         tuple(at.get(what, ())) for what in ("inputs", "outputs", "input_gradients", "output_gradients")
     )
-    return SavedMemory(inputs, outputs, other, of_inputs, of_outputs)
+    return SavedMemory(inputs, outputs, apart, of_inputs, of_outputs)
 
 
 def unknown_memory(subgraph: Subgraph) -> SavedMemory:
     """Return what autograd keeps of a piece that could not be traced: at most every value with a gradient."""
-    made = [node for node in subgraph.nodes if node.meta["requires_grad"] and not is_view(node)]
-    values = (value for node in made for value in pytree.tree_leaves(node.meta["val"]))
+    apart: Counter[int | None] = Counter()
+    for position, node in enumerate(subgraph.nodes):
+        if node.meta["requires_grad"] and not is_view(node):
+            values = (value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, Tensor))
+            apart[position] += sum(map(memory_of, values))
     wanted = [index for index, wanted in enumerate(subgraph.input_gradients) if wanted]
-    return SavedMemory(tuple(wanted), (), sum(memory_of(value) for value in values if isinstance(value, Tensor)))
+    return SavedMemory(tuple(wanted), apart=apart)
 
 
 def memory_of(value: Tensor) -> int:

@@ -29,6 +29,11 @@ def placed(place: Any) -> Iterator[None]:
             node.meta.setdefault(_PLACE, place)
 
 
+def place_of(node: fx.Node) -> Any:
+    """Return the place of an operation; None if it has none."""
+    return node.meta.get(_PLACE)
+
+
 def inherit_places(nodes: Iterable[fx.Node]) -> None:
     """Mark operations of the backward, in order, with the place of the first value that they read and that has one.
 
@@ -54,7 +59,7 @@ class Regions:
 
     def of(self, node: fx.Node) -> Region:
         """Return the region of an operation."""
-        return self.places.get(node.meta.get(_PLACE), self.default)
+        return self.places.get(place_of(node), self.default)
 
 
 class ModuleRegions:

@@ -68,10 +68,12 @@ class CandidateProblems:
         return self._slowest[leanest]
 
     def least_exposed(self, candidate: JointCandidate) -> float:
-        """Return the least that gathering and reducing can add to a step."""
+        """Return the least that what the copies exchange can add to a step."""
         layout, totals = candidate.layout, self._costs.totals(candidate.layout, candidate.rows)
         held = totals.parameter_bytes / layout.pp if candidate.chunks == 1 else 0
-        return layout.gather_seconds(self._costs.hardware, held) + layout.reduce_seconds(self._costs.hardware, held)
+        hardware = self._costs.hardware
+        collectives = layout.gather_seconds(hardware, held) + layout.reduce_seconds(hardware, held)
+        return collectives + layout.agreement_seconds(hardware)
 
     def of(self, candidate: JointCandidate, whole: bool) -> OptionProblem:
         """Return the cuts and choices of a candidate; with ``whole`` between layers only, if these are enough."""

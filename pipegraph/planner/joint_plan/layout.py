@@ -10,6 +10,7 @@ from pipegraph.cost.hardware import Hardware
 
 _WHOLE_STATE = 4.0  # a parameter, its gradient and AdamW's two moments
 _GATHERED = 2.0  # of a sharded stage, the whole parameters and the gradients that add up before they are reduced
+_FEW_NUMBERS = 64.0  # bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Layout:
         part, stride = size / self.dp_shard, self.dp_shard * self.tp
         reduction = collective_seconds(hardware.links, ALL_REDUCE, part, self.dp_replicate, stride)
         return _copied(hardware, size) + scatter + reduction
+
+    def agreement_seconds(self, hardware: Hardware) -> float:
+        """Return what the copies take to agree on the shares of a batch before a step, and to add up its loss after it:
+        each time they reduce a few numbers."""
+        return 2 * collective_seconds(hardware.links, ALL_REDUCE, _FEW_NUMBERS, self.copies, self.tp)
 
     def __str__(self) -> str:
         return f"pp {self.pp} × dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × tp {self.tp}"

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.segments.attribution import divided_bytes
 from pipegraph.planner.joint_plan.layout import Layout
 from pipegraph.planner.joint_plan.tensor_shares import TensorShare
 from pipegraph.planner.plan_options import ChainCosts
@@ -67,13 +68,20 @@ class LayoutTotals(NamedTuple):
     parameter_bytes: float
 
 
+class _KeptParts(NamedTuple):
+    """The parts of what a segment keeps from F on, and from I to W, that ranks along tp divide."""
+
+    saved: float
+    weight_saved: float
+
+
 @dataclass(frozen=True, eq=False)
 class LayoutCosts:
     """The prices of a model with each choice of what to compute again, for one and for two times its rows.
 
     Between and beyond these, what a microbatch takes grows evenly with its rows; bytes do so exactly. Ranks along tp
     divide the part of each segment's time and bytes that the model's tensor-parallel plan divides; of what it needs
-    while it runs the same part as of what it keeps.
+    while it runs the same part as of all its values.
 
     Attributes:
         single, double: the prices for ``rows``, and for twice as many.
@@ -141,15 +149,30 @@ class LayoutCosts:
         scaled = [of_pair[pair] for pair in pairs]
         if tp == 1:
             return scaled
+        kept = _kept_parts(self, option)
         return [
-            _divided(cost, share, tp, left, *share.exchange_seconds(self.hardware, tp, 1 + more))
-            for cost, share, left in zip(scaled, self.shares, _times_left(self, tp), strict=True)
+            _divided(cost, share, parts, tp, left, *share.exchange_seconds(self.hardware, tp, 1 + more))
+            for cost, share, parts, left in zip(scaled, self.shares, kept, _times_left(self, tp), strict=True)
         ]
 
 
 @lru_cache(maxsize=64)
 def _times_left(costs: LayoutCosts, tp: int) -> list[float]:
     return [share.time_left(costs.hardware, tp) for share in costs.shares]
+
+
+@lru_cache(maxsize=64)
+def _kept_parts(costs: LayoutCosts, option: int) -> list[_KeptParts]:
+    priced = costs.single.costs[option].priced
+    every, divided = range(costs.segments), frozenset().union(*(share.divided for share in costs.shares))
+    saved, kept = (divided_bytes(priced.parts, every, divided, after_input_grad=each) for each in (False, True))
+    return [
+        _KeptParts(
+            min(1.0, of_saved / cost.saved_bytes) if cost.saved_bytes else 0.0,
+            min(1.0, of_kept / cost.weight_saved) if cost.weight_saved else 0.0,
+        )
+        for cost, of_saved, of_kept in zip(priced.costs, saved, kept, strict=True)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -224,20 +247,28 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
 
 
 def _divided(
-    cost: SegmentCost, share: TensorShare, tp: int, time: float, forward: float, backward: float
+    cost: SegmentCost,
+    share: TensorShare,
+    kept: _KeptParts,
+    tp: int,
+    time: float,
+    forward: float,
+    backward: float,
 ) -> SegmentCost:
     """Return the cost for one of the ranks along tp. ``time`` is the part of its time that is left, and ``forward`` and
     ``backward`` the seconds of its exchanges."""
-    saved, held = (1 - part + part / tp for part in (share.saved, share.parameters))
+    saved, weight_saved, values, held = (
+        1 - part + part / tp for part in (kept.saved, kept.weight_saved, share.values, share.parameters)
+    )
     return replace(
         cost,
         forward=cost.forward * time + forward,
         input_grad=cost.input_grad * time + backward,
         weight_grad=cost.weight_grad * time,
         saved_bytes=round(cost.saved_bytes * saved),
-        weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * saved),
+        weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * weight_saved),
         offloaded_bytes=min(round(cost.saved_bytes * saved), round(cost.offloaded_bytes * saved)),
-        transient_bytes=TransientBytes(*(round(each * saved) for each in cost.transient_bytes)),
+        transient_bytes=TransientBytes(*(round(each * values) for each in cost.transient_bytes)),
         parameter_bytes=round(cost.parameter_bytes * held),
         trained_bytes=None if cost.trained_bytes is None else round(cost.trained_bytes * held),
         added_bytes=None if cost.added_bytes is None else round(cost.added_bytes * held),

@@ -213,11 +213,11 @@ class JointSearch:
             return None
 
     def _step(self, candidate: JointCandidate, costs: StagedCosts, solution: OptionSolution) -> float:
-        """Return the seconds of a step, with what gathering and reducing add."""
+        """Return the seconds of a step, with what its copies exchange."""
         hardware, layout, schedule = self._costs.hardware, candidate.layout, solution.schedule
         staged = costs.stages(solution.cuts)
         links = self._problems.link(layout), hardware.host_link
-        value = step_seconds(staged, schedule, *links)
+        value = step_seconds(staged, schedule, *links) + layout.agreement_seconds(hardware)
         if candidate.resident is None:
             return value + exposed_seconds(staged, schedule.placement, layout, hardware)
         times = stage_times(staged, schedule, *links)

@@ -64,12 +64,14 @@ class TensorShare:
 
     Attributes:
         work: what its nodes compute.
-        saved, parameters: the parts of what it keeps and of its parameters that are divided.
+        divided: those of its nodes of whose results each rank has a part.
+        values, parameters: the parts of its values with a gradient and of its parameters that are divided.
         forward, backward: bytes of each tensor that all ranks along tp reduce in F, and in I.
     """
 
     work: tuple[_Work, ...]
-    saved: float
+    divided: frozenset[fx.Node]
+    values: float
     parameters: float
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -111,8 +113,8 @@ def _share(nodes: Sequence[fx.Node], styles: Mapping[fx.Node, str], divided: set
         _Work.of(node, flops, styles[node], node in divided)
         for node, flops in zip(nodes, count_flops(nodes), strict=True)
     )
-    kept = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
-    whole = [node in divided and styles[node] not in _DIVIDES_INPUT for node in nodes]
+    made = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
+    in_parts = frozenset(node for node in nodes if node in divided and styles[node] not in _DIVIDES_INPUT)
     state = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "get_attr")
     held = [(each, any(user in divided and styles[user] for user in each.users)) for each in state]
     reduced = {node for node in nodes if styles[node] in _DIVIDES_INPUT and not _continues(node, styles)}
@@ -125,7 +127,8 @@ def _share(nodes: Sequence[fx.Node], styles: Mapping[fx.Node, str], divided: set
     }
     return TensorShare(
         work,
-        _part(kept, whole),
+        in_parts,
+        _part(made, [node in in_parts for node in nodes]),
         _part([_size(each) for each, _ in held], [is_divided for _, is_divided in held]),
         tuple(map(_size, reduced)),
         tuple(map(_size, entered)),
