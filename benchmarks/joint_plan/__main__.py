@@ -37,7 +37,7 @@ def main(
     subject: Annotated[str, typer.Option(help="llama or layers")] = "llama",
     balance: Annotated[str, typer.Option(help="time or measured")] = "measured",
     kernels: str = "inductor",
-    batch: Annotated[int, typer.Option(help="rows of a step")] = 32,
+    batch: Annotated[int, typer.Option(help="rows of a step")] = 64,
     rows: Annotated[int, typer.Option(help="the fewest of a microbatch")] = 1,
     memory: Annotated[str, typer.Option(help="of each device, such as 150MiB")] = "",
     rounds: int = 9,
