@@ -318,6 +318,26 @@ def test_bfloat16_halves_every_byte() -> None:
     assert half.flops == full.flops
 
 
+class Normed(nn.Module):
+    """It begins with a norm, which computes in float32 inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+def test_a_layer_that_is_computed_again_keeps_its_input_alone() -> None:
+    """Not what the norm's backward makes of the input again."""
+    made = nn.Sequential(*(Normed() for _ in range(4))).bfloat16()
+    captured = pipegraph.capture(made, (torch.randn(ROWS, 64).bfloat16(),))
+    priced = price(captured, recompute={"*": "block"})
+    inside = [priced.stage(layer.start, layer.stop).saved_bytes for layer in priced.chain.layers[1:-1]]
+    assert inside == [2 * ROWS * 64] * 2
+
+
 class Experts(nn.Module):
     """A mixture of experts whose shapes depend on no value: each expert sees every row, weighted."""
 

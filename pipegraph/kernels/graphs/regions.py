@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,15 +34,22 @@ def place_of(node: fx.Node) -> Any:
     return node.meta.get(_PLACE)
 
 
-def inherit_places(nodes: Iterable[fx.Node]) -> None:
+def inherit_places(nodes: Sequence[fx.Node]) -> None:
     """Mark operations of the backward, in order, with the place of the first value that they read and that has one.
 
-    Those that depend on no gradient, such as where a relu was active, count as a part of the forward.
+    What reads none, such as a copy of an input in another dtype, has the place of the first that reads it. Those that
+    depend on no gradient, such as where a relu was active, count as a part of the forward.
     """
-    for node in nodes:
-        places = (each.meta[_PLACE] for each in node.all_input_nodes if _PLACE in each.meta)
+
+    def mark(node: fx.Node, others: Iterable[fx.Node]) -> None:
+        places = (each.meta[_PLACE] for each in others if _PLACE in each.meta)
         if (place := next(places, None)) is not None:
             node.meta.setdefault(_PLACE, place)
+
+    for node in nodes:
+        mark(node, node.all_input_nodes)
+    for node in reversed(nodes):
+        mark(node, node.users)
 
 
 @dataclass(frozen=True)
