@@ -19,9 +19,8 @@ from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.attribution import Times
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
 
-SECONDS = 12.0
-"""How long measuring may take, about: no block is begun that would take longer, and rounds get what is left."""
-
+_LONGEST, _SHORTEST = 12.0, 4.0  # seconds of measuring, about: no block is begun that would take longer
+_PRICING = 17.0  # seconds that pricing takes, about, with what came before measuring, unless that was very long
 _ROUNDS = 12  # of all blocks, about: a block that the roofline expects to need longer for these is not run
 _MEMORY = 0.5  # the part of the free memory that blocks may take together
 
@@ -35,11 +34,15 @@ def is_at_hand(hardware: Hardware, setting: MeasureOptions) -> bool:
 
 
 def auto_times(
-    parts: SegmentGroups, roofline: Mapping[str, Times], setting: MeasureOptions, cache: Cache
+    parts: SegmentGroups, roofline: Mapping[str, Times], setting: MeasureOptions, cache: Cache, passed: float = 0.0
 ) -> dict[str, Times]:
-    """Return the times of every block by its key: of the layers that were measured these, else from the roofline."""
+    """Return the times of every block by its key: of the layers that were measured these, else from the roofline.
+
+    ``passed`` are seconds that pricing has taken before.
+    """
     layers = _layers(parts)
-    measured = _measured(layers, roofline, setting, cache)
+    within = max(_SHORTEST, min(_LONGEST, _PRICING - passed))
+    measured = _measured(layers, roofline, setting, cache, within)
     if not measured:
         return dict(roofline)
     layer_of = {index: layer for layer in layers for index in layer.segments}
@@ -62,7 +65,11 @@ def _layers(parts: SegmentGroups) -> list[SegmentGroup]:
 
 
 def _measured(
-    layers: Sequence[SegmentGroup], roofline: Mapping[str, Times], setting: MeasureOptions, cache: Cache
+    layers: Sequence[SegmentGroup],
+    roofline: Mapping[str, Times],
+    setting: MeasureOptions,
+    cache: Cache,
+    within: float,
 ) -> dict[str, Times]:
     """Run the blocks that take the most of a microbatch first; leave out what is too large or takes too long."""
     blocks = {layer.block.key: layer.block for layer in layers}
@@ -70,14 +77,14 @@ def _measured(
     for layer in layers:
         took[layer.block.key] += sum(roofline[layer.block.key])
     first = [blocks[key] for key in sorted(blocks, key=took.__getitem__, reverse=True)]
-    short = [block for block in first if _is_short(roofline[block.key], setting)]
-    found = measure_first(first, _that_fit(short, setting), setting, cache, SECONDS)
+    short = [block for block in first if _is_short(roofline[block.key], setting, within)]
+    found = measure_first(first, _that_fit(short, setting), setting, cache, within)
     return {key: each.times for key, each in found.items()}
 
 
-def _is_short(times: Times, setting: MeasureOptions) -> bool:
+def _is_short(times: Times, setting: MeasureOptions, within: float) -> bool:
     """Return whether rounds of a block are expected to fit the time; of a GPU this profile may say nothing."""
-    return setting.has_own_device or _ROUNDS * sum(times) <= SECONDS
+    return setting.has_own_device or _ROUNDS * sum(times) <= within
 
 
 def _that_fit(blocks: Sequence[Block], setting: MeasureOptions) -> list[Block]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,7 @@ def price(
         PlanError: there are too few segments; the method is unknown; ``type:`` matches nothing; the blocks to measure
             do not fit the device.
     """
+    begun = time.perf_counter()
     name, pattern = parse_balance(method, PRICED)
     again = Recompute.parse(recompute)
     again.check_names({fqn for node in captured.nodes for _, fqn in path_of(node)})
@@ -156,7 +158,7 @@ def price(
             found = measure(blocks, setting, cache)
             of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
         elif name == AUTO:
-            of_blocks = auto_times(parts, of_blocks, setting, cache or Cache())
+            of_blocks = auto_times(parts, of_blocks, setting, cache or Cache(), time.perf_counter() - begun)
         times, crossing = segment_times(parts, of_blocks)
     costs = tuple(
         SegmentCost(

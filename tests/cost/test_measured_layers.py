@@ -51,7 +51,7 @@ def only(parts: SegmentGroups, monkeypatch: pytest.MonkeyPatch, *, first: int) -
         }
 
     monkeypatch.setattr(measured_layers, "measure_first", measured)
-    monkeypatch.setattr(measured_layers, "SECONDS", 1e9)
+    monkeypatch.setattr(measured_layers, "_SHORTEST", 1e9)
     return asked
 
 
@@ -85,14 +85,22 @@ def test_what_fits_neither_memory_nor_time_is_not_run(
     with monkeypatch.context() as patched:
         patched.setattr(block_times, "_run", lambda *_: pytest.fail("something was run"))
         assert auto_times(parts, before, QUICK, cache) == before, "111 s are too long"
-        patched.setattr(measured_layers, "SECONDS", 1e9)
+        patched.setattr(measured_layers, "_SHORTEST", 1e9)
         patched.setattr(measured_layers, "free_bytes", lambda device: 1000)
         assert auto_times(parts, before, QUICK, cache) == before
-    monkeypatch.setattr(measured_layers, "SECONDS", 1e9)
+    monkeypatch.setattr(measured_layers, "_SHORTEST", 1e9)
     found = auto_times(parts, before, replace(QUICK, seconds=0.0), cache)
     assert found != before
     monkeypatch.setattr(measured_layers, "free_bytes", lambda device: 1000)
     assert auto_times(parts, before, QUICK, cache) == found, "what was measured once counts"
+
+
+def test_measuring_gets_what_pricing_has_left(parts: SegmentGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(measured_layers, "measure_first", lambda *given: asked.append(given[-1]) or {})
+    for passed in (0.0, 9.0, 60.0):
+        auto_times(parts, roofline(parts), QUICK, Cache(), passed)
+    assert asked == [12.0, 8.0, 4.0]
 
 
 def test_within_no_time_one_block_is_measured_and_always_the_same(parts: SegmentGroups, tmp_path: Path) -> None:
