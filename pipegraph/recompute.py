@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -89,6 +89,17 @@ class Recompute:
         """Whether one of the choices is a function, which no file can hold."""
         return any(callable(choice) for choice in (self.default, *(choice for _, choice in self.rules)))
 
+    def with_layers(self, names: Iterable[str]) -> Recompute:
+        """Return the same for a model whose parameters have these names, with what "block" means there for everything.
+
+        In a model with lists of layers, such as ``layers.0`` and ``layers.1``, it holds for each layer, wherever cuts
+        are; what lies between them keeps what "min-cut" keeps.
+        """
+        lists = layer_lists(names) if self.default == "block" else ()
+        if not lists:
+            return self
+        return Recompute((*((f"{name}.*", "block") for name in lists), *self.rules))
+
     def region(self, path: tuple[str, ...]) -> Region:
         """Return the region of an operation, given the names of the modules that are called around it, from outside."""
         return _region(self, path)
@@ -118,6 +129,18 @@ class Recompute:
 
 EVERYWHERE = Recompute()
 """The default choice for everything."""
+
+
+def layer_lists(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the outermost lists of modules that have two or more, by names inside them: ``h`` of ``h.0.w`` and
+    ``h.1.w``."""
+    numbers: dict[str, set[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        place = next((index for index, part in enumerate(parts) if part.isdecimal()), 0)
+        if place:
+            numbers.setdefault(".".join(parts[:place]), set()).add(parts[place])
+    return tuple(name for name, found in numbers.items() if len(found) > 1)
 
 
 def parse_stages(given: object, stages: int) -> tuple[Recompute, ...]:
@@ -177,8 +200,18 @@ def _region(recompute: Recompute, path: tuple[str, ...]) -> Region:
     for pattern, choice in reversed(recompute.rules):
         for name in path:
             if _matches(pattern, name):
-                return Region(name, choice)
+                return Region(_element(pattern, name), choice)
     return Region("", recompute.default)
+
+
+def _element(pattern: str, name: str) -> str:
+    """Return the first layer around a module that a pattern matches too, or the module's own name.
+
+    A layer with a cut inside is not called itself; what is called of it is one region all the same.
+    """
+    parts = name.split(".")
+    around = (".".join(parts[: length + 1]) for length, part in enumerate(parts) if length and part.isdecimal())
+    return next((each for each in around if _matches(pattern, each)), name)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipegraph.errors import ArgumentError
-from pipegraph.recompute import Recompute, Region, describe_stages, parse_stages, stages_text
+from pipegraph.recompute import Recompute, Region, describe_stages, layer_lists, parse_stages, stages_text
 
 LAYER, MLP = ("layers.3",), ("layers.3", "layers.3.mlp", "layers.3.mlp.up")
 
@@ -37,6 +37,26 @@ def test_the_last_pattern_that_fits_counts(given: Any, layer: Region, mlp: Regio
 def test_a_dot_in_a_pattern_is_a_dot() -> None:
     assert Recompute.parse({"layers.*": "block"}).region(("layersX3",)) == Region("", "min-cut")
     assert Recompute.parse({"layers[0:9]": "block"}).region(("layers.x",)) == Region("", "min-cut")
+
+
+def test_a_layer_with_a_cut_inside_is_one_region() -> None:
+    """It is not called itself."""
+    recompute = Recompute.parse({"*.layers.*": "block", "*.up": "none"})
+    assert recompute.region(("h.layers.3.norm",)) == recompute.region(("h.layers.3.mlp", "h.layers.3.mlp.down"))
+    assert recompute.region(("h.layers.3.norm",)) == Region("h.layers.3", "block")
+    assert recompute.region(("h.layers.3.mlp", "h.layers.3.mlp.up")) == Region("h.layers.3.mlp.up", "none")
+    assert Recompute.parse({"*": "block"}).region(("h.norm",)) == Region("h.norm", "block")
+
+
+def test_block_for_everything_holds_for_layers() -> None:
+    names = ["embed.weight", "h.0.mlp.experts.0.w", "h.0.mlp.experts.1.w", "h.1.mlp.w", "towers.0.w", "0.w", "1.w"]
+    assert layer_lists(names) == ("h",)
+    assert Recompute.parse("block").with_layers(names) == Recompute.parse({"h.*": "block"})
+    mixed = Recompute.parse({"": "block", "*.mlp": "none"}).with_layers(names)
+    assert mixed == Recompute.parse({"h.*": "block", "*.mlp": "none"})
+    for given in ("none", {"h.0": "block"}):
+        assert Recompute.parse(given).with_layers(names) == Recompute.parse(given)
+    assert Recompute.parse("block").with_layers(["0.w", "1.w"]) == Recompute.parse("block")
 
 
 def test_one_for_each_stage() -> None:

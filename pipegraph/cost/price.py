@@ -129,6 +129,7 @@ def price(
     name, pattern = parse_balance(method, PRICED)
     again = Recompute.parse(recompute)
     again.check_names({fqn for node in captured.nodes for _, fqn in path_of(node)})
+    again = again.with_layers(fqn for fqn, entry in captured.state.items() if entry.kind == "parameter")
     begins = begins_of_type(captured, pattern) if name == "type" else ()
     chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
     chain.check_stages(stages)

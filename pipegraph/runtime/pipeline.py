@@ -173,6 +173,8 @@ class Pipeline(PipelineState, PipelineRanks):
             self.package = replace(self.package, manifest=prepared.manifest)
             again = stage_recompute(recompute, self.package, self.stages)
             self.recompute = describe_stages(again)
+            names = [name for stage in prepared.manifest.stages for name in stage.parameters]
+            again = tuple(each.with_layers(names) for each in again)
             makers = stage_makers(kernels, again, max_variants, strict)
             self._runner = StepRunner(
                 prepared,

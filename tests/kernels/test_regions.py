@@ -54,9 +54,9 @@ class Stage(nn.Module):
         return self.head(x)
 
 
-def kept(recompute: Any, layers: int = 3) -> Counter[int]:
+def kept(recompute: Any, stage: nn.Module | None = None) -> Counter[int]:
     """How many tensors of each width are kept for the backward, without the parameters."""
-    stage = Stage(layers)
+    stage = stage or Stage()
     saved = make("eager", stage, (True,), (True,), recompute=recompute).forward([x]).saved
     parameters = {parameter.data_ptr() for parameter in stage.parameters()}
     tensors = {each.data_ptr(): each for each in held_tensors(saved) or ()}
@@ -70,12 +70,37 @@ WIDE = {"none": 2, "block": 0}  # of an Mlp: what goes into gelu and what comes 
 def test_a_module_inside_another_one_has_a_choice_of_its_own(layers: int) -> None:
     """Whether a layer is traced as a block or, being alone, as a part of the stage."""
     for choice, wide in WIDE.items():
-        found = kept({"layers.*": "block", "*.mlp": choice}, layers)
+        found = kept({"layers.*": "block", "*.mlp": choice}, Stage(layers))
         assert found[32] == wide * layers
         assert found[16] == 0  # of the mixer
         assert found[8] == 2 * layers + 1  # into the layer, the mlp and the head
-    alone = kept({"layers.*": "block"}, layers)
-    assert kept({"": "none", "layers.*": "block"}, layers) == alone == {8: layers + 1}
+    alone = kept({"layers.*": "block"}, Stage(layers))
+    assert kept({"": "none", "layers.*": "block"}, Stage(layers)) == alone == {8: layers + 1}
+
+
+class Split(nn.Module):
+    """A stage of a whole layer, and of one with a cut inside: what is called of that is its Mlp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": Layer(), "1": nn.Module()})
+        self.layers["1"].mlp = Mlp()
+        self.layers["1"].norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers["0"](x)
+        return x + self.layers["1"].mlp(self.layers["1"].norm(x))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "wide"), [({"layers.*": "block"}, 0), ({"layers.*": "block", "*.mlp": "none"}, 4), ("none", 4)]
+)
+def test_what_layers_have_in_common_is_no_block_of_its_own(recompute: Any, wide: int) -> None:
+    """Else the layers around it would be kept."""
+    found = kept(recompute, Split())
+    assert found[32] == wide
+    assert found[16] == (recompute == "none")  # of the mixer
+    assert_as_autograd(Split(), [x], recompute=recompute)
 
 
 def test_layers_by_a_slice() -> None:

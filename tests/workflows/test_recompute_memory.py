@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ INPUT = torch.randn(16, 16)
 MIXED = {"": "none", "layers.*": "block", "*.mlp": "none"}
 
 
-def package_of(folder: Path, **settings: Any) -> Package:
-    made = pipegraph.plan(pipegraph.capture(Layered(), (INPUT,)), points=["layers.2", "layers.5"], **settings)
+POINTS = ("layers.2", "layers.5")
+
+
+def package_of(folder: Path, points: Sequence[str] = POINTS, **settings: Any) -> Package:
+    made = pipegraph.plan(pipegraph.capture(Layered(), (INPUT,)), points=points, **settings)
     return pipegraph.write_package(made, folder / "package")
 
 
@@ -80,8 +84,19 @@ def package_of(folder: Path, **settings: Any) -> Package:
     ],
 )
 def test_ranks_keep_what_was_predicted(recompute: Any, schedule: str, tmp_path: Path) -> None:
-    package = package_of(tmp_path, recompute=recompute, balance="time")
-    order = build(schedule, 3, 6)
+    assert_kept_as_predicted(package_of(tmp_path, recompute=recompute, balance="time"), schedule)
+
+
+@pytest.mark.parametrize("recompute", cases(["block", {"layers.*": "block"}, MIXED], slow=["block"]))
+def test_layers_that_a_stage_has_once_or_in_part_are_computed_again_too(recompute: Any, tmp_path: Path) -> None:
+    """What such a stage has several times, here the Mlp, is no block of its own then."""
+    points = ["layers.1.mlp", "layers.3", "layers.4"]
+    assert_kept_as_predicted(package_of(tmp_path, points, recompute=recompute, balance="time"), "1f1b")
+
+
+def assert_kept_as_predicted(package: Package, schedule: str) -> None:
+    stages = len(package.manifest.stages)
+    order = build(schedule, stages, 2 * stages)
     training = Training(package, order, kernels="eager")
     list(training.steps(1))
     found = compare_run(package.manifest, order, training.measured())

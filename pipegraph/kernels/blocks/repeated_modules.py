@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
 from pipegraph.kernels.symbolic.internals import evaluate, expression, is_symbolic, placeholder_symbol
 from pipegraph.kernels.symbolic.symbolic_sizes import contiguous_strides, dimensions
 from pipegraph.kernels.trace_guard import module_signature, tensor_kind, tensor_signature, value_signature
+from pipegraph.recompute import Region
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
@@ -37,7 +39,7 @@ class RecordedCall:
         leaves, spec: the flattened arguments.
         regions: what its backward computes again, in the modules inside.
         inside: the call around this one.
-        count: how many calls have this signature.
+        within: of the calls with this signature, how many each region around their modules has; None is no region.
         results, results_spec: the flattened result: the position of an argument, a tensor, or a constant in a tuple.
         grad_enabled, autocast: the modes of the call.
         is_refused: it cannot be a block.
@@ -54,7 +56,7 @@ class RecordedCall:
     spec: Any
     regions: ModuleRegions
     inside: RecordedCall | None
-    count: int = 1
+    within: Counter[Region | None]
     results: list[int | Tensor | tuple[Any]] = field(default_factory=list)
     results_spec: Any = None
     grad_enabled: bool = field(default_factory=torch.is_grad_enabled)
@@ -70,7 +72,9 @@ class RecordedCall:
 
     @property
     def is_block(self) -> bool:
-        return self.count > 1 and not self.is_refused
+        """Whether it is called several times in a region, or outside of all: a region with one call is computed again as
+        a whole, which it could not be with a block in it."""
+        return max(self.within.values()) > 1 and not self.is_refused
 
     @property
     def is_outermost(self) -> bool:
@@ -125,6 +129,7 @@ class RepeatedModules:
         self._modules = [module for module in named if _may_be_block(module)]
         self._regions = {module: regions.within(named[module]) for module in self._modules}
         self._placed = {root.get_submodule(name): regions.of(name) for name in regions.names}
+        self._region_around = {module: regions.around(named[module]) for module in self._modules}
         self._states = {module: ModuleState(module.modules()) for module in self._modules}
         self._signatures = {module: module_signature(module) for module in self._modules}
         self.records: dict[Any, RecordedCall] = {}
@@ -200,16 +205,16 @@ class RepeatedModules:
         signature, sizes = self._signature(module, leaves, spec)
         key = signature, dimensions(sizes.values)
         record = self.records.get(key)
-        if record is not None and record.is_refused:
-            return original(*args, **kwargs)
         if record is not None:
-            record.count += 1
+            record.within[self._region_around[module]] += 1
+            if not record.is_block:
+                return original(*args, **kwargs)
             if self._draws is not None:
                 self._draws.take([""] * record.draws)
             return record.result(leaves, iter([_like(each) for each in record.results if isinstance(each, Tensor)]))
-        state = self._states[module].tensors()
-        regions = self._regions[module]
-        record = RecordedCall(module, original, signature, sizes, state, leaves, spec, regions, self._around)
+        state, regions = self._states[module].tensors(), self._regions[module]
+        within = Counter([self._region_around[module]])
+        record = RecordedCall(module, original, signature, sizes, state, leaves, spec, regions, self._around, within)
         self.records[key] = record
         versions = [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         drawn_before = len(self.drawn)

@@ -37,9 +37,10 @@ def place_of(node: fx.Node) -> Any:
 def inherit_places(nodes: Sequence[fx.Node]) -> None:
     """Mark operations of the backward, in order, with the place of the first value that they read and that has one.
 
-    What reads none, such as a copy of an input in another dtype, has the place of the first that reads it. Those that
-    depend on no gradient, such as where a relu was active, count as a part of the forward.
+    What reads inputs of the graph alone, such as a copy of one in another dtype, has the place of the first that reads
+    it. Those that depend on no gradient, such as where a relu was active, count as a part of the forward.
     """
+    of_inputs: set[fx.Node] = set()
 
     def mark(node: fx.Node, others: Iterable[fx.Node]) -> None:
         places = (each.meta[_PLACE] for each in others if _PLACE in each.meta)
@@ -48,8 +49,10 @@ def inherit_places(nodes: Sequence[fx.Node]) -> None:
 
     for node in nodes:
         mark(node, node.all_input_nodes)
+        if all(each.op == "placeholder" or each in of_inputs for each in node.all_input_nodes):
+            of_inputs.add(node)
     for node in reversed(nodes):
-        mark(node, node.users)
+        mark(node, node.users if node in of_inputs else ())
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,13 @@ class ModuleRegions:
     def of(self, name: str) -> Region:
         """Return the region of a module."""
         return self._inside.get(name, self._default)
+
+    def around(self, name: str) -> Region | None:
+        """Return the outermost region around a module that is computed again from what goes into it; None without."""
+        parts = name.split(".")
+        regions = (self.of(".".join(parts[: length + 1])) for length in range(len(parts)))
+        again = (each for each in regions if each.choice == "block" or callable(each.choice))
+        return next((each for each in again if each.module not in ("", name)), None)
 
     def within(self, name: str) -> ModuleRegions:
         """Return those of a module inside, as if it stood alone."""
