@@ -72,8 +72,8 @@ class RecordedCall:
 
     @property
     def is_block(self) -> bool:
-        """Whether it is called several times in a region, or outside of all: a region with one call is computed again as
-        a whole, which it could not be with a block in it."""
+        """Whether it is called several times in a region, or outside of all. A region with one call is computed again
+        as a whole, which it could not be with a block in it."""
         return max(self.within.values()) > 1 and not self.is_refused
 
     @property
