@@ -22,8 +22,8 @@ def build_model():
     return torch.nn.Sequential(*(Layer() for _ in range(4)))
 
 generator = torch.Generator().manual_seed(1)
-example_inputs = (torch.randn(2, 32, generator=generator),)
-example_target = torch.randn(2, 32, generator=generator)
+example_inputs = (torch.randn(2, 32, 32, generator=generator),)
+example_target = torch.randn(2, 32, 32, generator=generator)
 loss_fn = torch.nn.functional.mse_loss
 """
 
@@ -51,7 +51,7 @@ def package(model: Path, pipegraph: Command) -> Path:
     folder = model.parent / "package"
     if not folder.exists():
         plan = model.parent / "plan.json"
-        found = pipegraph("plan", model, "--devices", 4, "--global-batch", 16, "--schedule", "1f1b", "-o", plan)
+        found = pipegraph("plan", model, "--devices", 4, "--global-batch", 32, "--schedule", "1f1b", "-o", plan)
         assert found.code == 0, found.err
         split = pipegraph("split", model, "--plan", plan, "-o", folder)
         assert split.code == 0, split.err
@@ -68,7 +68,7 @@ def test_a_run_takes_the_plan_as_it_is(model: Path, package: Path, pipegraph: Co
     assert plan is not None and rows is not None
     copies = plan.mesh["dp_replicate"] * plan.mesh["dp_shard"]
     assert (plan.ranks, copies, plan.mesh["tp"]) == (2, 2, 1)
-    assert rows * plan.microbatches * copies == 16 and rows > 2, "more than the example has"
+    assert rows * plan.microbatches * copies == 32 and rows > 2, "more than the example has"
     run = pipegraph("run", package, "--model", model, "--kernels", "eager", "--steps", 2, "--json")
     assert run.code == 0, run.err
     result = json.loads(run.out)

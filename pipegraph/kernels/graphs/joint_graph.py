@@ -78,13 +78,14 @@ def trace(
                 outputs = function(leaves)
                 graph = graph_so_far()
                 assert graph is not None
-                forward = set(graph.nodes)
+                forward = list(graph.nodes)
                 values = [internals.from_functional(leaf) for leaf in leaves]
                 written[:] = [index for index, primal in enumerate(primals) if values[index] is not primal]
                 gradients = _gradients(leaves, outputs, tangents, [internals.to_functional(each) for each in arriving])
-            backward = [node for node in graph.nodes if node not in forward]
+            backward = list(islice(graph.nodes, len(forward), None))
             _check_backward(backward)
-            inherit_places(backward)
+            placeholders = graph.find_nodes(op="placeholder")
+            inherit_places(forward, backward, placeholders[len(placeholders) - len(arriving) :])
             results = [*outputs, *(leaves[index] for index in written), *gradients]
             return [None if each is None else internals.from_functional(each) for each in results]
 

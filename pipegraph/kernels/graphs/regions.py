@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from torch import fx, nn
@@ -34,25 +35,34 @@ def place_of(node: fx.Node) -> Any:
     return node.meta.get(_PLACE)
 
 
-def inherit_places(nodes: Sequence[fx.Node]) -> None:
-    """Mark operations of the backward, in order, with the place of the first value that they read and that has one.
+def inherit_places(forward: Sequence[fx.Node], backward: Sequence[fx.Node], tangents: Collection[fx.Node]) -> None:
+    """Mark operations of the backward with the place of the operation that they are the backward of.
 
-    What reads inputs of the graph alone, such as a copy of one in another dtype, has the place of the first that reads
-    it. Those that depend on no gradient, such as where a relu was active, count as a part of the forward.
+    Those that depend on no gradient, such as where a relu was active, count as a part of the forward. Of what they and
+    their neighbours read, an operation's own results come last: its inputs may be of another place, or of none. Those
+    that depend on a gradient have the place of the first value that they read and that has one.
     """
-    of_inputs: set[fx.Node] = set()
-
-    def mark(node: fx.Node, others: Iterable[fx.Node]) -> None:
-        places = (each.meta[_PLACE] for each in others if _PLACE in each.meta)
-        if (place := next(places, None)) is not None:
+    latest: dict[fx.Node, tuple[int, Any]] = {
+        node: (-1 if node.op == "placeholder" else position, place_of(node)) for position, node in enumerate(forward)
+    }
+    dependent = {*tangents}
+    apart: list[fx.Node] = []
+    for node in backward:
+        if dependent.isdisjoint(node.all_input_nodes):
+            apart.append(node)
+            read = (latest[each] for each in node.all_input_nodes if each in latest)
+            latest[node] = max(read, key=itemgetter(0), default=(-1, None))
+        else:
+            dependent.add(node)
+    for node in reversed(apart):
+        readers = (latest[each] for each in node.users if each in latest)
+        latest[node] = max((latest[node], *readers), key=itemgetter(0))
+        if latest[node][1] is not None:
+            node.meta.setdefault(_PLACE, latest[node][1])
+    for node in backward:
+        places = (each.meta[_PLACE] for each in node.all_input_nodes if _PLACE in each.meta)
+        if node in dependent and (place := next(places, None)) is not None:
             node.meta.setdefault(_PLACE, place)
-
-    for node in nodes:
-        mark(node, node.all_input_nodes)
-        if all(each.op == "placeholder" or each in of_inputs for each in node.all_input_nodes):
-            of_inputs.add(node)
-    for node in reversed(nodes):
-        mark(node, node.users if node in of_inputs else ())
 
 
 @dataclass(frozen=True)
