@@ -94,14 +94,9 @@ def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
         copy.output(copy.graph_copy(joint.module.graph, {}))
         names = min_cut(fx.GraphModule(joint.module, copy), len(joint.outputs) + len(joint.written))
         bases = {base_of(node) for node in forward if node.name in names and choice[of[node]] == "min-cut"}
-        # The partitioner does not know what is kept anyway, of which a copy in another dtype is soon made again.
-        kept |= {node for node in bases if node.op == "call_function" and not _is_cast_of(node, kept)}
+        kept |= {node for node in bases if node.op == "call_function"}
     chosen = (node for node in forward if callable(choice[of[node]]))
     return kept | {base_of(node) for node in chosen if _is_saved_by(choice[of[node]], node)} & of.keys()
-
-
-def _is_cast_of(node: fx.Node, kept: Collection[fx.Node]) -> bool:
-    return node.target is torch.ops.prims.convert_element_type.default and base_of(node.all_input_nodes[0]) in kept
 
 
 def _is_saved_by(policy: Any, node: fx.Node) -> bool:
