@@ -146,6 +146,8 @@ def saved_by(priced: PricedModel, cuts: list[int]) -> tuple[list[int], list[int 
     [
         ("decoder", "none", [2, 5, 7]),  # inside layers too
         pytest.param("decoder", "min-cut", [4, 7], marks=pytest.mark.slow),
+        ("decoder", "layers.*=block", [2, 5, 8]),  # of a layer one stage has two parts, and another one has one
+        ("decoder", "layers.*=block", [3, 6]),
         ("tests.models.chain", "none", [1, 2]),
         ("tests.models.chain", "min-cut", [1, 2]),
         pytest.param("tests.models.batch_norm", "none", [1, 2], marks=pytest.mark.slow),

@@ -119,9 +119,31 @@ def _times(each: Iterable[float]) -> Times:
 def saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
     """Return the bytes that each segment of the stage ``held`` keeps from F to the backward.
 
-    A value that two of them keep counts for the first one. The model's inputs do not count: the caller holds them.
+    A value that two of them keep counts for the first one. The model's inputs do not count: the caller holds them. What
+    one part of a layer hands to another one, if the stage computes both again as one region, is not kept, and what it
+    is computed from is.
     """
-    return _shares(parts, held, lambda part: part.block.saved)
+    inner = _inside_regions(parts, held)
+
+    def kept(part: SegmentGroup) -> SavedMemory:
+        saved, again = part.block.saved, not inner.isdisjoint(part.subgraph.outputs)
+        inputs = enumerate(part.subgraph.inputs)
+        own = tuple(index for index, node in inputs if node not in inner and (again or index in saved.inputs))
+        return replace(saved, inputs=own)
+
+    return _shares(parts, held, kept)
+
+
+def _inside_regions(parts: SegmentGroups, held: range) -> set[fx.Node]:
+    """Return the values that segments of a layer hand to each other, of a layer that ``held`` has in part, all of it
+    one region: pieces that are priced by themselves each keep what goes into them."""
+    found: set[fx.Node] = set()
+    for layer in parts.chain.layers:
+        own = [parts.segments[index] for index in layer if index in held]
+        if 1 < len(own) < len(layer) and own[0].region and len({part.region for part in own}) == 1:
+            made = {node for part in own for node in part.subgraph.outputs}
+            found |= made.intersection(node for part in own for node in part.subgraph.inputs)
+    return found
 
 
 def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:

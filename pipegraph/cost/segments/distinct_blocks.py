@@ -137,11 +137,15 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class SegmentGroup:
-    """Segments of a chain in a row, taken as one piece, and their block."""
+    """Segments of a chain in a row, taken as one piece, and their block.
+
+    ``region`` is the module in whose region, which is computed again from what goes in, all of it lies; empty without.
+    """
 
     segments: range
     subgraph: Subgraph
     block: Block
+    region: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +234,13 @@ def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
                 report_progress("pricing distinct blocks", len(blocks), total)
                 blocks[key] = _block(subgraph, counts[subgraph.key], regions[run], tracing)
         return tuple(
-            SegmentGroup(run, subgraph, blocks[subgraph.key, regions[run].signature[1]]) for run, subgraph in subgraphs
+            SegmentGroup(
+                run,
+                subgraph,
+                blocks[subgraph.key, regions[run].signature[1]],
+                _region_around(subgraph, tracing.recompute),
+            )
+            for run, subgraph in subgraphs
         )
 
     segments = parts(range(index, index + 1) for index in range(len(chain.segments)))
@@ -254,6 +264,14 @@ def _regions(subgraph: Subgraph, recompute: Recompute, between: bool) -> Regions
             number = numbers.setdefault(found.module, str(1 + len(numbers)))
             places[position] = Region(number, found.choice)
     return Regions(default, places)
+
+
+def _region_around(subgraph: Subgraph, recompute: Recompute) -> str:
+    """Return the module of the one region of "block" that all operations of a piece are in; empty if there is none."""
+    if not recompute.rules:
+        return ""
+    found = {recompute.region(tuple(fqn for _, fqn in path_of(node))) for node in subgraph.nodes}
+    return next(iter(found)).module if {region.choice for region in found} == {"block"} and len(found) == 1 else ""
 
 
 def _block(subgraph: Subgraph, count: int, regions: Regions, tracing: BlockOptions) -> Block:
