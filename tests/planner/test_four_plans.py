@@ -12,7 +12,6 @@ from pipegraph.cost.hardware import Hardware
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.slow  # four runs of four processes
 def test_each_runs_and_holds_what_was_predicted() -> None:
     """The times of such small steps say nothing. `python -m benchmarks.joint_plan` compares those of a Llama."""
     plans, measured = compare("layers", Hardware.load("cpu"), "time", "eager", 64, 4, None, rounds=1)
