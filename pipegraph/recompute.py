@@ -132,13 +132,13 @@ EVERYWHERE = Recompute()
 
 
 def layer_lists(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the outermost lists of modules that have two or more, by names inside them: ``h`` of ``h.0.w`` and
-    ``h.1.w``."""
+    """Return the outermost lists of two or more modules that hold others, by the names of parameters: ``h`` of
+    ``h.0.mlp.weight`` and ``h.1.mlp.weight``. To compute a lone operation again saves nothing."""
     numbers: dict[str, set[str]] = {}
     for name in names:
         parts = name.split(".")
         place = next((index for index, part in enumerate(parts) if part.isdecimal()), 0)
-        if place:
+        if place and len(parts) > place + 2:
             numbers.setdefault(".".join(parts[:place]), set()).add(parts[place])
     return tuple(name for name, found in numbers.items() if len(found) > 1)
 

@@ -51,6 +51,7 @@ def test_a_layer_with_a_cut_inside_is_one_region() -> None:
 def test_block_for_everything_holds_for_layers() -> None:
     names = ["embed.weight", "h.0.mlp.experts.0.w", "h.0.mlp.experts.1.w", "h.1.mlp.w", "towers.0.w", "0.w", "1.w"]
     assert layer_lists(names) == ("h",)
+    assert layer_lists(["features.0.weight", "features.3.weight"]) == ()
     assert Recompute.parse("block").with_layers(names) == Recompute.parse({"h.*": "block"})
     mixed = Recompute.parse({"": "block", "*.mlp": "none"}).with_layers(names)
     assert mixed == Recompute.parse({"h.*": "block", "*.mlp": "none"})
