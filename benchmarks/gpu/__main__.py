@@ -26,7 +26,7 @@ def report(settings: list[Setting], seconds: float) -> list[str]:
     parts.append(tables.kernels(kernels.compare(last)))
     parts.append(tables.memory(kernels.saved_memory(last)))
     parts.append(tables.steps({each: steps.measure_step(last, each) for each in steps.RECOMPUTES}))
-    parts.append(tables.blocks(last.hardware.name, blocks.block_errors(last, seconds)))
+    parts.extend(tables.blocks(name, found) for name, found in blocks.block_errors(last, seconds).items())
     parts.append(tables.graphs({each.length: kernels.with_graphs(each) for each in settings}))
     return parts
 
@@ -39,7 +39,9 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="Tokens of a row; may be given several times.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 30,
     seconds: Annotated[float, typer.Option(help="For the rounds of all blocks.")] = 30.0,
-    profile: Annotated[str | None, typer.Option(help="The hardware profile that predicts.")] = None,
+    profile: Annotated[
+        list[str] | None, typer.Option(help="A hardware profile that predicts; may be given several times.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the tables here, too.")] = None,
 ) -> None:
     """Measure kernels, memory, steps, the roofline and CUDA graphs on one device."""
@@ -49,7 +51,9 @@ def main(
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="pipegraph-gpu-") as name:
         settings = [
-            Setting(torch.device(device), layers, width, rows, each, rounds, profile, Path(name, str(each)))
+            Setting(
+                torch.device(device), layers, width, rows, each, rounds, tuple(profile or ()), Path(name, str(each))
+            )
             for each in sorted(length or [128, 512, 2048])
         ]
         text = "\n\n".join(report(settings, seconds)) + "\n"

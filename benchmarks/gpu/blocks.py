@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.gpu.setting import Setting
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.block_times import MeasureOptions
-from pipegraph.cost.price import price
+from pipegraph.cost.price import PricedModel, price
 
 Times = tuple[float, float, float]
 
@@ -30,11 +30,14 @@ class BlockError:
         return sum(self.predicted) / sum(self.measured) - 1
 
 
-def block_errors(setting: Setting, seconds: float) -> list[BlockError]:
-    """Measure each distinct block for so many seconds together."""
-    predicted = price(setting.captured, "time", setting.hardware)
+def block_errors(setting: Setting, seconds: float) -> dict[str, list[BlockError]]:
+    """Measure each distinct block for so many seconds together. What each profile predicts, by its name."""
     options = MeasureOptions(device=str(setting.device), seconds=seconds)
     measured = price(setting.captured, "measured", setting.hardware, setting=options)
+    return {each.name: _errors(price(setting.captured, "time", each), measured) for each in setting.profiles}
+
+
+def _errors(predicted: PricedModel, measured: PricedModel) -> list[BlockError]:
     found: dict[str, BlockError] = {}
     for index, part in enumerate(predicted.parts.segments):
         point = predicted.chain.segments[index].point

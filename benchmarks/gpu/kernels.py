@@ -43,18 +43,23 @@ def compare(setting: Setting) -> dict[str, Timing]:
     """Seconds of a microbatch: torch.compile, F with I and W, F with B. Each adds to `.grad`."""
     first = setting.stage()
     contenders = {name: Contender(setting, copy.deepcopy(first)) for name in ("F I W", "F B")}
-    x, gradient = setting.microbatch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it first compiles
-        module = torch.compile(first)
-        module(x.detach().requires_grad_()).backward(gradient)
-
-    def compiled() -> None:
-        module(x.detach().requires_grad_()).backward(gradient)
-
-    calls = {COMPILED: compiled, "F I W": contenders["F I W"].divided, "F B": contenders["F B"].whole}
+    calls = {COMPILED: compiled(setting, first), "F I W": contenders["F I W"].divided, "F B": contenders["F B"].whole}
     stages = {COMPILED: first, **{name: each.stage for name, each in contenders.items()}}
     return in_turns(calls, setting.device, setting.rounds, {name: stage.zero_grad for name, stage in stages.items()})
+
+
+def compiled(setting: Setting, stage: nn.Module) -> Callable[[], None]:
+    """A microbatch of the stage under torch.compile, forward and backward. It is compiled here."""
+    x, gradient = setting.microbatch()
+
+    def call() -> None:
+        module(x.detach().requires_grad_()).backward(gradient)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it first compiles
+        module = torch.compile(stage, dynamic=False)
+        call()
+    return call
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ def graphed(setting: Setting, call: Callable[[], object]) -> Callable[[], None]:
 
 
 def with_graphs(setting: Setting) -> dict[str, Timing] | None:
-    """Seconds of F, I and W launched one kernel after the other, and by one CUDA graph; None without a GPU.
+    """Seconds of F, I and W launched one kernel after the other, by one CUDA graph, and of torch.compile's forward and
+    backward; None without a GPU.
 
     Gradients have memory before, because a graph writes to fixed places.
     """
@@ -119,5 +125,9 @@ def with_graphs(setting: Setting) -> dict[str, Timing] | None:
     launched, recorded = (Contender(setting, setting.stage()) for _ in range(2))
     launched.divided()
     recorded.divided()  # now `.grad` has memory
-    calls = {"launched": launched.divided, "CUDA graph": graphed(setting, recorded.divided)}
+    calls = {
+        "launched": launched.divided,
+        "CUDA graph": graphed(setting, recorded.divided),
+        COMPILED: compiled(setting, setting.stage()),
+    }
     return in_turns(calls, setting.device, setting.rounds)

@@ -28,7 +28,8 @@ class Setting:
         layers: of the stage that is measured; the model has one more on either side.
         width: of the model; a head has 64 of it.
         rows, length: of a microbatch.
-        profile: the hardware profile that predicts; by default the one that has the device's name.
+        named: the hardware profiles that predict blocks; by default the one that has the device's name. The first one
+            predicts all else.
         folder: for the model's configuration and package.
     """
 
@@ -38,7 +39,7 @@ class Setting:
     rows: int
     length: int
     rounds: int
-    profile: str | None
+    named: tuple[str, ...]
     folder: Path = field(repr=False)
 
     @property
@@ -52,13 +53,18 @@ class Setting:
         size = f"{layers} of width {self.width}, {self.rows} × {self.length} tokens, bfloat16"
         return f"{device_name(self.device)}, torch {torch.__version__}: {size}"
 
-    @cached_property
+    @property
     def hardware(self) -> Hardware:
         """The profile that predicts."""
-        if self.profile is not None:
-            return Hardware.load(self.profile)
+        return self.profiles[0]
+
+    @cached_property
+    def profiles(self) -> list[Hardware]:
+        """All of them."""
+        if self.named:
+            return [Hardware.load(each) for each in self.named]
         if not self.is_gpu:
-            return Hardware.load("cpu")
+            return [Hardware.load("cpu")]
         name = device_name(self.device).lower()
         known = next((each for each in Hardware.names() if each in name), None)
         if known is None:
@@ -66,7 +72,7 @@ class Setting:
                 f"no profile is of {device_name(self.device)}.\n"
                 "Try: pipegraph calibrate --device cuda -o gpu.json, and --profile gpu.json"
             )
-        return Hardware.load(known)
+        return [Hardware.load(known)]
 
     @cached_property
     def captured(self) -> Captured:

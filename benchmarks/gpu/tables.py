@@ -57,10 +57,16 @@ def graphs(found: Mapping[int, Mapping[str, Timing] | None]) -> str:
     if not known:
         return f"### {title}\n\nNot measured: this device has none."
     rows = [
-        [str(length), *(_milliseconds(each.seconds) for each in timings.values()), _ratio(timings["CUDA graph"])]
+        [
+            str(length),
+            *(_milliseconds(each.seconds) for each in timings.values()),
+            *(_ratio(timings[name]) for name in ("CUDA graph", COMPILED)),
+        ]
         for length, timings in known.items()
     ]
-    return _section(title, ["tokens of a row", "launched, ms", "CUDA graph, ms", "÷ launched (quartiles)"], rows)
+    headers = ["tokens of a row", "launched, ms", "CUDA graph, ms", f"{COMPILED}, ms"]
+    headers += [f"{name} ÷ launched (quartiles)" for name in ("CUDA graph", COMPILED)]
+    return _section(title, headers, rows)
 
 
 def _section(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -29,7 +29,15 @@ def calibrate(
             help="Threads of a rank. [default: as `pipegraph run` starts them: OMP_NUM_THREADS, or cores ÷ ranks]",
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option(metavar="N", min=2, help="Processes whose links are measured.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Processes whose links are measured; 1 assumes links through the host. [default: 2; 1 with one GPU]",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     wide: WideOption = False,
     json: JsonOption = False,
@@ -44,7 +52,7 @@ def calibrate(
     Example:
       pipegraph calibrate -o hardware.json
     """
-    check_device(device, ranks)
+    check_device(device, ranks or 1)
     check_target(out, overwrite)
     with progress("measuring this machine"):
         from pipegraph.cost.calibrate import calibrate as measure
@@ -53,7 +61,7 @@ def calibrate(
 
         if out is not None:
             check_new(out)
-        hardware = measure(device, threads, ranks, name=out.stem if out is not None else "here")
+        hardware = measure(device, threads, ranks or _usual_ranks(device), name=out.stem if out is not None else "here")
     if json:
         print_json({key: value for key, value in hardware.to_dict().items() if key != "schema_version"})
     else:
@@ -61,3 +69,9 @@ def calibrate(
     write_target(out, hardware.to_json())  # after the table, which a full disk must not prevent
     if out is not None and not json:
         print(f"\nwrote {out}")
+
+
+def _usual_ranks(device: str) -> int:
+    import torch
+
+    return 2 if device == "cpu" else min(2, torch.cuda.device_count())

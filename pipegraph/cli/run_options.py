@@ -80,6 +80,7 @@ ProfileOption = Annotated[
 ExampleOption = Annotated[
     str | None,
     typer.Option(
+        "--model",  # typer 0.27 makes --MODEL of it by itself
         metavar="MODEL",
         show_default=False,
         help="Take data, loss_fn, metrics, optimizer and scheduler from here; without data example_inputs and "

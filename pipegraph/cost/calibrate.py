@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,40 +28,56 @@ from pipegraph.cost.size_table import SizeTable
 from pipegraph.kernels.cpu import keep_freed_memory, threads_per_rank
 from pipegraph.units import format_percent
 
+THROUGH_HOST = "an assumption: from a device to its host and on to the other one, as measured to the host"
+
 _MIB = 2**20
 # Bytes that go through the caches around a kernel: none but its own, some that the last cache holds, and more.
 _FOOTPRINTS = {"cpu": (0, 8 * _MIB, 128 * _MIB)}
 _OWN = 1 * _MIB  # what stands for none in a table, whose sizes are positive
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = {
+    "cpu": {"float32": torch.float32, "bfloat16": torch.bfloat16},
+    "cuda": {
+        "float32": torch.float32,
+        "tfloat32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    },
+}
 
 
 def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, name: str = "here") -> Hardware:
     """Measure this machine as one of ``ranks`` has it, on a CPU while the others compute, and the links between them.
 
     ``threads`` is by default what `pipegraph run` gives a rank. Each figure is a median of several runs; ``sources``
-    says how far the others are from it.
+    says how far the others are from it. With one rank no links are measured: they are assumed to go through the host.
     """
     chosen = threads or threads_per_rank(ranks)
-    links = measure_links(ranks, device)
     where = torch.device(device)
+    links = measure_links(ranks, device) if ranks > 1 else None
     if where.type == "cpu":
         keep_freed_memory()  # as a rank does
     with compute_threads(chosen), busy_ranks(ranks - 1 if device == "cpu" else 0, chosen):
         watches = [Stopwatch(where, footprint=size) for size in _FOOTPRINTS.get(where.type, (0,))]
         noise: dict[str, float] = {}
         flops = {}
-        for dtype in _DTYPES:
-            found = _over_footprints(watches, partial(measure_compute_rates, dtype=dtype))
+        for name_of_dtype, dtype in _DTYPES[where.type].items():
+            with _less_precision(is_allowed=name_of_dtype == "tfloat32"):
+                found = _over_footprints(watches, partial(measure_compute_rates, dtype=dtype))
             if found:
-                flops[str(dtype).removeprefix("torch.")] = found
+                flops[name_of_dtype] = found
         noise["attained_flops"] = _noise(watches)
         bandwidth = _over_footprints(watches, lambda watch: {"": measure_bandwidth(watch)})[""]
         noise["attained_bandwidth"] = _noise(watches)
-        rates, kernel = measure_element_rates(watches[0]), measure_kernel_overhead(watches[0])
+        rates = measure_element_rates(watches[0])
+        with _less_precision(is_allowed=True):  # or Inductor warns that it is not
+            kernel = measure_kernel_overhead(watches[0])
         noise["element_rates"] = _noise(watches)
         first_touch = measure_first_touch(watches[0])
         noise["first_touch"] = _noise(watches)
-        host_link = measure_host_link(watches[-1])
+        measured = measure_host_link(watches[-1])
+        host_link = structs.replace(
+            measured, latency=_rounded(measured.latency), bandwidth=_rounded(measured.bandwidth)
+        )
         noise["host_link"] = _noise(watches)
     peaks = {dtype: max(table.largest for table in tables.values()) for dtype, tables in flops.items()}
     return Hardware(
@@ -79,11 +96,9 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
         kernel_overhead=_rounded(kernel) if where.type == "cpu" else 0.0,
         element_rates={function: _rounded(rate) for function, rate in rates.items()},
         first_touch=None if first_touch is None else first_touch.map(_rounded),
-        links=_links(links),
-        host_link=structs.replace(
-            host_link, latency=_rounded(host_link.latency), bandwidth=_rounded(host_link.bandwidth)
-        ),
-        sources=_sources(noise, where),
+        links=_through_host(host_link) if links is None else _links(links),
+        host_link=host_link,
+        sources=_sources(noise, where) | ({"links": THROUGH_HOST} if links is None else {}),
     )
 
 
@@ -141,6 +156,24 @@ def _links(found: LinkRates) -> Links:
     tables = {name: table.map(_rounded) for name, table in found.collectives.items()}
     usual = Link(median(measured.latency), median(measured.bandwidth), measured.name, **tables)
     return Links(ranks_per_node=measured.ranks, intra_node=usual, measured=measured)
+
+
+def _through_host(host_link: Link) -> Links:
+    """The link between ranks that are alone where they are measured: out of one device, and into the other."""
+    link = Link(_rounded(2 * host_link.latency), _rounded(host_link.bandwidth / 2), "through the host")
+    return Links(ranks_per_node=1, intra_node=link)
+
+
+@contextmanager
+def _less_precision(is_allowed: bool) -> Iterator[None]:
+    """A context in which products and convolutions in float32 may round to tfloat32, or may not."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = is_allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def _part(table: SizeTable, peak: float) -> SizeTable:

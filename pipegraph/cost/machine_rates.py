@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipegraph.cost.hardware import OTHER
+from pipegraph.cost.measured_sizes import Axes, MeasuredSizes, sizes_on
 from pipegraph.cost.roofline.graph_price import trace_aten
 from pipegraph.cost.size_table import SizeTable, Values
 from pipegraph.kernels import internals
@@ -21,23 +22,12 @@ from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.kernels.inductor.cpp import internals as cpp_internals
 from pipegraph.kernels.internals import Run
 
-_SHORTEST = 50e-6  # seconds of a sample: of shorter runs several make one, or the clock would be measured
 _FEWEST, _MOST = 5, 30  # samples
-
-_MATRICES = {"m": (16, 128, 1024), "n": (16, 128, 1024), "k": (16, 128, 1024)}
-_BATCHED = {"m": (16, 128), "n": (16, 128), "k": (16, 128)}
-_ATTENTION = {"length": (32, 128, 512), "head_dim": (32, 128)}
-_BATCH = 16  # matrices, or heads
-# Two images of 8 × 8 to 64 × 64 pixels; windows of 3 × 3 over 3, 32 and 256 channels.
-_CONVOLUTION = {"m": (128, 1152, 8192), "n": (16, 128), "k": (27, 288, 2304)}
-_IMAGES, _WINDOW = 2, 9
+_WINDOW = 9  # elements of a convolution's window
 
 _TOO_SLOW = 8.0
 
-Axes = Mapping[str, Sequence[int]]
-
-_KIB, _MIB = 2**10, 2**20
-_STREAMED = tuple(3 * size for size in (4 * _KIB, 32 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB))
+_MIB = 2**20
 # From 32 MiB on, glibc gives what is freed back to the system unless `keep_freed_memory` holds (mallopt(3)).
 _NEW = (1 * _MIB, 16 * _MIB, 31 * _MIB, 32 * _MIB, 128 * _MIB)
 _SHAPE = 256, 256  # of what a function is measured on: small enough for the cache of a core
@@ -70,12 +60,17 @@ class Stopwatch:
         """The median time of one run."""
         run()
         once = max(self._sample(run, 1), 1e-9)
-        together = 1 if self.footprint else max(1, round(_SHORTEST / once))
+        together = 1 if self.footprint else max(1, round(self.sizes.sample / once))
         count = min(max(round(self.budget / (once * together)), _FEWEST), _MOST)
         samples = [self._sample(run, together) / together for _ in range(count)]
         low, median, high = statistics.quantiles(samples, n=4)
         self.spreads.append((high - low) / median)
         return median
+
+    @property
+    def sizes(self) -> MeasuredSizes:
+        """The sizes at which kernels are timed on the device."""
+        return sizes_on(self.device.type)
 
     @property
     def noise(self) -> float:
@@ -101,6 +96,7 @@ def measure_compute_rates(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str,
     """Kind of kernel → floating-point operations per second, over its sizes; nothing for a dtype that the device has
     no operations for, and which takes many times as long as float32.
     """
+    sizes = stopwatch.sizes
     if stopwatch.seconds(_probe(stopwatch, dtype)) > _TOO_SLOW * stopwatch.seconds(_probe(stopwatch, torch.float32)):
         return {}
 
@@ -112,26 +108,26 @@ def measure_compute_rates(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str,
         return [2 * m * n * k / stopwatch.seconds(lambda: torch.mm(first, second))]
 
     def batched(m: int, n: int, k: int) -> list[float]:
-        first, second = random(_BATCH, m, k), random(_BATCH, k, n)
-        return [2 * _BATCH * m * n * k / stopwatch.seconds(lambda: torch.bmm(first, second))]
+        first, second = random(sizes.batch, m, k), random(sizes.batch, k, n)
+        return [2 * sizes.batch * m * n * k / stopwatch.seconds(lambda: torch.bmm(first, second))]
 
     def attention(length: int, head_dim: int) -> list[float]:
-        inputs = [random(1, _BATCH, length, head_dim) for _ in range(3)]
-        flops = 4 * _BATCH * length * length * head_dim
+        inputs = [random(1, sizes.batch, length, head_dim) for _ in range(3)]
+        flops = 4 * sizes.batch * length * length * head_dim
         # Backward, the scores are computed again, and four more products.
         return _both(stopwatch, F.scaled_dot_product_attention, inputs, flops, 2.5 * flops)
 
     def convolution(m: int, n: int, k: int) -> list[float]:
-        side = round((m / _IMAGES) ** 0.5)
-        inputs = [random(_IMAGES, k // _WINDOW, side, side), random(n, k // _WINDOW, 3, 3)]
+        side = round((m / sizes.images) ** 0.5)
+        inputs = [random(sizes.images, k // _WINDOW, side, side), random(n, k // _WINDOW, 3, 3)]
         flops = 2 * m * n * k
         return _both(stopwatch, lambda image, weight: F.conv2d(image, weight, padding=1), inputs, flops, 2 * flops)
 
     return (
-        _tables(_MATRICES, matmul, "matmul")
-        | _tables(_BATCHED, batched, "batched_matmul")
-        | _tables(_ATTENTION, attention, "attention", "attention_backward")
-        | _tables(_CONVOLUTION, convolution, "convolution", "convolution_backward")
+        _tables(sizes.matrices, matmul, "matmul")
+        | _tables(sizes.batched, batched, "batched_matmul")
+        | _tables(sizes.attention, attention, "attention", "attention_backward")
+        | _tables(sizes.convolution, convolution, "convolution", "convolution_backward")
     )
 
 
@@ -177,7 +173,8 @@ def measure_bandwidth(stopwatch: Stopwatch) -> SizeTable:
         one, other, result = torch.ones(3, size // 12, device=stopwatch.device).unbind()
         return size / stopwatch.seconds(lambda: torch.add(one, other, out=result))
 
-    return SizeTable({"bytes": tuple(map(float, _STREAMED))}, tuple(map(rate, _STREAMED)))
+    sizes = stopwatch.sizes.streamed
+    return SizeTable({"bytes": tuple(map(float, sizes))}, tuple(map(rate, sizes)))
 
 
 def measure_first_touch(stopwatch: Stopwatch) -> SizeTable | None:
@@ -212,7 +209,10 @@ class _Case:
 
 
 def measure_element_rates(stopwatch: Stopwatch) -> dict[str, float]:
-    """Elements per second of functions in a fused kernel, beyond what its bytes take."""
+    """Elements per second of functions in a fused kernel, beyond what its bytes take; none on a GPU, which computes
+    them while it waits for memory."""
+    if stopwatch.device.type != "cpu":
+        return {}
     cases = _cases(stopwatch.device)
     whole = compiled([(case.function, case.inputs) for case in cases.values()])
     without = compiled([(case.without, case.inputs) for case in cases.values()])

@@ -38,10 +38,11 @@ class SavedValues:
         self.variant, self.numbers, self.values = variant, numbers, values
         self.mask: GradientMask = ()
 
-    def take_offloaded(self) -> dict[str, Tensor]:
+    def take_offloaded(self, device: torch.device) -> dict[str, Tensor]:
         """Take out what is to wait for the backward in the memory of the host; empty if nothing is."""
-        names = self.variant.divided.offloaded & self.values.keys()
-        return {name: self.values.pop(name) for name in sorted(names)}
+        names = sorted(self.variant.divided.offloaded & self.values.keys())
+        # Some kernels of a GPU return a seed on the host, of which the graph says that it is on the GPU.
+        return {name: self.values.pop(name) for name in names if self.values[name].device == device}
 
     def put_back(self, values: Mapping[str, Tensor]) -> None:
         """Put in again what was taken out."""

@@ -81,12 +81,12 @@ class HostMemory:
                 away = self._away[key]
                 if away.copied is not None:
                     torch.cuda.current_stream(self._device).wait_event(away.copied)
-                saved[key].take_offloaded()
+                saved[key].take_offloaded(self._device)
                 away.device.clear()
         key = action.stage, action.microbatch
         if action.kind is Kind.F and key in self._leaving:
             own: Any = saved.get(key)
-            if _may_offload(own.__class__) and (values := own.take_offloaded()):
+            if _may_offload(own.__class__) and (values := own.take_offloaded(self._device)):
                 self._warn_of_emulation()
                 own.put_back(values)  # until they are copied
                 self._away[key] = self._sent(values)

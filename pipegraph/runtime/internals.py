@@ -33,14 +33,20 @@ def default_store() -> dist.Store:
     return store
 
 
+def uses_nccl(device: torch.device) -> bool:
+    """Whether ranks with this device talk by NCCL. They do unless the default group was made for gloo alone, as for
+    ranks that share a GPU, which NCCL refuses."""
+    return device.type == "cuda" and "nccl" in dist.get_backend_config()
+
+
 def make_backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """A gloo or NCCL backend over `store`, whose operations fail after `timeout` seconds.
+    """A backend over `store` for tensors on this device, whose operations fail after `timeout` seconds.
 
     The classes ProcessGroupGloo and ProcessGroupNCCL are exported but not documented, and their timeout is private.
     `new_group` does not serve: every process of the world has to call it, also those of other pipelines, and the group
     stays in torch's global tables until all of them destroy it.
     """
-    if device.type == "cuda":
+    if uses_nccl(device):
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=timeout)
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
@@ -61,7 +67,7 @@ def make_group(lines: Sequence[Sequence[int]], kind: str, timeout: float) -> dis
     Args:
         lines: the ranks of each group that is made, in the same order on every rank; this process is in one of them.
     """
-    limit, backend = timedelta(seconds=timeout), "nccl" if kind == "cuda" else "gloo"
+    limit, backend = timedelta(seconds=timeout), "nccl" if uses_nccl(torch.device(kind)) else "gloo"
     own = next(line for line in lines if dist.get_rank() in line)
     if sum(map(len, lines)) < dist.get_world_size():
         group = dist.new_group(list(own), timeout=limit, backend=backend, use_local_synchronization=True)

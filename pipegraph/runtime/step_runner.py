@@ -151,6 +151,8 @@ class StepRunner:
         self._informants = first_senders(wiring[min(stages)], places) if world else []
 
         self._shares: BatchShares | None = None
+        # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
+        self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
         self._collectives: ParameterCollectives | None = None
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
@@ -165,7 +167,7 @@ class StepRunner:
             self.transport = self._distributed
         self._gradient_checks = GradientChecks(manifest, self.stages, loss_fn, world)
         guard.closing.callback(self.transport.close)
-        if world and device.type == "cuda":
+        if world and world.uses_nccl:
             guard.watch(lambda: world.close(abort=True))
         if world:
             share_infinities(loss_fn, world, guard)
@@ -292,7 +294,7 @@ class StepRunner:
         if self._collectives is None:
             return nullcontext()
         timer = None
-        if isinstance(observer, CollectiveObserver):
+        if self._times_collectives and isinstance(observer, CollectiveObserver):
             timer = CollectiveTimer(self._rank, self._device, observer)
         return self._collectives.during_step(timer)
 

@@ -62,8 +62,8 @@ def test_json(pipegraph: Command, asked: list[Any]) -> None:
     ("options", "said"),
     [
         (("--device", "tpu"), "'tpu' is neither cpu nor cuda."),
-        (("--device", "cuda"), "2 ranks need a GPU each, and there are"),
-        (("--ranks", "1"), "greater than or equal to 2"),
+        (("--device", "cuda", "--ranks", "64"), "64 ranks need a GPU each, and there are"),
+        (("--ranks", "0"), "greater than or equal to 1"),
         (("-o", "/proc/mine.json"), "/proc/mine.json cannot be written: it is no regular file"),
         (("-o", "h100.json"), "Try: h100-here.json"),
         (("-o", "README.md/mine.json"), "README.md is a file, not a folder"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pipegraph.cost import calibrate, machine_links, machine_rates
+from pipegraph.cost import calibrate, machine_links, machine_rates, measured_sizes
 from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
 from pipegraph.cost.host_link import measure_host_link
 from pipegraph.cost.machine_links import LinkRates
@@ -27,11 +28,14 @@ QUICK = Stopwatch(CPU, budget=0.001)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small sizes, and functions uncompiled."""
-    for name in ("_MATRICES", "_BATCHED", "_ATTENTION"):
-        axes = getattr(machine_rates, name)
-        monkeypatch.setattr(machine_rates, name, dict.fromkeys(axes, (16, 32)))
-    monkeypatch.setattr(machine_rates, "_CONVOLUTION", {"m": (128,), "n": (4, 8), "k": (27,)})
-    monkeypatch.setattr(machine_rates, "_STREAMED", (12_288, 122_880))
+    usual = measured_sizes.sizes_on("cpu")
+    few = replace(
+        usual,
+        **{name: dict.fromkeys(getattr(usual, name), (16, 32)) for name in ("matrices", "batched", "attention")},
+        convolution={"m": (128,), "n": (4, 8), "k": (27,)},
+        streamed=(12_288, 122_880),
+    )
+    monkeypatch.setattr(machine_rates, "sizes_on", lambda device: few)
     monkeypatch.setattr(machine_rates, "_NEW", (2**20, 2**25))
     monkeypatch.setattr(calibrate, "_FOOTPRINTS", {"cpu": (0, 2**22)})
     monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none in tests")
@@ -128,3 +132,27 @@ def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "quartiles" in found.sources["attained_flops"]
     assert found.host_link is not None and found.host_link.bandwidth > 1e8
     assert found.sources["host_link"].endswith("copies within memory, with which offload is emulated on a CPU")
+
+
+@pytest.mark.slow
+def test_one_rank_has_links_through_the_host(quick: None) -> None:
+    found = calibrate.calibrate(threads=1, ranks=1)
+    assert found.host_link is not None
+    link = found.link(0, 1)
+    assert link.latency == pytest.approx(2 * found.host_link.latency, rel=1e-3)
+    assert link.bandwidth == pytest.approx(found.host_link.bandwidth / 2, rel=1e-3)
+    assert found.sources["links"].startswith("an assumption")
+
+
+def test_a_gpu_is_timed_on_large_layers() -> None:
+    cpu, gpu = (measured_sizes.sizes_on(kind) for kind in ("cpu", "cuda"))
+    assert max(gpu.matrices["m"]) > 4 * max(cpu.matrices["m"])
+    assert max(gpu.streamed) > max(cpu.streamed) and gpu.sample > cpu.sample
+
+
+def test_float32_and_tfloat32_are_measured_apart() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    for allowed in (True, False):
+        with calibrate._less_precision(allowed):
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == allowed
+    assert torch.backends.cuda.matmul.allow_tf32 == before

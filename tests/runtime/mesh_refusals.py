@@ -11,7 +11,9 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegraph.errors import PipegraphError
+from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.runtime.processes.rank_grid import RankGrid
+from pipegraph.runtime.processes.world import check_backend
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.meshes import LENGTH, make
 from tests.runtime.packages import loss
@@ -72,3 +74,15 @@ def _sharded(rank: int, folder: str, how: str) -> None:
 
 
 ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {"plan": _with_plan, "mesh": _on_a_mesh, "sharding": _sharded}
+
+
+def with_gpus(rank: int) -> list[str]:
+    """Which grids of ranks with GPUs are refused where the default group was made for gloo."""
+    said = []
+    for names in (("pp",), ("pp", "tp"), ("dp_shard", "tp")):
+        try:
+            check_backend(RankGrid(names, (2,) * len(names)), torch.device("cuda:0"))
+            said.append("nothing")
+        except ArgumentError as error:
+            said.append(str(error))
+    return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
 import pipegraph
-from tests.runtime.meshes import Shape, near, rows_of, whole
+from tests.runtime.meshes import Shape, near_to, rows_of, whole
 
 WORDS, LENGTH, ROWS = 96, 16, 8
 SMALL: dict[str, Any] = {
@@ -58,18 +59,30 @@ def loss(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
 
 
-def train(rank: int, folder: str, shape: Shape, schedule: str, kernels: str, name: str) -> str:
+def train(
+    rank: int,
+    folder: str,
+    shape: Shape,
+    schedule: str,
+    kernels: str,
+    name: str,
+    device: str = "cpu",
+    tolerance: float = 1e-6,
+) -> str:
     """Three steps of AdamW. Nothing is left to autograd."""
-    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
-    pipe = pipegraph.Pipeline(folder, schedule, 4, loss_fn=loss, mesh=mesh, kernels=kernels, strict=True, timeout=250)
-    model = build(name)
+    mesh = init_device_mesh(torch.device(device).type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    pipe = pipegraph.Pipeline(
+        folder, schedule, 4, loss_fn=loss, mesh=mesh, device=device, kernels=kernels, strict=True, timeout=250
+    )
+    model = build(name).to(device)
+    near = partial(near_to, tolerance=tolerance)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
     ours, theirs = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
     generator = torch.Generator().manual_seed(3)
     rows = (ROWS,) * shape.get("dp_shard", 1)
     for _ in range(3):
-        tokens, target = (torch.randint(WORDS, (sum(rows), LENGTH), generator=generator) for _ in range(2))
+        tokens, target = (torch.randint(WORDS, (sum(rows), LENGTH), generator=generator).to(device) for _ in range(2))
         mine = rows_of(shape, rows, mesh)
         result = pipe.step(input_ids=tokens[mine], target=target[mine])
         value = loss(model(input_ids=tokens), target)

@@ -201,9 +201,13 @@ def pipe_loss(pipe: Pipeline, tokens: Tensor, target: Tensor) -> Any:
 
 def near(found: Any, expected: Any, name: str) -> None:
     """Equal to a millionth of the largest."""
-    assert_close(
-        found, expected, rtol=1e-6, atol=1e-6 * max(1.0, float(expected.abs().max())), msg=lambda m: f"{name}: {m}"
-    )
+    near_to(found, expected, name, 1e-6)
+
+
+def near_to(found: Any, expected: Any, name: str, tolerance: float) -> None:
+    """Equal to this part of the largest."""
+    most = tolerance * max(1.0, float(expected.abs().max()))
+    assert_close(found, expected, rtol=tolerance, atol=most, msg=lambda m: f"{name}: {m}")
 
 
 def fail(rank: int, folder: str, shape: Shape, failing: int, how: str, options: dict[str, Any]) -> tuple[str, float]:

@@ -31,15 +31,19 @@ def run(
     store: str = "file",
     timeout: float = 60.0,
     hung: int | None = None,
+    backend: str = "gloo",
+    method: str = "forkserver",
 ) -> list[Any]:
     """What `function(rank, *args)` returns on each rank, or the text of its error; None where it was killed.
 
     Nothing outlives the call. `store` is where the default group meets: a "file", or a "tcp" store that rank 0 hosts.
-    Rank `hung` need not end.
+    Rank `hung` need not end. On a GPU the method is "spawn": what is preloaded has asked for GPUs, and no process that
+    is forked after that can have one.
     """
+    context: Any = _CONTEXT if method == "forkserver" else multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _CONTEXT.Process(target=_main, args=(function, rank, ranks, folder, store, args), daemon=True)
+            context.Process(target=_main, args=(function, rank, ranks, folder, store, backend, args), daemon=True)
             for rank in range(ranks)
         ]
         deadline = time.monotonic() + timeout
@@ -60,14 +64,22 @@ def run(
         return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
-def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, store: str, args: tuple[Any, ...]) -> None:
+def _main(
+    function: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    folder: str,
+    store: str,
+    backend: str,
+    args: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
     os.environ["PIPEGRAPH_VERIFY"] = "1"  # a buffer that is released too early shows
     if store == "tcp":
         meeting: Any = _tcp_store(rank, ranks, Path(folder, "port"))
     else:
         meeting = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=ranks)
     dist.barrier()  # a rank that ends before the others are connected fails them
     try:
         result = function(rank, *args)

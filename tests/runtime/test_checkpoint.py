@@ -50,7 +50,8 @@ def test_it_goes_on_at_other_cuts_and_schedules(packages: Path, saved: Saved, st
     run.train(0, 1)
     checkpoint = run.load(folder)
     assert (checkpoint.step, checkpoint.folder, checkpoint.extra) == (5, folder / "step-00000005", {})
-    assert run.train(5, 10) == losses
+    # In one stage both gradients of the tied weight are added up together, in another order.
+    assert run.train(5, 10) == (pytest.approx(losses, rel=1e-6) if stages == "1" else losses)
 
 
 def test_two_processes_go_on_and_one_process_after_them(packages: Path, saved: Saved, tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(rank: int | None, folder: str, channels_last: bool, schedule: str, kernels: str) -> str:
-    """A step, whose gradients are those of the model on the microbatches one after the other, to the last digit."""
+    """A step, whose gradients are those of the model on the microbatches one after the other.
+
+    Autograd's are so to the last digit. A gradient of weights that is computed by itself may round otherwise.
+    """
     model, x, target = Model(), pictures(6, channels_last), torch.ones(6, 2)
     given: list[Tensor] = []
     pipe = pipeline(folder, schedule, kernels, microbatches=3, loss_fn=loss)
@@ -62,7 +65,8 @@ def train(rank: int | None, folder: str, channels_last: bool, schedule: str, ker
     pipe.step(x, target=target)
     whole = dict(model.named_parameters())
     for name, parameter in pipe.named_parameters():
-        assert_close(parameter.grad, whole[name].grad, rtol=0, atol=0)
+        rounding = 0 if kernels == "autograd" else 1e-6
+        assert_close(parameter.grad, whole[name].grad, rtol=rounding, atol=rounding)
     orders = {each.dim(): each.dim_order() for each in given}
     assert orders == ({4: CHANNELS_LAST if channels_last else (0, 1, 2, 3), 3: (0, 2, 1)} if looks else {})
     if kernels == "eager":

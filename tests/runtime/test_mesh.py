@@ -282,3 +282,10 @@ def test_every_schedule(shape: meshes.Shape, rows: tuple[int, ...], options: dic
     """As torch's own tests compose its schedules, with FSDP, with tensor parallelism and with both."""
     schedules = [name for name in names() if trains(name)] if "pp" in shape else ["1f1b", "interleaved-1f1b"]
     assert_trained(tmp_path, *((shape, schedule, rows, True, options) for schedule in schedules), seconds=880)
+
+
+def test_ranks_with_gpus_and_gloo_have_pipelines_alone() -> None:
+    ((pipeline, divided, sharded),) = ranks.run(mesh_refusals.with_gpus, 1)
+    assert pipeline == "nothing"
+    assert "on a GPU along tp." in divided and 'init_process_group("nccl")' in divided
+    assert "along dp_shard, tp." in sharded

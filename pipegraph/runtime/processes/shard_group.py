@@ -58,7 +58,7 @@ class ShardLine:
         self._grid, self._processes = grid, processes
         self.size, self.ranks = grid.length(SHARD), self._line(SHARD)
         self.place = self.ranks.index(dist.get_rank())
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._beside = torch.cuda.Stream(device) if internals.uses_nccl(device) else None
         summed = (SHARD,) if grid.length(REPLICATE) == 1 else DATA if self._beside is None else (REPLICATE,)
         self._summed = self._line(*summed)
         groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}

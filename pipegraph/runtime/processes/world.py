@@ -58,6 +58,7 @@ class World:
 
     Attributes:
         pipeline: the ranks of this process's pipeline, in its order.
+        uses_nccl: whether tensors on its device cross by NCCL; else by gloo, through the memory of the host.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class World:
         self.store, self._processes = store, processes
         self.rank, self.grid, self.device = rank, grid, device
         self.timeout = timeout
+        self.uses_nccl = internals.uses_nccl(device)
         self.pipeline = grid.line(rank, PIPELINE)
         self._groups: list[Group] = []
         self._mesh: DeviceMesh | None = None
@@ -240,7 +242,21 @@ def join_world(
     meeting = Meeting(internals.default_store(), dist.get_rank(), ranks, timeout, grid.text)
     with meeting:
         chosen = local_device(device)
+        check_backend(grid, chosen)
     return World(meeting.join(), ranks.index(dist.get_rank()), grid, chosen, timeout, ranks), chosen
+
+
+def check_backend(grid: RankGrid, device: torch.device) -> None:
+    """Raise ArgumentError for ranks with GPUs that share layers or train alike, and have no NCCL for it.
+
+    Over gloo ranks of FSDP and of tensor parallelism on an H100 were gone without a word, with torch 2.11.
+    """
+    if device.type == "cuda" and not internals.uses_nccl(device) and grid.size > grid.length(PIPELINE):
+        names = [name for name in grid.names if name != PIPELINE and grid.length(name) > 1]
+        raise ArgumentError(
+            f"the default group was made for gloo, which does not serve tensors on a GPU along {', '.join(names)}.\n"
+            'Try: torch.distributed.init_process_group("nccl") and a GPU for each rank, or a mesh of pp alone.'
+        )
 
 
 def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> DeviceMesh:

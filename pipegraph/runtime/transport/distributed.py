@@ -1,4 +1,5 @@
-"""The transport between processes: gloo for tensors on the CPU, NCCL for those on a GPU.
+"""The transport between processes: gloo for tensors on the CPU, NCCL for those on a GPU; or gloo there as well, through
+the memory of the host, if the default group was made for it.
 
 Every direction of every pair of ranks that talk has a group of its own. NCCL works off the transfers of a group one
 after the other: with a group per direction there is no order in which two ranks could wait for each other. And when a
@@ -95,7 +96,9 @@ class DistributedReceive:
         deferred: DeferredHeaders | None,
         unfinished: set[DistributedReceive],
         sends: SendQueue,
+        device: torch.device,
     ) -> None:
+        self._device = device
         self._peer = peer
         self._sends = sends
         self._pool = pool
@@ -117,7 +120,7 @@ class DistributedReceive:
             for work in self._works:
                 work.wait()
         self.drop()
-        return tuple(map(from_memory, self._values, self._tensors))
+        return tuple(map(from_memory, self._values, [each.to(self._device) for each in self._tensors]))
 
     def drop(self) -> None:
         """Let go of the connection."""
@@ -138,28 +141,30 @@ class DistributedTransport:
     """
 
     def __init__(self, world: World, pairs: Iterable[tuple[int, int]], report: Callable[[SendFailed], None]) -> None:
-        self._device = world.device
+        # Of messages: gloo sends from the memory of the host.
+        self._own_device, self._device = world.device, world.device if world.uses_nccl else torch.device("cpu")
         self._pools: dict[tuple[int, int, tuple[torch.dtype, ...]], BufferPool] = {}
         self._unfinished: set[DistributedReceive] = set()
         self._call = PipelineCall()
         self._given: StepInputs | None = None
         self._headed: set[tuple[int, int]] = set()
-        is_gpu = world.device.type == "cuda"
-        self._deferred = DeferredHeaders() if is_gpu else None
-        self._sends: SendQueue = NcclSends() if is_gpu else GlooSends(report, world.timeout)
+        self._deferred = DeferredHeaders() if world.uses_nccl else None
+        self._sends: SendQueue = NcclSends() if world.uses_nccl else GlooSends(report, world.timeout)
         self._groups = {
-            pair: world.connect(f"{pair[0]}-{pair[1]}", pair) for pair in sorted(pairs) if world.rank in pair
+            pair: world.connect(f"{pair[0]}-{pair[1]}", pair, self._device)
+            for pair in sorted(pairs)
+            if world.rank in pair
         }
         # NCCL connects at a group's first transfer, and blocks until the other side comes. Here all come in one order.
         for (sender, receiver), group in self._groups.items():
-            byte = torch.zeros(1, dtype=torch.uint8, device=world.device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             peer = receiver if sender == world.rank else sender
             with lost_connections(peer):
                 (group.send if sender == world.rank else group.receive)(byte, peer).wait()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         pairs = zip(transfer.values, tensors, strict=True)
-        sent = [in_memory(value, tensor) for value, tensor in pairs if tensor.numel()]
+        sent = [in_memory(value, tensor).to(self._device) for value, tensor in pairs if tensor.numel()]
         if self._is_first(transfer.ranks) and self._given is not None:
             sent.insert(0, self._call_with(self._given).header(self._device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
@@ -198,13 +203,22 @@ class DistributedTransport:
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
         pool, values = self._pools[message], transfer.values
         return DistributedReceive(
-            group, peer, pool, values, shapes, header, self._deferred, self._unfinished, self._sends
+            group,
+            peer,
+            pool,
+            values,
+            shapes,
+            header,
+            self._deferred,
+            self._unfinished,
+            self._sends,
+            self._own_device,
         )
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
             self._deferred.check()
-        autocast = autocast_number(self._device.type)
+        autocast = autocast_number(self._own_device.type)
         self._call = PipelineCall(self._call.number + 1, kind, given.microbatches, autocast=autocast)
         self._given = given
         self._headed.clear()
