@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegraph.cost.head_start import HeadStart
 from pipegraph.cost.segments.distinct_blocks import Block
 from pipegraph.cost.segments.saved_memory import memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
@@ -32,12 +33,19 @@ class Rounds:
 
     def __init__(self, runs: Sequence[BlockRun], device: torch.device) -> None:
         self.clock = _Clock(device)
+        self._head_start = HeadStart(device)
         self._runs = list(enumerate(runs))
         self._turn = 0
         self._saved: dict[int, Any] = {}
 
     def next(self) -> None:
         """Run one round. The first one has no backward."""
+        with self._head_start:
+            self._launch()
+        self.clock.wait()
+        self._turn += 1
+
+    def _launch(self) -> None:
         before, self._saved = self._saved, {}
         for index, run in self._runs:
             run.take_weights(self._turn)
@@ -52,8 +60,6 @@ class Rounds:
         for index, run in reversed(self._runs if before else []):
             with self.clock.timed(index, "W"):
                 run.kernels.weight_backward(before.pop(index))
-        self.clock.wait()
-        self._turn += 1
 
 
 @dataclass(eq=False)

@@ -124,6 +124,15 @@ def test_two_kernels_never_wait_for_each_other() -> None:
     assert count(lambda a: torch.mm(a + 1, a) + (a + 1), a) == 3
 
 
+def test_a_loop_runs_later_if_nothing_waits_for_it() -> None:
+    """exp is computed in the loop behind the second product, and not written before it."""
+    a = torch.empty(64, 64)
+    found = price(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a)
+    assert count(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a) == 3
+    assert found.bytes == (3 + 3 + 3) * 4 * 64 * 64
+    assert count(lambda a: torch.mm(torch.mm(a, a).exp(), a) * torch.mm(a, a).exp(), a) == 5
+
+
 def test_every_kernel_takes_its_floor_or_adds_its_overhead() -> None:
     a = torch.empty(4, 4)
     floor = structs.replace(PLAIN, kernel_floor=7e-6)

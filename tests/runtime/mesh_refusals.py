@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.rank_grid import RankGrid
 from pipegraph.runtime.processes.world import check_backend
-from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.meshes import LENGTH, make
 from tests.runtime.packages import loss
 

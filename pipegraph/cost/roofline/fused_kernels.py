@@ -6,8 +6,9 @@ each of its results once. Views are free, and constants are computed where they 
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,7 +96,9 @@ class _Fusion:
 
     def __init__(self) -> None:
         self.kernels: list[FusedKernel] = []
+        self._numbers = itertools.count()
         self._number: dict[FusedKernel, int] = {}
+        self._awaited: set[FusedKernel] = set()
         self._maker: dict[fx.Node, FusedKernel] = {}
         self._base: dict[fx.Node, fx.Node] = {}
         self._readers: dict[fx.Node, list[FusedKernel]] = {}
@@ -143,10 +146,15 @@ class _Fusion:
         elements, reduced = max(value.numel() for value in result_tensors(node)), None
         if role is FusionRole.REDUCTION:
             elements, reduced = first_argument(node).numel(), (result_tensors(node)[0].numel(), reduces_last(node))
-        fitting = [kernel for kernel in self._candidates(node) if kernel.fits(elements, reduced)]
+        makers = self._makers(node)
+        last = max(map(self._number.__getitem__, makers), default=0)
+        fitting = [kernel for kernel in self._candidates(node, makers, last) if kernel.fits(elements, reduced)]
         kernel = max(fitting, key=lambda kernel: self._shared_bytes(node, kernel), default=None)
         if kernel is None:
             kernel = self._new(FusionRole.ELEMENTWISE, elements)
+        elif self._number[kernel] < last:
+            self.kernels.remove(kernel)
+            self._append(kernel)
         kernel.reduced = kernel.reduced or reduced
         self._join(node, kernel)
 
@@ -161,16 +169,22 @@ class _Fusion:
         self._join(node, kernel, without=target)
         kernel.writes[node] = min(2 * value_size(scatter_source(node)), value_size(node))
 
-    def _candidates(self, node: fx.Node) -> list[FusedKernel]:
-        """Loops that make what the node reads, or read it too, and that run when all that it reads has been made."""
-        bases = [self._base_of(each) for each in node.all_input_nodes]
-        makers = [self._maker[base] for base in bases if base in self._maker]
-        found = [*makers, *(kernel for base in bases for kernel in self._readers.get(base, ()))]
-        last = max(map(self._number.__getitem__, makers), default=0)
+    def _makers(self, node: fx.Node) -> list[FusedKernel]:
+        """The kernels that make what a node reads."""
+        bases = map(self._base_of, node.all_input_nodes)
+        return list(dict.fromkeys(self._maker[base] for base in bases if base in self._maker))
+
+    def _candidates(self, node: fx.Node, makers: Sequence[FusedKernel], last: int) -> list[FusedKernel]:
+        """Loops that make what the node reads, or read it too, and that run when all that it reads has been made.
+
+        A loop that nobody has waited for can run later than it stands, behind the `last` of the `makers`.
+        """
+        readers = (kernel for each in node.all_input_nodes for kernel in self._readers.get(self._base_of(each), ()))
         return [
             kernel
-            for kernel in dict.fromkeys(found)
-            if kernel.role is FusionRole.ELEMENTWISE and self._number[kernel] >= last
+            for kernel in dict.fromkeys([*makers, *readers])
+            if kernel.role is FusionRole.ELEMENTWISE
+            and (self._number[kernel] >= last or (kernel in makers and kernel not in self._awaited))
         ]
 
     def _shared_bytes(self, node: fx.Node, kernel: FusedKernel) -> int:
@@ -180,9 +194,13 @@ class _Fusion:
 
     def _new(self, role: FusionRole, elements: int = 0) -> FusedKernel:
         kernel = FusedKernel(role, elements=elements)
-        self._number[kernel] = len(self.kernels)
-        self.kernels.append(kernel)
+        self._append(kernel)
         return kernel
+
+    def _append(self, kernel: FusedKernel) -> None:
+        """Let a kernel run after all others that there are by now."""
+        self._number[kernel] = next(self._numbers)
+        self.kernels.append(kernel)
 
     def _join(self, node: fx.Node, kernel: FusedKernel, without: fx.Node | None = None) -> None:
         """Let the kernel run the node as well."""
@@ -199,6 +217,8 @@ class _Fusion:
         base = self._base_of(node)
         if base in self._constants or self._maker.get(base) is kernel:
             return
+        if base in self._maker:
+            self._awaited.add(self._maker[base])
         views = kernel.reads.setdefault(base, {})
         views[node] = max(size, views.get(node, 0))
         self._readers.setdefault(base, []).append(kernel)
