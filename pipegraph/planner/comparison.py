@@ -32,7 +32,7 @@ _LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
 _LOW_EFFORT, _FREE_EFFORT = 0.05, 0.2
 _COMPARED = tuple(choice for choice in CHOICES if choice != OFFLOAD)
 _MANY_STAGES = 32  # 4 stages on a rank are compared by default if they are no more than so many in all
-_CLOSEST = 3  # plans that are searched for what they need if none fits
+_CLOSEST = 3  # plans whose estimates do not fit that are searched all the same
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,12 @@ def compare_plans(
     second_change = min(change, _LARGEST_CHANGE) * _SECOND_SHARE
     second_estimates = _competitive([improve_cuts(each) for each in estimates_left], memory, second_change)
     choices, shortages = _search_cuts(second_estimates, options.effort)
-    if not choices:
-        closest = sorted(estimates, key=lambda each: each.peak)[:_CLOSEST]
-        choices, more = _search_cuts(closest, _LOW_EFFORT * options.effort)
-        shortages += more
+    # Even cuts of a plan may need far more memory than its best ones that fit.
+    fastest = min((each.per_microbatch for each in choices), default=math.inf)
+    large = [each for each in estimates if each.peak > memory * (1 + change) and each.per_microbatch < fastest]
+    closest = sorted(large if choices else estimates, key=lambda each: each.peak)[:_CLOSEST]
+    more_choices, more = _search_cuts(closest, _LOW_EFFORT * options.effort)
+    choices, shortages = choices + more_choices, shortages + more
     if not choices:
         raise _shortage(shortages, memory)
     best, *others = _pareto_front(choices)

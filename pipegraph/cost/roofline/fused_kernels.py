@@ -68,9 +68,14 @@ class FusedKernel:
         return elements == self.elements and self.reduced in (None, reduced)
 
 
-def fused_kernels(graph: fx.Graph) -> list[FusedKernel]:
-    """Return the kernels of a graph whose nodes have their values, without memory, in ``meta["val"]``."""
-    fusion = _Fusion()
+def fused_kernels(graph: fx.Graph, in_order: bool = False) -> list[FusedKernel]:
+    """Return the kernels of a graph whose nodes have their values, without memory, in ``meta["val"]``.
+
+    Args:
+        in_order: whether each kernel runs where its first operation stands, as when memory is counted of what may also
+            run uncompiled; else a loop may run later, together with what reads it.
+    """
+    fusion = _Fusion(in_order)
     for node in graph.nodes:
         if node.op == "call_function":
             fusion.add(node)
@@ -94,8 +99,9 @@ def _distinct_elements(tensor: Tensor) -> int:
 class _Fusion:
     """Kernels as they grow, node by node. None reads what a later one makes, so that no two wait for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool) -> None:
         self.kernels: list[FusedKernel] = []
+        self._in_order = in_order
         self._numbers = itertools.count()
         self._number: dict[FusedKernel, int] = {}
         self._awaited: set[FusedKernel] = set()
@@ -184,8 +190,11 @@ class _Fusion:
             kernel
             for kernel in dict.fromkeys([*makers, *readers])
             if kernel.role is FusionRole.ELEMENTWISE
-            and (self._number[kernel] >= last or (kernel in makers and kernel not in self._awaited))
+            and (self._number[kernel] >= last or (kernel in makers and self._may_run_later(kernel)))
         ]
+
+    def _may_run_later(self, kernel: FusedKernel) -> bool:
+        return not self._in_order and kernel not in self._awaited
 
     def _shared_bytes(self, node: fx.Node, kernel: FusedKernel) -> int:
         """Bytes that need not be read again."""

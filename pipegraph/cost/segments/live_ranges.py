@@ -34,7 +34,7 @@ def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradien
     """
     graph = kernel_graph.module.graph
     products = {node for product in products_of(kernel_graph, gradients).values() for node in product.nodes}
-    kernels = sorted(fused_kernels(graph), key=lambda kernel: not products.isdisjoint(kernel.nodes))
+    kernels = sorted(fused_kernels(graph, in_order=True), key=lambda kernel: not products.isdisjoint(kernel.nodes))
     (end,) = graph.find_nodes(op="output")
     returned = set(map(base_of, end.all_input_nodes)).union(*(kernel.kept for kernel in kernels))
     last: dict[fx.Node, tuple[int, fx.Node]] = {}
