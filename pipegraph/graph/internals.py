@@ -33,7 +33,7 @@ __all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "pytree"]
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 CAPTURE_LOCK = threading.RLock()
-"""Held while a model is captured: ``torch.export``, and what `_replaced` puts in the place of functions, are of the
+"""Held while a model is captured: ``torch.export``, and what `replaced` puts in the place of functions, are of the
 whole process. A thread may hold it several times."""
 
 RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -190,7 +190,7 @@ def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None
 
         return original(tracer, module, run, args, kwargs)
 
-    with _replaced(_ModuleStackTracer, "call_module", call_module):
+    with replaced(_ModuleStackTracer, "call_module", call_module):
         yield
 
 
@@ -254,7 +254,7 @@ def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
     def apply(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         return wrapper(cls, partial(original, cls), args, kwargs)
 
-    with _replaced(torch.autograd.Function, "apply", apply):
+    with replaced(torch.autograd.Function, "apply", apply):
         yield
 
 
@@ -277,35 +277,12 @@ def recurrent_layers_without_steps() -> Iterator[None]:
         outputs = sequence(inputs, weights[0], state)
         return outputs, outputs[-1]
 
-    with _replaced(decompositions, "one_layer_lstm", lstm), _replaced(decompositions, "one_layer_rnn", rnn):
+    with replaced(decompositions, "one_layer_lstm", lstm), replaced(decompositions, "one_layer_rnn", rnn):
         yield
 
 
 @contextmanager
-def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
-    """Call ``see`` when an export fixes a size of an input that might vary, while the code that fixes it runs.
-
-    torch says which sizes are fixed, but not by which line of the model; it logs a line of its own.
-
-    Args:
-        see: takes the size as torch names it, ``L['tokens'].size()[1]``, and its value.
-    """
-
-    def replace(
-        original: Callable[..., None], env: ShapeEnv, symbol: sympy.Symbol, to: sympy.Expr, reason: str
-    ) -> None:
-        if to.is_Integer:
-            for source in env.var_to_sources.get(symbol, ()):
-                name = source.name
-                see(name() if callable(name) else name, int(to))
-        original(env, symbol, to, reason)
-
-    with _replaced(ShapeEnv, "_set_replacement", replace):
-        yield
-
-
-@contextmanager
-def _replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Let ``replacement(original, *arguments)`` stand for a method of a class or function of a module, in this thread.
 
     Another thread that wants to replace a method waits, so that they are put back in the reverse order. Within a
@@ -322,6 +299,7 @@ def _replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iter
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
+        method.__dict__.update(vars(original))  # torch clears the caches of some
         setattr(owner, name, classmethod(method) if is_classmethod else method)
         try:
             yield

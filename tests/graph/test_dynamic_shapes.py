@@ -6,12 +6,15 @@ import re
 from typing import Any
 
 import pytest
+import sympy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
 import pipegraph
 from pipegraph.errors import CaptureError
+from pipegraph.graph.export.long_sizes import is_long
 
 
 class Steps(nn.Module):
@@ -116,3 +119,35 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(CaptureError, match=message) as error:
         pipegraph.capture(model, inputs, dynamic_shapes=dynamic_shapes)
     assert "Try:" in str(error.value)
+
+
+class Windows(nn.Module):
+    """Pads rows to whole windows of three, of which it shifts the elements, several times, and pools in between."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            length = x.shape[1]
+            x = F.pad(x, (0, (3 - length % 3) % 3))
+            x = (x.view(x.shape[0], x.shape[1] // 3, 3) * scale).flatten(1)[:, : length + length // 5]
+            x = x[:, : x.shape[1] - x.shape[1] // 7]
+        return x
+
+
+def test_a_size_from_which_too_much_is_computed_is_fixed() -> None:
+    captured = pipegraph.capture(Windows(12), (torch.randn(2, 64),))
+    assert captured.sizes.captured == {"batch": 2}
+    (fixed,) = captured.sizes.fixed
+    assert (fixed.place, fixed.size) == ("x.shape[1]", 64)
+    assert "test_dynamic_shapes.py" in fixed.line
+    assert "cannot express" in fixed.reason
+    assert set(pipegraph.capture(Windows(1), (torch.randn(2, 64),)).sizes.captured) == {"batch", "x_1"}
+
+
+def test_an_expression_is_too_long_by_the_number_of_its_parts() -> None:
+    symbols = sympy.symbols("a:300", integer=True, positive=True)
+    assert not is_long(sympy.Add(*symbols))
+    assert is_long(sympy.Add(*(each * 2 for each in symbols)))

@@ -12,24 +12,11 @@ from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 
 from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes, same_sizes
+from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES
 from pipegraph.graph.symbolic_size import OPERATORS, FixedSize, InputDimension, SymbolicSize
-
-
-class FixedSizeNeededError(Exception):
-    """A program computes something from sizes that only numbers can express in a stage's source.
-
-    Attributes:
-        dimensions: the dimensions of inputs whose sizes have to be fixed.
-        line: the line of the model's source; "" if it is not known.
-    """
-
-    def __init__(self, dimensions: frozenset[InputDimension], line: str = "") -> None:
-        super().__init__(str(sorted(dimensions)))
-        self.dimensions = dimensions
-        self.line = line
 
 
 class InputSizes:

@@ -22,12 +22,13 @@ from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.export.certain_chances import CertainChances
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
+from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
+from pipegraph.graph.export.long_sizes import LongSizes
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.python_random import check_chances
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
-    fixed_sizes_seen,
     pytree,
     recurrent_layers_without_steps,
 )
@@ -77,6 +78,7 @@ def export(
         CaptureError: neither mode works, or random numbers of Python decide what the model does, or a backward would
             be lost that is not the derivative of its forward and ``allow_derivative`` does not say to take that; names
             the line of the model's own source.
+        FixedSizeNeededError: what the model computes from a size is too long.
     """
     modules = list(model.modules())
     own_modes = {module: module.training for module in modules}
@@ -85,12 +87,18 @@ def export(
     obstacle = ""
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
         lines: dict[str, str] = {}
+        long = LongSizes(args, kwargs)
         try:
-            with fixed_sizes_seen(lambda size, value, lines=lines: lines.setdefault(size, current_user_line())):  # type: ignore[misc]
+            with (
+                long.refused(),
+                fixed_sizes_seen(lambda size, value, lines=lines: lines.setdefault(size, current_user_line())),  # type: ignore[misc]
+            ):
                 program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
         except LostBackwardError as error:
             raise CaptureError(_lost_backward(model, error)) from error
         except Exception as error:
+            if long.refusal is not None:
+                raise long.refusal from None
             if tried is None:  # otherwise the reason is the same, or it is that sizes vary
                 first_error = first_error or error
             else:
@@ -228,8 +236,11 @@ class _WithoutGraphs(io.TextIOBase):
 @contextmanager
 def _graphs_not_shown() -> Iterator[None]:
     """Leave out what torch prints when an export fails: the whole graph, for each attempt. The error says the line."""
-    shapes = not_logged("torch.fx.experimental.symbolic_shapes", "Unable to find user code")
-    with shapes, refusals_not_logged(), redirect_stderr(_WithoutGraphs(sys.stderr)):
+    shapes = [
+        not_logged("torch.fx.experimental.symbolic_shapes", beginning)
+        for beginning in ("Unable to find user code", "failed during evaluate_expr")
+    ]
+    with shapes[0], shapes[1], refusals_not_logged(), redirect_stderr(_WithoutGraphs(sys.stderr)):
         yield
 
 

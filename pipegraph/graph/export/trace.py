@@ -17,7 +17,8 @@ from pipegraph.errors import CaptureError, is_user_file
 from pipegraph.graph.captured import StateEntry
 from pipegraph.graph.export.dynamic_shapes import SizeGuards, Sizes, WantedSizes
 from pipegraph.graph.export.flatten import flatten
-from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes
+from pipegraph.graph.export.input_sizes import InputSizes
+from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
 from pipegraph.graph.export.torch_export import Exported, export
 from pipegraph.graph.internals import pytree
@@ -122,20 +123,19 @@ def trace(
 
 def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
     args, kwargs = example
-    exported = export(model, args, kwargs, wanted.fixed, allow_derivative=allow_derivative, trains=trains)
+    fixed = wanted.fixed
     computed: dict[InputDimension, str] = {}
     while True:
-        state, tensors = state_of(model)
         try:
+            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative, trains=trains)
+            exported, fixed = exported._replace(computed=computed), exported.fixed
+            state, tensors = state_of(model)
             graph, sizes = flatten(exported.program, state, tensors, wanted.names)
             guards = sizes.guards()
             break
         except FixedSizeNeededError as error:
-            is_known = exported.fixed is None or error.dimensions <= exported.fixed
-            fixed = None if is_known else (exported.fixed or frozenset()) | error.dimensions
+            fixed = None if fixed is None or error.dimensions <= fixed else fixed | error.dimensions
             computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
-            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative, trains=trains)
-            exported = exported._replace(computed=computed)
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
     return Trace(example, exported, graph, state, tensors, sizes, guards, comparison)
 

@@ -1,0 +1,85 @@
+"""Sizes that have to be fixed because what a model computes from them is too long, or no stage's source can say it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import sympy
+import torch
+
+from pipegraph.errors import current_user_line
+from pipegraph.graph.export.internals import size_expressions_seen
+from pipegraph.graph.internals import pytree
+from pipegraph.graph.symbolic_size import InputDimension
+
+_LONGEST: Final = 400
+"""Numbers, sizes and operations in an expression. Twelve architectures of transformers have 108 at most; a Swin, which
+pads images and cuts them into windows, has over a thousand after four layers, and takes minutes."""
+
+_DIMENSION: Final = re.compile(r"\.size\(\)\[(\d+)\]$")
+
+
+class FixedSizeNeededError(Exception):
+    """A program computes something from sizes that only numbers can express in a stage's source.
+
+    Attributes:
+        dimensions: the dimensions of inputs whose sizes have to be fixed.
+        line: the line of the model's source; "" if it is not known.
+    """
+
+    def __init__(self, dimensions: frozenset[InputDimension], line: str = "") -> None:
+        super().__init__(str(sorted(dimensions)))
+        self.dimensions = dimensions
+        self.line = line
+
+
+class LongSizes:
+    """Watches an export for expressions of sizes that are too long to go on with.
+
+    Args:
+        args, kwargs: what the model is exported on.
+
+    Attributes:
+        refusal: the sizes that made the first one too long; None as long as there is none.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leaves = pytree.tree_leaves((args, kwargs))
+        self.refusal: FixedSizeNeededError | None = None
+
+    def refused(self) -> AbstractContextManager[None]:
+        """A context in which FixedSizeNeededError is raised for an expression that is too long."""
+        return size_expressions_seen(self._see)
+
+    def _see(self, expression: sympy.Basic, names_of: Callable[[sympy.Basic], list[str]]) -> None:
+        if self.refusal is None and is_long(expression):
+            self.refusal = FixedSizeNeededError(self._dimensions(expression, names_of), current_user_line())
+        if self.refusal is not None:
+            raise self.refusal
+
+    def _dimensions(
+        self, expression: sympy.Basic, names_of: Callable[[sympy.Basic], list[str]]
+    ) -> frozenset[InputDimension]:
+        """The dimensions whose sizes occur in it about as often as the one that occurs most.
+
+        torch does not say which input a size is of where inputs are nested, so that the dimension is that of all.
+        """
+        counts = Counter(part for part in sympy.preorder_traversal(expression) if isinstance(part, sympy.Symbol))
+        most = max(counts.values())
+        names = [name for symbol, count in counts.items() if 2 * count > most for name in names_of(symbol)]
+        found = {int(match[1]) for match in map(_DIMENSION.search, names) if match}
+        tensors = [(at, leaf) for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        return frozenset((at, dim) for at, leaf in tensors for dim in found if dim < leaf.dim())
+
+
+def is_long(expression: sympy.Basic) -> bool:
+    """Whether an expression has more parts than can be handled in time."""
+    waiting, count = [expression], 0
+    while waiting and count <= _LONGEST:
+        waiting.extend(waiting.pop().args)
+        count += 1
+    return bool(waiting)
