@@ -60,6 +60,8 @@ class Case:
     batches: int = 1
     training: bool = True
     by_microbatch: bool = False
+    rounding: float = 1.0
+    """How many times as much as other cases it may differ."""
 
 
 EQUAL = "equal segments"
@@ -116,7 +118,8 @@ CASES: dict[str, Case] = {
     "late input 2 microbatches": Case("late input", microbatches=2),
     "late input 7 microbatches": Case("late input", microbatches=7),
     "masked": Case("masked"),
-    "batch norm": Case("batch norm", by_microbatch=True),
+    # A bias before a batch norm has a gradient of rounding alone, which a divided backward may round otherwise.
+    "batch norm": Case("batch norm", by_microbatch=True, rounding=20),
     "dropout in evaluation mode": Case("dropout", training=False),
 }
 
