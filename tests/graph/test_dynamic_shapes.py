@@ -14,6 +14,7 @@ from torch.export import Dim
 
 import pipegraph
 from pipegraph.errors import CaptureError
+from pipegraph.graph.export import long_sizes
 from pipegraph.graph.export.long_sizes import is_long
 
 
@@ -145,6 +146,14 @@ def test_a_size_from_which_too_much_is_computed_is_fixed() -> None:
     assert "test_dynamic_shapes.py" in fixed.line
     assert "cannot express" in fixed.reason
     assert set(pipegraph.capture(Windows(1), (torch.randn(2, 64),)).sizes.captured) == {"batch", "x_1"}
+
+
+def test_but_not_if_it_has_to_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_sizes, "_LONGEST", 15)
+    model, inputs = Windows(1), (torch.randn(2, 64),)
+    assert set(pipegraph.capture(model, inputs).sizes.captured) == {"batch"}
+    captured = pipegraph.capture(model, inputs, dynamic_shapes={"x": {0: "batch", 1: "length"}})
+    assert set(captured.sizes.captured) == {"batch", "length"}
 
 
 def test_an_expression_is_too_long_by_the_number_of_its_parts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -17,8 +18,8 @@ from pipegraph.graph.internals import pytree
 from pipegraph.graph.symbolic_size import InputDimension
 
 _LONGEST: Final = 400
-"""Numbers, sizes and operations in an expression. Twelve architectures of transformers have 108 at most; a Swin, which
-pads images and cuts them into windows, has over a thousand after four layers, and takes minutes."""
+"""Numbers, sizes and operations in an expression. The models of docs/models.md have 194 at most, but for a Swin, which
+pads images and cuts them into windows: it has over a thousand after four layers, and takes minutes."""
 
 _DIMENSION: Final = re.compile(r"\.size\(\)\[(\d+)\]$")
 
@@ -42,12 +43,14 @@ class LongSizes:
 
     Args:
         args, kwargs: what the model is exported on.
+        kept: the dimensions that have to vary however long it takes.
 
     Attributes:
         refusal: the sizes that made the first one too long; None as long as there is none.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], kept: AbstractSet[InputDimension]) -> None:
+        self._kept = kept
         self._leaves = pytree.tree_leaves((args, kwargs))
         self.refusal: FixedSizeNeededError | None = None
 
@@ -57,7 +60,9 @@ class LongSizes:
 
     def _see(self, expression: sympy.Basic, names_of: Callable[[sympy.Basic], list[str]]) -> None:
         if self.refusal is None and is_long(expression):
-            self.refusal = FixedSizeNeededError(self._dimensions(expression, names_of), current_user_line())
+            dimensions = self._dimensions(expression, names_of) - self._kept
+            if dimensions:
+                self.refusal = FixedSizeNeededError(dimensions, current_user_line())
         if self.refusal is not None:
             raise self.refusal
 

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, redirect_stderr
 from itertools import product
 from types import MappingProxyType
@@ -66,12 +67,14 @@ def export(
     kwargs: dict[str, Any],
     fixed: frozenset[InputDimension] | None = frozenset(),
     *,
+    kept: AbstractSet[InputDimension] = frozenset(),
     allow_derivative: bool = False,
     trains: bool = True,
 ) -> Exported:
     """Export in training mode, or else in the mode that the model is in, with sizes that may vary if that works.
 
     Args:
+        kept: the dimensions whose sizes are not fixed because much is computed from them.
         trains: whether to try training mode.
 
     Raises:
@@ -87,7 +90,7 @@ def export(
     obstacle = ""
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
         lines: dict[str, str] = {}
-        long = LongSizes(args, kwargs)
+        long = LongSizes(args, kwargs, kept)
         try:
             with (
                 long.refused(),

@@ -127,7 +127,9 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
     computed: dict[InputDimension, str] = {}
     while True:
         try:
-            exported = export(model, args, kwargs, fixed, allow_derivative=allow_derivative, trains=trains)
+            exported = export(
+                model, args, kwargs, fixed, kept=wanted.places.keys(), allow_derivative=allow_derivative, trains=trains
+            )
             exported, fixed = exported._replace(computed=computed), exported.fixed
             state, tensors = state_of(model)
             graph, sizes = flatten(exported.program, state, tensors, wanted.names)
