@@ -146,10 +146,14 @@ def torch_step(setting: SleepSetting, name: str) -> Callable[[], Any]:
     return lambda: runtime.step(*inputs, **last)
 
 
+def _take_real_time_priority() -> None:
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+
+
 def measure(rank: int, setting: SleepSetting) -> None:
     """Run one process: steps of every contender in turns. Rank 0 writes their times."""
     if setting.real_time:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        _take_real_time_priority()
     torch.set_num_threads(1)
     store = dist.FileStore(f"{setting.folder}/store", setting.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=setting.ranks)
@@ -232,6 +236,12 @@ def main(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Compare runtimes on ranks that sleep."""
+    if real_time:
+        try:
+            _take_real_time_priority()
+        except PermissionError:
+            raise SystemExit("--real-time takes a right that root has.\nTry: sudo, or without --real-time.") from None
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     chosen = tuple(schedule or (name for name in names() if trains(name)))
     with tempfile.TemporaryDirectory() as folder:
         setting = SleepSetting(ranks, microbatches, milliseconds / 1000, rounds, width, chosen, real_time, folder)
