@@ -74,7 +74,7 @@ class LongSizes:
         torch does not say which input a size is of where inputs are nested, so that the dimension is that of all.
         """
         counts = Counter(part for part in sympy.preorder_traversal(expression) if isinstance(part, sympy.Symbol))
-        most = max(counts.values())
+        most = max(counts.values(), default=0)
         names = [name for symbol, count in counts.items() if 2 * count > most for name in names_of(symbol)]
         found = {int(match[1]) for match in map(_DIMENSION.search, names) if match}
         tensors = [(at, leaf) for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
