@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -65,13 +67,16 @@ def soak(rank: int, folder: str) -> tuple[Usage, Usage]:
 
 
 def check(early: Usage, late: Usage) -> None:
-    assert (late.threads, late.descriptors) == (early.threads, early.descriptors)
+    assert late.threads <= early.threads
+    assert late.descriptors <= early.descriptors
     assert late.objects - early.objects < (STEPS - WARM_UP) / 10
     assert late.bytes - early.bytes < LARGEST
 
 
 def test_in_one_process(tmp_path: Path) -> None:
-    check(*soak(0, str(write(chain(2), tmp_path / "chain"))))
+    """In a process of its own: what other tests have left in this one comes and goes."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        check(*pool.submit(soak, 0, str(write(chain(2), tmp_path / "chain"))).result())
 
 
 def test_in_two_processes(tmp_path: Path) -> None:
