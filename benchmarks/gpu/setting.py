@@ -28,8 +28,8 @@ class Setting:
         layers: of the stage that is measured; the model has one more on either side.
         width: of the model; a head has 64 of it.
         rows, length: of a microbatch.
-        named: the hardware profiles that predict blocks; by default the one that has the device's name. The first one
-            predicts all else.
+        profile_names: the hardware profiles that predict blocks, of which the first one predicts all else; by default
+            the one that has the device's name.
         folder: for the model's configuration and package.
     """
 
@@ -39,7 +39,7 @@ class Setting:
     rows: int
     length: int
     rounds: int
-    named: tuple[str, ...]
+    profile_names: tuple[str, ...]
     folder: Path = field(repr=False)
 
     @property
@@ -61,8 +61,8 @@ class Setting:
     @cached_property
     def profiles(self) -> list[Hardware]:
         """All of them."""
-        if self.named:
-            return [Hardware.load(each) for each in self.named]
+        if self.profile_names:
+            return [Hardware.load(each) for each in self.profile_names]
         if not self.is_gpu:
             return [Hardware.load("cpu")]
         name = device_name(self.device).lower()

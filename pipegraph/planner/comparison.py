@@ -172,7 +172,8 @@ def compare_plans(
     """Compare plans of a model that is priced for each recompute.
 
     A first estimate of each plan takes the cuts whose slowest stage is the fastest, a second one the best cuts nearby.
-    After each, plans that are far worse than others are left out. For the rest, the best cuts are searched for.
+    After each, plans that are far worse than others are left out. For the rest, the best cuts are searched for, and for
+    some whose first estimate is faster but takes too much memory.
 
     Raises:
         MemoryShortage: no plan fits the memory; it names the closest one.

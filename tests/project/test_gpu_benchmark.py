@@ -14,7 +14,7 @@ from benchmarks.gpu.setting import Setting
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     """A layer of width 64, in bfloat16."""
     folder = tmp_path_factory.mktemp("gpu")
-    return Setting(torch.device("cpu"), 1, 64, 2, 16, rounds=2, named=(), folder=folder)
+    return Setting(torch.device("cpu"), 1, 64, 2, 16, rounds=2, profile_names=(), folder=folder)
 
 
 @pytest.mark.slow  # it compiles each kernel several times

@@ -239,11 +239,10 @@ class _WithoutGraphs(io.TextIOBase):
 @contextmanager
 def _graphs_not_shown() -> Iterator[None]:
     """Leave out what torch prints when an export fails: the whole graph, for each attempt. The error says the line."""
-    shapes = [
-        not_logged("torch.fx.experimental.symbolic_shapes", beginning)
-        for beginning in ("Unable to find user code", "failed during evaluate_expr")
-    ]
-    with shapes[0], shapes[1], refusals_not_logged(), redirect_stderr(_WithoutGraphs(sys.stderr)):
+    logger = "torch.fx.experimental.symbolic_shapes"
+    no_code = not_logged(logger, "Unable to find user code")
+    failures = not_logged(logger, "failed during evaluate_expr")
+    with no_code, failures, refusals_not_logged(), redirect_stderr(_WithoutGraphs(sys.stderr)):
         yield
 
 

@@ -141,8 +141,8 @@ class DistributedTransport:
     """
 
     def __init__(self, world: World, pairs: Iterable[tuple[int, int]], report: Callable[[SendFailed], None]) -> None:
-        # Of messages: gloo sends from the memory of the host.
-        self._own_device, self._device = world.device, world.device if world.uses_nccl else torch.device("cpu")
+        self._device = world.device
+        self._message_device = world.device if world.uses_nccl else torch.device("cpu")  # gloo sends from the host
         self._pools: dict[tuple[int, int, tuple[torch.dtype, ...]], BufferPool] = {}
         self._unfinished: set[DistributedReceive] = set()
         self._call = PipelineCall()
@@ -151,41 +151,41 @@ class DistributedTransport:
         self._deferred = DeferredHeaders() if world.uses_nccl else None
         self._sends: SendQueue = NcclSends() if world.uses_nccl else GlooSends(report, world.timeout)
         self._groups = {
-            pair: world.connect(f"{pair[0]}-{pair[1]}", pair, self._device)
+            pair: world.connect(f"{pair[0]}-{pair[1]}", pair, self._message_device)
             for pair in sorted(pairs)
             if world.rank in pair
         }
         # NCCL connects at a group's first transfer, and blocks until the other side comes. Here all come in one order.
         for (sender, receiver), group in self._groups.items():
-            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._message_device)
             peer = receiver if sender == world.rank else sender
             with lost_connections(peer):
                 (group.send if sender == world.rank else group.receive)(byte, peer).wait()
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         pairs = zip(transfer.values, tensors, strict=True)
-        sent = [in_memory(value, tensor).to(self._device) for value, tensor in pairs if tensor.numel()]
+        sent = [in_memory(value, tensor).to(self._message_device) for value, tensor in pairs if tensor.numel()]
         if self._is_first(transfer.ranks) and self._given is not None:
-            sent.insert(0, self._call_with(self._given).header(self._device))
+            sent.insert(0, self._call_with(self._given).header(self._message_device))
         self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
 
     def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
-        header = ReceivedHeader(self._groups[ranks], ranks[0], self._call_with(given), self._device, self._sends)
+        header = self._received_header(ranks, given)
         self._headed.add(ranks)
         call = header.wait()
         given.learn_numbers(call.sizes, call.rows)
 
     def send_numbers(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
         """Send whole numbers to the second rank, before the messages of the call."""
-        sent = [torch.tensor(numbers, dtype=torch.int64, device=self._device)]
+        sent = [torch.tensor(numbers, dtype=torch.int64, device=self._message_device)]
         if self._is_first(ranks) and self._given is not None:
-            sent.insert(0, self._call_with(self._given).header(self._device))
+            sent.insert(0, self._call_with(self._given).header(self._message_device))
         self._sends.add(PendingSend(self._groups[ranks], ranks[1], sent))
 
     def receive_numbers(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
         """Wait for the numbers that the first rank sends, and return them."""
         header = self._first_header(ranks, given)
-        numbers = torch.zeros(count, dtype=torch.int64, device=self._device)
+        numbers = torch.zeros(count, dtype=torch.int64, device=self._message_device)
         work = self._groups[ranks].receive(numbers, ranks[0])
         if header is not None:
             header.wait()
@@ -197,7 +197,7 @@ class DistributedTransport:
         dtypes = tuple(map(given.dtype, transfer.values))
         message = transfer.sender, transfer.receiver, dtypes
         if message not in self._pools:
-            self._pools[message] = BufferPool(dtypes, self._device)
+            self._pools[message] = BufferPool(dtypes, self._message_device)
         group, peer = self._groups[transfer.ranks], transfer.ranks[0]
         header = self._first_header(transfer.ranks, given)
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
@@ -212,13 +212,13 @@ class DistributedTransport:
             self._deferred,
             self._unfinished,
             self._sends,
-            self._own_device,
+            self._device,
         )
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
             self._deferred.check()
-        autocast = autocast_number(self._own_device.type)
+        autocast = autocast_number(self._device.type)
         self._call = PipelineCall(self._call.number + 1, kind, given.microbatches, autocast=autocast)
         self._given = given
         self._headed.clear()
@@ -242,7 +242,11 @@ class DistributedTransport:
         """The header that comes before the first message of the call; None before the others."""
         if not self._is_first(ranks):
             return None
-        return ReceivedHeader(self._groups[ranks], ranks[0], self._call_with(given), self._device, self._sends)
+        return self._received_header(ranks, given)
+
+    def _received_header(self, ranks: tuple[int, int], given: StepInputs) -> ReceivedHeader:
+        group, call = self._groups[ranks], self._call_with(given)
+        return ReceivedHeader(group, ranks[0], call, self._message_device, self._sends)
 
     def _is_first(self, ranks: tuple[int, int]) -> bool:
         """Whether this is the first message of the call from one rank to another."""
