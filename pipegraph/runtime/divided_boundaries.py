@@ -35,7 +35,7 @@ def divided_boundaries(
         ArgumentError: a stage does not run, as with a number of heads that does not divide, or returns something else
             than the whole or a part along one dimension, or the model's own output is a part; on every rank.
     """
-    sizes = {name: _divisible(each.captured, each.max, size) for name, each in manifest.sizes.items()}
+    sizes = divisible_sizes(manifest, size)
     found: Shapes = {name: list(value.shape_at(sizes)) for name, value in manifest.values.items()}
     for index in range(len(manifest.stages)):
         problem, returned = None, Shapes()
@@ -105,6 +105,11 @@ def _check(value: Value, found: Sequence[int], whole: Sequence[int], index: int,
 
 def _part(dimension: int | str, size: int) -> int | str:
     return dimension // size if isinstance(dimension, int) else f"({dimension}) // {size}"
+
+
+def divisible_sizes(manifest: Manifest, size: int) -> dict[str, int]:
+    """Sizes near the captured ones that so many ranks can divide evenly, where that is allowed."""
+    return {name: _divisible(each.captured, each.max, size) for name, each in manifest.sizes.items()}
 
 
 def _divisible(captured: int, most: int | None, size: int) -> int:

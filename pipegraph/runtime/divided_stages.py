@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,8 @@ from pipegraph.kernels.sharded import layout_text, wrapper_of
 from pipegraph.package import Manifest
 from pipegraph.package.prediction import Prediction
 from pipegraph.runtime import tensor_parallel
-from pipegraph.runtime.divided_boundaries import divided_boundaries
+from pipegraph.runtime.divided_boundaries import divided_boundaries, divisible_sizes
+from pipegraph.runtime.division_check import DivisionCheck
 from pipegraph.runtime.fully_sharded import (
     ShardedGroup,
     adopt_groups,
@@ -71,17 +73,21 @@ def divide_tensors(
     names = "\n".join(tensor_parallel.module_names(stages))
     known = {name for text in world.gather_text(names, *DIMENSIONS) for name in text.split("\n")}
 
-    def divide() -> None:
+    def check_plan() -> None:
         tensor_parallel.require_plan(plan, size)
         assert plan is not None
         tensor_parallel.check_plan(plan)
         if is_own:  # that of a package may be of a whole family of models
             tensor_parallel.check_patterns(plan, known)
-        tensor_parallel.parallelize(stages, plan, manifest, mesh)
 
-    _together(world, divide)
+    _together(world, check_plan)
+    assert plan is not None
+    check = DivisionCheck(stages, manifest, divisible_sizes(manifest, size), mesh.get_local_rank(), size)
+    _together(world, partial(tensor_parallel.parallelize, stages, plan, manifest, mesh))
     _check_ties(stages, manifest, world, "tp_plan")
-    return divided_boundaries(stages, manifest, size, world.gather_text)
+    divided = divided_boundaries(stages, manifest, size, world.gather_text)
+    world.check_everywhere(check.problem(stages, divided))
+    return divided
 
 
 def shard_stages(

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import ArgumentError
 from pipegraph.kernels.internals import tensor_dicts
@@ -89,6 +91,50 @@ class PackedColwise(LocalParts):
         for name, _ in list(module.named_parameters(recurse=False)):
             divide_parameter(module, name, "packed_colwise", device_mesh)
         return super()._apply(module, device_mesh)
+
+
+class OtherEmbedding(ParallelStyle):
+    """Divides the weight of an embedding of the model's own class, such as one that scales what it looks up.
+
+    What it does besides looking up runs on whole tensors.
+
+    Args:
+        dim: of the weight; 0 for words, 1 for features.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+            raise NotImplementedError("it is for embeddings, which have a weight of words × features")
+        divided = distribute_tensor(weight.detach(), device_mesh, [Shard(self.dim)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(divided, requires_grad=weight.requires_grad))
+        lookups: list[_WholeLookups] = []
+        module.register_forward_pre_hook(partial(self._enter, lookups))
+        module.register_forward_hook(partial(self._leave, lookups), always_call=True)
+        return module
+
+    def _enter(self, lookups: list[_WholeLookups], module: nn.Module, args: Any) -> None:
+        lookups.append(_WholeLookups())
+        lookups[-1].__enter__()
+
+    def _leave(self, lookups: list[_WholeLookups], module: nn.Module, args: Any, output: Any) -> None:
+        lookups.pop().__exit__(None, None, None)
+
+
+class _WholeLookups(TorchFunctionMode):
+    """Lets `F.embedding` take whole indices and a divided weight, and return the whole."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        weight = args[1] if func is F.embedding and len(args) > 1 else None
+        if not isinstance(weight, DTensor):
+            return func(*args, **(kwargs or {}))
+        indices = DTensor.from_local(args[0], weight.device_mesh, [Replicate()], run_check=False)
+        found = func(indices, *args[1:], **(kwargs or {}))
+        return found.redistribute(placements=[Replicate()]).to_local()
 
 
 class ShareOfIdentity(ParallelStyle):

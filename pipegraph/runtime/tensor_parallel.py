@@ -38,6 +38,10 @@ _OTHERS: Final[Mapping[str, str]] = {
 """Styles of transformers that are not supported, with the reason."""
 
 
+_EMBEDDING_DIMS: Final = {"embedding_rowwise": 0, "embedding_colwise": 1}
+"""Styles of embeddings → the dimension of the weight that they divide."""
+
+
 def check_plan(plan: Plan) -> None:
     """Raise ArgumentError for what is no plan, or names a style that there is not."""
     example = 'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
@@ -51,7 +55,7 @@ def check_plan(plan: Plan) -> None:
                 f'tp_plan gives {pattern} the style "{style}", which is not supported: {_OTHERS[style]}.\n'
                 f"Try: {near if 'expert' in _OTHERS[style] else ''}divide the module in a parallelize_fn."
             )
-        if style not in (styles := _styles()):
+        if style not in (styles := _style_names()):
             raise ArgumentError(
                 f'tp_plan gives {pattern} the style "{style}", which there is not.{nearest(str(style), styles)} '
                 f"There are: {', '.join(styles)}, and the objects of torch.distributed.tensor.parallel."
@@ -120,7 +124,7 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
         for name, _ in list(stage.named_parameters()):
             _divide_parameter(stage, name, _style_of(plan, name), mesh)
         for name, style in chosen.items():
-            made = _styles()[style]() if isinstance(style, str) else style
+            made = _made(name, style, stage.get_submodule(name)) if isinstance(style, str) else style
             if made is None:
                 continue
             _check_module(index, name, style, stage.get_submodule(name), mesh.size())
@@ -205,8 +209,28 @@ def _check_module(index: int, name: str, style: Any, module: nn.Module, size: in
         )
 
 
+def _made(name: str, style: str, module: nn.Module) -> Any:
+    """Return the style of a module by its name; None for one that leaves the module as it is."""
+    from pipegraph.runtime.local_parts import OtherEmbedding
+
+    if style not in (styles := _styles()):
+        raise ArgumentError(
+            f'tp_plan gives {name} the style "{style}", which is for parameters, and it is a module.\n'
+            f"Try: the name of its parameter, such as {name}.weight."
+        )
+    if style in _EMBEDDING_DIMS and not isinstance(module, nn.Embedding):
+        return OtherEmbedding(_EMBEDDING_DIMS[style])
+    return styles[style]()
+
+
+def _style_names() -> list[str]:
+    from pipegraph.runtime.local_parts import PARAMETER_STYLES
+
+    return list(dict.fromkeys((*_styles(), *PARAMETER_STYLES)))
+
+
 def _styles() -> dict[str, Callable[[], Any]]:
-    """What makes the styles, by name. The names are those of transformers."""
+    """What makes the styles of modules, by name. The names are those of transformers."""
     from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

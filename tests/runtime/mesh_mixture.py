@@ -74,10 +74,23 @@ class Experts(nn.Module):
         return torch.einsum("btei,ehi->bteh", F.silu(gate) * up * share[..., None], self.down_proj).sum(2)
 
 
-class ExpertLayer(nn.Module):
-    def __init__(self, bias: bool) -> None:
+class TransposedExperts(nn.Module):
+    """The same with the dimensions of parameters the other way round, as Llama 4 has them."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3), Experts()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, WIDTH, 4 * WIDTH) / 4)
+        self.down_proj = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor, share: Tensor) -> Tensor:
+        gate, up = torch.einsum("bth,ehi->btei", x, self.gate_up_proj).chunk(2, dim=-1)
+        return torch.einsum("btei,eih->bteh", F.silu(gate) * up * share[..., None], self.down_proj).sum(2)
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, bias: bool, experts: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3), experts()
         self.fused, self.out = nn.Linear(WIDTH, 4 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,13 +99,26 @@ class ExpertLayer(nn.Module):
         return x + self.experts(h, self.router(h).softmax(-1)) + self.out(F.silu(gate) * up)
 
 
+class ScaledEmbedding(nn.Module):
+    """An embedding of the model's own, with a part that has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(F.embedding(tokens, self.weight) * self.scale)
+
+
 class ExpertModel(nn.Module):
     """Packed projections, and experts."""
 
-    def __init__(self, bias: bool = True) -> None:
+    def __init__(self, bias: bool = True, experts: type[nn.Module] = Experts, scaled: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(ExpertLayer(bias) for _ in range(2))
+        self.embed = ScaledEmbedding() if scaled else nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(ExpertLayer(bias, experts) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -137,6 +163,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": ExpertModel,
     "slopes": SlopedModel,
     "experts without bias": partial(ExpertModel, bias=False),
+    "transposed experts": partial(ExpertModel, experts=TransposedExperts, scaled=True),
 }
 EXPERT_PLAN = {
     "layers.*.experts.gate_up_proj": "packed_colwise",
@@ -144,6 +171,12 @@ EXPERT_PLAN = {
     "layers.*.experts": "moe_tp_experts",
     "layers.*.fused": "packed_colwise",
     "layers.*.out": "rowwise",
+}
+TRANSPOSED_PLAN = {
+    **EXPERT_PLAN,
+    "layers.*.experts.gate_up_proj": "packed_rowwise",
+    "layers.*.experts.down_proj": "colwise",
+    "embed": "embedding_rowwise",
 }
 
 

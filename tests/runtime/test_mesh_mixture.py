@@ -70,6 +70,25 @@ def test_packed_projections_and_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_transposed_experts_and_an_embedding_of_the_models_own(tmp_path: Path) -> None:
+    by_words = {"tp_plan": mesh_mixture.TRANSPOSED_PLAN}
+    by_features = {"tp_plan": {**mesh_mixture.TRANSPOSED_PLAN, "embed": "embedding_colwise"}}
+    cases: list[Case] = [("transposed experts", {"pp": 2, "tp": 2}, "1f1b", each) for each in (by_words, by_features)]
+    assert run(tmp_path, *cases) == [[TRAINED, TRAINED]] * 4
+
+
+def test_a_plan_that_divides_what_the_model_takes_apart_is_refused(tmp_path: Path) -> None:
+    """All shapes fit: one rank would have all gates, the other all ups."""
+    packed = mesh_mixture.EXPERT_PLAN
+    plans = {**packed, "layers.*.fused": "colwise"}, {**packed, "layers.*.experts.gate_up_proj": "colwise"}
+    cases: list[Case] = [("experts", {"pp": 1, "tp": 2}, "interleaved-1f1b", {"tp_plan": each}) for each in plans]
+    for fused, experts in run(tmp_path, *cases):
+        assert re.search(r"^ArgumentError: .*layers\.0\.out of stage 0 takes other numbers", fused), fused
+        assert re.search(r"^ArgumentError: .*layers\.0\.experts of stage 0 returns other numbers", experts), experts
+        assert '"packed_colwise"' in experts
+
+
+@pytest.mark.slow
 def test_a_parameter_whose_gradient_is_a_share_is_an_error(tmp_path: Path) -> None:
     """A slope is whole on each rank, which uses it for its part of the features. With a style it is added up."""
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}

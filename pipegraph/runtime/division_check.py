@@ -1,0 +1,203 @@
+"""Whether stages compute with divided parameters what they computed before.
+
+A plan may divide what the model takes apart itself, such as a layer that makes query, key and value in one: then a rank
+takes a part of the query for a key. All shapes fit, and nothing fails. So each stage runs twice on the same random
+inputs, before and after, and what its modules return is compared, with what their linear layers take.
+
+whole stage   ─ run ─▶ values of each module ─┐
+divided stage ─ run ─▶ values of each module ─┴─▶ the first module that differs
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.kernels.sharded import is_sharded
+from pipegraph.package import Manifest, Value
+from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.wiring import from_memory, shape_in_memory, torch_dtype
+
+_COMPARED: Final = 4096
+"""how many numbers of a tensor are compared, at random places"""
+_TOLERANCES: Final = {torch.float64: 1e-3, torch.float32: 1e-2}
+"""What a value may differ by, of its norm. Rounding makes far less, a wrong division some 1."""
+_COARSE: Final = 0.3
+"""The same for other dtypes, in which a router may choose another expert for a token."""
+
+Key = tuple[str, str, int, int]
+"""(module, "takes" or "returns", number of the call, number of the tensor)"""
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Some numbers of a tensor, and of this rank's part along the last dimension."""
+
+    shape: torch.Size
+    own: Tensor
+    part: Tensor | None
+    tolerance: float
+
+
+class DivisionCheck:
+    """Runs stages before they are divided, and compares them later with what they are then.
+
+    Args:
+        stages: of this process, whole.
+        manifest: before the division.
+        sizes: of the package, at which to run.
+        place: of this rank among those that will divide the stages.
+        ranks: how many these are.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], manifest: Manifest, sizes: Mapping[str, int], place: int, ranks: int
+    ) -> None:
+        self._whole, self._sizes, self._place, self._ranks = manifest, sizes, place, ranks
+        self._found: dict[int, dict[Key, _Numbers]] = {}
+        for index, stage in stages.items():
+            try:
+                self._found[index] = self._run(index, stage, manifest)
+            except Exception as error:  # whatever the model raises on inputs that nobody chose
+                warnings.warn(
+                    f"stage {index} does not run on random inputs ({type(error).__name__}: "
+                    f"{str(error).partition(chr(10))[0]}), so that nobody knows whether tp_plan divides it rightly.\n"
+                    "Try: one step with tp = 1 and one with tp = 2, and compare their losses.",
+                    stacklevel=2,
+                )
+
+    def problem(self, stages: Mapping[int, nn.Module], manifest: Manifest) -> str | None:
+        """Say which module of the divided stages computes something else; None if none does. Collective along `tp`.
+
+        Args:
+            manifest: with the shapes that values have on a rank.
+        """
+        for index, before in self._found.items():
+            try:
+                after = self._run(index, stages[index], manifest)
+            except Exception as error:  # which the whole stage did not raise; other ranks must hear of it
+                return (
+                    f"stage {index} does not run with its parameters divided along tp: "
+                    f"{type(error).__name__}: {error}\n"
+                    "Try: another style for the module that this names, or a parallelize_fn."
+                )
+            for key, found in after.items():
+                if key in before and _differ(before[key], found):
+                    return _sentence(index, *key[:2])
+        return None
+
+    def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Numbers]:
+        device = next((each.device for each in stage.parameters()), torch.device("cpu"))
+        inputs = [self._input(name, manifest.values[name], device) for name in manifest.stages[index].inputs]
+        found: dict[Key, _Numbers] = {}
+        with _in_evaluation_mode(stage), torch.no_grad(), _reported(stage, partial(self._take, found)):
+            stage(*inputs)
+        return found
+
+    def _input(self, name: str, here: Value, device: torch.device) -> Tensor:
+        """Random numbers for a value, the same on every rank: the whole, or this rank's part of it."""
+        value = self._whole.values[name]
+        dtype, shape = torch_dtype(value), value.shape_at(self._sizes)
+        generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
+        if dtype.is_floating_point or dtype.is_complex:
+            kind = torch.complex64 if dtype.is_complex else torch.float32
+            drawn = torch.randn(shape_in_memory(value, shape), generator=generator, dtype=kind)
+        else:
+            bound = 2 if dtype == torch.bool or value.bound is None else max(value.bound, 1)
+            drawn = torch.randint(bound, shape_in_memory(value, shape), generator=generator)
+        whole = from_memory(value, drawn.to(device, dtype))
+        for dim, (length, all_of_it) in enumerate(zip(here.shape_at(self._sizes), shape, strict=True)):
+            if length != all_of_it:
+                whole = whole.narrow(dim, self._place * length, length)
+        return whole
+
+    def _take(self, found: dict[Key, _Numbers], name: str, what: str, number: int, values: Any) -> None:
+        for place, value in enumerate(pytree.tree_leaves(values)):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and not is_sharded(value):
+                last = value.shape[-1] if value.dim() else 0
+                part = None
+                if what == "takes" and last % self._ranks == 0:
+                    part = _some(value.chunk(self._ranks, -1)[self._place])
+                tolerance = _TOLERANCES.get(value.dtype, _COARSE)
+                found[name, what, number, place] = _Numbers(value.shape, _some(value), part, tolerance)
+
+
+def _differ(before: _Numbers, after: _Numbers) -> bool:
+    """Whether a value is another one. Parts whose place in the whole is not known are not compared."""
+    if before.shape == after.shape:
+        expected = before.own
+    elif before.part is not None and after.own.shape == before.part.shape and before.shape[:-1] == after.shape[:-1]:
+        expected = before.part
+    else:
+        return False
+    same = (expected == after.own) | (expected.isnan() & after.own.isnan())
+    apart = torch.where(same, 0.0, expected - after.own)
+    usual = torch.where(expected.isfinite(), expected, 0.0).norm()
+    return not bool(apart.norm() <= before.tolerance * usual)
+
+
+def _sentence(index: int, name: str, what: str) -> str:
+    module = f"{name} of stage {index}" if name else f"stage {index}"
+    return (
+        f"under tp_plan {module} {what} other numbers than in the whole model: a tensor is divided along a dimension "
+        "which the model itself takes apart, such as query, key and value in one.\n"
+        'Try: for the layer that makes it "packed_colwise" if it makes two tensors of equal size, else '
+        '"colwise_gather_output", with "rowwise_split_input" behind it.'
+    )
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Some numbers of a tensor, the same for every tensor of as many."""
+    flat = tensor.detach().reshape(-1)
+    if len(flat) > _COMPARED:
+        places = torch.randint(len(flat), (_COMPARED,), generator=torch.Generator().manual_seed(0))
+        flat = flat[places.to(flat.device)]
+    return flat.cpu().double()
+
+
+@contextmanager
+def _reported(stage: nn.Module, report: Any) -> Iterator[None]:
+    """Report what modules return, and what linear layers take, as the code around them sees it."""
+    calls: dict[str, int] = {}
+
+    def taken(name: str, module: nn.Module, args: Any) -> None:
+        report(name, "takes", calls.get(name, 0), args)
+
+    def returned(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        report(name, "returns", calls.get(name, 0), output)
+        calls[name] = calls.get(name, 0) + 1
+
+    handles = []
+    for name, module in stage.named_modules():
+        if isinstance(module, nn.Linear):
+            handles.append(module.register_forward_pre_hook(partial(taken, name), prepend=True))
+        handles.append(module.register_forward_hook(partial(returned, name)))
+    try:
+        yield
+    finally:
+        for each in handles:
+            each.remove()
+
+
+@contextmanager
+def _in_evaluation_mode(stage: nn.Module) -> Iterator[None]:
+    """Without dropout, and without a trace in modes, buffers and random numbers."""
+    modes = [(module, module.training) for module in stage.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
+    stage.eval()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
