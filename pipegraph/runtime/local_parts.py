@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -135,6 +136,28 @@ class _WholeLookups(TorchFunctionMode):
         indices = DTensor.from_local(args[0], weight.device_mesh, [Replicate()], run_check=False)
         found = func(indices, *args[1:], **(kwargs or {}))
         return found.redistribute(placements=[Replicate()]).to_local()
+
+
+class WholeBeforeHeads(ParallelStyle):
+    """Adds up, over ranks, the gradient of the last features that a layer returns: the heads of each rank take all of
+    them, as the part with positions of a key that all heads share (DeepSeek-V2, section 2.1).
+
+    Args:
+        others: how many features come before them.
+    """
+
+    def __init__(self, others: int) -> None:
+        super().__init__()
+        self.others = others
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(partial(self._leave, device_mesh))
+        return module
+
+    def _leave(self, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        before, shared = output.tensor_split([self.others], dim=-1)
+        whole = DTensor.from_local(shared, mesh, [Replicate()], run_check=False)
+        return torch.cat([before, whole.to_local(grad_placements=[Partial()])], dim=-1)
 
 
 class ShareOfIdentity(ParallelStyle):

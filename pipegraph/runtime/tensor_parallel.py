@@ -30,13 +30,16 @@ Plan = Mapping[str, "str | ParallelStyle"]
 """Pattern of module names → a style: its name, or an object of `torch.distributed.tensor.parallel`."""
 
 _OTHERS: Final[Mapping[str, str]] = {
-    "mla_kv_a_proj": "the part of its output that goes around kv_b_proj is in the configuration alone",
     "grouped_gemm": "it gives each rank some of the experts",
     "ep_dispatch_experts": "it gives each rank some of the experts",
     "ep_router": "it gives each rank some of the experts",
 }
 """Styles of transformers that are not supported, with the reason."""
 
+
+_LATENT: Final = "mla_kv_a_proj"
+"""The style of the layer whose output is a latent, from which kv_b_proj makes keys and values, and a part of the key
+that all heads share."""
 
 _EMBEDDING_DIMS: Final = {"embedding_rowwise": 0, "embedding_colwise": 1}
 """Styles of embeddings → the dimension of the weight that they divide."""
@@ -124,7 +127,7 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
         for name, _ in list(stage.named_parameters()):
             _divide_parameter(stage, name, _style_of(plan, name), mesh)
         for name, style in chosen.items():
-            made = _made(name, style, stage.get_submodule(name)) if isinstance(style, str) else style
+            made = _made(name, style, stage) if isinstance(style, str) else style
             if made is None:
                 continue
             _check_module(index, name, style, stage.get_submodule(name), mesh.size())
@@ -209,24 +212,39 @@ def _check_module(index: int, name: str, style: Any, module: nn.Module, size: in
         )
 
 
-def _made(name: str, style: str, module: nn.Module) -> Any:
+def _made(name: str, style: str, stage: nn.Module) -> Any:
     """Return the style of a module by its name; None for one that leaves the module as it is."""
-    from pipegraph.runtime.local_parts import OtherEmbedding
+    from pipegraph.runtime.local_parts import OtherEmbedding, WholeBeforeHeads
 
+    if style == _LATENT:
+        return WholeBeforeHeads(_latent_features(name, stage))
     if style not in (styles := _styles()):
         raise ArgumentError(
             f'tp_plan gives {name} the style "{style}", which is for parameters, and it is a module.\n'
             f"Try: the name of its parameter, such as {name}.weight."
         )
-    if style in _EMBEDDING_DIMS and not isinstance(module, nn.Embedding):
+    if style in _EMBEDDING_DIMS and not isinstance(stage.get_submodule(name), nn.Embedding):
         return OtherEmbedding(_EMBEDDING_DIMS[style])
     return styles[style]()
+
+
+def _latent_features(name: str, stage: nn.Module) -> int:
+    """How many features of a projection to a latent go through kv_b_proj; the others go to all heads."""
+    behind = f"{name.rpartition('.')[0]}.kv_b_proj".removeprefix(".")
+    found = dict(stage.named_modules()).get(behind)
+    if not isinstance(found, nn.Linear):
+        raise ArgumentError(
+            f'tp_plan gives {name} the style "{_LATENT}", and there is no linear layer {behind} in its stage, from '
+            "which it follows how many features go to all heads.\n"
+            "Try: a cut that leaves both in one stage, or divide the modules in a parallelize_fn."
+        )
+    return found.in_features
 
 
 def _style_names() -> list[str]:
     from pipegraph.runtime.local_parts import PARAMETER_STYLES
 
-    return list(dict.fromkeys((*_styles(), *PARAMETER_STYLES)))
+    return list(dict.fromkeys((*_styles(), _LATENT, *PARAMETER_STYLES)))
 
 
 def _styles() -> dict[str, Callable[[], Any]]:

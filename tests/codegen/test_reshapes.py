@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.expressions.reshapes import expand_sizes, flatten_dims, reshape_sizes, shortest_reshape
+from pipegraph.codegen.expressions.reshapes import (
+    expand_sizes,
+    flatten_dims,
+    reshape_sizes,
+    shortest_reshape,
+    squeezed_first,
+)
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, split
 
@@ -45,6 +51,15 @@ def test_words_give_what_a_reshape_gives(case: tuple[tuple[int, ...], tuple[int,
     found = getattr(x, method)(*arguments)
     assert found.shape == after
     assert torch.equal(found, x.reshape(after))
+
+
+@given(reshapes())
+def test_two_methods_give_what_a_reshape_gives(case: tuple[tuple[int, ...], tuple[int, ...], list[int]]) -> None:
+    before, after, sizes = case
+    x = torch.arange(torch.Size(before).numel()).reshape(before)
+    if (found := squeezed_first(before, after, sizes)) is not None:
+        dims, (method, arguments) = found
+        assert torch.equal(getattr(x.squeeze(*dims), method)(*arguments), x.reshape(after))
 
 
 @given(reshapes(), st.integers(2, 3))
@@ -107,6 +122,45 @@ def test_sizes_that_an_expand_leaves(new: tuple[int, ...], old: tuple[int, ...],
 def test_words(before: tuple[int, ...], after: tuple[int, ...], given: tuple[int, ...], text: str) -> None:
     method, arguments = shortest_reshape(before, after, given) or ("reshape", reshape_sizes(before, after, given))
     assert f"{method}({', '.join(map(str, arguments))})" == text
+
+
+def test_a_size_of_one_is_taken_away_before_a_division() -> None:
+    """A number of heads is left open, as in the source, and not the batch in its place."""
+    assert squeezed_first((2, 1, 12, 64), (2, 12, 4, 16), (2, 12, -1, 16)) == ([1], ("unflatten", [-1, (-1, 16)]))
+    assert squeezed_first((2, 3, 12, 64), (2, 36, 4, 16), (2, 36, -1, 16)) is None
+
+
+class LatentAttention(nn.Module):
+    """Keys of which a part is made for each head, and a part is the same for all (DeepSeek-V2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.latent, self.key = nn.Linear(8, 24), nn.Linear(8, 6), nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.query(x).view(b, t, -1, 6).transpose(1, 2)
+        latent, shared = self.latent(x).split([4, 2], dim=-1)
+        latent, shared = latent.view(b, 1, t, 4), shared.view(b, 1, t, 2)
+        k = self.key(latent).view(b, t, -1, 4).transpose(1, 2)
+        key = k.new_empty(*k.shape[:-1], 6)
+        key[..., :4].copy_(k)
+        key[..., 4:].copy_(shared.expand(-1, k.shape[1], -1, -1))
+        return x + F.scaled_dot_product_attention(q, key, k[..., :2]).transpose(1, 2).reshape(b, t, -1)
+
+
+def test_latent_attention_names_no_number_of_heads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Row([LatentAttention(), LatentAttention()])
+    package = split(tmp_path, model, (batch(2, 5, 8),), cut="layers.1")
+    assert differences(package, model, (batch(2, 5, 8),)) == []
+    text = "".join(path.read_text() for path in package.path.glob("*.py"))
+    assert "self.key(latent).squeeze(1).unflatten(-1, (-1, 4))" in text
+    assert "k.new_empty(*k.shape[:-1], 6)" in text
+    assert "expand" not in text
+    stages = [package.load_stage(0), package.load_stage(1)]
+    x = batch(3, 7, 8)
+    torch.testing.assert_close(stages[1](stages[0](x)), model(x))
 
 
 class Attention(nn.Module):

@@ -61,6 +61,13 @@ def expanded_first(x: Tensor) -> Tensor:
     return z * x
 
 
+def written(x: Tensor) -> Tensor:
+    y = x.new_empty(2, 3, 4)
+    y[:, :1] = x[:1, :1].exp().expand(2, 1, 4)
+    y[:, 1:] = x[:, 1:]
+    return y
+
+
 INDICES = ["select", "select", "to", "clamp", "select"]
 ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attention"]
 
@@ -103,7 +110,8 @@ ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attentio
         # a tensor without dimensions, which leaves a result's dtype alone
         (lambda x: x + x[0, 0, 0].double().expand(4), ["select", "select", "select", "to", "expand", "add"]),
         (lambda x: x + x[0, 0, 0].expand(4), ["select", "select", "select", "add"]),
-        # what is written into
+        # what is written, and what is written into
+        (written, ["new_empty", "slice", "slice", "exp", "slice", "copy_", "slice", "slice", "copy_"]),
         (in_place, ["exp", "view", "select", "fill_"]),
         (copied_first, ["exp", "transpose", "contiguous", "view", "select", "fill_"]),
         (expanded_first, ["sum", "expand", "select", "select", "fill_", "mul"]),

@@ -37,6 +37,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "mlp_only_layers": [0],  # which is dense
     },
+    "glm4_moe_lite": {  # a latent of keys and values, from which heads take their own
+        **SMALL,
+        **EXPERTS,
+        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1},
+    },
+    "gemma2": {**SMALL, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
 }
 
 

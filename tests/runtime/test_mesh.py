@@ -126,7 +126,8 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
     cases: list[tuple[Any, str]] = [
         ({"layer0.*.0": "colwise"}, r'style for layer0\.\*\.0, and the model has no such module.*"layers0'),
         ({"layers*.*.0": "columnwise"}, 'the style "columnwise", which there is not. Did you mean "colwise"'),
-        ({"layers*.*.0": "mla_kv_a_proj"}, 'the style "mla_kv_a_proj", which is not supported: the part of its output'),
+        ({"layers*.*.0": "ep_router"}, 'the style "ep_router", which is not supported: it gives each rank some of'),
+        ({"layers*.*.0": "mla_kv_a_proj"}, r"there is no linear layer layers\d\.0\.kv_b_proj in its stage"),
         ({"norms*.*": "packed_colwise"}, "of the class LayerNorm, a style not for it: packed_colwise is for linear"),
         ({"norms*.*": "packed_rowwise"}, 'norms0.0 the style "packed_rowwise", which is for parameters'),
         ({"embed.weight": "moe_tp_experts"}, "embed.weight the style 'moe_tp_experts', which is for modules"),

@@ -33,6 +33,14 @@ def test_experts(model: str, schedule: str, tmp_path: Path) -> None:
     assert_trained(tmp_path, model, {"pp": 2, "tp": 2}, schedule, "eager")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "kernels"), [("glm4_moe_lite", "eager"), ("gemma2", "eager"), ("gemma2", "inductor")]
+)
+def test_latent_attention_and_scaled_embeddings(model: str, kernels: str, tmp_path: Path) -> None:
+    assert_trained(tmp_path, model, {"pp": 2, "tp": 2}, "zb-v", kernels)
+
+
 def assert_trained(path: Path, model: str, shape: Shape, schedule: str, kernels: str) -> None:
     pytest.importorskip("transformers")
     folder = mesh_transformers.write(path / "package", model, 4 if schedule == "zb-v" else 2)

@@ -12,7 +12,18 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.operator_call import TRAINING, OperatorCall
-from pipegraph.codegen.syntax.expressions import Attribute, Expression, call, conditional, literal, method
+from pipegraph.codegen.syntax.expressions import (
+    Attribute,
+    Expression,
+    Name,
+    Slice,
+    Subscript,
+    Template,
+    call,
+    conditional,
+    literal,
+    method,
+)
 from pipegraph.errors import CaptureError
 from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL
 from pipegraph.graph.internals import schema_arguments
@@ -132,6 +143,13 @@ def _filled(operator: OperatorCall) -> Expression | None:
     value = [named.pop("fill_value")] if "fill_value" in named else []
     positional = [tuple(sizes), *value] if value or not sizes else sizes
     if "self" in named:
+        owner = operator.expression(named["self"])
+        *outer, last = sizes or [None]
+        # All sizes but the last are often those of the tensor, among them a number of heads, which ranks may divide.
+        if not value and len(outer) > 1 and isinstance(owner, Name) and outer == list(operator.shapes[0])[:-1]:
+            del named["self"]
+            same = Template("*{}", (Subscript(Attribute(owner, "shape"), (Slice(None, literal(-1)),)),))
+            return method(owner, operator.name, same, operator.expression(last), **operator.expressions(named))
         return operator.method(named.pop("self"), operator.name, *positional, **named)
     return operator.function(f"torch.{operator.name}", *positional, **named)
 

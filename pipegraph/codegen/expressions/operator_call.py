@@ -96,7 +96,7 @@ class OperatorCall:
 
     def function(self, name: str, *positional: Any, **named: Any) -> FunctionCall:
         """``name(positional…, named=…)``. The call of a function of ``F`` also knows the numbers that are defaults."""
-        made = call(name, *map(self.expression, positional), **self._expressions(named))
+        made = call(name, *map(self.expression, positional), **self.expressions(named))
         return replace(made, arguments=self._with_defaults(made.arguments)) if name.startswith("F.") else made
 
     def _with_defaults(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
@@ -116,9 +116,10 @@ class OperatorCall:
 
     def method_of(self, owner: Expression, name: str, *positional: Any, **named: Any) -> FunctionCall:
         """The same of an expression."""
-        return method(owner, name, *map(self.expression, positional), **self._expressions(named))
+        return method(owner, name, *map(self.expression, positional), **self.expressions(named))
 
-    def _expressions(self, named: dict[str, Any]) -> dict[str, Expression]:
+    def expressions(self, named: dict[str, Any]) -> dict[str, Expression]:
+        """The expressions of arguments by name."""
         return {name: self.expression(argument) for name, argument in named.items()}
 
 

@@ -17,7 +17,13 @@ from torch import fx
 from pipegraph.codegen.expressions.function_spellings import FUNCTION_SPELLINGS, Spelling, interpolate
 from pipegraph.codegen.expressions.operator_call import OperatorCall
 from pipegraph.codegen.expressions.pool_spellings import POOL_SPELLINGS
-from pipegraph.codegen.expressions.reshapes import expand_sizes, flatten_dims, reshape_sizes, shortest_reshape
+from pipegraph.codegen.expressions.reshapes import (
+    expand_sizes,
+    flatten_dims,
+    reshape_sizes,
+    shortest_reshape,
+    squeezed_first,
+)
 from pipegraph.codegen.syntax.expressions import (
     ATOM,
     Attribute,
@@ -158,8 +164,13 @@ def _reshape(operator: OperatorCall) -> Expression | None:
     if dim:  # an unflatten in the model's source
         position = dim[0] % len(before)
         sizes = [*before[:position], *sizes, *before[position + 1 :]]
+    found = shortest_reshape(before, after, sizes)
+    if found is None and (two := squeezed_first(before, after, sizes)) is not None:
+        squeeze, (name, arguments) = two
+        squeezed = operator.method(owner, "squeeze", *squeeze)
+        return method(squeezed, name, *map(operator.expression, arguments))
     in_full: list[Any] = [*reshape_sizes(before, after, sizes)]
-    name, arguments = shortest_reshape(before, after, sizes) or (operator.name, in_full or [()])
+    name, arguments = found or (operator.name, in_full or [()])
     return operator.method(owner, name, *arguments)
 
 

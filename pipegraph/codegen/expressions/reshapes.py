@@ -62,6 +62,20 @@ def _unflattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator
             yield "unflatten", [_from_end(dim, before), _with_one_open(sizes, position)]
 
 
+def squeezed_first(before: Sizes, after: Sizes, sizes: Sequence[int]) -> tuple[list[int], MethodCall] | None:
+    """The arguments of a ``squeeze`` and the method that follows it: ``x.squeeze(1).unflatten(-1, (-1, 64))``.
+
+    None if no dimension of size 1 is in the way of a method that names fewer sizes than ``reshape``.
+    """
+    for dim in range(1, len(before) - 1):
+        if before[dim] == 1 and dim < len(sizes) and sizes[dim] != 1:
+            left = (*before[:dim], *before[dim + 1 :])
+            following = shortest_reshape(left, after, sizes)
+            if following is not None and following[0] == "unflatten":
+                return [dim], following
+    return None
+
+
 def reshape_sizes(before: Sizes, after: Sizes, sizes: Sequence[int]) -> list[int]:
     """The arguments of ``reshape``: −1 for the batch, unless the source leaves another size open."""
     is_batch = before[:1] == after[:1] and after[:1] != (1,) if -1 in sizes else len(before) > 1

@@ -130,10 +130,11 @@ def _reads_only_its_mask(attention: fx.Node, smaller: Mapping[fx.Node, Tensor]) 
 
 
 def _is_elementwise(node: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> bool:
-    """Return whether an operation computes each element (an embedding: each row) from the elements at its place."""
+    """Return whether an operation computes each element (an embedding: each row) from the elements at its place, or
+    writes it there."""
     if not isinstance(node.target, OpOverload):
         return False
-    if node.target is aten.embedding.default:
+    if node.target in (aten.embedding.default, aten.copy_.default):
         return node.args[0] not in smaller
     tags = node.target.tags
     random = torch.Tag.nondeterministic_seeded in tags
