@@ -27,10 +27,9 @@ from pipegraph.runtime.wiring import from_memory, shape_in_memory, torch_dtype
 
 _COMPARED: Final = 4096
 """how many numbers of a tensor are compared, at random places"""
-_TOLERANCES: Final = {torch.float64: 1e-3, torch.float32: 1e-2}
-"""What a value may differ by, of its norm. Rounding makes far less, a wrong division some 1."""
-_COARSE: Final = 0.3
-"""The same for other dtypes, in which a router may choose another expert for a token."""
+_FINE, _COARSE = 0.1, 0.3
+"""What a value may differ by, of its norm, in 32 bits or more and in fewer. A wrong division makes some 1, and rounding
+far less; but by rounding a router may choose another expert for a token, more of them in fewer bits."""
 
 Key = tuple[str, str, int, int]
 """(module, "takes" or "returns", number of the call, number of the tensor)"""
@@ -125,7 +124,7 @@ class DivisionCheck:
                 part = None
                 if what == "takes" and last % self._ranks == 0:
                     part = _some(value.chunk(self._ranks, -1)[self._place])
-                tolerance = _TOLERANCES.get(value.dtype, _COARSE)
+                tolerance = _FINE if value.dtype.itemsize >= torch.float32.itemsize else _COARSE
                 found[name, what, number, place] = _Numbers(value.shape, _some(value), part, tolerance)
 
 

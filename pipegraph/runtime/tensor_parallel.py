@@ -214,7 +214,7 @@ def _check_module(index: int, name: str, style: Any, module: nn.Module, size: in
 
 def _made(name: str, style: str, stage: nn.Module) -> Any:
     """Return the style of a module by its name; None for one that leaves the module as it is."""
-    from pipegraph.runtime.local_parts import OtherEmbedding, WholeBeforeHeads
+    from pipegraph.runtime.local_parts import LocalParts, OtherEmbedding, WholeBeforeHeads
 
     if style == _LATENT:
         return WholeBeforeHeads(_latent_features(name, stage))
@@ -223,8 +223,11 @@ def _made(name: str, style: str, stage: nn.Module) -> Any:
             f'tp_plan gives {name} the style "{style}", which is for parameters, and it is a module.\n'
             f"Try: the name of its parameter, such as {name}.weight."
         )
-    if style in _EMBEDDING_DIMS and not isinstance(stage.get_submodule(name), nn.Embedding):
+    module = stage.get_submodule(name)
+    if style in _EMBEDDING_DIMS and not isinstance(module, nn.Embedding):
         return OtherEmbedding(_EMBEDDING_DIMS[style])
+    if style == "all_reduce" and any(map(is_sharded, module.parameters(recurse=False))):
+        return LocalParts(shares=True, adds_up=True)  # whose outputs are shares because its own parameters are parts
     return styles[style]()
 
 

@@ -71,9 +71,10 @@ def test_packed_projections_and_experts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transposed_experts_and_an_embedding_of_the_models_own(tmp_path: Path) -> None:
-    by_words = {"tp_plan": mesh_mixture.TRANSPOSED_PLAN}
-    by_features = {"tp_plan": {**mesh_mixture.TRANSPOSED_PLAN, "embed": "embedding_colwise"}}
-    cases: list[Case] = [("transposed experts", {"pp": 2, "tp": 2}, "1f1b", each) for each in (by_words, by_features)]
+    plan = mesh_mixture.TRANSPOSED_PLAN
+    others = {"embed": "embedding_colwise", "layers.*.experts": "all_reduce"}
+    plans = plan, {**plan, **others}
+    cases: list[Case] = [("transposed experts", {"pp": 2, "tp": 2}, "1f1b", {"tp_plan": each}) for each in plans]
     assert run(tmp_path, *cases) == [[TRAINED, TRAINED]] * 4
 
 
