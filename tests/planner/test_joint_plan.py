@@ -20,6 +20,7 @@ from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_second
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PlanError
+from pipegraph.graph.nodes import value_bytes
 from pipegraph.planner.joint_plan import candidate_problems
 from pipegraph.planner.joint_plan.choices import JointCandidate
 from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
@@ -34,6 +35,7 @@ from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.recompute import OFFLOAD
 from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.schedule import Times, build, simulate
+from tests.runtime import mesh_mixture
 
 A100 = Hardware.load("a100")
 TP_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -117,6 +119,29 @@ def test_tp_divides_what_each_choice_keeps(costs: LayoutCosts) -> None:
     of_block, of_min_cut = kept["layers.*=block"], kept["min-cut"]
     assert of_block[0] == of_block[1] >= 5 * boundary
     assert of_min_cut[0] - of_min_cut[1] == 6 * inside / 2  # what tanh makes
+
+
+def test_tp_divides_experts_embeddings_and_heads() -> None:
+    """An exchange before and behind each; the head gathers what it returns."""
+    model = mesh_mixture.build("transposed experts")
+    captured = pipegraph.capture(model, (torch.zeros(2, 8, dtype=torch.int64),))
+    plan = {**mesh_mixture.TRANSPOSED_PLAN, "head": "colwise_gather_output"}
+    chain = RecomputeOptions.price(captured, PlanOptions(hardware=A100)).costs[0].priced.chain
+    shares = tensor_shares(chain, plan)
+    divided = 0.0
+    for index, share in enumerate(shares):
+        nodes = chain.nodes(index, index + 1)
+        state = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "get_attr")
+        divided += share.parameters * sum(value_bytes(each) for each in state)
+    whole = ("norm", "router", "out.bias", "scale")
+    assert divided == pytest.approx(
+        4 * sum(each.numel() for name, each in model.named_parameters() if not any(part in name for part in whole))
+    )
+    hidden = 2 * 8 * mesh_mixture.WIDTH * 4
+    assert sum(sum(share.forward) for share in shares) == 5 * hidden  # an embedding, two layers of two
+    assert sum(sum(share.gathered) for share in shares) == 2 * 8 * mesh_mixture.WORDS * 4
+    routed = 2 * 8 * 3 * 4
+    assert sum(sum(share.backward) for share in shares) == 2 * (hidden + routed) + hidden  # fused and experts share one
 
 
 def test_tp_divides_what_its_plan_says(costs: LayoutCosts) -> None:

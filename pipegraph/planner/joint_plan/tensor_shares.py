@@ -10,14 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from pipegraph.cost.collectives import ALL_REDUCE, collective_seconds
+from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.stage_cost import count_flops
 from pipegraph.graph.nodes import path_of, value_bytes
 
-_DIVIDES_OUTPUT = ("colwise",)
-_DIVIDES_INPUT = ("rowwise",)
+_TO_PARTS = ("colwise", "packed_colwise")
+"""Styles of modules that take the whole and return parts."""
+_FROM_PARTS = ("rowwise",)
+"""… that take parts and return shares of a sum, which all ranks reduce."""
+_SUMMED = ("rowwise_rep", "rowwise_split_input", "embedding_rowwise")
+"""… that take the whole, divide it themselves, and return such shares."""
+_GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")
+"""… that take the whole, and gather what they return."""
+_OF_PARTS = ("moe_tp_experts",)
+"""… whose own parameters have styles, and that return shares of a sum."""
 
 
 class _Work(NamedTuple):
@@ -27,7 +35,7 @@ class _Work(NamedTuple):
         flops, bytes: of all ranks along tp together, or of each if it is not divided.
         dtype: of the result.
         m, n, k: the sizes of a product with a weight [n, k]; 0 of anything else.
-        divides: what tp divides: "n" of a "colwise" product, "k" of a "rowwise" one, "" of nothing.
+        divides: what tp divides: "n" of a product whose result is in parts, "k" of one whose input is, "" of nothing.
     """
 
     flops: float
@@ -39,13 +47,12 @@ class _Work(NamedTuple):
     divides: str
 
     @classmethod
-    def of(cls, node: fx.Node, flops: float, style: str, is_divided: bool) -> _Work:
+    def of(cls, node: fx.Node, flops: float, divides: str) -> _Work:
         value = node.meta.get("val")
         dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
         weights = [each.meta.get("val") for each in node.all_input_nodes if each.op == "get_attr"]
         n, k = next((each.shape for each in weights if isinstance(each, torch.Tensor) and each.dim() == 2), (0, 0))
         m = value.numel() // n if flops and n and isinstance(value, torch.Tensor) else 0
-        divides = ("k" if style in _DIVIDES_INPUT else "n") if is_divided else ""
         return cls(flops, _moved(node), dtype, int(m), int(n), int(k), divides)
 
     def seconds(self, hardware: Hardware, tp: int) -> float:
@@ -67,6 +74,7 @@ class TensorShare:
         divided: those of its nodes of whose results each rank has a part.
         values, parameters: the parts of its values with a gradient and of its parameters that are divided.
         forward, backward: bytes of each tensor that all ranks along tp reduce in F, and in I.
+        gathered: bytes of each that they gather in F.
     """
 
     work: tuple[_Work, ...]
@@ -75,6 +83,7 @@ class TensorShare:
     parameters: float
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
 
     def time_left(self, hardware: Hardware, ranks: int) -> float:
         """Return the part of its time that each of so many ranks along tp takes, by a roofline."""
@@ -87,67 +96,108 @@ class TensorShare:
             sum(collective_seconds(hardware.links, ALL_REDUCE, rows * size, ranks) for size in sizes)
             for sizes in (self.forward, self.backward)
         )
-        return forward, backward
+        gathers = (collective_seconds(hardware.links, ALL_GATHER, rows * size, ranks) for size in self.gathered)
+        return forward + sum(gathers), backward
 
 
 def tensor_shares(chain: Chain, plan: Mapping[str, str]) -> list[TensorShare]:
     """Return the share of each segment.
 
-    A value is divided from a module of the style "colwise" on up to one of "rowwise", whose results all ranks reduce.
-    What goes into the former has a gradient that all reduce. Other styles divide nothing here.
+    A value is in parts from a module of the style "colwise" on up to one of "rowwise", and from a product with a
+    divided parameter of its own up to the next. Other styles than those above divide nothing here.
     """
-    styles = {node: _style(node, plan) for node in chain.captured.nodes}
-    divided: set[fx.Node] = set()
-    for node in chain.captured.nodes:
-        if (
-            styles[node] in _DIVIDES_OUTPUT
-            or styles[node] in _DIVIDES_INPUT
-            or any(each in divided and styles.get(each) not in _DIVIDES_INPUT for each in node.all_input_nodes)
-        ):
-            divided.add(node)
-    return [_share(chain.nodes(index, index + 1), styles, divided) for index in range(len(chain.segments))]
+    division = _Division(chain.captured.nodes, plan)
+    return [_share(chain.nodes(index, index + 1), division) for index in range(len(chain.segments))]
 
 
-def _share(nodes: Sequence[fx.Node], styles: Mapping[fx.Node, str], divided: set[fx.Node]) -> TensorShare:
+class _Division:
+    """How the nodes of a graph are divided.
+
+    Attributes:
+        divides: node → "n" or "k" as for `_Work`; no entry for what each rank computes whole.
+        parts: nodes of whose results each rank has a part.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], plan: Mapping[str, str]) -> None:
+        self._plan = plan
+        self.styles = {node: self._module_style(node) for node in nodes}
+        self.divides: dict[fx.Node, str] = {}
+        self.parts: set[fx.Node] = set()
+        weights: set[fx.Node] = set()
+        for node in nodes:
+            style, inputs = self.styles[node][0], node.all_input_nodes
+            weights.update(filter(self._is_divided_parameter, inputs))
+            if inputs and weights.issuperset(inputs):  # a weight that is transposed
+                weights.add(node)
+                continue
+            has_weight, takes_parts = any(each in weights for each in inputs), not self.parts.isdisjoint(inputs)
+            if style in _FROM_PARTS + _SUMMED or (has_weight and takes_parts):
+                self.divides[node] = "k"
+            elif style in _TO_PARTS + _GATHERED or has_weight or takes_parts:
+                self.divides[node] = "n"
+                if style not in _GATHERED:
+                    self.parts.add(node)
+
+    def is_divided_state(self, state: fx.Node) -> bool:
+        """Whether a rank holds a part of a parameter or buffer. A bias that is added to a sum is whole."""
+        styles = {self.styles.get(user, ("", ""))[0] for user in state.users}
+        sums = () if state.meta["val"].dim() < 2 else _FROM_PARTS + _SUMMED
+        return self._is_divided_parameter(state) or not styles.isdisjoint(_TO_PARTS + _GATHERED + sums)
+
+    def leaves(self, node: fx.Node) -> bool:
+        """Whether a result goes beyond the module that has a style."""
+        return not node.users or any(self.styles.get(user) != self.styles[node] for user in node.users)
+
+    def enters(self, value: fx.Node, node: fx.Node) -> bool:
+        """Whether a whole value with a gradient comes from beyond the module that has a style."""
+        if value.op != "call_function" or value in self.parts or not value.meta.get("requires_grad"):
+            return False
+        return value.meta["val"].is_floating_point() and self.styles.get(value) != self.styles[node]
+
+    def _module_style(self, node: fx.Node) -> tuple[str, str]:
+        """The style of the innermost module that has one, and its name."""
+        for _, name in reversed(path_of(node)):
+            if style := _style(self._plan, name):
+                return style, name
+        return "", ""
+
+    def _is_divided_parameter(self, state: fx.Node) -> bool:
+        return state.op == "get_attr" and _style(self._plan, str(state.target)) not in ("", "replicate")
+
+
+def _share(nodes: Sequence[fx.Node], division: _Division) -> TensorShare:
+    styles, parts = division.styles, division.parts
     work = tuple(
-        _Work.of(node, flops, styles[node], node in divided)
+        _Work.of(node, flops, division.divides.get(node, ""))
         for node, flops in zip(nodes, count_flops(nodes), strict=True)
     )
     made = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
-    in_parts = frozenset(node for node in nodes if node in divided and styles[node] not in _DIVIDES_INPUT)
     state = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "get_attr")
-    held = [(each, any(user in divided and styles[user] for user in each.users)) for each in state]
-    reduced = {node for node in nodes if styles[node] in _DIVIDES_INPUT and not _continues(node, styles)}
+    leaving = [node for node in nodes if styles[node][0] and node.meta.get("requires_grad") and division.leaves(node)]
     entered = {
         each
         for node in nodes
-        if styles[node] in _DIVIDES_OUTPUT
+        if styles[node][0] in _TO_PARTS + _GATHERED + _SUMMED + _OF_PARTS
         for each in node.all_input_nodes
-        if each.op == "call_function" and each not in divided and each.meta.get("requires_grad")
+        if division.enters(each, node)
     }
     return TensorShare(
         work,
-        in_parts,
-        _part(made, [node in in_parts for node in nodes]),
-        _part([_size(each) for each, _ in held], [is_divided for _, is_divided in held]),
-        tuple(map(_size, reduced)),
+        frozenset(node for node in nodes if node in parts),
+        _part(made, [node in parts for node in nodes]),
+        _part(list(map(_size, state)), list(map(division.is_divided_state, state))),
+        tuple(_size(node) for node in leaving if styles[node][0] in _FROM_PARTS + _SUMMED + _OF_PARTS),
         tuple(map(_size, entered)),
+        tuple(_size(node) for node in leaving if styles[node][0] in _GATHERED),
     )
 
 
-def _continues(node: fx.Node, styles: Mapping[fx.Node, str]) -> bool:
-    """Whether the same module goes on with the result: only what leaves it is reduced."""
-    return bool(node.users) and all(
-        user in styles and styles[user] in _DIVIDES_INPUT and path_of(user) == path_of(node) for user in node.users
-    )
-
-
-def _style(node: fx.Node, plan: Mapping[str, str]) -> str:
-    for _, name in reversed(path_of(node)):
-        for pattern, style in plan.items():
-            parts, own = pattern.split("."), name.split(".")
-            if len(parts) == len(own) and all(map(fnmatchcase, own, parts)):
-                return style
+def _style(plan: Mapping[str, str], name: str) -> str:
+    own = name.split(".")
+    for pattern, style in plan.items():
+        parts = pattern.split(".")
+        if len(parts) == len(own) and all(map(fnmatchcase, own, parts)):
+            return style
     return ""
 
 
