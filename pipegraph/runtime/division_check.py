@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -78,25 +79,26 @@ class DivisionCheck:
         Args:
             manifest: with the shapes that values have on a rank.
         """
-        for index, before in self._found.items():
+        problems = []
+        for index, before in self._found.items():  # all of them on every rank, also behind a problem: they send
             try:
                 after = self._run(index, stages[index], manifest)
             except Exception as error:  # which the whole stage did not raise; other ranks must hear of it
-                return (
+                problems.append(
                     f"stage {index} does not run with its parameters divided along tp: "
                     f"{type(error).__name__}: {error}\n"
                     "Try: another style for the module that this names, or a parallelize_fn."
                 )
-            for key, found in after.items():
-                if key in before and _differ(before[key], found):
-                    return _sentence(index, *key[:2])
-        return None
+            else:
+                differing = (key for key, found in after.items() if key in before and _differ(before[key], found))
+                problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
+        return problems[0] if problems else None
 
     def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Numbers]:
         device = next((each.device for each in stage.parameters()), torch.device("cpu"))
         inputs = [self._input(name, manifest.values[name], device) for name in manifest.stages[index].inputs]
         found: dict[Key, _Numbers] = {}
-        with _in_evaluation_mode(stage), torch.no_grad(), _reported(stage, partial(self._take, found)):
+        with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, partial(self._take, found)):
             stage(*inputs)
         return found
 
@@ -186,13 +188,13 @@ def _reported(stage: nn.Module, report: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _in_evaluation_mode(stage: nn.Module) -> Iterator[None]:
+def _in_evaluation_mode(stage: nn.Module, device: torch.device) -> Iterator[None]:
     """Without dropout, and without a trace in modes, buffers and random numbers."""
     modes = [(module, module.training) for module in stage.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
     stage.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         for module, mode in modes:
