@@ -37,7 +37,7 @@ Key = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class _Sample:
     """Some numbers of a tensor, and of this rank's part along the last dimension."""
 
     shape: torch.Size
@@ -61,7 +61,7 @@ class DivisionCheck:
         self, stages: Mapping[int, nn.Module], manifest: Manifest, sizes: Mapping[str, int], place: int, ranks: int
     ) -> None:
         self._whole, self._sizes, self._place, self._ranks = manifest, sizes, place, ranks
-        self._found: dict[int, dict[Key, _Numbers]] = {}
+        self._found: dict[int, dict[Key, _Sample]] = {}
         for index, stage in stages.items():
             try:
                 self._found[index] = self._run(index, stage, manifest)
@@ -94,10 +94,10 @@ class DivisionCheck:
                 problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
         return problems[0] if problems else None
 
-    def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Numbers]:
+    def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Sample]:
         device = next((each.device for each in stage.parameters()), torch.device("cpu"))
         inputs = [self._input(name, manifest.values[name], device) for name in manifest.stages[index].inputs]
-        found: dict[Key, _Numbers] = {}
+        found: dict[Key, _Sample] = {}
         with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, partial(self._take, found)):
             stage(*inputs)
         return found
@@ -119,7 +119,7 @@ class DivisionCheck:
                 whole = whole.narrow(dim, self._place * length, length)
         return whole
 
-    def _take(self, found: dict[Key, _Numbers], name: str, what: str, number: int, values: Any) -> None:
+    def _take(self, found: dict[Key, _Sample], name: str, what: str, number: int, values: Any) -> None:
         for place, value in enumerate(pytree.tree_leaves(values)):
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and not is_sharded(value):
                 last = value.shape[-1] if value.dim() else 0
@@ -127,10 +127,10 @@ class DivisionCheck:
                 if what == "takes" and last % self._ranks == 0:
                     part = _some(value.chunk(self._ranks, -1)[self._place])
                 tolerance = _FINE if value.dtype.itemsize >= torch.float32.itemsize else _COARSE
-                found[name, what, number, place] = _Numbers(value.shape, _some(value), part, tolerance)
+                found[name, what, number, place] = _Sample(value.shape, _some(value), part, tolerance)
 
 
-def _differ(before: _Numbers, after: _Numbers) -> bool:
+def _differ(before: _Sample, after: _Sample) -> bool:
     """Whether a value is another one. Parts whose place in the whole is not known are not compared."""
     if before.shape == after.shape:
         expected = before.own
