@@ -51,9 +51,7 @@ SMALL: dict[str, Any] = {
     "query_pre_attn_scalar": 8,
     "use_cache": False,
     "tie_word_embeddings": False,
-    **dict.fromkeys(("pad_token_id", "num_kv_shared_layers"), 0),
-    **dict.fromkeys(("bos_token_id",), 1),
-    **dict.fromkeys(("eos_token_id",), 2),
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_kv_shared_layers": 0},
     # nothing random, and no loss of a router's own
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
     **dict.fromkeys(("attn_pdrop", "hidden_dropout_prob", "router_aux_loss_coef"), 0.0),
@@ -80,10 +78,6 @@ class Made:
     name: str
     config: Any
     folder: str
-
-    def model(self) -> nn.Module:
-        """The whole model, with the weights of the package."""
-        return build(self.config)
 
 
 def architectures() -> list[str]:

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.internals import pytree
-from pipegraph.runtime.wiring import from_memory, shape_in_memory, torch_dtype
+from pipegraph.runtime.wiring import from_memory, random_for, shape_in_memory
 
 _COMPARED: Final = 4096
 """how many numbers of a tensor are compared, at random places"""
-_FINE, _COARSE = 0.1, 0.3
+_FINE: Final = 0.1
+_COARSE: Final = 0.3
 """What a value may differ by, of its norm, in 32 bits or more and in fewer. A wrong division makes some 1, and rounding
 far less; but by rounding a router may choose another expert for a token, more of them in fewer bits."""
 
@@ -96,24 +97,19 @@ class DivisionCheck:
 
     def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Sample]:
         device = next((each.device for each in stage.parameters()), torch.device("cpu"))
-        inputs = [self._input(name, manifest.values[name], device) for name in manifest.stages[index].inputs]
+        generator = torch.Generator().manual_seed(index)
+        names = manifest.stages[index].inputs
+        inputs = [self._input(name, manifest.values[name], generator).to(device) for name in names]
         found: dict[Key, _Sample] = {}
         with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, partial(self._take, found)):
             stage(*inputs)
         return found
 
-    def _input(self, name: str, here: Value, device: torch.device) -> Tensor:
+    def _input(self, name: str, here: Value, generator: torch.Generator) -> Tensor:
         """Random numbers for a value, the same on every rank: the whole, or this rank's part of it."""
         value = self._whole.values[name]
-        dtype, shape = torch_dtype(value), value.shape_at(self._sizes)
-        generator = torch.Generator().manual_seed(len(name) + sum(map(ord, name)))
-        if dtype.is_floating_point or dtype.is_complex:
-            kind = torch.complex64 if dtype.is_complex else torch.float32
-            drawn = torch.randn(shape_in_memory(value, shape), generator=generator, dtype=kind)
-        else:
-            bound = 2 if dtype == torch.bool or value.bound is None else max(value.bound, 1)
-            drawn = torch.randint(bound, shape_in_memory(value, shape), generator=generator)
-        whole = from_memory(value, drawn.to(device, dtype))
+        shape = value.shape_at(self._sizes)
+        whole = from_memory(value, random_for(value, shape_in_memory(value, shape), generator))
         for dim, (length, all_of_it) in enumerate(zip(here.shape_at(self._sizes), shape, strict=True)):
             if length != all_of_it:
                 whole = whole.narrow(dim, self._place * length, length)

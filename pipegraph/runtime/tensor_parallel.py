@@ -29,13 +29,8 @@ _ROUNDING: Final = 1e-3
 Plan = Mapping[str, "str | ParallelStyle"]
 """Pattern of module names → a style: its name, or an object of `torch.distributed.tensor.parallel`."""
 
-_OTHERS: Final[Mapping[str, str]] = {
-    "grouped_gemm": "it gives each rank some of the experts",
-    "ep_dispatch_experts": "it gives each rank some of the experts",
-    "ep_router": "it gives each rank some of the experts",
-}
-"""Styles of transformers that are not supported, with the reason."""
-
+_OF_EXPERT_PARALLELISM: Final = ("grouped_gemm", "ep_dispatch_experts", "ep_router")
+"""Styles of transformers that are not supported."""
 
 _LATENT: Final = "mla_kv_a_proj"
 """The style of the layer whose output is a latent, from which kv_b_proj makes keys and values, and a part of the key
@@ -52,11 +47,11 @@ def check_plan(plan: Plan) -> None:
     for pattern, style in plan.items():
         if is_style(style):
             continue
-        if isinstance(style, str) and style in _OTHERS:
-            near = 'a tp_plan with "moe_tp_experts", which gives each rank a part of every expert, or '
+        if style in _OF_EXPERT_PARALLELISM:
             raise ArgumentError(
-                f'tp_plan gives {pattern} the style "{style}", which is not supported: {_OTHERS[style]}.\n'
-                f"Try: {near if 'expert' in _OTHERS[style] else ''}divide the module in a parallelize_fn."
+                f'tp_plan gives {pattern} the style "{style}", which is not supported: it gives each rank some of the '
+                'experts.\nTry: a tp_plan with "moe_tp_experts", which gives each rank a part of every expert, or '
+                "divide the module in a parallelize_fn."
             )
         if style not in (styles := _style_names()):
             raise ArgumentError(
@@ -224,7 +219,7 @@ def _made(name: str, style: str, stage: nn.Module) -> Any:
             f"Try: the name of its parameter, such as {name}.weight."
         )
     module = stage.get_submodule(name)
-    if style in _EMBEDDING_DIMS and not isinstance(module, nn.Embedding):
+    if style in _EMBEDDING_DIMS and not isinstance(module, nn.Embedding | nn.Linear):  # which torch divides
         return OtherEmbedding(_EMBEDDING_DIMS[style])
     if style == "all_reduce" and any(map(is_sharded, module.parameters(recurse=False))):
         return LocalParts(shares=True, adds_up=True)  # whose outputs are shares because its own parameters are parts

@@ -190,6 +190,17 @@ def from_memory(value: Value, tensor: Tensor) -> Tensor:
     return tensor.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
+def random_for(value: Value, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Random numbers of a shape that a value may have, on the CPU: integers are below its bound."""
+    dtype = torch_dtype(value)
+    if dtype.is_floating_point or dtype.is_complex:
+        # In float32 and cast: not every dtype has a random generator of its own.
+        kind = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(tuple(shape), generator=generator, dtype=kind).to(dtype)
+    bound = 2 if dtype == torch.bool or value.bound is None else value.bound
+    return torch.randint(max(bound, 1), tuple(shape), generator=generator).to(dtype)
+
+
 def zeros_for(value: Value, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros of a shape in the place of a value, which lie in memory as it does."""
     return from_memory(value, torch.zeros(shape_in_memory(value, shape), dtype=dtype, device=device))

@@ -18,6 +18,7 @@ from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.step_runner import LossFunction
+from pipegraph.runtime.wiring import random_for
 
 
 @dataclass(frozen=True)
@@ -133,16 +134,8 @@ def explain_model_mismatch(manifest: Manifest, source: ModelSource | None) -> It
 
 
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:
-    dtype: torch.dtype = getattr(torch, value.dtype)
     one = value.shape_at()
-    shape = (microbatches * one[0], *one[1:]) if one else ()
-    if dtype.is_floating_point or dtype.is_complex:
-        # In float32 and cast: not every dtype has a random generator of its own.
-        drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
-    else:
-        bound = 2 if dtype == torch.bool or value.bound is None else value.bound
-        drawn = torch.randint(max(bound, 1), shape, generator=generator)
-    return drawn.to(dtype)
+    return random_for(value, (microbatches * one[0], *one[1:]) if one else (), generator)
 
 
 def _fill(structure: Any, made: dict[str, Any]) -> Any:

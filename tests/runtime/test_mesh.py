@@ -131,6 +131,10 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
         ({"norms*.*": "packed_colwise"}, "of the class LayerNorm, a style not for it: packed_colwise is for linear"),
         ({"norms*.*": "packed_rowwise"}, 'norms0.0 the style "packed_rowwise", which is for parameters'),
         ({"embed.weight": "moe_tp_experts"}, "embed.weight the style 'moe_tp_experts', which is for modules"),
+        (
+            {"norms1.*": "embedding_rowwise"},
+            "norms1.0, of the class LayerNorm, a style not for it: it is for embeddings",
+        ),
         ({"norms1.*": "colwise"}, "norms1.0, of the class LayerNorm, a style not for it"),
         (["colwise"], "tp_plan has a style for each pattern"),
         (None, "nothing says how they divide the model"),

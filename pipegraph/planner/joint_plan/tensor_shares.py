@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.stage_cost import count_flops
 from pipegraph.graph.nodes import path_of, value_bytes
+from pipegraph.runtime.tensor_parallel import matches
 
 _TO_PARTS = ("colwise", "packed_colwise")
 """Styles of modules that take the whole and return parts."""
@@ -193,12 +193,7 @@ def _share(nodes: Sequence[fx.Node], division: _Division) -> TensorShare:
 
 
 def _style(plan: Mapping[str, str], name: str) -> str:
-    own = name.split(".")
-    for pattern, style in plan.items():
-        parts = pattern.split(".")
-        if len(parts) == len(own) and all(map(fnmatchcase, own, parts)):
-            return style
-    return ""
+    return next((style for pattern, style in plan.items() if matches(pattern, name)), "")
 
 
 def _part(figures: Sequence[float], chosen: Sequence[bool]) -> float:
