@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, nearest
 from pipegraph.kernels.sharded import is_sharded, local, rebuilt, remove_fsdp_hooks, runs_fsdp_hooks
-from pipegraph.runtime.internals import packed_dim, pytree, sharding_policy
+from pipegraph.runtime.internals import packed_place, pytree, sharding_policy
 from pipegraph.runtime.processes.rank_grid import DATA, SHARD
 
 if TYPE_CHECKING:
@@ -226,14 +226,14 @@ def _placement_function(stage: nn.Module, mesh: DeviceMesh, given: Any) -> Calla
     names, shards = {id(each): name for name, each in stage.named_parameters()}, mesh.shape[-1]
 
     def place(parameter: nn.Parameter) -> Any:
-        chosen, packed = None if given is None else given(parameter), packed_dim(parameter)
-        if packed is None or (chosen is not None and chosen.dim != packed):
+        chosen, packed = None if given is None else given(parameter), packed_place(parameter)
+        if packed is None or (chosen is not None and chosen.dim != packed.dim):
             return chosen
-        free = [dim for dim, length in enumerate(parameter.shape) if dim != packed and length % shards == 0]
+        free = [dim for dim, length in enumerate(parameter.shape) if dim != packed.dim and length % shards == 0]
         if chosen is not None or not free:
             raise ArgumentError(
-                f"tp_plan divides dimension {packed} of {names[id(parameter)]} as a packed one, and the {shards} ranks "
-                "along dp_shard cannot divide it again.\n"
+                f"tp_plan divides dimension {packed.dim} of {names[id(parameter)]} as a packed one, and the {shards} "
+                "ranks along dp_shard cannot divide it again.\n"
                 "Try: dp_replicate in place of dp_shard, or a layer without a bias."
             )
         return Shard(free[0])

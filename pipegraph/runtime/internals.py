@@ -12,11 +12,11 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -257,10 +257,37 @@ def packed_shard(dim: int, parts: int) -> Any:
     return _StridedShard(dim, split_factor=parts)
 
 
-def packed_dim(tensor: Any) -> int | None:
-    """The dimension that `packed_shard` divides in a DTensor; None if it divides none."""
-    found = [each.dim for each in getattr(tensor, "placements", ()) if type(each) is type(packed_shard(0, 1))]
-    return found[0] if found else None
+class PackedPlace(NamedTuple):
+    """Which dimension of a DTensor is packed, of how many parts, and which dimension of the mesh divides them."""
+
+    dim: int
+    parts: int
+    mesh_dim: int
+
+
+def packed_place(tensor: Any) -> PackedPlace | None:
+    """Where `packed_shard` divides a DTensor; None if it does nowhere.
+
+    Torch writes FSDP over a dimension that tensor parallelism divides as it writes a packed one; but there a later
+    dimension of the mesh divides the same dimension.
+    """
+    placements = getattr(tensor, "placements", ())
+    for index, each in enumerate(placements):
+        is_packed = type(each) is type(packed_shard(0, 1))
+        if is_packed and not any(later.is_shard(each.dim) for later in placements[index + 1 :]):
+            return PackedPlace(each.dim, each.split_factor, index)
+    return None
+
+
+def differentiable_part(tensor: Any) -> Tensor:
+    """What this rank has of a DTensor, differentiably.
+
+    Torch 2.11 cannot add up gradients of a packed tensor that have other strides than it: they get its strides here.
+    """
+    own: Tensor = tensor.to_local()
+    if torch.__version__ < "2.13" and own.requires_grad and packed_place(tensor) is not None:
+        own.register_hook(Tensor.contiguous)
+    return own
 
 
 pytree = _pytree

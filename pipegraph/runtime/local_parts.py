@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import ArgumentError
 from pipegraph.kernels.internals import tensor_dicts
-from pipegraph.runtime.internals import packed_shard, pytree
+from pipegraph.runtime.internals import differentiable_part, packed_shard, pytree
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -56,7 +56,7 @@ class LocalParts(ParallelStyle):
         for name, parameter in held.items():
             if isinstance(parameter, DTensor):
                 own[name] = parameter
-        held.update({name: parameter.to_local() for name, parameter in own.items() if isinstance(parameter, DTensor)})
+        held.update({name: differentiable_part(parameter) for name, parameter in own.items()})
 
         def share(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -266,3 +266,22 @@ def train(
     for name, tensor in pipe.state_dict().items():
         near(whole(tensor), parameters[name].detach(), name)
     return scales
+
+
+def save_on_a_mesh(rank: int, package: str, shape: Shape, folder: str, own: str) -> str:
+    """What a mesh saves of what it has read from a folder, and reads again. Where it is."""
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    schedule = "1f1b" if shape["pp"] == 2 else "interleaved-1f1b"
+    pipe = pipegraph.Pipeline(package, schedule, 2, loss, kernels="eager", mesh=mesh, tp_plan=EXPERT_PLAN)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.load(folder, optimizer)
+    place = pipe.save(own, optimizer, step=1, background=True)
+    pipe.wait_for_save()
+    read = {name: whole(each).clone() for name, each in pipe.state_dict().items()}
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    pipe.load(own, optimizer)
+    for name, each in pipe.state_dict().items():
+        assert torch.equal(whole(each), read[name]), name
+    return str(place)

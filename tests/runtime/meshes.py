@@ -21,6 +21,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
+from pipegraph.runtime.internals import packed_place
 from pipegraph.runtime.pipeline import Pipeline
 from tests.runtime.packages import Reference, Sketch, Stage, loss
 
@@ -97,8 +98,13 @@ def summed_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def whole(tensor: Any) -> Tensor:
     """Of all ranks together."""
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach()
+    place = packed_place(tensor)
+    if place is None:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    # Torch 2.11 cannot put packed ones together. The parts become a dimension of their own, which nobody divides.
+    shards = [Shard(each.dim + (each.dim >= place.dim)) if hasattr(each, "dim") else each for each in tensor.placements]
+    apart = tensor.detach().to_local().unflatten(place.dim, (place.parts, -1))
+    return DTensor.from_local(apart, tensor.device_mesh, shards).full_tensor().flatten(place.dim, place.dim + 1)
 
 
 def rows_of(shape: Shape, rows: tuple[int, ...], mesh: Any) -> slice:

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.testing import assert_close
 
-from tests.runtime import mesh_mixture, ranks
+import pipegraph
+from tests.runtime import checkpoint_ranks, mesh_mixture, ranks
 from tests.runtime.meshes import Shape
 
 TRAINED = [8.0, 4.0, 4.0]
@@ -67,6 +70,26 @@ def test_packed_projections_and_experts(tmp_path: Path) -> None:
     for refused, trained in run(tmp_path, twice, ("experts", {"pp": 2, "tp": 2}, "1f1b", EXPERTS)):
         assert re.search(r"^ArgumentError: .*dimension 0 of layers\.0\.fused\.bias as a packed one", refused), refused
         assert trained == TRAINED
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("experts", {"pp": 1, "tp": 2}),
+        pytest.param("experts without bias", {"pp": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_parameters_are_saved_in_their_places(model: str, shape: Shape, tmp_path: Path) -> None:
+    """One process trains a step, a mesh reads and saves what that left: both have saved the same."""
+    package = mesh_mixture.write(tmp_path / "package", model, 2)
+    alone = pipegraph.Pipeline(package, "1f1b", 2, loss_fn=mesh_mixture.loss, kernels="eager")
+    optimizer, tokens = torch.optim.AdamW(alone.parameters()), torch.arange(32).reshape(4, 8) % mesh_mixture.WORDS
+    alone.step(tokens, target=tokens)
+    optimizer.step()
+    first = alone.save(tmp_path / "alone", optimizer, step=1)
+    arguments = package, shape, str(first), str(tmp_path / "mesh")
+    second, *_ = ranks.run(mesh_mixture.save_on_a_mesh, math.prod(shape.values()), *arguments)
+    assert_close(checkpoint_ranks.content(Path(second)), checkpoint_ranks.content(first), rtol=0, atol=0)
 
 
 @pytest.mark.slow

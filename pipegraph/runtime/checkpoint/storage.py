@@ -31,12 +31,14 @@ def write(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint import FileSystemWriter
 
-    writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+    from pipegraph.runtime.checkpoint.packed_planners import PackedSavePlanner
+
+    writer, planner = FileSystemWriter(folder), PackedSavePlanner(tensors)
 
     def own_plan() -> Any:
-        planner.set_up_planner(dict(tensors), writer.storage_meta(), ranks.is_first)
+        planner.set_up_planner(planner.others, writer.storage_meta(), ranks.is_first)
         writer.set_up_storage_writer(ranks.is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -62,11 +64,13 @@ def write(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -
 
 def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Fill tensors with what a folder has under their names. Each rank reads what it needs."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint import FileSystemReader
 
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    from pipegraph.runtime.checkpoint.packed_planners import PackedLoadPlanner
+
+    reader, planner = FileSystemReader(folder), PackedLoadPlanner(tensors)
     metadata = reader.read_metadata()
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    planner.set_up_planner(planner.others, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     (plan,) = reader.prepare_global_plan(plans)

@@ -1,0 +1,124 @@
+"""Planners of torch.distributed.checkpoint (DCP) that know packed parameters, such as gate and up in one.
+
+A rank has a part of the gate and a part of the up, one behind the other; in the whole they lie apart. DCP takes what a
+rank holds of a DTensor for one piece. Here each part is a piece of its own, so that a checkpoint fits every mesh.
+
+whole     gate 0 | gate 1 | up 0 | up 1
+rank 0    gate 0 | up 0   ─▶ two pieces, each with its place in the whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor, Replicate
+
+from pipegraph.runtime.internals import PackedPlace, packed_place
+
+Pieces = dict[torch.Size, Tensor]
+"""Where each piece of a tensor begins in the whole → what this rank holds of it: the same memory."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    whole: torch.Size
+    pieces: Pieces
+
+
+class PackedSavePlanner(DefaultSavePlanner):
+    """Writes each piece of a packed parameter by itself."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.packed, self.others = _apart(tensors)
+
+    def create_local_plan(self) -> SavePlan:
+        """DCP's plan for other tensors, with the pieces."""
+        plan = super().create_local_plan()
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, start),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(start, piece.shape),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=each.whole,
+                ),
+            )
+            for name, each in self.packed.items()
+            for start, piece in each.pieces.items()
+        ]
+        self.plan = replace(plan, items=[*plan.items, *items])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return what is written under an index of the plan."""
+        if index.fqn not in self.packed:
+            return super().lookup_object(index)
+        return _piece(self.packed[index.fqn], index)
+
+
+class PackedLoadPlanner(DefaultLoadPlanner):
+    """Reads each piece of a packed parameter by itself, from whatever pieces it was written in."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.packed, self.others = _apart(tensors)
+
+    def create_local_plan(self) -> LoadPlan:
+        """DCP's plan for other tensors, with the pieces."""
+        plan = super().create_local_plan()
+        stored: Any = self.metadata.state_dict_metadata if self.metadata is not None else {}
+        for name, each in self.packed.items():
+            chunks = [ChunkStorageMetadata(start, piece.shape) for start, piece in each.pieces.items()]
+            plan.items += create_read_items_for_chunk_list(name, stored[name], chunks)
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return what is filled by an item of the plan."""
+        if index.fqn not in self.packed:
+            found: Tensor = super().lookup_tensor(index)
+            return found
+        return _piece(self.packed[index.fqn], index)
+
+
+def _piece(packed: _Packed, index: MetadataIndex) -> Tensor:
+    assert index.offset is not None
+    return packed.pieces[index.offset]
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> tuple[dict[str, _Packed], dict[str, Tensor]]:
+    """The packed ones in their pieces, and all others."""
+    places = {name: place for name, each in tensors.items() if (place := packed_place(each)) is not None}
+    packed = {name: _Packed(tensors[name].shape, _pieces(tensors[name], place)) for name, place in places.items()}
+    return packed, {name: each for name, each in tensors.items() if name not in places}
+
+
+def _pieces(tensor: Any, place: PackedPlace) -> Pieces:
+    """The pieces that this rank holds; the lengths of the parts are multiples of the number of ranks."""
+    own, dim, length = tensor.to_local().detach(), place.dim, tensor.shape[place.dim]
+    placements = [Replicate() if each == place.mesh_dim else kept for each, kept in enumerate(tensor.placements)]
+    shape = [length if each == dim else size for each, size in enumerate(own.shape)]
+    # Laid out alike but for the packed dimension: torch knows where this rank's part of such a tensor begins.
+    frame: Any = DTensor.from_local(
+        torch.empty(shape, device="meta"),
+        tensor.device_mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    (chunk,) = frame.__create_chunk_list__()
+    rank = tensor.device_mesh.get_local_rank(place.mesh_dim)
+    pieces = own.chunk(place.parts, dim)
+    starts = [number * (length // place.parts) + rank * piece.shape[dim] for number, piece in enumerate(pieces)]
+    before, after = chunk.offsets[:dim], chunk.offsets[dim + 1 :]
+    return {torch.Size((*before, start, *after)): piece for start, piece in zip(starts, pieces, strict=True)}
