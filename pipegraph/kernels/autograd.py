@@ -89,7 +89,7 @@ class AutogradKernels(StageKernels):
         ]
         if pairs:  # there are none in a frozen stage behind frozen ones
             edges, arrived = zip(*pairs, strict=True)
-            with nullcontext() if self._keys is None else refusing_draws():
+            with self._in_place(), nullcontext() if self._keys is None else refusing_draws():
                 torch.autograd.backward(edges, arrived)
             self._accumulate()
         return tuple(None if leaf is None else waited(leaf.grad) for leaf in saved.leaves)
@@ -110,10 +110,16 @@ class AutogradKernels(StageKernels):
             self._state = ModuleState(self._stage.modules())
             self._copies.renew(self._state.tensors())
         before = self._copies.versions()
-        with self._state.replaced(self._copies.tensors()):
+        with self._in_place():
             yield
         with torch.no_grad():
             self._copies.write_back(written(before, self._copies.versions()))
+
+    def _in_place(self) -> AbstractContextManager[None]:
+        """A context in which the stage's modules hold the copies: a backward may run a part of the forward again."""
+        if self._copies is None or self._state is None:
+            return nullcontext()
+        return self._state.replaced(self._copies.tensors())
 
     def _accumulate(self) -> None:
         """Add the gradients of copies to those of the stage's parameters."""

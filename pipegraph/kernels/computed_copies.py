@@ -34,15 +34,18 @@ class ComputedCopies:
 
     def renew(self, tensors: Iterable[Tensor]) -> None:
         """Take over what the tensors are now, those of the stage and others."""
-        tensors = list(tensors)
+        with torch.inference_mode(False), torch.no_grad():  # a step after an evaluation trains with the same copies
+            self._renew(list(tensors))
+
+    def _renew(self, tensors: list[Tensor]) -> None:
         if [id(each) for each in tensors] != [id(each) for each in self._of]:
             named = (*self._stage.named_parameters(), *self._stage.named_buffers())
             copied = {id(each) for name, each in named if name not in self._kept and each.is_floating_point()}
             self._copies = [self._copy(each) if id(each) in copied else None for each in tensors]
             self._of = tensors
         pairs = [(copy, local(each)) for each, copy in zip(tensors, self._copies, strict=True) if copy is not None]
-        with torch.no_grad():
-            copy_all(*(list(each) for each in zip(*pairs, strict=True))) if pairs else None
+        if pairs:
+            copy_all(*(list(each) for each in zip(*pairs, strict=True)))
         for each, copy in zip(tensors, self._copies, strict=True):
             if copy is not None:
                 copy.requires_grad_(each.requires_grad)

@@ -269,7 +269,8 @@ class TracedKernels:
             raise RuntimeError("torch.autograd.set_detect_anomaly is on, and only autograd detects anomalies")
         try:
             state, compiler, options = guard.state, self._compiler, self._options
-            return trace(self._stage, guard.held, state, call, compiler, options, layout, self._computed)
+            with torch.inference_mode(False):  # an evaluation in it computes the same
+                return trace(self._stage, guard.held, state, call, compiler, options, layout, self._computed)
         except MadeWhenCalled as error:
             if str(error) in self._made:  # and a real call has not made it
                 raise RuntimeError(str(error)) from error

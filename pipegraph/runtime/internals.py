@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
@@ -277,6 +277,20 @@ def packed_place(tensor: Any) -> PackedPlace | None:
         if is_packed and not any(later.is_shard(each.dim) for later in placements[index + 1 :]):
             return PackedPlace(each.dim, each.split_factor, index)
     return None
+
+
+@contextmanager
+def reporting_operations(report: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call `report` with each operation that torch runs and with what it is given. The mode has no public name."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Reported(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            report(func, (args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    with Reported():
+        yield
 
 
 def differentiable_part(tensor: Any) -> Tensor:

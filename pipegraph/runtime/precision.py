@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from msgspec import structs
-from torch import Tensor, nn
+from torch import nn
 
 from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
 from pipegraph.kernels import LowPrecisionKernels, StageKernels
 from pipegraph.package import Manifest
+from pipegraph.runtime.kept_buffers import answer_with_dtype, kept_buffers
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,30 @@ def model_dtype(manifest: Manifest) -> torch.dtype:
     return found
 
 
-def convert_stages(
+def buffers_to_keep(
     precision: Precision, stages: Mapping[int, nn.Module], manifest: Manifest
+) -> dict[int, frozenset[str]]:
+    """Return, of each stage, the names of the buffers that keep the model's dtype.
+
+    Args:
+        stages: whole, before anything divides them.
+    """
+    own = model_dtype(manifest)
+    return {
+        index: kept_buffers(index, stage, manifest, own, precision.computed, _names_of_norms(precision, stage))
+        for index, stage in stages.items()
+    }
+
+
+def convert_stages(
+    precision: Precision, stages: Mapping[int, nn.Module], manifest: Manifest, buffers: Mapping[int, Collection[str]]
 ) -> tuple[AppliedPrecision, Manifest]:
     """Give the tensors of stages that have the model's dtype the one that is stored, in place.
 
     In mixed precision batch norms keep float32 all along: their statistics are sums over many steps.
+
+    Args:
+        buffers: of each stage, those that keep their dtype.
 
     Returns:
         what the kernels of the stages need, and the manifest with the dtypes of computing, those of the caller's
@@ -111,15 +130,14 @@ def convert_stages(
     own = model_dtype(manifest)
     kept: dict[int, frozenset[str]] = {}
     for index, stage in stages.items():
-        norms = [module for module in stage.modules() if isinstance(module, _BATCH_NORMS)]
-        of_norms = {id(tensor) for module in norms for tensor in _tensors(module)}
-        names: set[str] = set()
+        names = {*_names_of_norms(precision, stage), *buffers[index]}
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            if tensor.dtype == own:
+            if tensor.dtype == own and name not in buffers[index]:
                 tensor.data = tensor.data.to(precision.stored)  # in place: a tied weight stays one parameter
-            if tensor.dtype != precision.stored or (precision.is_mixed and id(tensor) in of_norms):
+            if tensor.dtype != precision.stored:
                 names.add(name)
         kept[index] = frozenset(names)
+        answer_with_dtype(stage, buffers[index], precision.computed)
     before, after = (str(each).removeprefix("torch.") for each in (own, precision.computed))
     values = {
         name: structs.replace(value, dtype=after) if value.dtype == before and value.keeps_dtype is not True else value
@@ -128,8 +146,12 @@ def convert_stages(
     return AppliedPrecision(precision, kept, own), structs.replace(manifest, values=values)
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def _names_of_norms(precision: Precision, stage: nn.Module) -> set[str]:
+    """The names of the tensors of batch norms, in mixed precision."""
+    norms = [module for module in stage.modules() if precision.is_mixed and isinstance(module, _BATCH_NORMS)]
+    found = {id(tensor) for module in norms for tensor in (*module.parameters(False), *module.buffers(False))}
+    named = (*stage.named_parameters(), *stage.named_buffers())
+    return {name for name, tensor in named if id(tensor) in found}
 
 
 def sharding_options(

@@ -17,7 +17,13 @@ from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.divided_stages import check_is_used, divide_tensors, shard_stages
 from pipegraph.runtime.fully_sharded import ShardedGroup
-from pipegraph.runtime.precision import AppliedPrecision, convert_stages, named_precision, sharding_options
+from pipegraph.runtime.precision import (
+    AppliedPrecision,
+    buffers_to_keep,
+    convert_stages,
+    named_precision,
+    sharding_options,
+)
 from pipegraph.runtime.processes.rank_grid import SHARD
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.tensor_parallel import Plan
@@ -61,13 +67,14 @@ def prepare_stages(
     precision = named_precision(asked.precision)
     fsdp, applied = asked.fsdp, None
     stages = parameters.load_stages(package, indices, device, asked.weights, asked.check_weights, asked.seed or 0)
+    kept = {} if precision is None else buffers_to_keep(precision, stages, package.manifest)
     is_changed = asked.parallelize_fn is not None
     package = replace(package, manifest=divide_tensors(stages, package.manifest, world, asked.tp_plan, is_changed))
     manifest = package.manifest
     if asked.parallelize_fn is not None:
         stages, manifest = parameters.parallelize_stages(package, stages, asked.parallelize_fn)
     if precision is not None:
-        applied, manifest = convert_stages(precision, stages, manifest)
+        applied, manifest = convert_stages(precision, stages, manifest, kept)
         is_sharded = world is not None and world.grid.length(SHARD) > 1
         fsdp = sharding_options(precision, fsdp, stages, is_sharded)
     check_is_used("fsdp", asked.fsdp, SHARD, world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import pipegraph
 from pipegraph.errors import ArgumentError, PipegraphError
@@ -147,3 +150,104 @@ def test_what_is_frozen_later_has_no_gradient(package: Path) -> None:
     x, target = models.batch()
     pipe.step(x, target=target)
     assert frozen.grad is None
+
+
+class Tables(nn.Module):
+    """Frequencies that are cast, a table that is computed with, and two buffers that each forward adds to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("frequencies", 10000.0 ** -(torch.arange(8) / 8))
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count.add_(1)
+            self.average.mul_(0.999).add_(x.detach().mean((0, 1)), alpha=0.001)
+        positions = torch.arange(x.shape[1], device=x.device)[:, None]
+        angles = positions.float() * self.frequencies[None].float()
+        return self.inner(x + self.table) * 0 + angles.cos().to(x.dtype)
+
+
+class WithTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Tables()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(("precision", "kernels"), [("bf16", "eager"), ("bf16", "autograd"), ("bf16-true", "eager")])
+def test_buffers_are_not_rounded_for_nothing(precision: str, kernels: str, tmp_path: Path) -> None:
+    """In bfloat16 an angle of 999 would be one of 1000, a count would end at 256, and an average would not move."""
+    captured = pipegraph.capture(WithTables(), (torch.zeros(2, 1000, 8),))
+    package = pipegraph.write_package(pipegraph.plan(captured, points=["second"]), tmp_path / "package").path
+    pipe = models.start(package, precision, kernels=kernels, loss_fn=lambda output, _: output.float().square().mean())
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    for _ in range(75):
+        pipe.step(torch.zeros(8, 1000, 8))
+    state = pipe.state_dict()
+    assert state["second.count"] == 300
+    assert_close(state["second.average"], torch.full((8,), 0.999**300))
+    cos = pipe.eval(torch.zeros(8, 1000, 8))
+    assert cos.dtype == torch.bfloat16
+    expected = (torch.arange(1000.0)[:, None] * state["second.frequencies"]).cos().expand(8, -1, -1)
+    assert_close(cos.float(), expected, rtol=0, atol=2**-8)
+
+
+class Centred(nn.Module):
+    """Computes with the average that it keeps, in the average's own dtype or in its input's."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.casts = nn.Linear(8, 8), nn.Linear(8, 8), casts
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.average.mul_(0.999).add_(x.detach().mean(0), alpha=0.001)
+        return self.inner(x - (self.average.to(x.dtype) if self.casts else self.average))
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_an_average_that_is_rounded_is_named(casts: bool, tmp_path: Path) -> None:
+    captured = pipegraph.capture(Centred(casts), (torch.randn(4, 8),))
+    package = pipegraph.write_package(pipegraph.plan(captured, points=["inner"]), tmp_path / "package").path
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = models.start(package, "bf16", loss_fn=lambda output, _: output.float().square().mean())
+    rounded = [str(each.message) for each in caught if "loses small changes" in str(each.message)]
+    assert len(rounded) == (not casts)
+    assert all("average" in each and ".to(x.dtype)" in each for each in rounded)
+    for _ in range(10):
+        pipe.step(torch.randn(16, 8))
+    assert bool(pipe.state_dict()["average"].eq(1).all()) == (not casts)
+
+
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+def test_a_step_follows_an_evaluation_in_inference_mode(package: Path, kernels: str) -> None:
+    pipe, (x, target) = models.start(package, "bf16", kernels=kernels), models.batch()
+    with torch.inference_mode():
+        pipe.evaluate(x, target=target)
+    found = pipe.step(x, target=target).loss
+    assert_close(found, models.start(package, "bf16", kernels=kernels).step(x, target=target).loss)
+
+
+def test_what_a_checkpoint_computes_again_has_the_copies(package: Path) -> None:
+    def checkpointed(stage: nn.Module) -> None:
+        for layer in stage.layers.children():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+    x, target = models.batch()
+    expected, found = (
+        models.start(package, "bf16", kernels="autograd", parallelize_fn=each) for each in (None, checkpointed)
+    )
+    assert_close(found.step(x, target=target).loss, expected.step(x, target=target).loss)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert_close(one.grad, other.grad)
