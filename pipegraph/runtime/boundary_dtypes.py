@@ -23,7 +23,6 @@ from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.trace_guard import unchanged
 from pipegraph.package import Manifest
-from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.wiring import Edge, StageWiring, torch_dtype, zeros_for
 
 Dtypes = dict[str, torch.dtype]
@@ -40,7 +39,7 @@ class NumberTransport(Protocol):
         """Send to the second rank."""
         ...
 
-    def receive_numbers(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
+    def receive_numbers(self, ranks: tuple[int, int], count: int) -> list[int]:
         """Wait for the numbers that the first rank sends, and return them."""
         ...
 
@@ -61,7 +60,7 @@ class BoundaryDtypes:
         self._sizes, self._wiring, self._stages, self._places = manifest.captured_sizes, wiring, stages, places
         self._found: dict[AutocastState, Dtypes] = {}
 
-    def under_autocast(self, given: StepInputs, transport: NumberTransport | None) -> Dtypes:
+    def under_autocast(self, transport: NumberTransport | None) -> Dtypes:
         """The dtypes of floats that differ from the manifest's here and now; none outside of autocast.
 
         Collective at the first call in a state of autocast. `transport` is None for a plain process.
@@ -70,10 +69,10 @@ class BoundaryDtypes:
         if not any(is_enabled for is_enabled, _ in state):
             return {}
         if state not in self._found:
-            self._found[state] = self._find(given, transport)
+            self._found[state] = self._find(transport)
         return self._found[state]
 
-    def _find(self, given: StepInputs, transport: NumberTransport | None) -> Dtypes:
+    def _find(self, transport: NumberTransport | None) -> Dtypes:
         found: Dtypes = {}
         waiting: dict[tuple[int, int], deque[Edge]] = defaultdict(deque)  # in the order in which their dtypes are sent
         for producer in range(len(self._wiring)):
@@ -85,7 +84,7 @@ class BoundaryDtypes:
                 edges = waiting[self._ranks(edge)]
                 while transport is not None and edge in edges:
                     next_edge = edges.popleft()
-                    numbers = transport.receive_numbers(self._ranks(edge), len(next_edge.values), given)
+                    numbers = transport.receive_numbers(self._ranks(edge), len(next_edge.values))
                     pairs = zip(next_edge.names, numbers, strict=True)
                     found |= {name: _FLOATS[number] for name, number in pairs if number != _AS_PROMISED}
             found |= self._made_by(index, found)

@@ -205,7 +205,7 @@ class StepRunner:
         self._numbers.evaluates = evaluates
         if trains:
             with self._during_step(observer), self.ties.summed_gradients():
-                given.dtypes = self._boundaries.under_autocast(given, self._distributed)
+                given.dtypes = self._boundaries.under_autocast(self._distributed)
                 run_executors(executors, given, results)
                 redistribute_gradients(self.stages)
                 if self._collectives is not None:
@@ -216,7 +216,7 @@ class StepRunner:
             self._gradient_checks.after_step()
         else:
             with self._during_step(observer):
-                given.dtypes = self._boundaries.under_autocast(given, self._distributed)
+                given.dtypes = self._boundaries.under_autocast(self._distributed)
                 run_executors(executors, given, results)
         self.transport.finish()
         self._numbers.steps += not evaluates

@@ -42,11 +42,11 @@ def on_rank(rank: int, package: str, kernels: str) -> Any:
     return step(package, kernels)
 
 
-def only_first(rank: int, package: str) -> None:
+def only_on(rank: int, package: str, chosen: int) -> None:
     """A step that the ranks make in different regions."""
     pipe = models.start(package, None, "1f1b")
     x, target = models.batch()
-    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == chosen):
         pipe.step(x, target=target)
 
 

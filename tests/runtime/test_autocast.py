@@ -38,9 +38,11 @@ def test_processes_send_it(package: str) -> None:
     assert said[1][2][-2:] == ["float32", "bfloat16"]
 
 
-def test_a_rank_in_another_region_is_told(package: str) -> None:
-    said = ranks.run(autocast_model.only_first, 3, package)
-    assert any("another region of torch.autocast" in str(each) for each in said)
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_rank_in_another_region_is_told(chosen: int, package: str) -> None:
+    """Also if it waits for dtypes, and values come."""
+    said = ranks.run(autocast_model.only_on, 3, package, chosen)
+    assert all("another region of torch.autocast" in str(each) for each in said)
 
 
 def test_what_cannot_run_without_memory_is_cast(package: str) -> None:

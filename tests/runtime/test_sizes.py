@@ -59,10 +59,11 @@ def steps_without_inputs(rank: int, folder: str) -> str:
     return "equal"
 
 
-def batches_that_differ(rank: int, folder: str) -> str:
+def batches_that_differ(rank: int, folder: str, rows: list[int], microbatches: list[int]) -> str:
     pipe = pipeline(folder, "zb-v", "autograd", microbatches=3, loss_fn=loss, timeout=20)
+    target = torch.zeros(rows[rank], LENGTH, 3)
     try:
-        pipe.step(*inputs(6 + rank, LENGTH), target=torch.zeros(6 + rank, LENGTH, 3))
+        pipe.step(*inputs(rows[rank], LENGTH), target=target, microbatches=microbatches[rank])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -75,10 +76,22 @@ def test_steps_over_processes(function: object, count: int, tmp_path: Path) -> N
     assert ranks.run(function, count, str(write(tmp_path))) == ["equal"] * count
 
 
-def test_ranks_with_other_batches_are_stopped(tmp_path: Path) -> None:
-    said = ranks.run(batches_that_differ, 2, str(write(tmp_path)))
-    assert any("All ranks take the same batch" in each for each in said)
-    assert all(each.startswith("RuntimeFault") for each in said)
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "message"),
+    [
+        ([6, 7], [3, 3], "rank 0 takes a batch of the sizes [6, 6], and this rank one of [7, 6]"),
+        ([7, 6], [3, 3], "rank 0 takes a batch of the sizes [7, 6], and this rank one of [6, 6]"),
+        ([65, 65], [64, 65], "rank 0 was asked for 64 microbatches, and this rank for 65"),
+        ([65, 65], [64, 8], "rank 0 was asked for 64 microbatches, and this rank for 8"),
+        ([65, 65], [8, 64], "rank 0 was asked for 8 microbatches, and this rank for 64"),
+    ],
+)
+def test_ranks_with_other_batches_are_stopped(
+    rows: list[int], microbatches: list[int], message: str, tmp_path: Path
+) -> None:
+    """Also if one sends more than the other has room for, which gloo would end the process for."""
+    said = ranks.run(batches_that_differ, 2, str(write(tmp_path)), rows, microbatches)
+    assert [str(each).startswith("RuntimeFault: rank") and message in each for each in said] == [True, True]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ the last one that read the buffer. Waiting for it makes the current stream wait,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,12 +20,13 @@ from torch import Tensor
 from pipegraph.kernels.autocast import autocast_number
 from pipegraph.package import Value
 from pipegraph.runtime.processes.faults import SendFailed
-from pipegraph.runtime.processes.group import Group, lost_connections
+from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.step_data import StepInputs
-from pipegraph.runtime.transport.headers import DeferredHeaders, PipelineCall, ReceivedHeader, expected
+from pipegraph.runtime.transport.headers import DeferredHeaders, OngoingCall
+from pipegraph.runtime.transport.messages import IncomingMessages, OutgoingMessages
 from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
-from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
+from pipegraph.runtime.transport.sends import GlooSends, NcclSends, SendQueue
 from pipegraph.runtime.wiring import Transfer, from_memory, in_memory, shape_in_memory
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -81,52 +81,32 @@ class BufferPool:
 
 
 class DistributedReceive:
-    """A message that is being received into a buffer of its pool. It is `unfinished` until it has been waited for."""
+    """A message that is being received into a buffer of a pool."""
 
     is_pooled = True
 
     def __init__(
         self,
-        group: Group,
-        peer: int,
-        pool: BufferPool,
+        messages: IncomingMessages,
+        call: OngoingCall,
         values: Sequence[Value],
         shapes: Shapes,
-        header: ReceivedHeader | None,
-        deferred: DeferredHeaders | None,
-        unfinished: set[DistributedReceive],
-        sends: SendQueue,
+        pool: BufferPool,
         device: torch.device,
     ) -> None:
         self._device = device
-        self._peer = peer
-        self._sends = sends
+        self._messages = messages
         self._pool = pool
-        self._header = header
-        self._deferred = deferred
         self._values = values
         self._tensors = pool.take(tuple(map(shape_in_memory, values, shapes)))
-        self._works = [group.receive(tensor, peer) for tensor in self._tensors if tensor.numel()]
-        self._unfinished = unfinished
-        unfinished.add(self)
+        self._message = messages.receive(call, [tensor for tensor in self._tensors if tensor.numel()])
 
     def ready(self) -> bool:
         return True  # no other executor of this process can make a difference
 
     def wait(self) -> Sequence[Tensor]:
-        if self._header is not None:
-            self._header.check(self._deferred)  # before the rest, which might never come
-        with expected(self._peer, self._sends):
-            for work in self._works:
-                work.wait()
-        self.drop()
+        self._messages.wait(self._message)
         return tuple(map(from_memory, self._values, [each.to(self._device) for each in self._tensors]))
-
-    def drop(self) -> None:
-        """Let go of the connection."""
-        self._header = None
-        self._works.clear()
-        self._unfinished.discard(self)
 
     def release(self) -> None:
         self._pool.release(self._tensors)
@@ -144,53 +124,48 @@ class DistributedTransport:
         self._device = world.device
         self._message_device = world.device if world.uses_nccl else torch.device("cpu")  # gloo sends from the host
         self._pools: dict[tuple[int, int, tuple[torch.dtype, ...]], BufferPool] = {}
-        self._unfinished: set[DistributedReceive] = set()
-        self._call = PipelineCall()
-        self._given: StepInputs | None = None
-        self._headed: set[tuple[int, int]] = set()
+        self._calls = 0
+        self._call: OngoingCall | None = None
         self._deferred = DeferredHeaders() if world.uses_nccl else None
         self._sends: SendQueue = NcclSends() if world.uses_nccl else GlooSends(report, world.timeout)
-        self._groups = {
+        self._outgoing: dict[int, OutgoingMessages] = {}  # by the receiver
+        self._incoming: dict[int, IncomingMessages] = {}  # by the sender
+        groups = {
             pair: world.connect(f"{pair[0]}-{pair[1]}", pair, self._message_device)
             for pair in sorted(pairs)
             if world.rank in pair
         }
         # NCCL connects at a group's first transfer, and blocks until the other side comes. Here all come in one order.
-        for (sender, receiver), group in self._groups.items():
+        for (sender, receiver), group in groups.items():
             byte = torch.zeros(1, dtype=torch.uint8, device=self._message_device)
             peer = receiver if sender == world.rank else sender
             with lost_connections(peer):
                 (group.send if sender == world.rank else group.receive)(byte, peer).wait()
+            if sender == world.rank:
+                self._outgoing[peer] = OutgoingMessages(group, peer, self._message_device, self._sends)
+            else:
+                own = self._message_device, self._sends, self._deferred
+                self._incoming[peer] = IncomingMessages(group, peer, *own)
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         pairs = zip(transfer.values, tensors, strict=True)
         sent = [in_memory(value, tensor).to(self._message_device) for value, tensor in pairs if tensor.numel()]
-        if self._is_first(transfer.ranks) and self._given is not None:
-            sent.insert(0, self._call_with(self._given).header(self._message_device))
-        self._sends.add(PendingSend(self._groups[transfer.ranks], transfer.ranks[1], sent, transfer))
+        self._outgoing[transfer.ranks[1]].send(self._ongoing, sent, transfer)
 
     def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
-        header = self._received_header(ranks, given)
-        self._headed.add(ranks)
-        call = header.wait()
+        call = self._incoming[ranks[0]].learn(self._ongoing)
         given.learn_numbers(call.sizes, call.rows)
 
     def send_numbers(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
         """Send whole numbers to the second rank, before the messages of the call."""
-        sent = [torch.tensor(numbers, dtype=torch.int64, device=self._message_device)]
-        if self._is_first(ranks) and self._given is not None:
-            sent.insert(0, self._call_with(self._given).header(self._message_device))
-        self._sends.add(PendingSend(self._groups[ranks], ranks[1], sent))
+        sent = torch.tensor(numbers, dtype=torch.int64, device=self._message_device)
+        self._outgoing[ranks[1]].send(self._ongoing, [sent])
 
-    def receive_numbers(self, ranks: tuple[int, int], count: int, given: StepInputs) -> list[int]:
+    def receive_numbers(self, ranks: tuple[int, int], count: int) -> list[int]:
         """Wait for the numbers that the first rank sends, and return them."""
-        header = self._first_header(ranks, given)
         numbers = torch.zeros(count, dtype=torch.int64, device=self._message_device)
-        work = self._groups[ranks].receive(numbers, ranks[0])
-        if header is not None:
-            header.wait()
-        with expected(ranks[0], self._sends):
-            work.wait()
+        messages = self._incoming[ranks[0]]
+        messages.wait(messages.receive(self._ongoing, [numbers]))
         return numbers.tolist()
 
     def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
@@ -198,58 +173,29 @@ class DistributedTransport:
         message = transfer.sender, transfer.receiver, dtypes
         if message not in self._pools:
             self._pools[message] = BufferPool(dtypes, self._message_device)
-        group, peer = self._groups[transfer.ranks], transfer.ranks[0]
-        header = self._first_header(transfer.ranks, given)
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
-        pool, values = self._pools[message], transfer.values
-        return DistributedReceive(
-            group,
-            peer,
-            pool,
-            values,
-            shapes,
-            header,
-            self._deferred,
-            self._unfinished,
-            self._sends,
-            self._device,
-        )
+        incoming = self._incoming[transfer.ranks[0]]
+        return DistributedReceive(incoming, self._ongoing, transfer.values, shapes, self._pools[message], self._device)
 
     def start(self, kind: str, given: StepInputs) -> None:
         if self._deferred is not None:
             self._deferred.check()
-        autocast = autocast_number(self._device.type)
-        self._call = PipelineCall(self._call.number + 1, kind, given.microbatches, autocast=autocast)
-        self._given = given
-        self._headed.clear()
+        self._calls += 1
+        self._call = OngoingCall(self._calls, kind, given, autocast_number(self._device.type))
 
     def finish(self) -> None:
         self._sends.finish()
-        self._given = None
+        self._call = None
         for pool in self._pools.values():
             pool.drop_unused()
 
     def close(self) -> None:
         """Drop every transfer that is not done, because each keeps its connection open. The world closes the groups."""
         self._sends.drop()
-        for receive in tuple(self._unfinished):
-            receive.drop()
+        for incoming in self._incoming.values():
+            incoming.drop()
 
-    def _call_with(self, given: StepInputs) -> PipelineCall:
-        return replace(self._call, sizes=given.numbers, rows=given.known_rows)
-
-    def _first_header(self, ranks: tuple[int, int], given: StepInputs) -> ReceivedHeader | None:
-        """The header that comes before the first message of the call; None before the others."""
-        if not self._is_first(ranks):
-            return None
-        return self._received_header(ranks, given)
-
-    def _received_header(self, ranks: tuple[int, int], given: StepInputs) -> ReceivedHeader:
-        group, call = self._groups[ranks], self._call_with(given)
-        return ReceivedHeader(group, ranks[0], call, self._message_device, self._sends)
-
-    def _is_first(self, ranks: tuple[int, int]) -> bool:
-        """Whether this is the first message of the call from one rank to another."""
-        first = ranks not in self._headed
-        self._headed.add(ranks)
-        return first
+    @property
+    def _ongoing(self) -> OngoingCall:
+        assert self._call is not None
+        return self._call

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipegraph.errors import RuntimeFault
-from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
-from pipegraph.runtime.transport.sends import SendQueue
+from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.step_data import StepInputs
 
 _KINDS: Final = ("step", "evaluate")
+_CUT: Final = 3
+"""Where a header says how many rows it lists, before the sizes."""
 _ROOM: Final = 64
+"""For how many rows a header has room. More of them follow it."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,19 @@ class PipelineCall:
     rows: tuple[int, ...] | None = ()
     autocast: int = 0
 
-    def header(self, device: torch.device) -> Tensor:
-        """A tensor [4 + sizes + rows] that says which call this is.
-
-        Rows have the room of a multiple of `_ROOM`, so that headers for other numbers of microbatches arrive as well.
+    def header(self, device: torch.device) -> list[Tensor]:
+        """What says which call this is, in tensors to send: one [4 + sizes + 64 rows], of one length in all calls, so
+        that it arrives whatever call the receiver is in; and the rest of the rows, if there are more.
         """
         number = self.number * len(_KINDS) + _KINDS.index(self.kind)
         cut = -1 if self.rows is None else len(self.rows)
         numbers = number, self.microbatches, self.autocast, cut, *self.sizes, *(self.rows or ())
-        room = math.ceil(self.microbatches / _ROOM) * _ROOM
-        header = torch.zeros(4 + len(self.sizes) + room, dtype=torch.int64, device=device)
-        for index, each in enumerate(numbers):
-            header[index].fill_(each)  # on the device: a copy from the host would be waited for
+        first = _header_length(self)
+        header = [torch.zeros(first, dtype=torch.int64, device=device)]
+        if len(numbers) > first:
+            header.append(torch.zeros(len(numbers) - first, dtype=torch.int64, device=device))
+        for index, each in enumerate(numbers):  # on the device: a copy from the host would be waited for
+            (header[0][index] if index < first else header[1][index - first]).fill_(each)
         return header
 
     def received(self, header: Tensor) -> PipelineCall:
@@ -118,37 +121,63 @@ class DeferredHeaders:
             call.check(copy, peer)
 
 
-@contextmanager
-def expected(peer: int, sends: SendQueue) -> Iterator[None]:
-    """A context in which a message of `peer` is waited for. It raises what a message of this rank failed for, if that
-    ended the wait."""
-    try:
-        with lost_connections(peer):
-            yield
-    except ConnectionLost:
-        sends.check()
-        raise
+class OngoingCall:
+    """The call that this rank is in. What is known of its batch may grow until its first message.
+
+    Attributes:
+        number: how many calls were begun with it.
+    """
+
+    def __init__(self, number: int, kind: str, given: StepInputs, autocast: int) -> None:
+        self.number = number
+        self._kind, self._given, self._autocast = kind, given, autocast
+
+    def known(self) -> PipelineCall:
+        """The call as far as it is known by now."""
+        given = self._given
+        return PipelineCall(
+            self.number, self._kind, given.microbatches, given.numbers, given.known_rows, self._autocast
+        )
 
 
-class ReceivedHeader:
-    """The header that is expected before a message, and the call that it must name. On a GPU it is checked later."""
+class ExpectedHeader:
+    """The header that is expected from a rank before its messages of a call. It is being received from the start."""
 
-    def __init__(self, group: Group, peer: int, call: PipelineCall, device: torch.device, sends: SendQueue) -> None:
-        self._peer, self._call, self._sends = peer, call, sends
-        self._tensor = call.header(device)
-        self._work = group.receive(self._tensor, peer)
+    def __init__(self, group: Group, peer: int, call: PipelineCall, device: torch.device) -> None:
+        self._group, self._peer, self._call, self._device = group, peer, call, device
+        self._parts: list[Tensor] = []
+        self._works: list[dist.Work] = []
+        self._receive(_header_length(call))
 
     def wait(self) -> PipelineCall:
-        """The call that the peer is in."""
-        with expected(self._peer, self._sends):
-            self._work.wait()
-        self._call.check(self._tensor, self._peer)
-        return self._call.received(self._tensor)
+        """Return the call that the peer is in. Raises RuntimeFault if it is another one than this rank's."""
+        self._wait()
+        self._receive(int(self._parts[0][_CUT]) - _ROOM)
+        self._wait()
+        header = torch.cat(self._parts)
+        self._call.check(header, self._peer)
+        return self._call.received(header)
 
-    def check(self, deferred: DeferredHeaders | None) -> None:
-        with expected(self._peer, self._sends):
-            self._work.wait()
-        if deferred is None:
-            self._call.check(self._tensor, self._peer)
-        else:
-            deferred.add(self._tensor, self._call, self._peer)
+    def receive_all(self) -> None:
+        """Receive what follows the header of a call like this rank's, without waiting for what the header says."""
+        self._receive(len(self._call.rows or ()) - _ROOM)
+
+    def check_later(self, deferred: DeferredHeaders) -> None:
+        """Let the current stream wait for the header, which is checked once it is on the host."""
+        self._wait()
+        deferred.add(torch.cat(self._parts), self._call, self._peer)
+
+    def _receive(self, count: int) -> None:
+        if count > 0:
+            self._parts.append(torch.zeros(count, dtype=torch.int64, device=self._device))
+            self._works.append(self._group.receive(self._parts[-1], self._peer))
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+def _header_length(call: PipelineCall) -> int:
+    """The length of the first tensor of a header."""
+    return _CUT + 1 + len(call.sizes) + _ROOM
