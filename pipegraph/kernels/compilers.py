@@ -112,7 +112,7 @@ def _compile_together(modules: Sequence[fx.GraphModule]) -> list[Run | Exception
     results: list[Run | Exception] = []
     ends: list[int] = []
     cpp_internals.wait_for_headers()
-    with warnings.catch_warnings():
+    with internals.TORCH_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
         with cpp_internals.compiled_together() as waits:
             for module in track("writing kernels", modules):

@@ -142,7 +142,8 @@ def renew_rnn_weights(module: nn.Module) -> None:
 
 # Tracing
 
-_tracing = threading.RLock()
+TORCH_LOCK = threading.RLock()
+"""Held while torch's tracer, its compiler, or what they go by is another one for a time. Threads share them."""
 
 
 @contextmanager
@@ -159,15 +160,20 @@ def fake_tensors(environment: Any = None) -> Iterator[Any]:
     from torch.fx.experimental import _config
 
     register_grouped_mm()
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_another_thread)
     try:
         with ExitStack() as stack:
             if environment is not None:
+                stack.enter_context(TORCH_LOCK)  # before torch 2.13 its configuration is that of all threads
                 stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
             yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment))
     finally:
-        logger.disabled = before
+        logger.removeFilter(is_of_another_thread)
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -225,17 +231,18 @@ def _lstm_states_in_their_shapes() -> Iterator[None]:
         return
     from torch._decomp import decompositions
 
-    original = decompositions.one_layer_lstm
+    with TORCH_LOCK:
+        original = decompositions.one_layer_lstm
 
-    def one_layer(*args: Any, **kwargs: Any) -> Any:
-        output, states = original(*args, **kwargs)
-        return output, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
+        def one_layer(*args: Any, **kwargs: Any) -> Any:
+            output, states = original(*args, **kwargs)
+            return output, tuple(state.squeeze(0) if state.dim() == 3 else state for state in states)
 
-    decompositions.one_layer_lstm = one_layer
-    try:
-        yield
-    finally:
-        decompositions.one_layer_lstm = original
+        decompositions.one_layer_lstm = one_layer
+        try:
+            yield
+        finally:
+            decompositions.one_layer_lstm = original
 
 
 def trace(
@@ -249,7 +256,7 @@ def trace(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # torch's tracer replaces methods of all modules meanwhile: two threads must not trace at once.
-    with _tracing, python_dispatch():
+    with TORCH_LOCK, python_dispatch():
         module: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
     return module
 

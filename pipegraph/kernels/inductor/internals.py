@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipegraph.kernels.internals import Run
+from pipegraph.kernels.internals import TORCH_LOCK, Run
 
 
 def inductor_decompositions() -> Mapping[Any, Any]:
@@ -26,9 +26,6 @@ def inductor_decompositions() -> Mapping[Any, Any]:
 
     table: Mapping[Any, Any] = select_decomp_table()
     return table
-
-
-_patching = threading.RLock()
 
 
 def compile_graph(module: fx.GraphModule) -> Run:
@@ -46,7 +43,7 @@ def compile_graph(module: fx.GraphModule) -> Run:
 
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     if any(isinstance(example, torch.SymInt) for example in examples):
-        with config.patch(fx_graph_cache=False):
+        with TORCH_LOCK, config.patch(fx_graph_cache=False):
             try:
                 with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
                     return _compiled(_copied(module), examples)
@@ -91,6 +88,7 @@ def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:
     values = [node.meta.get("val") for node in module.graph.nodes]
     mode = next((each.fake_mode for each in values if isinstance(each, FakeTensor)), None) or FakeTensorMode()
     with ExitStack() as stack:
+        stack.enter_context(TORCH_LOCK)
         stack.enter_context(_with_environment(mode))
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(V.set_fake_mode(mode))
@@ -148,17 +146,16 @@ def _with_joint_passes() -> Iterator[None]:
     from torch._inductor import compile_fx
 
     thread = threading.get_ident()
-    with _patching:
-        before = compile_fx.fx_codegen_and_compile
+    before = compile_fx.fx_codegen_and_compile
 
-        def simplify_and_compile(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                module = compile_fx._recursive_joint_graph_passes(module)
-                _mark_outputs(module)
-            return before(module, *args, **kwargs)
+    def simplify_and_compile(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            module = compile_fx._recursive_joint_graph_passes(module)
+            _mark_outputs(module)
+        return before(module, *args, **kwargs)
 
-        compile_fx.fx_codegen_and_compile = simplify_and_compile  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            compile_fx.fx_codegen_and_compile = before
+    compile_fx.fx_codegen_and_compile = simplify_and_compile  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        compile_fx.fx_codegen_and_compile = before

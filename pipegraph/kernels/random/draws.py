@@ -27,6 +27,8 @@ from pipegraph.kernels.random.counter_generator import CounterGenerator, Key, fu
 LOSS = "(loss)"
 """The name under which a loss draws. No module is called so."""
 
+_seeding = threading.RLock()
+
 
 class Draws:
     """Finds the random operations of a function that calls modules, and replaces them by functions of keys.
@@ -162,7 +164,8 @@ def _drawn(
         return given["self"].copy_(result) if name.endswith("_") else result
     if isinstance(key, Tensor):
         raise RuntimeError(f"with seed=, what {operation} draws is seeded outside a graph alone{_remedy(name)}")
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Threads share the generator that is seeded here.
+    with _seeding, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(key)
         return operation(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 
@@ -44,23 +44,49 @@ def takes_distributed(types: Sequence[type]) -> bool:
     return any(each.__name__ == "DTensor" for each in types)
 
 
+_lock = threading.Lock()
+_users = 0
+_replaced = ExitStack()
+_own = threading.local()
+
+
 @contextmanager
 def checkpointing(repeatable: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Let `torch.utils.checkpoint`, called in this thread, run another function again in the backward: what
-    `repeatable` makes of its own when the checkpoint begins.
+    `repeatable` makes of its own when the checkpoint begins. Threads may do so at once, each with its own.
+    """
+    global _users
+    own: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = vars(_own).setdefault("repeatables", [])
+    with _lock:
+        if not _users:
+            _replaced.enter_context(_repeating_checkpoints())
+        _users += 1
+    own.append(repeatable)
+    try:
+        yield
+    finally:
+        own.pop()
+        with _lock:
+            _users -= 1
+            if not _users:
+                _replaced.close()
+
+
+@contextmanager
+def _repeating_checkpoints() -> Iterator[None]:
+    """Let checkpoints of all threads run again what `_repeatable` says.
 
     A checkpoint puts the state of torch's generators back, and tells nobody. Its public `context_fn` is the caller's.
     """
     from torch.utils import checkpoint
 
-    thread = threading.get_ident()
     frame, forward = checkpoint._CheckpointFrame, checkpoint.CheckpointFunction.forward
 
     def make_frame(run_again: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return frame(repeatable(run_again) if threading.get_ident() == thread else run_again, *args, **kwargs)
+        return frame(_repeatable(run_again), *args, **kwargs)
 
     def reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        again = repeatable(function) if threading.get_ident() == thread else function
+        again = _repeatable(function)
         outputs = forward(ctx, function, *args)
         ctx.run_function = again
         return outputs
@@ -72,3 +98,10 @@ def checkpointing(repeatable: Callable[[Callable[..., Any]], Callable[..., Any]]
     finally:
         checkpoint._CheckpointFrame = frame  # type: ignore[misc]
         checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a checkpoint that begins now in this thread is to run again, in the place of what it runs."""
+    for repeatable in reversed(vars(_own).get("repeatables", ())):
+        function = repeatable(function)
+    return function

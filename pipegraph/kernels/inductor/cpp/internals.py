@@ -19,6 +19,7 @@ import torch
 
 from pipegraph.kernels.inductor.cpp.joined_source import function_name, joined_source
 from pipegraph.kernels.inductor.internals import cache_folder
+from pipegraph.kernels.internals import TORCH_LOCK
 
 
 @cache
@@ -104,9 +105,6 @@ class Kernel:
     source: str
 
 
-_patching = threading.RLock()
-
-
 @contextmanager
 def compiled_together() -> Iterator[list[Callable[[], None]]]:
     """Collect this thread's waits for compilers instead of waiting, so that many graphs compile at once, and compile
@@ -122,7 +120,7 @@ def compiled_together() -> Iterator[list[Callable[[], None]]]:
     asked: dict[int, list[tuple[Kernel, LambdaFuture]]] = {}
     """By the AsyncCompile of a module: its kernels, and what stands for each in the module until it is there."""
     thread = threading.get_ident()
-    with _patching:
+    with TORCH_LOCK:
         before = AsyncCompile.wait, AsyncCompile.cpp_pybinding
         original_wait = getattr(AsyncCompile.wait, "original", AsyncCompile.wait)
         original_binding = getattr(AsyncCompile.cpp_pybinding, "original", AsyncCompile.cpp_pybinding)
