@@ -102,7 +102,6 @@ class Executor:
                 with self._preparing(stage):
                     kernels.begin()
         step, posted, observer = StepState(given, results), 0, self.observer
-        self._host.clear()
         for position, action in enumerate(self.actions):
             self.position = position
             try:
@@ -142,6 +141,10 @@ class Executor:
             self._do_collectives(len(self.actions))
         except Exception as error:
             raise ActionFailed(self.rank, self.actions, self.position) from error
+
+    def clear(self) -> None:
+        """Forget what a step has left, also one that failed."""
+        self._host.clear()
 
     def _do_collectives(self, position: int) -> None:
         """Do the collectives before the action at `position`, or start them."""
@@ -319,13 +322,17 @@ def run_executors(executors: Sequence[Executor], given: StepInputs, results: Ste
     Each goes on until it needs what another of them has yet to send.
     """
     runs: list[tuple[Executor, Iterator[Any]]] = [(executor, executor.run(given, results)) for executor in executors]
-    while runs:
-        before = [executor.position for executor, _ in runs]
-        waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]
-        if len(waiting) == len(runs) and before == [executor.position for executor, _ in waiting]:
-            at = ", ".join(f"rank {executor.rank} at {executor.actions[executor.position]}" for executor, _ in waiting)
-            raise RuntimeFault(
-                f"the schedule deadlocks: every rank waits for another one ({at}).\n"
-                "Try: pipegraph schedule FILE, which checks it."
-            )
-        runs = waiting
+    try:
+        while runs:
+            before = [executor.position for executor, _ in runs]
+            waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]
+            if len(waiting) == len(runs) and before == [executor.position for executor, _ in waiting]:
+                at = ", ".join(f"rank {each.rank} at {each.actions[each.position]}" for each, _ in waiting)
+                raise RuntimeFault(
+                    f"the schedule deadlocks: every rank waits for another one ({at}).\n"
+                    "Try: pipegraph schedule FILE, which checks it."
+                )
+            runs = waiting
+    finally:
+        for executor in executors:
+            executor.clear()

@@ -92,7 +92,11 @@ class HostMemory:
                 self._away[key] = self._sent(values)
 
     def clear(self) -> None:
-        """Forget what a step that failed has left."""
+        """Forget what a step that failed has left. On a GPU the current stream, whose memory it is, waits for what is
+        still coming into it: only then may it be used for something else."""
+        for arrived in self._coming.values():
+            if arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(arrived)
         self._away.clear()
         self._coming.clear()
 

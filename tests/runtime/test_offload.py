@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
+from pipegraph.errors import RuntimeFault
 from pipegraph.package import Package
+from pipegraph.runtime.host_memory import HostMemory
 from pipegraph.runtime.measurements import SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.schedule import build, names
+from pipegraph.schedule import Action, Kind, build, names
 from pipegraph.schedule.absences import absences
 from pipegraph.schedule.recipes import trains
 from tests.runtime.packages import loss, write
@@ -66,6 +71,57 @@ def test_a_copy_has_an_action_to_hide_behind() -> None:
     found = [(each.microbatch, each.left, each.back) for each in absences(build("gpipe", 2, 4).actions[0])]
     assert found == [(0, 1, 3), (1, 2, 4), (2, 3, 5), (3, 4, 6)]
     assert not absences(build("1f1b", 2, 4).actions[1])
+
+
+class Offloading:
+    """Saved values that may all be elsewhere."""
+
+    def take_offloaded(self, device: torch.device) -> dict[str, Tensor]:
+        return {"x": torch.ones(1)}
+
+    def put_back(self, values: dict[str, Tensor]) -> None:
+        pass
+
+
+def test_memory_of_a_gpu_is_not_used_while_a_step_that_failed_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory belongs to the stream that it was made in, and copies come in another one."""
+    awaited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=awaited.append))
+    monkeypatch.setattr(HostMemory, "_sent", lambda memory, values: SimpleNamespace(copied="copied", device=values))
+    monkeypatch.setattr(HostMemory, "_brought", lambda memory, away: ({}, "arrived"))
+    actions = build("gpipe", 1, 4).actions[0]
+    memory, saved = HostMemory(actions, torch.device("cuda")), {(0, each): Offloading() for each in range(4)}
+    for action in actions[:4]:  # the forwards; the first values come back before the last of them
+        memory.before(action, saved)
+        memory.after(action, saved)
+    assert awaited.count("arrived") == 0
+    memory.clear()
+    assert awaited.count("arrived") == 1
+
+
+def test_what_is_away_is_freed_when_a_step_fails(package: Package) -> None:
+    pipe = Pipeline(package, "gpipe", MICROBATCHES, loss, kernels="eager", recompute="offload")
+    x, target = torch.randn(2 * MICROBATCHES, WIDTH), torch.zeros(2 * MICROBATCHES)
+    pipe.step(x, target=target)
+    before = copies_alive()
+
+    class Failing:
+        def begin(self, rank: int, action: Action) -> None:
+            assert action.kind is not Kind.B, "on purpose"
+
+        def end(self, rank: int, action: Action, saved: object) -> None:
+            pass
+
+    with pipe.observe(Failing()), pytest.raises(RuntimeFault, match="on purpose"):
+        pipe.step(x, target=target)
+    assert copies_alive() == before
+    pipe.step(x, target=target)
+
+
+def copies_alive() -> int:
+    """How many tensors of bytes there are."""
+    gc.collect()
+    return sum(isinstance(each, Tensor) and each.dtype is torch.uint8 for each in gc.get_objects())
 
 
 def test_it_is_told_that_a_cpu_emulates_it(package: Package) -> None:
