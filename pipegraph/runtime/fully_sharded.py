@@ -62,6 +62,11 @@ class ShardedParameter:
         self._sharded: nn.Parameter = getattr(module, name)
 
     @property
+    def is_held(self) -> bool:
+        """Whether the modules hold that part."""
+        return all(getattr(module, name, None) is self._sharded for module, name in self._places)
+
+    @property
     def local_whole(self) -> Tensor:
         """The memory of `whole`: with tensor parallelism it is what this rank computes with."""
         return self._local

@@ -6,7 +6,7 @@ stage 0   F0 F1          B0 B1   ─▶ buckets ─ all-reduce ┴─▶ .grad o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipegraph.kernels.sharded import local
 from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
 from pipegraph.runtime.measurements import Message
-from pipegraph.runtime.parameters import redistribute
+from pipegraph.runtime.parameters import Stages, parameters_of, redistribute
 from pipegraph.runtime.processes.group import Group
 
 
@@ -93,6 +93,20 @@ class GradientReduction:
             self._group.wait(work)
             bucket.give_back()
         self._reduced.clear()
+
+
+def copied_parameters(stages: Stages, sharded: Collection[int], loss_fn: Any) -> dict[int, list[nn.Parameter]]:
+    """Of each stage, the parameters that all data-parallel ranks have whole.
+
+    Args:
+        sharded: the identities of those that they have in parts.
+        loss_fn: what it trains is of the last of these stages; None if that is elsewhere.
+    """
+    held = {
+        index: [each for _, each in parameters_of(stage) if id(each) not in sharded] for index, stage in stages.items()
+    }
+    held[max(held)] += trained_by(loss_fn)
+    return held
 
 
 def make_equal(tensors: Sequence[Tensor], group: Group, first: int) -> None:

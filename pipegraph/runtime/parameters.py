@@ -125,6 +125,15 @@ def owner_of(stage: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module, attribute
 
 
+def parameter_at(stage: nn.Module, name: str) -> object:
+    """What a stage has in a parameter's place, by the model's name for it; None if it has nothing there."""
+    try:
+        module, attribute = owner_of(stage, name)
+    except AttributeError:  # the module is gone
+        return None
+    return getattr(module, attribute, None)
+
+
 def _inmost(module: nn.Module) -> nn.Module:
     while (inner := internals.checkpointed(module)) is not None:
         module = inner

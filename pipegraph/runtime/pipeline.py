@@ -119,7 +119,7 @@ class Pipeline(PipelineState, PipelineRanks):
     A stage is traced again when its mode, `requires_grad`, a dtype, autocast, or the identity of its modules,
     parameters or buffers changes, and for the second and third shape of its inputs, the third time for all sizes. For
     anything else call `pipe.retrace()`: attributes such as `dropout.p`, and numbers that `loss_fn` reads, are constants
-    of the traced graph.
+    of the traced graph. Parameters that are tied, or that ranks along a `dp` dimension have as well, are not replaced.
     """
 
     def __init__(
@@ -228,7 +228,8 @@ class Pipeline(PipelineState, PipelineRanks):
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
             ScheduleError: the schedule cannot have so many microbatches. Nothing was sent.
-            PipegraphError: ``torch.inference_mode()`` is on. Nothing was sent.
+            PipegraphError: ``torch.inference_mode()`` is on, or a parameter that other stages or ranks have as well was
+                replaced since the pipeline was made. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
         if self.schedule.trains and torch.is_inference_mode_enabled():

@@ -20,14 +20,15 @@ from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
-from pipegraph.runtime.gradient_reduction import GradientReduction, make_equal, trained_by
+from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
 from pipegraph.runtime.model_arguments import fill_structure
+from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
-from pipegraph.runtime.parameters import parameters_of, redistribute_gradients
+from pipegraph.runtime.parameters import redistribute_gradients
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
@@ -155,13 +156,17 @@ class StepRunner:
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
         self._collectives: ParameterCollectives | None = None
 
+        are_copied = world is not None and world.grid.length(*DATA) > 1
+        own_loss = loss_fn if self.batches.has_last_stage else None
+        self._parameter_checks = ParameterChecks(prepared, stages, self.ties, own_loss, are_copied)
+
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self.transport: Transport = LocalTransport()
         self._distributed: DistributedTransport | None = None
         if world:
             world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident} {numbers.seed}")
-            if world.grid.length(*DATA) > 1:
-                self._connect_copies(world, loss_fn, groups)
+            if are_copied:
+                self._connect_copies(world, own_loss, groups)
             self.ties.connect(world)
             self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
             self.transport = self._distributed
@@ -182,11 +187,12 @@ class StepRunner:
         """Run one step, or only its forward. Returns what it took, and the results of its microbatches.
 
         Collective. Raises BatchError for a batch that does not fit, and PipegraphError if there is no loss or nothing
-        to train, before anything is sent.
+        to train, or parameters were replaced that other stages or ranks have as well, before anything is sent.
         """
         evaluates = request.evaluates
         trains = self._trains and not evaluates
         given, asked = self.check(args, kwargs, request)
+        self._parameter_checks.before_step(trains)
         if trains:
             self._gradient_checks.before_step()
         self.transport.start("evaluate" if evaluates else "step", given)
@@ -270,13 +276,7 @@ class StepRunner:
                 "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
             )
         self._shares = BatchShares(world)
-        sharded = sharded_parameters(groups)
-        held = {
-            index: [each for _, each in parameters_of(stage) if id(each) not in sharded]
-            for index, stage in self.stages.items()
-        }
-        if self.batches.has_last_stage:
-            held[len(self._wiring) - 1] += trained_by(loss_fn)
+        held = copied_parameters(self.stages, sharded_parameters(groups), loss_fn)
         reduction = GradientReduction(held, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0])
         reduction.make_equal()
         transfers: dict[int, list[GroupTransfers]] = {}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import layout, layout_text, local, rebuilt, wrapper_of
 from pipegraph.package import Manifest
-from pipegraph.runtime.parameters import owner_of, redistribute
+from pipegraph.runtime.parameters import owner_of, parameter_at, redistribute
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.world import World
 
@@ -114,6 +114,7 @@ class TiedWeights:
     def __init__(
         self, manifest: Manifest, stages: Mapping[int, nn.Module], placement: Sequence[int], ranks: Collection[int]
     ) -> None:
+        self._stages = stages
         shared = _share(find_ties(manifest), stages)
         self._tied = [TiedParameter(tie, parameter, placement, ranks) for tie, parameter in shared.items()]
         self._owned_elsewhere = {id(each.parameter) for each in self._tied if not each.is_owned}
@@ -144,6 +145,19 @@ class TiedWeights:
                 )
             each.group.broadcast(local(parameter.data), each.holders[0])
 
+    @property
+    def _summed(self) -> list[TiedParameter]:
+        """Those that several stages here, or other ranks, have as well."""
+        return [each for each in self._tied if each.group is not None or each.adds_by_stage]
+
+    def replaced(self) -> tuple[int, str] | None:
+        """A place of this process, (stage, name), that no longer has the tied weight of its stage; None without any."""
+        for each in self._summed:
+            for index, name in each.tie.places:
+                if index in self._stages and parameter_at(self._stages[index], name) is not each.parameter:
+                    return index, name
+        return None
+
     def add_up_together(self) -> None:
         """Add the gradients of all stages of this process up in one sum, which collectives take as it grows."""
         self._by_stage.clear()
@@ -163,7 +177,7 @@ class TiedWeights:
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:
         """A context around a step: sums what the step adds to the gradients of tied weights."""
-        tied = [each for each in self._tied if each.group is not None or each.adds_by_stage]
+        tied = self._summed
         before = [each.parameter.grad for each in tied]
         for each in tied:
             each.parameter.grad = None

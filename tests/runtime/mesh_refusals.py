@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -73,7 +74,35 @@ def _sharded(rank: int, folder: str, how: str) -> None:
     make(folder, {"dp_shard": 2}, "1f1b", **options)
 
 
-ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {"plan": _with_plan, "mesh": _on_a_mesh, "sharding": _sharded}
+def _changed_later(rank: int, folder: str, case: tuple[str, str]) -> None:
+    """A step, a change to the parameters of the stages here, and another step."""
+    dimension, how = case
+    scale = nn.Linear(1, 1, bias=False)
+    shape, options = {dimension: 2}, {"microbatches": 2, "kernels": "autograd"}
+    pipe, _ = make(folder, shape, "1f1b", loss_fn=lambda output, _: (output * scale.weight).mean(), **options)
+    tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
+    pipe.step(tokens, target=target)
+    for stage in pipe.stages.values():
+        last = [module for module in stage.modules() if isinstance(module, nn.Linear)][-1]
+        if how == "added":
+            last.register_parameter("adapter", nn.Parameter(torch.zeros(1)))
+        elif how in ("assigned", "evaluated"):
+            stage.load_state_dict({name: each.clone() for name, each in stage.state_dict().items()}, assign=True)
+        elif how == "replaced" and rank == 1:
+            last.weight = nn.Parameter(last.weight.detach().clone())
+    if how == "loss":
+        scale.weight = nn.Parameter(torch.ones(1, 1))
+    if how == "evaluated":
+        pipe.evaluate(tokens, target=target)
+    pipe.step(tokens, target=target)
+
+
+ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {
+    "plan": _with_plan,
+    "mesh": _on_a_mesh,
+    "sharding": _sharded,
+    "changed later": _changed_later,
+}
 
 
 def with_gpus(rank: int) -> list[str]:

@@ -1,0 +1,82 @@
+"""Whether the parameters of a step are those that other stages and ranks have as well: no change is lost in silence.
+
+A stage whose parameters nobody else has computes with whatever its modules hold. Which parameters are tied, sharded or
+copied is found when a pipeline is made; the other stages and ranks would not know of one that takes their place later.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipegraph.errors import PipegraphError
+from pipegraph.runtime.gradient_reduction import trained_by
+from pipegraph.runtime.parameters import Stages, parameters_of
+from pipegraph.runtime.prepared_stages import PreparedStages
+from pipegraph.runtime.shard_transfers import all_parameters
+from pipegraph.runtime.ties import TiedWeights
+
+
+class ParameterChecks:
+    """Looks before each step for parameters that were replaced since the pipeline was made.
+
+    Args:
+        prepared: the stages of this process.
+        stages: the same, as they run.
+        ties: their tied weights.
+        loss_fn: may have parameters of its own; None if the last stage is elsewhere.
+        are_copied: whether other ranks have the same stages.
+    """
+
+    def __init__(
+        self, prepared: PreparedStages, stages: Stages, ties: TiedWeights, loss_fn: object, are_copied: bool
+    ) -> None:
+        self._stages, self._ties, self._loss_fn = stages, ties, loss_fn
+        names = {id(each): name for index in prepared.groups for name, each in parameters_of(stages[index])}
+        self._sharded = [
+            (index, names[id(each.sharded)], each)
+            for index, groups in prepared.groups.items()
+            for each in all_parameters(groups)
+        ]
+        self._copied: dict[int, nn.Parameter] | None = None  # by identity, which no other object gets meanwhile
+        if are_copied:
+            held = [each for stage in stages.values() for each in stage.parameters()] + trained_by(loss_fn)
+            self._copied = {id(each): each for each in held}
+
+    def before_step(self, trains: bool) -> None:
+        """Raise PipegraphError for a parameter that a step would not use, or not train as the others do."""
+        for index, name, each in self._sharded:
+            if not each.is_held:
+                raise _replaced(f"{name} of stage {index}", "the ranks along dp_shard would go on with the old one")
+        if trains:
+            self._check_ties()
+            self._check_copies()
+
+    def _check_ties(self) -> None:
+        if (place := self._ties.replaced()) is not None:
+            index, name = place
+            raise _replaced(
+                f"{name} of stage {index}", "it is tied to that of another stage, and their gradients are added up"
+            )
+
+    def _check_copies(self) -> None:
+        if (known := self._copied) is None:
+            return
+        why = "its gradients would not be added up over the data-parallel ranks"
+        for index, stage in self._stages.items():
+            if any(id(each) not in known for each in stage.parameters()):  # names take longer than the rest of it
+                name = next(name for name, each in parameters_of(stage) if id(each) not in known)
+                raise _replaced(f"{name} of stage {index}", why)
+        for each in trained_by(self._loss_fn):
+            if id(each) not in known:
+                raise PipegraphError(
+                    f"loss_fn trains a parameter of shape {list(each.shape)}, which it did not when the Pipeline was "
+                    f"made: {why}.\nTry: make a new Pipeline."
+                )
+
+
+def _replaced(name: str, why: str) -> PipegraphError:
+    return PipegraphError(
+        f"{name} is not the parameter that was there when the Pipeline was made: {why}.\n"
+        "Try: change the values of that one, with copy_() or load_state_dict() without assign=True; replace parameters "
+        "and add adapters in parallelize_fn; or make a new Pipeline."
+    )
