@@ -6,7 +6,6 @@ reduce     row of rank 0 │ of p │ of q │ counts │        of each row the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from pipegraph.kernels.sharded import local, rebuilt
 from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup, ShardedParameter
 from pipegraph.runtime.measurements import Message
+from pipegraph.runtime.part_layout import PartLayout
 from pipegraph.runtime.processes.rank_grid import SHARD
 from pipegraph.runtime.processes.shard_group import Reduction, ShardLine
 
@@ -31,6 +31,9 @@ class GroupTransfers:
     def __init__(self, group: ShardedGroup, line: ShardLine) -> None:
         self._parameters, self._reduce_dtype = group.parameters, group.reduce_dtype
         self._line = line
+        self._layouts = {
+            each: PartLayout(tuple(each.local_whole.shape), each.dim(SHARD), line.size) for each in group.parameters
+        }
         self._sums: dict[ShardedParameter, Tensor] = {}
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[list[Reduction], Tensor, Tensor] | None = None
@@ -39,11 +42,11 @@ class GroupTransfers:
 
     def start_gather(self) -> Sent:
         """Start to gather the parameters."""
-        lengths, like = self._lengths(), self._parameters[0].local_whole
+        lengths, like = self._lengths(self._parameters), self._parameters[0].local_whole
         rows = torch.empty(self._line.size, sum(lengths), dtype=like.dtype, device=like.device)
         for each, own in zip(self._parameters, rows[self._line.place].split(lengths), strict=True):
-            part, dim = local(each.sharded.detach()), each.dim(SHARD)
-            own.view(self._part_shape(each)).narrow(dim, 0, part.shape[dim]).copy_(part)
+            part, layout = local(each.sharded.detach()), self._layouts[each]
+            layout.part_in(own, part.shape[layout.dim]).copy_(part)
         work = self._line.start_gather(rows)
         self._gathering = work, rows
         return work, Message("gather", rows.nbytes, self._line.ranks)
@@ -55,14 +58,10 @@ class GroupTransfers:
         self._gathering = None
         self._line.wait(work)
         with torch.no_grad():
-            for each, rows in zip(self._parameters, gathered.split(self._lengths(), dim=1), strict=True):
+            lengths = self._lengths(self._parameters)
+            for each, rows in zip(self._parameters, gathered.split(lengths, dim=1), strict=True):
                 each.allocate()
-                own, shape, dim = each.local_whole.detach(), self._part_shape(each), each.dim(SHARD)
-                parts = rows.view(-1, *shape).movedim(0, dim)
-                if self._is_even(each):
-                    own.unflatten(dim, (self._line.size, shape[dim])).copy_(parts)
-                else:
-                    own.copy_(parts.flatten(dim, dim + 1).narrow(dim, 0, own.shape[dim]))
+                self._layouts[each].read(rows, each.local_whole.detach())
 
     def end(self) -> None:
         """Free and forget what a step has left, also one that failed."""
@@ -98,7 +97,7 @@ class GroupTransfers:
             return []
         like = trained[0].local_whole
         dtype = self._reduce_dtype or like.dtype
-        lengths = [math.prod(self._part_shape(each)) for each in trained]
+        lengths = self._lengths(trained)
         sent = torch.zeros(self._line.size, sum(lengths) + len(trained), dtype=dtype, device=like.device)
         *rows, counts = sent.split([*lengths, len(trained)], dim=1)
         self._missing.clear()
@@ -108,15 +107,7 @@ class GroupTransfers:
                 self._missing.add(each)
                 continue
             counts[:, index] = 1
-            shape, dim = self._part_shape(each), each.dim(SHARD)
-            whole = gradient
-            if not self._is_even(each):
-                filled = list(shape)
-                filled[dim] *= self._line.size
-                whole = torch.zeros(filled, dtype=dtype, device=like.device)
-                whole.narrow(dim, 0, gradient.shape[dim]).copy_(gradient)
-            parts = whole.unflatten(dim, (self._line.size, shape[dim])).movedim(dim, 0)
-            row.view(parts.shape).copy_(parts)
+            self._layouts[each].write(gradient, row)
         started, reduced = self._line.start_reduce(sent)
         self._reducing = started, reduced, sent
         return [(each.work, Message(each.what, each.size, each.ranks)) for each in started]
@@ -134,11 +125,10 @@ class GroupTransfers:
         if reduced is None:
             return
         trained = self._trained()
-        lengths = [math.prod(self._part_shape(each)) for each in trained]
-        *parts, counts = reduced.split([*lengths, len(trained)])
-        for each, part, count in zip(trained, parts, counts, strict=True):
+        *rows, counts = reduced.split([*self._lengths(trained), len(trained)])
+        for each, row, count in zip(trained, rows, counts, strict=True):
             if each not in self._missing or count > 0:  # the count is on a GPU, which would have to be waited for
-                _add_gradient(each, part.view(self._part_shape(each)), each.dim(SHARD))
+                _add_gradient(each, row, self._layouts[each])
 
     def _wait_for_part(self) -> None:
         assert self._reducing is not None
@@ -155,25 +145,14 @@ class GroupTransfers:
     def _trained(self) -> list[ShardedParameter]:
         return [each for each in self._parameters if each.sharded.requires_grad]
 
-    def _part_shape(self, parameter: ShardedParameter) -> tuple[int, ...]:
-        """The shape of a rank's part, filled up to that of the largest."""
-        shape, dim = list(parameter.local_whole.shape), parameter.dim(SHARD)
-        shape[dim] = math.ceil(shape[dim] / self._line.size)
-        return tuple(shape)
-
-    def _is_even(self, parameter: ShardedParameter) -> bool:
-        """Whether all ranks have parts of the same size: then nothing is filled up."""
-        dim = parameter.dim(SHARD)
-        return parameter.local_whole.shape[dim] == self._part_shape(parameter)[dim] * self._line.size
-
-    def _lengths(self) -> list[int]:
-        return [math.prod(self._part_shape(each)) for each in self._parameters]
+    def _lengths(self, parameters: Sequence[ShardedParameter]) -> list[int]:
+        return [self._layouts[each].length for each in parameters]
 
 
-def _add_gradient(parameter: ShardedParameter, part: Tensor, dim: int) -> None:
+def _add_gradient(parameter: ShardedParameter, row: Tensor, layout: PartLayout) -> None:
     sharded: nn.Parameter = parameter.sharded
     own = local(sharded.detach())
-    gradient = part.narrow(dim, 0, own.shape[dim]).to(own.device, own.dtype).contiguous()
+    gradient = layout.part_in(row, own.shape[layout.dim]).to(own.device, own.dtype).contiguous()
     if sharded.grad is None:
         sharded.grad = rebuilt(gradient, sharded)
     else:
