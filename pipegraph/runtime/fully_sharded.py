@@ -49,7 +49,8 @@ class ShardedParameter:
         self._memory = own.untyped_storage()
         self._bytes = self._memory.nbytes()
         self.whole = nn.Parameter(rebuilt(own, before), requires_grad=before.requires_grad)
-        self._local = own
+        # With a version of its own: autograd would take the same values, gathered again, for a change of what it saved.
+        self._local = own.data
         self.free()
 
     @property
@@ -94,7 +95,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """The parameters that are gathered and reduced in one message: those of one call of `fully_shard`.
+    """The parameters that are gathered and reduced in one message: those of one call of `fully_shard`, of one dtype.
 
     Attributes:
         reduce_dtype: in which gradients are added up; None for that of computing.
@@ -148,8 +149,7 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
             if getattr(owner, name) is not parameter and id(parameter) not in taken:
                 parameters.append(ShardedParameter(places, parameter, _compute_dtype(parameter, policy)))
         _cast_at(module, policy)
-        if parameters:
-            groups.append(ShardedGroup(tuple(parameters), policy.reduce_dtype))
+        groups += _groups_by_dtype(parameters, policy)
     return groups
 
 
@@ -189,9 +189,16 @@ def adopt_groups(index: int, stage: nn.Module, mesh: DeviceMesh, device: torch.d
                 parameters.append(ShardedParameter(places, whole, _compute_dtype(parameter, policy)))
         remove_fsdp_hooks(module)
         _cast_at(module, policy)
-        if parameters:
-            groups.append(ShardedGroup(tuple(parameters), policy.reduce_dtype))
+        groups += _groups_by_dtype(parameters, policy)
     return groups[::-1]
+
+
+def _groups_by_dtype(parameters: Sequence[ShardedParameter], policy: Any) -> list[ShardedGroup]:
+    """A group for each dtype that is computed with: a message has one, and in another one values would be rounded."""
+    by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+    for each in parameters:
+        by_dtype.setdefault(each.whole.dtype, []).append(each)
+    return [ShardedGroup(tuple(each), policy.reduce_dtype) for each in by_dtype.values()]
 
 
 def _names_of(parameter: Any) -> tuple[str, ...]:

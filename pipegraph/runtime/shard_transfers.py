@@ -2,6 +2,8 @@
 
 gather     a │ part of p │ part of q │   of each rank ─▶ whole p, whole q
 reduce     row of rank 0 │ of p │ of q │ counts │        of each row the sum over ranks and replicas ─▶ its rank
+
+Complex numbers travel as pairs of real ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class GroupTransfers:
         self._parameters, self._reduce_dtype = group.parameters, group.reduce_dtype
         self._line = line
         self._layouts = {
-            each: PartLayout(tuple(each.local_whole.shape), each.dim(SHARD), line.size) for each in group.parameters
+            each: PartLayout(tuple(_real(each.local_whole).shape), each.dim(SHARD), line.size)
+            for each in group.parameters
         }
         self._sums: dict[ShardedParameter, Tensor] = {}
         self._gathering: tuple[Work, Tensor] | None = None
@@ -42,10 +45,10 @@ class GroupTransfers:
 
     def start_gather(self) -> Sent:
         """Start to gather the parameters."""
-        lengths, like = self._lengths(self._parameters), self._parameters[0].local_whole
+        lengths, like = self._lengths(self._parameters), _real(self._parameters[0].local_whole)
         rows = torch.empty(self._line.size, sum(lengths), dtype=like.dtype, device=like.device)
         for each, own in zip(self._parameters, rows[self._line.place].split(lengths), strict=True):
-            part, layout = local(each.sharded.detach()), self._layouts[each]
+            part, layout = _real(local(each.sharded)), self._layouts[each]
             layout.part_in(own, part.shape[layout.dim]).copy_(part)
         work = self._line.start_gather(rows)
         self._gathering = work, rows
@@ -61,7 +64,7 @@ class GroupTransfers:
             lengths = self._lengths(self._parameters)
             for each, rows in zip(self._parameters, gathered.split(lengths, dim=1), strict=True):
                 each.allocate()
-                self._layouts[each].read(rows, each.local_whole.detach())
+                self._layouts[each].read(rows, _real(each.local_whole))
 
     def end(self) -> None:
         """Free and forget what a step has left, also one that failed."""
@@ -81,10 +84,9 @@ class GroupTransfers:
         if self._reduce_dtype is None:
             return
         for each in self._parameters:
-            gradient = each.whole.grad
-            if gradient is not None and gradient.dtype != self._reduce_dtype:
+            own = None if each.whole.grad is None else _real(local(each.whole.grad))
+            if own is not None and own.dtype != self._reduce_dtype:
                 each.whole.grad = None
-                own = local(gradient)
                 if each in self._sums:
                     self._sums[each].add_(own)
                 else:
@@ -95,7 +97,7 @@ class GroupTransfers:
         trained = self._trained()
         if not trained:
             return []
-        like = trained[0].local_whole
+        like = _real(trained[0].local_whole)
         dtype = self._reduce_dtype or like.dtype
         lengths = self._lengths(trained)
         sent = torch.zeros(self._line.size, sum(lengths) + len(trained), dtype=dtype, device=like.device)
@@ -137,10 +139,10 @@ class GroupTransfers:
         self._reduced, self._reducing = self._line.own_row(reduced), None
 
     def _take_gradient(self, parameter: ShardedParameter) -> Tensor | None:
-        """The gradient of the whole parameter, which gives it away."""
+        """The gradient of the whole parameter, in real numbers. The parameter gives it away."""
         own, gradient = self._sums.pop(parameter, None), parameter.whole.grad
         parameter.whole.grad = None
-        return local(gradient) if own is None and gradient is not None else own
+        return _real(local(gradient)) if own is None and gradient is not None else own
 
     def _trained(self) -> list[ShardedParameter]:
         return [each for each in self._parameters if each.sharded.requires_grad]
@@ -151,12 +153,17 @@ class GroupTransfers:
 
 def _add_gradient(parameter: ShardedParameter, row: Tensor, layout: PartLayout) -> None:
     sharded: nn.Parameter = parameter.sharded
-    own = local(sharded.detach())
+    own = _real(local(sharded))
     gradient = layout.part_in(row, own.shape[layout.dim]).to(own.device, own.dtype).contiguous()
-    if sharded.grad is None:
-        sharded.grad = rebuilt(gradient, sharded)
+    if sharded.grad is not None:
+        _real(local(sharded.grad)).add_(gradient)
     else:
-        local(sharded.grad).add_(gradient)
+        sharded.grad = rebuilt(torch.view_as_complex(gradient) if sharded.is_complex() else gradient, sharded)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor as real numbers, which is a view; collectives add up no complex ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def all_parameters(groups: Sequence[ShardedGroup]) -> list[ShardedParameter]:
