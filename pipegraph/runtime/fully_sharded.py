@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, nearest
+from pipegraph.kernels.internals import has_hooks
 from pipegraph.kernels.sharded import is_sharded, local, rebuilt, remove_fsdp_hooks, runs_fsdp_hooks
 from pipegraph.runtime.internals import packed_place, pytree, sharding_policy
 from pipegraph.runtime.processes.rank_grid import DATA, SHARD
@@ -132,11 +133,21 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
         stage: changed in place.
         mesh: of one dimension, or of two, along the first of which parts are replicated.
         options: those of `fully_shard`.
+
+    Raises:
+        ArgumentError: a parameter has a hook, which its part would lose, or is divided already where it would be again.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     options = {**options, "shard_placement_fn": _placement_function(stage, mesh, options.get("shard_placement_fn"))}
+    hooked = next((name for name, parameter in stage.named_parameters() if has_hooks(parameter)), None)
+    if hooked is not None:
+        raise ArgumentError(
+            f"parallelize_fn gave {hooked} a hook, which would not be called: along dp_shard modules compute with the "
+            "whole parameter.\n"
+            "Try: without the hook; what it does with gradients can be done with .grad after step()."
+        )
     groups: list[ShardedGroup] = []
     for module in (*repeated_layers(stage), stage):
         taken = {id(each.whole) for group in groups for each in group.parameters}

@@ -1,7 +1,9 @@
-"""Whether the parameters of a step are those that other stages and ranks have as well: no change is lost in silence.
+"""Whether the parameters of a step are those that other stages and ranks have as well, and their hooks are called.
 
 A stage whose parameters nobody else has computes with whatever its modules hold. Which parameters are tied, sharded or
 copied is found when a pipeline is made; the other stages and ranks would not know of one that takes their place later.
+
+Autograd calls a hook of a parameter if the module computes with the parameter itself, and not with what stands for it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from pipegraph.errors import PipegraphError
+from pipegraph.kernels.internals import has_hooks
 from pipegraph.runtime.gradient_reduction import trained_by
 from pipegraph.runtime.parameters import Stages, parameters_of
 from pipegraph.runtime.prepared_stages import PreparedStages
@@ -17,7 +20,7 @@ from pipegraph.runtime.ties import TiedWeights
 
 
 class ParameterChecks:
-    """Looks before each step for parameters that were replaced since the pipeline was made.
+    """Looks before each step for parameters that were replaced since the pipeline was made, and for hooks on them.
 
     Args:
         prepared: the stages of this process.
@@ -31,6 +34,8 @@ class ParameterChecks:
         self, prepared: PreparedStages, stages: Stages, ties: TiedWeights, loss_fn: object, are_copied: bool
     ) -> None:
         self._stages, self._ties, self._loss_fn = stages, ties, loss_fn
+        precision = prepared.precision
+        self._kept = precision.kept if precision is not None and precision.asked.is_mixed else {}
         names = {id(each): name for index in prepared.groups for name, each in parameters_of(stages[index])}
         self._sharded = [
             (index, names[id(each.sharded)], each)
@@ -50,6 +55,7 @@ class ParameterChecks:
         if trains:
             self._check_ties()
             self._check_copies()
+            self._check_hooks()
 
     def _check_ties(self) -> None:
         if (place := self._ties.replaced()) is not None:
@@ -73,10 +79,28 @@ class ParameterChecks:
                     f"made: {why}.\nTry: make a new Pipeline."
                 )
 
+    def _check_hooks(self) -> None:
+        for index, name, each in self._sharded:
+            if has_hooks(each.sharded):
+                raise _not_called(f"{name} of stage {index}", "along dp_shard modules compute with the whole parameter")
+        for index, kept in self._kept.items():
+            stage = self._stages[index]
+            if any(map(has_hooks, stage.parameters())):  # names take longer than the rest of it
+                hooked = [name for name, each in stage.named_parameters() if has_hooks(each) and name not in kept]
+                if hooked:
+                    raise _not_called(f"{hooked[0]} of stage {index}", "precision= computes with a copy in 16 bits")
+
 
 def _replaced(name: str, why: str) -> PipegraphError:
     return PipegraphError(
         f"{name} is not the parameter that was there when the Pipeline was made: {why}.\n"
         "Try: change the values of that one, with copy_() or load_state_dict() without assign=True; replace parameters "
         "and add adapters in parallelize_fn; or make a new Pipeline."
+    )
+
+
+def _not_called(name: str, why: str) -> PipegraphError:
+    return PipegraphError(
+        f"{name} has a hook, which would not be called: {why}.\n"
+        "Try: without the hook; what it does with gradients can be done with .grad after step()."
     )

@@ -228,8 +228,8 @@ class Pipeline(PipelineState, PipelineRanks):
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
             ScheduleError: the schedule cannot have so many microbatches. Nothing was sent.
-            PipegraphError: ``torch.inference_mode()`` is on, or a parameter that other stages or ranks have as well was
-                replaced since the pipeline was made. Nothing was sent.
+            PipegraphError: ``torch.inference_mode()`` is on; or a parameter that other stages or ranks have as well was
+                replaced since the pipeline was made, or has a hook that would not be called. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
         if self.schedule.trains and torch.is_inference_mode_enabled():

@@ -70,6 +70,7 @@ def _sharded(rank: int, folder: str, how: str) -> None:
         "resident": {"resident": 0},
         "again": {"parallelize_fn": fully_shard, "fsdp": {"reshard_after_forward": False}},
         "elsewhere": {"parallelize_fn": fully_shard},
+        "hooked": {"parallelize_fn": lambda stage: stage.head.weight.register_hook(torch.zeros_like) and None},
     }[how]
     make(folder, {"dp_shard": 2}, "1f1b", **options)
 
@@ -86,6 +87,8 @@ def _changed_later(rank: int, folder: str, case: tuple[str, str]) -> None:
         last = [module for module in stage.modules() if isinstance(module, nn.Linear)][-1]
         if how == "added":
             last.register_parameter("adapter", nn.Parameter(torch.zeros(1)))
+        elif how == "hooked":
+            last.weight.register_hook(torch.zeros_like)
         elif how in ("assigned", "evaluated"):
             stage.load_state_dict({name: each.clone() for name, each in stage.state_dict().items()}, assign=True)
         elif how == "replaced" and rank == 1:

@@ -221,6 +221,7 @@ def test_sharding_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("type", "fsdp has the options of torch's fully_shard"),
         ("resident", "resident cannot be 0"),
         ("again", "parallelize_fn applied fully_shard to stage 0"),
+        ("hooked", "parallelize_fn gave head.weight a hook, which would not be called: along dp_shard"),
         ("elsewhere", "parallelize_fn divides .* of stage 0 by fully_shard between other ranks than those along"),
     ]
     assert_refused(tmp_path, 1, 2, "sharding", [(how, f"^ArgumentError: {message}") for how, message in cases])

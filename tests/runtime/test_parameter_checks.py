@@ -1,17 +1,19 @@
-"""Parameters that are replaced after the pipeline was made: taken, or refused where others have the old ones."""
+"""Parameters that are replaced, or get hooks, after the pipeline was made: heeded, or refused by name."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from tests.runtime import mesh_refusals, meshes, ranks
-from tests.runtime.packages import loss, write
+from tests.runtime.packages import Sketch, Stage, loss, write
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sketches import chain, tied
 
@@ -42,10 +44,37 @@ def test_a_tied_weight_that_is_replaced_in_one_place_is_refused_until_it_is_back
     assert before.grad is not None
 
 
+def double(gradient: Tensor) -> Tensor:
+    return 2 * gradient
+
+
+@pytest.mark.filterwarnings("ignore:Stage0 cannot be traced")
+def test_hooks_are_called_or_refused_by_name(tmp_path: Path) -> None:
+    """Those that are computed with as they are, such as a batch norm's, have theirs called in mixed precision, too."""
+    init = "self.layer = nn.Linear(8, 8)\nself.norm = nn.BatchNorm1d(8)"
+    values: dict[str, Any] = {"x": ("float32", (2, 8), False), "y": ("float32", (2, 8), True)}
+    folder = write(Sketch((Stage("x", "y", init, "return self.norm(self.layer(x))"),), values, "y"), tmp_path / "norm")
+    x, target = torch.rand(4, 8), torch.zeros(4)
+    for precision, names in ((None, ("layer.weight", "norm.weight")), ("bf16", ("norm.weight",))):
+        plain, hooked = (pipeline(folder, microbatches=2, loss_fn=loss, precision=precision) for _ in range(2))
+        parameters = dict(hooked.named_parameters())
+        for name in names:
+            parameters[name].register_hook(double)
+        for pipe in (plain, hooked):
+            pipe.step(x, target=target)
+        for name, parameter in plain.named_parameters():
+            assert_close(parameters[name].grad, parameter.grad * (2 if name in names else 1), rtol=1e-2, atol=1e-4)
+    parameters["layer.bias"].register_post_accumulate_grad_hook(lambda parameter: None)
+    refused = r"^layer.bias of stage 0 has a hook, which would not be called: precision= .*\nTry: without the hook"
+    with pytest.raises(PipegraphError, match=refused):
+        hooked.step(x, target=target)
+
+
 CASES = [
     (("dp_shard", "assigned"), r"layers0\.0\.0\.weight of stage 0 is not .*: the ranks along dp_shard would"),
     (("dp_shard", "evaluated"), r"layers0\.0\.0\.weight of stage 0 is not .*: the ranks along dp_shard would"),
     (("dp_shard", "added"), r"head\.adapter of stage 0 is not .*: its gradients would not be added up"),
+    (("dp_shard", "hooked"), r"head\.weight of stage 0 has a hook, which would not be called: along dp_shard"),
     (("dp_replicate", "assigned"), r"norms0\.0\.weight of stage 0 is not .*: its gradients would not be added up"),
     (("dp_replicate", "added"), r"head\.adapter of stage 0 is not .*: its gradients would not be added up"),
     (("dp_replicate", "loss"), r"loss_fn trains a parameter of shape \[1, 1\], which it did not when"),
