@@ -73,7 +73,7 @@ def _by_layout(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
-    dtypes = {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
+    dtypes = {parameter.grad.dtype.to_real() for parameter in parameters if parameter.grad is not None}
     return reduce(torch.promote_types, dtypes, torch.float32)
 
 

@@ -69,6 +69,8 @@ def train_beside_one_process(rank: int, folder: str, options: dict[str, Any]) ->
         is_rounded = parameter.dtype == torch.bfloat16  # for each microbatch
         tolerance = {"rtol": 2e-2, "atol": 1e-2} if is_rounded else {"rtol": 1e-5, "atol": 1e-6}
         assert_close(whole(parameter.grad), gradients[name], msg=name, **tolerance)
+    norm = torch.nn.utils.clip_grad_norm_([each for stage in reference for each in stage.parameters()], 0.1)
+    assert_close(pipe.clip_grad_norm_(0.1), norm, rtol=1e-2, atol=0)
     return counts[0]
 
 
