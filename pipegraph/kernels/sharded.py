@@ -59,6 +59,20 @@ def rebuilt(tensor: Tensor, like: Any) -> Tensor:
     )
 
 
+def number_of_each_rank(number: Tensor, like: Any) -> Tensor:
+    """Return a number of each rank that holds a part of a DTensor. If `like` is no DTensor, return the number itself.
+
+    Collective for these ranks.
+    """
+    if not is_sharded(like):
+        return number
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = like.device_mesh
+    ways = [Shard(dimension) for dimension in range(mesh.ndim)]
+    return DTensor.from_local(number.reshape([1] * mesh.ndim), mesh, ways, run_check=False).full_tensor()
+
+
 def layout(tensor: Any) -> Any:
     """Return how a DTensor is laid out over which ranks, hashable. Return None for another tensor."""
     if not is_sharded(tensor):

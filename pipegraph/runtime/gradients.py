@@ -13,14 +13,13 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from pipegraph.kernels.loss import objects_held_by
-from pipegraph.kernels.sharded import is_sharded, layout, local
+from pipegraph.kernels.sharded import is_sharded, layout, local, number_of_each_rank
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
@@ -52,7 +51,7 @@ def clip_grad_norm(
     norms = [_norm(same, norm_type, device, copies) for same in _by_layout(counted)]
     total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float64)
     if group is not None and math.isinf(norm_type):
-        group.all_reduce(total, dist.ReduceOp.MAX)
+        total = group.greatest(total)
     elif group is not None:
         total = total**norm_type
         group.all_reduce(total)
@@ -83,13 +82,16 @@ def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.de
     If the group has copies, each rank adds what it holds, so often that all of them together add every shard once.
     """
     gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if copies == 1:
+    is_greatest = math.isinf(norm_type)
+    if copies == 1 and not is_greatest:
         norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
         whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
         return whole.to(device, torch.float64)
-    parts = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients], norm_type)
-    share = 1.0 if math.isinf(norm_type) else (_shards(gradients[0]) / copies) ** (1 / norm_type)
-    return parts.to(device, torch.float64) * share
+    parts = [part for part in map(local, gradients) if part.numel()]  # nothing has no greatest number
+    own = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
+    if is_greatest:
+        return number_of_each_rank(own, gradients[0]).max() if copies == 1 else own
+    return own * (_shards(gradients[0]) / copies) ** (1 / norm_type)
 
 
 def _shards(gradient: Any) -> int:

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Module
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError, RuntimeFault
 from pipegraph.package import Package
+from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.transport import sends
 from pipegraph.runtime.transport.sends import PendingSend
 from pipegraph.schedule import read_csv
@@ -205,6 +208,31 @@ def _clip(folder: str, norm_type: float) -> None:
         assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected)
     for name, parameter in pipe.named_parameters():
         assert_close(parameter.grad, reference.parameters[name].grad)
+
+
+def clip_not_a_number(rank: int, folder: str, norm_types: list[float]) -> list[tuple[float, bool]]:
+    """With a NaN on each rank in turn: the norm, and whether it spoils all gradients here."""
+    pipe = pipeline(folder, microbatches=2, loss_fn=loss)
+    inputs, _ = arguments(pipe.package, batch(pipe.package.manifest, 2))
+    clipped = []
+    for norm_type in norm_types:
+        for spoiled in range(2):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            pipe.step(*inputs, target=torch.zeros(4))
+            if rank == spoiled:
+                next(pipe.parameters()).grad.view(-1)[0] = torch.nan
+            norm = float(pipe.clip_grad_norm_(1.0, norm_type))
+            clipped.append((norm, all(bool(each.grad.isnan().all()) for each in pipe.parameters())))
+    return clipped
+
+
+def greatest_of_shards(rank: int, numbers: list[float]) -> float:
+    """The infinity norm of a gradient that is sharded over a mesh of the user's own, apart from the pipeline's."""
+    whole = torch.tensor(numbers)
+    sharded = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    sharded.grad = sharded.detach().clone()
+    return float(clip_grad_norm([sharded], [sharded], 1.0, torch.inf, None, torch.device("cpu")))
 
 
 def scale(rank: int, folder: str, infinite: int) -> list[float]:

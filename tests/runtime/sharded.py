@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -151,8 +152,9 @@ def _assert_trained(pipe: Pipeline, reference: Reference) -> None:
             assert type(gradient) is (DTensor if isinstance(parameter, DTensor) else Tensor)
             assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
             assert_close(whole(gradient), reference.parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
-        expected_norm = torch.nn.utils.clip_grad_norm_(whole_parameters, 0.1)
-        assert_close(pipe.clip_grad_norm_(0.1), expected_norm)
+        for norm_type in (2.0, math.inf):
+            expected_norm = torch.nn.utils.clip_grad_norm_(whole_parameters, 0.1, norm_type)
+            assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected_norm)
         for optimizer in (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()

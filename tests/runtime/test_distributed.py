@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from itertools import accumulate
@@ -38,6 +39,21 @@ def test_evaluation_and_training_in_turns_give_the_same_numbers(tmp_path: Path) 
 def test_the_norm_of_all_gradients_counts_a_tied_weight_once(tmp_path: Path) -> None:
     folder = str(write(tied(), tmp_path / "tied"))
     assert ranks.run(rank_functions.clip, 3, folder, [2.0, float("inf")]) == ["equal"] * 3
+
+
+def test_the_norm_is_nan_on_every_rank_if_one_gradient_is(tmp_path: Path) -> None:
+    folder, norm_types = str(write(chain(2), tmp_path / "chain")), [2.0, float("inf")]
+    for clipped in ranks.run(rank_functions.clip_not_a_number, 2, folder, norm_types):
+        assert len(clipped) == 4
+        assert all(math.isnan(norm) and is_spoiled for norm, is_spoiled in clipped), clipped
+
+
+@pytest.mark.parametrize(
+    ("numbers", "greatest"),
+    [([1.0, -2.0], 2.0), ([-2.0], 2.0), ([1.0, math.nan], math.nan)],  # of one number a rank has nothing
+)
+def test_the_greatest_gradient_of_shards_is_found_whoever_has_it(numbers: list[float], greatest: float) -> None:
+    assert ranks.run(rank_functions.greatest_of_shards, 2, numbers) == pytest.approx([greatest] * 2, nan_ok=True)
 
 
 def test_stages_of_another_dtype_cross_in_it(tmp_path: Path) -> None:

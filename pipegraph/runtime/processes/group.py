@@ -98,6 +98,13 @@ class Group:
         with lost_connections(self._other):
             work.wait()
 
+    def greatest(self, number: Tensor) -> Tensor:
+        """The greatest of one number of each rank of the group. A NaN is greater; a MAX of gloo or NCCL loses it."""
+        table = number.new_zeros(len(self.ranks))
+        table[self.ranks.index(self.rank)] = number
+        self.all_reduce(table)
+        return table.max()
+
     def broadcast(self, tensor: Tensor, sender: int) -> None:
         """Overwrite the tensor with that of a rank."""
         options = dist.BroadcastOptions()
