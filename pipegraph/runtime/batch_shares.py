@@ -27,10 +27,13 @@ class BatchShares:
         self._own, self._named = self._ranks.index(world.rank), world.grid.text
         self._cpu, self._device = world.along(*DATA, on_cpu=True), world.along(*DATA)
 
-    def agree(self, given: StepInputs, evaluates: bool, computes_loss: bool) -> None:
+    def agree(self, given: StepInputs, evaluates: bool, computes_loss: bool) -> float:
         """Tell the others what is known of this rank's share, and cut it into as many microbatches as they have.
 
         That is the least number of all, because each rank sends and reduces in the order of one schedule.
+
+        Returns:
+            What all shares weigh together.
 
         Raises:
             BatchError: shares that the callers have cut have different numbers of microbatches.
@@ -38,11 +41,12 @@ class BatchShares:
         """
         count = len(given.batch.sizes.microbatches)
         table = torch.zeros(len(self._ranks), 5, dtype=torch.float64)
-        own = evaluates, count, given.weight, given.is_cut_by_caller, computes_loss
+        own = evaluates, count, given.own_weight, given.is_cut_by_caller, computes_loss
         table[self._own] = torch.tensor(own, dtype=torch.float64)
         self._cpu.all_reduce(table)
         self._check(table)
-        given.take_share(int(table[:, 1].min()), float(table[:, 2].sum()))
+        given.cut_into(int(table[:, 1].min()))
+        return float(table[:, 2].sum())
 
     def total(self, numbers: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each number over all shares."""

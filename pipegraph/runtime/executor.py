@@ -283,8 +283,8 @@ class Executor:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if self._is_last(stage):
-            weight = step.given.loss_weight(microbatch)
-            gradients.append(torch.full_like(step.results.losses[microbatch], weight))
+            own = step.given.loss_gradient(microbatch)
+            gradients.append(torch.full_like(step.results.losses[microbatch], own))
         return gradients
 
     def _return_gradients(self, step: StepState, action: Action, gradients: Sequence[Tensor | None]) -> None:

@@ -142,6 +142,26 @@ class StepBatch(NamedTuple):
     targets: Sequence[Any]
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """What the losses of a step are divided by.
+
+    Attributes:
+        own: what this rank's batch weighs: its rows, if it has any, or what counts in it.
+        total: what the batches of all data-parallel ranks weigh together.
+        divisor: of a sum over what counts: the total, or what the caller gave.
+    """
+
+    own: float
+    total: float
+    divisor: float
+
+    @property
+    def share(self) -> float:
+        """This rank's part of the mean over all rows."""
+        return self.own / self.total
+
+
 class StepInputs:
     """What a step takes.
 
@@ -161,7 +181,10 @@ class StepInputs:
 
     Attributes:
         dtypes: of values that have another dtype in this call than in the manifest.
+        scale: of the loss, once `scale_loss` has made it.
     """
+
+    scale: LossScale
 
     def __init__(
         self,
@@ -177,10 +200,9 @@ class StepInputs:
         self._rows = rows
         self.microbatches, self.with_loss, self.keep_outputs = microbatches, request.with_loss, request.return_outputs
         self._reduction, self._replicas = reduction, replicas
-        self._weight = request.weight
+        self._divisor = request.weight
         self._known, self._names, self._cut = dict(known), names, cut
         self._batch: StepBatch | None = None
-        self._total: float | None = None
         self.dtypes: Mapping[str, torch.dtype] = {}
 
     @property
@@ -213,8 +235,8 @@ class StepInputs:
         return self._rows is not None
 
     @cached_property
-    def weight(self) -> float:
-        """What the batch weighs beside those of other data-parallel ranks: its rows, if it has any, or what counts."""
+    def own_weight(self) -> float:
+        """What the batch weighs beside those of other data-parallel ranks. Raises BatchError if that is no number."""
         sizes = self.batch.sizes
         if self._counts_items:
             return self._reduction.weigh(self.batch.targets)
@@ -224,35 +246,23 @@ class StepInputs:
     def _counts_items(self) -> bool:
         return self.with_loss and self._reduction.weight_of is not None
 
-    @property
-    def total_weight(self) -> float:
-        """What the batches of all data-parallel ranks weigh together."""
-        return self.weight if self._total is None else self._total
-
-    def take_share(self, microbatches: int, weight: float) -> None:
-        """Cut the batch into so many microbatches, of a whole that weighs so much over all data-parallel ranks."""
+    def cut_into(self, microbatches: int) -> None:
+        """Cut the batch into so many microbatches."""
         if microbatches != len(self.batch.sizes.microbatches):
             self._batch = self._cut(self._known, self._rows, microbatches)
-        self._total = weight
 
-    @cached_property
-    def divisor(self) -> float:
-        """What the sum of the losses of microbatches is divided by, if items are counted.
+    def scale_loss(self, total: float) -> None:
+        """Make the scale of the loss, of a whole that weighs so much over all data-parallel ranks.
 
         Raises:
-            BatchError: none of them counts.
+            BatchError: nothing counts there, and the loss would be divided by 0.
         """
-        divisor = self._weight or self.total_weight
-        if divisor == 0:
+        self.scale = LossScale(self.own_weight, total, self._divisor or total)
+        if self._counts_items and self.scale.divisor == 0:
             raise BatchError(
                 "loss_weight counts nothing in this batch, over all ranks: its loss would be divided by 0.\n"
                 "Try: leave the batch out, or step(…, weight=…) with what counts in all accumulated steps."
             )
-        return divisor
-
-    def check_divisor(self) -> None:
-        """Raise BatchError if the loss would be divided by 0."""
-        assert not self._counts_items or self.divisor
 
     def learn_numbers(self, numbers: Sequence[int], rows: Sequence[int] | None) -> None:
         """Take over sizes in the form of `numbers`, and rows in that of `known_rows`."""
@@ -270,18 +280,16 @@ class StepInputs:
             )
         return self._batch
 
-    def loss_weight(self, microbatch: int) -> float:
+    def loss_gradient(self, microbatch: int) -> float:
         """The gradient that the backward of a microbatch's loss begins with.
 
         A sum over replicas is their mean with this factor.
         """
         if self._reduction.sums:
             return float(self._replicas)
-        return 1 / self.divisor if self._counts_items else self.batch.sizes.weights[microbatch] * self._share
-
-    @property
-    def _share(self) -> float:
-        return 1.0 if self._total is None else self.weight / self._total
+        if self._counts_items:
+            return 1 / self.scale.divisor
+        return self.batch.sizes.weights[microbatch] * self.scale.share
 
     def reduce(self, numbers: Tensor) -> Tensor:
         """Put the losses [microbatches], or one of their metrics, together: this rank's part of the step's.
@@ -293,9 +301,8 @@ class StepInputs:
         if self._reduction.sums:
             return numbers.sum()
         if self._counts_items:
-            return numbers.sum() / self.divisor
-        mean = self.batch.sizes.mean(numbers)
-        return mean if self._share == 1 else mean * self._share
+            return numbers.sum() / self.scale.divisor
+        return self.batch.sizes.mean(numbers) * self.scale.share
 
     def reduced_dtype(self, numbers: Tensor) -> torch.dtype:
         """The dtype of what losses or metrics are put together to."""

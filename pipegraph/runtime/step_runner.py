@@ -199,9 +199,9 @@ class StepRunner:
         for ranks in self._informants:
             if given.unknown:
                 self.transport.learn(ranks, given)
-        if self._shares is not None:
-            self._shares.agree(given, evaluates, self.batches.has_last_stage and request.with_loss)
-        given.check_divisor()
+        computes_loss = self.batches.has_last_stage and request.with_loss
+        shares = self._shares
+        given.scale_loss(given.own_weight if shares is None else shares.agree(given, evaluates, computes_loss))
         self._numbers.microbatches = len(given.batch.sizes.microbatches)
         executors = self.executors.executors(evaluates, self._numbers.microbatches, asked)
         observer = observers.joined(evaluates)
