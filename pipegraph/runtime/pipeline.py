@@ -344,6 +344,6 @@ class Pipeline(PipelineState, PipelineRanks):
             losses=results.loss_by_microbatch() if request.return_losses else None,
             outputs=self._runner.batches.join(results, self.stages),
             metrics=metrics,
-            weight=None if loss is None else given.scale.total,
+            weight=None if loss is None else given.scale.divisor,
         )
         return result, given.batch.sizes

@@ -149,7 +149,7 @@ class LossScale:
     Attributes:
         own: what this rank's batch weighs: its rows, if it has any, or what counts in it.
         total: what the batches of all data-parallel ranks weigh together.
-        divisor: of a sum over what counts: the total, or what the caller gave.
+        divisor: what the loss is a mean over: the total, or what the caller gave.
     """
 
     own: float
@@ -334,8 +334,9 @@ class StepResult:
         losses: one number for each microbatch of this rank's share of the batch, if asked for.
         outputs: the model's outputs for this share joined along the batch, if asked for.
         metrics: what `loss_fn` returned with the loss, by name, put together as the loss is.
-        weight: what the batches of all ranks weigh together: their rows, or with loss_weight what counts. The mean loss
-            of several calls is the sum of loss · weight over the sum of weight.
+        weight: what the loss is a mean over, on all ranks together: rows, with loss_weight what counts, or the weight
+            that the step was given. The mean loss of several calls is the sum of loss · weight over the sum of weight;
+            that of steps which were given one weight for all of them is the sum of loss.
 
     No tensor carries a graph.
     """

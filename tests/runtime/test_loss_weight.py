@@ -76,6 +76,23 @@ def test_gradients_are_those_of_the_mean_over_what_counts(schedule: str, steps: 
     assert all(not count.symbolic or count.static <= 2 for count in pipe.kernels_report())
 
 
+def test_losses_of_several_steps_give_their_mean(folder: str) -> None:
+    """Each over its own items, and two over those of both."""
+    pipe, model = pipeline(folder), Reference(Package.open(folder))
+    batches = [tokens_and_labels(8 + step, seed=step) for step in range(2)]
+    counts = [int(counted(labels)) for _, labels in batches]
+    sums = [summed(model({"tokens": tokens}), labels)[0].detach() for tokens, labels in batches]
+    mean = sum(sums) / sum(counts)
+
+    apart = [pipe.step(tokens, target=labels) for tokens, labels in batches]
+    assert [each.weight for each in apart] == counts
+    assert_close(sum(each.loss * each.weight for each in apart) / sum(counts), mean)
+
+    together = [pipe.step(tokens, target=labels, weight=sum(counts)) for tokens, labels in batches]
+    assert_close(sum(each.loss for each in together), mean)
+    assert_close([each.loss * each.weight for each in together], sums)
+
+
 def test_another_number_of_items_traces_nothing_anew(folder: str) -> None:
     pipe = pipeline(folder)
     for seed in range(4):
