@@ -59,9 +59,12 @@ class ComputedCopies:
         return [version(each) for each in self.tensors()]
 
     def write_back(self, places: Iterable[int]) -> None:
-        """Give tensors that a forward has written to, such as running means, what it has written."""
+        """Give tensors that a forward has written to, such as running means, what it has written.
+
+        Places behind those of the tensors are of its inputs and its target, which have no copies.
+        """
         for place in places:
-            copy = self._copies[place]
+            copy = self._copies[place] if place < len(self._copies) else None
             if copy is not None:
                 local(self._of[place]).copy_(copy)
 

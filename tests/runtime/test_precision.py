@@ -49,6 +49,18 @@ def test_the_gradients_of_many_microbatches_are_added_up_in_float32(package: Pat
     assert bias.grad is not None and bias.grad.eq(514).all()
 
 
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+def test_a_loss_may_write_to_its_target(package: Path, kernels: str) -> None:
+    def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output.float(), target.masked_fill_(target < 0, 0.0))
+
+    x, target = models.batch()
+    pipe, expected = (models.start(package, "bf16", loss_fn=loss, kernels=kernels) for loss in (masked, models.loss))
+    loss = pipe.step(x, target=target).loss
+    assert not target.lt(0).any()
+    assert_close(loss, expected.step(x, target=target).loss)
+
+
 def test_small_changes_are_not_lost(package: Path) -> None:
     pipe = models.start(package, "bf16")
     head = {name: each for name, each in pipe.named_parameters() if name.startswith("head")}
