@@ -77,6 +77,16 @@ class MasterSGD(torch.optim.SGD):
                     parameter.data.copy_(master)
 
 
+def by_depth(pipe: Pipeline, rates: list[float], keeps_empty: bool = True) -> torch.optim.Optimizer:
+    """An optimizer with a group for the earlier layers, for the later ones, and for the rest."""
+    groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates]
+    for name, parameter in pipe.named_parameters():
+        kind, _, rest = name.partition(".")
+        depth = 2 if kind != "layers" else int(rest.split(".")[0]) >= LAYERS // 2
+        groups[depth]["params"].append(parameter)
+    return torch.optim.AdamW([group for group in groups if group["params"] or keeps_empty])
+
+
 class Run:
     """A training run: some parameters decay, one is frozen, and the learning rate falls."""
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.checkpoint import storage
-from tests.runtime.checkpoint_models import Position, start
+from tests.runtime.checkpoint_models import Position, by_depth, start
 
 TP_PLAN = {"layers.*.0": "colwise_gather_output", "embed": "embedding_rowwise", "head": "colwise_gather_output"}
 
@@ -61,6 +61,18 @@ def over_mesh(
     first = run.train(5, 10)
     assert run.load(own).has_random_state
     return first, run.train(5, 10), torch.equal(drawn, torch.get_rng_state())
+
+
+def save_groups(rank: int, package: str, folder: str, rates: list[float], keeps_empty: bool) -> list[float]:
+    """The learning rates after saving, losing and loading an optimizer of which some groups are empty here."""
+    pipe = start(package, "1f1b", {"pp": 2}).pipe
+    optimizer = by_depth(pipe, rates, keeps_empty)
+    pipe.save(folder, optimizer, step=1)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    pipe.load(folder, optimizer)
+    pipe.save(folder, optimizer, step=2)
+    return [group["lr"] for group in optimizer.param_groups if group["params"]]
 
 
 def positions(rank: int, package: str, folder: str) -> int:

@@ -331,6 +331,24 @@ def test_another_optimizer_is_refused_and_none_takes_the_model_alone(packages: P
     assert pipe.load(saved[0]).extra["scheduler"]["last_epoch"] == 5
 
 
+@pytest.mark.parametrize(
+    ("rates", "keeps_empty"),
+    [([0.1, 0.2, 0.3], True), ([0.1, 0.1, 0.1], False)],  # without empty groups, equal ones cannot be told apart
+)
+def test_a_group_of_an_optimizer_may_be_empty_on_some_ranks(
+    packages: Path, tmp_path: Path, rates: list[float], keeps_empty: bool
+) -> None:
+    early, late = ranks.run(checkpoint_ranks.save_groups, 2, str(packages / "2"), str(tmp_path), rates, keeps_empty)
+    assert (early, late) == ([rates[0], rates[2]], [rates[1], rates[2]])
+    pipe = models.start(packages / "1").pipe
+    optimizer = models.by_depth(pipe, [1.0] * 3)
+    pipe.load(tmp_path, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    if not keeps_empty:  # groups that were one do not become several with options of their own
+        with pytest.raises(CheckpointError, match="a group of the optimizer has other parameters"):
+            pipe.load(tmp_path, models.by_depth(pipe, [1.0, 2.0, 3.0]))
+
+
 def test_extras_have_to_be_those_that_were_saved(packages: Path, saved: Saved, tmp_path: Path) -> None:
     run = models.start(packages / "1")
     with pytest.raises(CheckpointError, match=r'(?s)extra has "schedulers".*state of "scheduler", and extra has none'):

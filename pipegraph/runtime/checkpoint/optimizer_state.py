@@ -6,7 +6,7 @@ optimizer.param_groups of all ranks ─▶ `SavedGroup`s: options, and the names
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ class OptimizerShare:
 
     Attributes:
         kind: the optimizer's class.
+        groups: in their order, also those of which this rank has no parameters.
         plain: of each parameter, the values that are no tensors.
     """
 
@@ -84,8 +85,7 @@ class OptimizerState:
         for group in self._optimizer.param_groups:
             options = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_OPTIONS}
             names = [name for name, (_, own) in self._parameters.items() if own is group]
-            if names:
-                groups.append(SavedGroup(options, names))
+            groups.append(SavedGroup(options, names))
         plain: dict[str, dict[str, Any]] = {}
         for name, (parameter, _) in self._parameters.items():
             for key, value in self._state(parameter).items():
@@ -170,8 +170,8 @@ class _NewState:
 def merge(shares: Sequence[OptimizerShare]) -> OptimizerShare:
     """What all ranks know together.
 
-    Groups with the same place are one if every rank has as many. If some ranks have none for a place, because they hold
-    none of its parameters, groups with the same options are one.
+    Groups with the same place are one if every rank has as many, those without parameters on that rank included. Else
+    groups with the same options are one.
 
     Raises:
         CheckpointError: the ranks have different optimizers, or options.
@@ -180,26 +180,32 @@ def merge(shares: Sequence[OptimizerShare]) -> OptimizerShare:
     if len(kinds) > 1:
         raise CheckpointError(f"the ranks have different optimizers: {', '.join(kinds)}.")
     is_by_place = len({len(share.groups) for share in shares}) == 1
-    merged: dict[Any, SavedGroup] = {}
+    merged: dict[Any, tuple[int, SavedGroup]] = {}
     for rank, share in enumerate(shares):
         for place, group in enumerate(share.groups):
-            own = merged.setdefault(place if is_by_place else repr(group.options), SavedGroup(group.options, []))
+            if not group.names:  # nothing has its options
+                continue
+            key = place if is_by_place else repr(group.options)
+            first, own = merged.setdefault(key, (rank, SavedGroup(group.options, [])))
             if different := _differences(own.options, group.options):
                 raise CheckpointError(
-                    f"the optimizers of rank 0 and rank {rank} differ in group {place}: {different}.\n"
-                    "Try: the same options on every rank."
+                    f"the optimizers of rank {first} and rank {rank} differ in group {place}: {different}.\n"
+                    "Try: the same groups in the same order on every rank, also those that have no parameters there."
                 )
             own.names = sorted({*own.names, *group.names})
     plain = {name: values for share in shares for name, values in share.plain.items()}
-    return OptimizerShare(kinds[0], list(merged.values()), plain)
+    return OptimizerShare(kinds[0], [group for _, group in merged.values()], plain)
 
 
 def check_fits(saved: OptimizerShare, own: OptimizerShare) -> None:
-    """Raise CheckpointError unless an optimizer has the class and the groups of the saved one."""
+    """Raise CheckpointError unless an optimizer has the class and the groups of the saved one.
+
+    Groups with the same options may be one here and several there: two ranks that have a group each save them as one.
+    """
     if saved.kind != own.kind:
         raise CheckpointError(f"the checkpoint has the state of {saved.kind}, and the optimizer is {own.kind}.")
     there, here = ({frozenset(group.names) for group in share.groups} for share in (saved, own))
-    for group in sorted(here - there, key=sorted) or sorted(there - here, key=sorted):
+    for group in (*_mixed(here, saved), *_mixed(there, own)):
         other = max(there if group in here else here, key=lambda each: len(group & each))
         mine, its = (group, other) if group in here else (other, group)
         said = [
@@ -212,6 +218,13 @@ def check_fits(saved: OptimizerShare, own: OptimizerShare) -> None:
             f"{'; '.join(said)}.\n"
             "Try: the same groups as when it was saved; load() without the optimizer takes the weights alone."
         )
+
+
+def _mixed(groups: Iterable[frozenset[str]], other: OptimizerShare) -> list[frozenset[str]]:
+    """The groups whose parameters have different options in the other optimizer, or some of them none."""
+    options = {name: repr(group.options) for group in other.groups for name in group.names}
+    found = [(group, {options.get(name) for name in group}) for group in sorted(groups, key=sorted)]
+    return [group for group, different in found if len(different) > 1 or None in different]
 
 
 def listed(names: Sequence[str]) -> str:
