@@ -8,7 +8,8 @@ different models.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -102,19 +103,27 @@ def _shards(gradient: Any) -> int:
     return math.prod(size for placement, size in placed if not placement.is_replicate())
 
 
-def share_infinities(loss_fn: Any, world: World, guard: FaultGuard) -> None:
-    """Make each `GradScaler` that a loss function uses agree with those of the other ranks.
+def share_infinities(loss_fn: Any, world: World, guard: FaultGuard, owner: object) -> None:
+    """Make each `GradScaler` that a loss function uses agree with those of the other ranks, as long as `owner` lives.
 
     Its `unscale_` is then collective, and so is `step`, which calls it.
     """
     for scaler in objects_held_by(loss_fn):
         if isinstance(scaler, GradScaler) and scaler.is_enabled():
-            _share(scaler, world, guard)
+            shared = _shared_methods(scaler, world, guard)
+            vars(scaler).update(shared)
+            weakref.finalize(owner, _take_back, scaler, shared).atexit = False
 
 
-def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
+def _take_back(scaler: GradScaler, shared: Mapping[str, Any]) -> None:
+    """Let a scaler have the methods of its class again, but for those that another pipeline has given it since."""
+    own = vars(scaler)
+    for name in [name for name, method in shared.items() if own.get(name) is method]:
+        del own[name]
+
+
+def _shared_methods(scaler: GradScaler, world: World, guard: FaultGuard) -> dict[str, Any]:
     kind, device = type(scaler), world.device
-    internals.unscale_parts(scaler, local)
 
     def unscale(optimizer: Optimizer) -> None:
         scaler.scale(torch.zeros((), device=device))  # which makes the scale on ranks that compute no loss
@@ -131,4 +140,4 @@ def _share(scaler: GradScaler, world: World, guard: FaultGuard) -> None:
             scaler.unscale_(optimizer)
         return kind.step(scaler, optimizer, *args, **kwargs)
 
-    vars(scaler).update(unscale_=unscale, step=step)
+    return {"unscale_": unscale, "step": step, **internals.unscaling_of_parts(scaler, local)}

@@ -180,8 +180,8 @@ def infinities_found(scaler: GradScaler, optimizer: Optimizer) -> list[torch.Ten
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
-def unscale_parts(scaler: GradScaler, part_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let `unscale_` of a scaler take the parts of DTensors that this rank has, as `part_of` gives them.
+def unscaling_of_parts(scaler: GradScaler, part_of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """A method for a scaler, under its name, by which `unscale_` takes the parts of DTensors that `part_of` gives.
 
     It takes all gradients of an optimizer in one operation, for which torch mixes DTensors neither with other tensors
     nor with those of another mesh. Torch's own subclasses override the same method.
@@ -200,7 +200,7 @@ def unscale_parts(scaler: GradScaler, part_of: Callable[[torch.Tensor], torch.Te
         groups = [{"params": list(map(part, group["params"]))} for group in optimizer.param_groups]
         return own(scaler, SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
 
-    vars(scaler)["_unscale_grads_"] = unscale
+    return {"_unscale_grads_": unscale}
 
 
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:

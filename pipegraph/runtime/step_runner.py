@@ -175,7 +175,7 @@ class StepRunner:
         if world and world.uses_nccl:
             guard.watch(lambda: world.close(abort=True))
         if world:
-            share_infinities(loss_fn, world, guard)
+            share_infinities(loss_fn, world, guard, owner=self)
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -233,6 +234,38 @@ def greatest_of_shards(rank: int, numbers: list[float]) -> float:
     sharded = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
     sharded.grad = sharded.detach().clone()
     return float(clip_grad_norm([sharded], [sharded], 1.0, torch.inf, None, torch.device("cpu")))
+
+
+def scaled_elsewhere(rank: int, folder: str) -> str:
+    """A scaler of a pipeline that is gone, with another model on one rank alone, and in another pipeline."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def train() -> Any:
+        pipe = pipeline(folder, "1f1b", "eager", microbatches=2, loss_fn=lambda *args: scaler.scale(loss(*args)))
+        (inputs,) = batch(pipe.package.manifest, 2).values()
+        pipe.step(inputs, target=torch.zeros(len(inputs)))
+        finish(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        return pipe
+
+    def finish(optimizer: torch.optim.Optimizer) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    own = set(vars(scaler))
+    train()
+    gc.collect()
+    assert set(vars(scaler)) == own
+    if rank == 0:
+        model = torch.nn.Linear(2, 2)
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        finish(torch.optim.SGD(model.parameters(), lr=0.1))
+    first = train()
+    second = train()
+    del first  # which does not end what the second has changed
+    gc.collect()
+    assert set(vars(scaler)) > own
+    del second
+    return "done"
 
 
 def scale(rank: int, folder: str, infinite: int) -> list[float]:

@@ -56,6 +56,10 @@ def test_the_greatest_gradient_of_shards_is_found_whoever_has_it(numbers: list[f
     assert ranks.run(rank_functions.greatest_of_shards, 2, numbers) == pytest.approx([greatest] * 2, nan_ok=True)
 
 
+def test_a_scaler_outlives_its_pipeline(tmp_path: Path) -> None:
+    assert ranks.run(rank_functions.scaled_elsewhere, 2, str(write(chain(2), tmp_path / "chain"))) == ["done"] * 2
+
+
 def test_stages_of_another_dtype_cross_in_it(tmp_path: Path) -> None:
     """Converted in parallelize_fn, on all ranks or on none."""
     folder = write(chain(2), tmp_path / "chain")
