@@ -100,8 +100,13 @@ class TiedParameter:
         """The gradients of this process's stages, in their order."""
         return [self._sums.get(stage) for stage in self._here] if self.adds_by_stage else [self.parameter.grad]
 
+    def add_up(self) -> None:
+        """Let `.grad` be the sum of the gradients of this process's stages."""
+        known = [gradient for gradient in self.gradients() if gradient is not None]
+        self.parameter.grad = reduce(Tensor.add_, known) if known else None
+
     def clear(self) -> None:
-        """Forget what a step that failed has left."""
+        """Forget the gradients of single stages."""
         self._sums.clear()
 
 
@@ -117,6 +122,7 @@ class TiedWeights:
         self._stages = stages
         shared = _share(find_ties(manifest), stages)
         self._tied = [TiedParameter(tie, parameter, placement, ranks) for tie, parameter in shared.items()]
+        self._is_alone = True
         self._owned_elsewhere = {id(each.parameter) for each in self._tied if not each.is_owned}
         self._by_stage: dict[int, list[TiedParameter]] = {}  # those that several stages here have
         for each in self._tied:
@@ -129,6 +135,7 @@ class TiedWeights:
 
     def connect(self, world: World) -> None:
         """Make equal the copies on several ranks. Collective: every rank of the pipeline must call it."""
+        self._is_alone = False
         groups: dict[tuple[int, ...], Group] = {}
         for each in self._tied:
             ranks, tie, parameter = each.ranks, each.tie, each.parameter
@@ -170,23 +177,33 @@ class TiedWeights:
         tied = self._by_stage.get(stage, ())
         for each in tied:
             each.begin(stage)
-        yield
-        for each in tied:
-            each.end(stage)
+        try:
+            yield
+        finally:
+            for each in tied:
+                each.end(stage)
 
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:
-        """A context around a step: sums what the step adds to the gradients of tied weights."""
+        """A context around a step: sums what the step adds to the gradients of tied weights.
+
+        If the step fails in a lone process, which goes on, they have what was added until then, as others have.
+        """
         tied = self._summed
         before = [each.parameter.grad for each in tied]
         for each in tied:
             each.parameter.grad = None
-            each.clear()
         try:
             yield
+        except BaseException:
+            for each in tied if self._is_alone else ():
+                each.add_up()
+            raise
+        else:
             _add_up(tied)
         finally:
             for each, old in zip(tied, before, strict=True):
+                each.clear()
                 if old is not None:
                     own = each.parameter.grad
                     each.parameter.grad = old if own is None else old.add_(own)
@@ -198,16 +215,16 @@ def _add_up(tied: Sequence[TiedParameter]) -> None:
         each.redistribute_gradients()
     counts = _count_gradients(tied)
     for each in tied:
-        parameter, own = each.parameter, each.gradients()
-        known = [gradient for gradient in own if gradient is not None]
         if each.group is None:
-            parameter.grad = reduce(Tensor.add_, known) if known else None
+            each.add_up()
             continue
+        parameter, own = each.parameter, each.gradients()
         empty = torch.zeros_like(local(parameter.detach()))
         parts = [empty.clone() if part is None else local(part.detach()).contiguous() for part in own]
         total = _sum_in_order(parts, each.holders, each.group)
         # A frozen copy takes part, because those of other ranks may not be frozen.
-        is_whole = parameter.requires_grad and (bool(known) or counts[parameter] > 0)
+        is_known = any(gradient is not None for gradient in own) or counts[parameter] > 0
+        is_whole = parameter.requires_grad and is_known
         parameter.grad = rebuilt(total, parameter) if is_whole else None
 
 

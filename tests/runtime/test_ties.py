@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.testing import assert_close
 
+from pipegraph.errors import RuntimeFault
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, meshes, ranks, tie_ranks
-from tests.runtime.packages import Sketch, Stage, write
+from tests.runtime.packages import Sketch, Stage, loss, write
 
 SEED = 7
 Saved = tuple[Path, list[float | None]]
@@ -53,6 +56,69 @@ def test_gradients_are_added_up_in_the_order_of_stages_whichever_ranks_have_them
 def test_one_process_adds_them_up_in_that_order(packages: Path, schedule: str) -> None:
     expected = tie_ranks.gradients(0, str(packages / "4"), "1f1b", None, SEED)
     assert_close(tie_ranks.gradients(0, str(packages / "4"), schedule, None, SEED), expected, rtol=0, atol=0)
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor, fails: bool) -> torch.Tensor:
+        context.fails = fails
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if context.fails:
+            raise ValueError("broken on purpose")
+        return gradient, None
+
+
+class FailsAt:
+    """Fails when an action begins, or when it has ended."""
+
+    def __init__(self, action: str, ended: bool) -> None:
+        self.action, self.ended = action, ended
+
+    def begin(self, rank: int, action: Any) -> None:
+        if not self.ended:
+            self.look(action)
+
+    def end(self, rank: int, action: Any, saved: Any) -> None:
+        if self.ended:
+            self.look(action)
+
+    def look(self, action: Any) -> None:
+        if str(action) == self.action:
+            raise ValueError("broken on purpose")
+
+
+def gradients_of_failed_step(package: str, action: str = "", ended: bool = False) -> dict[str, torch.Tensor]:
+    """The gradients after a good step and one that fails at an action, or else in the loss of microbatch 1."""
+    calls = 0
+
+    def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        fails = not action and calls == 6  # of the second step, after four of the first
+        return FailsBackward.apply(loss(output, target), fails)
+
+    run = models.start(package, "gpipe", kernels="autograd", loss_fn=failing)
+    run.pipe.step(run.batch_of(0)[0], target=run.batch_of(0)[1])
+    run.pipe.observe(FailsAt(action, ended))
+    with pytest.raises(RuntimeFault, match="broken on purpose"):
+        run.pipe.step(run.batch_of(1)[0], target=run.batch_of(1)[1])
+    return {name: each.grad for name, each in run.pipe.named_parameters() if each.grad is not None}
+
+
+def test_a_failed_step_leaves_what_was_added_up_until_then(tmp_path: Path) -> None:
+    """In the gradients of tied weights as in others, whether it fails in a backward or beside one."""
+    folder = str(write(models.perceptrons(4, shared=True), tmp_path / "package"))
+    whole = tie_ranks.gradients(0, folder, "gpipe", None, None)
+    assert_close(gradients_of_failed_step(folder, "0B3", ended=True), whole)
+    before = gradients_of_failed_step(folder, "3B0")
+    beside = gradients_of_failed_step(folder, "3B1")
+    within = gradients_of_failed_step(folder)
+    assert_close(within, beside, rtol=0, atol=0)
+    changed = {name for name in whole if not within[name].equal(before[name])}
+    assert {"shared.weight", "embed.weight", "norm.weight"} <= changed
 
 
 def test_a_run_goes_on_to_the_last_digit(packages: Path, saved: Saved) -> None:

@@ -10,7 +10,7 @@ from tests.runtime.pipelines import pipeline
 
 
 def gradients(
-    rank: int, package: str, schedule: str, shape: dict[str, int] | None, seed: int
+    rank: int, package: str, schedule: str, shape: dict[str, int] | None, seed: int | None
 ) -> dict[str, torch.Tensor]:
     """The gradients of this process's parameters after two accumulated steps."""
     run = start(package, schedule, shape, seed=seed)
