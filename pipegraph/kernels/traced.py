@@ -208,7 +208,8 @@ class TracedKernels:
         assert self._keys is not None
         keys = [self._keys.key(module, number) for module, number in variant.draws]
         device = variant.divided.joint.primals[-1].meta["val"].device
-        return [torch.tensor(keys, device=device)]
+        # From pinned memory, a copy to a GPU holds up neither this thread nor what the GPU was given before.
+        return [torch.tensor(keys, pin_memory=device.type == "cuda").to(device, non_blocking=True)]
 
     def _run(self, saved: SavedValues, kind: str) -> tuple[Tensor | None, ...]:
         """Run I, W or B, add its gradients of parameters to `.grad`, and return those of the inputs."""

@@ -17,7 +17,7 @@ from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.model_arguments import bind_arguments, fill_structure
 from pipegraph.runtime.step_data import NO_TARGET, StepBatch, StepInputs, StepRequest, StepSizes, sizes_of_inputs
 from pipegraph.runtime.step_state import StepOutputs
-from pipegraph.runtime.targets import check_strided, cut_target
+from pipegraph.runtime.targets import check_strided, cut_target, placed
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 from pipegraph.units import format_number_of
 
@@ -196,7 +196,7 @@ class BatchSplitter:
         return tensor.split(step.lengths(value), value.batch_dim)
 
     def _placed(self, value: Value, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device, torch_dtype(value), non_blocking=True)
+        return placed(tensor.detach(), self._device, torch_dtype(value))
 
 
 def join_outputs(parts: Sequence[Any], dim: int | None = 0) -> Any:

@@ -37,6 +37,14 @@ def cut_target(
     return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
 
 
+def placed(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on `device` if given, and in this dtype.
+
+    Only what goes to a GPU is not waited for: whatever reads it there comes later in the same stream.
+    """
+    return tensor.to(device, dtype, non_blocking=device is not None and device.type != "cpu")
+
+
 def check_strided(label: str, tensor: Tensor) -> None:
     """Raise BatchError for a tensor that cannot be cut along a dimension, or has no numbers."""
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -70,7 +78,7 @@ def _cut_leaf(
             )
         return [leaf] * microbatches
     check_strided(where, leaf)
-    tensor = leaf.to(device=device, non_blocking=True)
+    tensor = placed(leaf, device)
     if tensor.dim() == 0:
         return [tensor] * microbatches
     if len(tensor) not in lengths:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from msgspec import structs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegraph.errors import BatchError
 from pipegraph.runtime.microbatch import join_outputs
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.targets import cut_target
+from pipegraph.runtime.targets import cut_target, placed
 from tests.runtime.packages import Sketch, Stage, loss, write
 from tests.runtime.pipelines import pipeline
 
@@ -164,3 +165,21 @@ def test_a_target_of_other_rows_than_the_batch_is_refused(pipe: Pipeline) -> Non
     """A loss would broadcast it, in silence or with a warning."""
     with pytest.raises(BatchError, match=r"target has 2 rows, and the batch has 8: .*\nTry: a target with 8 rows"):
         pipe.step(X, Y, scale=SCALE, target=torch.zeros(2))
+
+
+@pytest.mark.parametrize(("device", "is_awaited"), [("cpu", True), ("meta", False)])
+def test_only_copies_to_another_memory_than_the_hosts_are_not_waited_for(device: str, is_awaited: bool) -> None:
+    """A copy from a GPU that nobody waits for is read before it is there."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default:
+                waited.append(not (kwargs or {}).get("non_blocking", False))
+            return function(*args, **(kwargs or {}))
+
+    waited: list[bool] = []
+    with Copies():
+        assert placed(torch.ones(2), torch.device(device), torch.bfloat16).dtype == torch.bfloat16
+    assert waited == [is_awaited]
+    unmoved = torch.ones(2)
+    assert placed(unmoved, None) is unmoved
