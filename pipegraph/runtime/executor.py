@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -86,14 +86,7 @@ class Executor:
         for action in self.actions:
             if not action.kind.is_transfer and action.kind.value not in self._kinds.setdefault(action.stage, ""):
                 self._kinds[action.stage] += action.kind.value
-        self._do: dict[Kind, Callable[[StepState, Action], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._input_backward,
-            Kind.W: self._weight_backward,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-        }
+        self._do = dict(_DO)
 
     def run(self, given: StepInputs, results: StepOutputs) -> Iterator[None]:
         """Do every action. Yields while another executor of this process has to go on first. Raises ActionFailed."""
@@ -124,10 +117,10 @@ class Executor:
                 if observer is not None:
                     observer.begin(self.rank, action)
                 if action.kind.is_transfer:
-                    do(step, action)
+                    do(self, step, action)
                 else:
                     self._host.before(action, step.saved)
-                    do(step, action)
+                    do(self, step, action)
                     self._host.after(action, step.saved)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
@@ -314,6 +307,17 @@ class Executor:
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self._wiring) - 1
+
+
+# Functions, not methods: an executor that held its own methods would be garbage only for a collector.
+_DO: Final[Mapping[Kind, Callable[[Executor, StepState, Action], None]]] = {
+    Kind.F: Executor._forward,
+    Kind.B: Executor._backward,
+    Kind.I: Executor._input_backward,
+    Kind.W: Executor._weight_backward,
+    Kind.SEND_F: Executor._send,
+    Kind.SEND_B: Executor._send,
+}
 
 
 def run_executors(executors: Sequence[Executor], given: StepInputs, results: StepOutputs) -> None:

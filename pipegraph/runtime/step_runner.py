@@ -126,25 +126,17 @@ class StepRunner:
             for index, kernels in self.kernels.items():
                 replica = share + self._replicas.place(index)  # one of them is 0
                 seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stages[index], replica))
+        stage_kernels, ties = self.kernels, self.ties
+        transport: Transport = LocalTransport()
+        collectives: ParameterCollectives | None = None
         self.executors = StepExecutors(
             schedule,
             given,
             len(pipeline) if world else None,
             manifest.edges(),
             manifest.gradient_edges(),
-            lambda lowered: [
-                Executor(
-                    rank,
-                    lowered,
-                    wiring,
-                    self.kernels,
-                    self.transport,
-                    device,
-                    pipeline,
-                    numbers,
-                    self.ties,
-                    self._collectives,
-                )
+            lambda lowered: [  # called when all of these are there; it does not hold what holds it
+                Executor(rank, lowered, wiring, stage_kernels, transport, device, pipeline, numbers, ties, collectives)
                 for rank in ranks
             ],
             self._what_is_collective(world, groups, resident),
@@ -154,22 +146,21 @@ class StepRunner:
         self._shares: BatchShares | None = None
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
-        self._collectives: ParameterCollectives | None = None
 
         are_copied = world is not None and world.grid.length(*DATA) > 1
         own_loss = loss_fn if self.batches.has_last_stage else None
         self._parameter_checks = ParameterChecks(prepared, stages, self.ties, own_loss, are_copied)
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
-        self.transport: Transport = LocalTransport()
         self._distributed: DistributedTransport | None = None
         if world:
             world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident} {numbers.seed}")
             if are_copied:
-                self._connect_copies(world, own_loss, groups)
+                collectives = self._connect_copies(world, own_loss, groups)
             self.ties.connect(world)
             self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
-            self.transport = self._distributed
+            transport = self._distributed
+        self.transport, self._collectives = transport, collectives
         self._gradient_checks = GradientChecks(manifest, self.stages, loss_fn, world)
         guard.closing.callback(self.transport.close)
         if world and world.uses_nccl:
@@ -268,7 +259,7 @@ class StepRunner:
 
     def _connect_copies(
         self, world: World, loss_fn: LossFunction | None, groups: Mapping[int, Sequence[ShardedGroup]]
-    ) -> None:
+    ) -> ParameterCollectives:
         """Connect the ranks that hold the same stages, which then start from the same parameters. Collective."""
         if self._replicas:
             raise PipegraphError(
@@ -287,8 +278,8 @@ class StepRunner:
                 first = world.grid.line(world.rank, REPLICATE)[0]
                 parts = [each.sharded for own in groups.values() for each in all_parameters(own)]
                 make_equal(list(dict.fromkeys(parts)), world.along(REPLICATE), first)
-        self._collectives = ParameterCollectives(groups, transfers, reduction)
         self.ties.add_up_together()
+        return ParameterCollectives(groups, transfers, reduction)
 
     def _during_step(self, observer: Observer | None) -> AbstractContextManager[None]:
         if self._collectives is None:

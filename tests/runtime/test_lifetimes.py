@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.step_state import StepState
 from pipegraph.runtime.transport.sends import KEPT, LARGE, GlooSends, NcclSends, PendingSend
-from pipegraph.schedule import Kind, What, lifetimes, lower
+from pipegraph.schedule import Action, Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, loss, write
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sketches import chain
@@ -57,8 +56,8 @@ def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: 
     def watch(executor: Executor, kind: Kind) -> None:
         do = executor._do[kind]
 
-        def watched(step: StepState, *rest: Any) -> None:
-            do(step, *rest)
+        def watched(own: Executor, step: StepState, action: Action) -> None:
+            do(own, step, action)
             found[executor.rank, executor.position] = {
                 *((What.SAVED, stage, stage, microbatch) for stage, microbatch in step.saved),
                 *(("sent", *key) for key in step.outgoing),
@@ -178,3 +177,19 @@ def test_a_send_that_outlives_its_step_is_kept_until_it_is_done() -> None:
     works[1].done = True
     sends.add(PendingSend(PolledWork(), 1, []))  # of the next step
     assert tensors[1]() is None
+
+
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+def test_what_a_pipeline_holds_is_freed_with_it(kernels: str, tmp_path: Path) -> None:
+    """At once: a collector may come late, and memory of a GPU does not call for one."""
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), "1f1b", kernels, microbatches=2, loss_fn=loss)
+    (x,) = batch(pipe.package.manifest, 2).values()
+    pipe.step(x, target=torch.zeros(len(x)))
+    held = [weakref.ref(each) for each in (*pipe.stages.values(), *pipe.parameters())]
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()
