@@ -209,7 +209,7 @@ class TracedKernels:
         keys = [self._keys.key(module, number) for module, number in variant.draws]
         device = variant.divided.joint.primals[-1].meta["val"].device
         # From pinned memory, a copy to a GPU holds up neither this thread nor what the GPU was given before.
-        return [torch.tensor(keys, pin_memory=device.type == "cuda").to(device, non_blocking=True)]
+        return [torch.tensor(keys, pin_memory=device.type != "cpu").to(device, non_blocking=True)]
 
     def _run(self, saved: SavedValues, kind: str) -> tuple[Tensor | None, ...]:
         """Run I, W or B, add its gradients of parameters to `.grad`, and return those of the inputs."""
