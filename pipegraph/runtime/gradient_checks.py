@@ -12,37 +12,47 @@ from pipegraph.runtime.gradient_reduction import trained_by
 from pipegraph.runtime.parameters import Stages, parameters_of
 from pipegraph.runtime.processes.rank_grid import TENSOR
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.tensor_parallel import check_whole_gradients
+from pipegraph.runtime.trained_parameters import TrainedParameters
+from pipegraph.runtime.whole_gradients import WholeGradients
 
 
 class GradientChecks:
     """Looks before and after each step of training whether it trains what the model trains.
 
-    Collective: every rank of a pipeline must make one, and call both methods in each step.
+    Collective: every rank of a pipeline must make one, and call all methods in each step.
 
     Args:
         manifest: of the package.
         stages: of this process.
         loss_fn: may have parameters of its own.
         world: the processes of the pipeline.
+        seeded: whether random numbers follow from a seed, so that ranks along `tp` draw the same.
     """
 
-    def __init__(self, manifest: Manifest, stages: Stages, loss_fn: object, world: World | None) -> None:
+    def __init__(self, manifest: Manifest, stages: Stages, loss_fn: object, world: World | None, seeded: bool) -> None:
         self._stages = stages
         self._frozen = FrozenPipeline(stages, loss_fn, world)
         self._missing = MissingGradients(manifest)
-        self._divided = world if world is not None and world.grid.length(TENSOR) > 1 else None  # until the first step
+        self._trained = None if world is None or world.copies == 1 else TrainedParameters(stages, world)
+        is_divided = world is not None and world.grid.length(TENSOR) > 1
+        self._whole = WholeGradients(stages, world, seeded) if world is not None and is_divided else None
 
     def before_step(self) -> None:
         """Raise PipegraphError if no parameter of the pipeline requires a gradient."""
         self._frozen.check()
 
+    def before_forward(self) -> None:
+        """Raise RuntimeFault if ranks that hold the same stages differ in what they train."""
+        if self._trained is not None:
+            self._trained.agree()
+        if self._whole is not None:
+            self._whole.before_step()
+
     def after_step(self) -> None:
-        """Raise PipegraphError if a gradient is missing, or ranks along `tp` differ in one after the first step."""
+        """Raise PipegraphError if a gradient is missing, or ranks along `tp` differ in one of a whole parameter."""
         self._missing.check(self._stages)
-        if self._divided is not None:
-            check_whole_gradients(self._stages, self._divided)
-            self._divided = None
+        if self._whole is not None:
+            self._whole.check()
 
 
 class MissingGradients:

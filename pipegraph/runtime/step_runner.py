@@ -142,7 +142,6 @@ class StepRunner:
             self._what_is_collective(world, groups, resident),
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
-
         self._shares: BatchShares | None = None
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
@@ -161,7 +160,7 @@ class StepRunner:
             self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
             transport = self._distributed
         self.transport, self._collectives = transport, collectives
-        self._gradient_checks = GradientChecks(manifest, self.stages, loss_fn, world)
+        self._gradient_checks = GradientChecks(manifest, self.stages, loss_fn, world, numbers.seed is not None)
         guard.closing.callback(self.transport.close)
         if world and world.uses_nccl:
             guard.watch(lambda: world.close(abort=True))
@@ -181,8 +180,8 @@ class StepRunner:
         to train, or parameters were replaced that other stages or ranks have as well, before anything is sent.
         """
         evaluates = request.evaluates
-        trains = self._trains and not evaluates
         given, asked = self.check(args, kwargs, request)
+        trains = self._trains and not evaluates
         self._parameter_checks.before_step(trains)
         if trains:
             self._gradient_checks.before_step()
@@ -193,6 +192,8 @@ class StepRunner:
         computes_loss = self.batches.has_last_stage and request.with_loss
         shares = self._shares
         given.scale_loss(given.own_weight if shares is None else shares.agree(given, evaluates, computes_loss))
+        if trains:
+            self._gradient_checks.before_forward()
         self._numbers.microbatches = len(given.batch.sizes.microbatches)
         executors = self.executors.executors(evaluates, self._numbers.microbatches, asked)
         observer = observers.joined(evaluates)

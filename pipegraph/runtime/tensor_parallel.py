@@ -12,19 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from pipegraph.arguments import for_asker, require_type
-from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
-from pipegraph.kernels.sharded import is_sharded, is_style, local
+from pipegraph.errors import ArgumentError, closest, nearest
+from pipegraph.kernels.sharded import is_sharded, is_style
 from pipegraph.package import Manifest
-from pipegraph.runtime.parameters import parameters_of
 from pipegraph.runtime.processes.rank_grid import TENSOR
-from pipegraph.runtime.processes.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-
-_ROUNDING: Final = 1e-3
-"""Norms of equal gradients differ by less than this part: kernels need not add up in the same order."""
 
 Plan = Mapping[str, "str | ParallelStyle"]
 """Pattern of module names → a style: its name, or an object of `torch.distributed.tensor.parallel`."""
@@ -133,37 +128,14 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
                 raise ArgumentError(f"tp_plan gives {name}, of the class {kind}, a style not for it: {error}") from None
 
 
-def check_whole_gradients(stages: Mapping[int, nn.Module], world: World) -> None:
-    """Compare the gradients of parameters that each rank along `tp` has whole. Collective over those ranks.
-
-    Raises:
-        PipegraphError: they differ: each rank has those of its own part of what a parameter is used for.
-    """
-    whole = [
-        (name, local(parameter.grad))
-        for stage in stages.values()
-        for name, parameter in parameters_of(stage)
-        if parameter.grad is not None and TENSOR not in _dimensions(parameter)
-    ]
-    rows = world.gather([float(gradient.double().norm()) for _, gradient in whole], TENSOR)
-    for (name, _), norms in zip(whole, zip(*rows, strict=True), strict=True):
-        if max(norms) - min(norms) > _ROUNDING * max(norms):
-            raise PipegraphError(
-                f"the ranks along tp come to different gradients of {name}, which each of them has whole: each has "
-                "that of its own part of what it is used for.\n"
-                f'Try: "replicated_with_grad_allreduce" for {name.rpartition(".")[0] or name} in tp_plan if it gets '
-                "some of the heads, or another style that divides or gathers what it returns."
-            )
-
-
 def tensor_ranks(stages: Mapping[int, nn.Module]) -> int:
     """Return how many ranks along `tp` divide the parameters of stages."""
     parameters: list[Any] = [each for stage in stages.values() for each in stage.parameters()]
-    divided = [(each.device_mesh, names) for each in parameters if TENSOR in (names := _dimensions(each))]
+    divided = [(each.device_mesh, names) for each in parameters if TENSOR in (names := mesh_dimensions(each))]
     return max((mesh.shape[names.index(TENSOR)] for mesh, names in divided), default=1)
 
 
-def _dimensions(parameter: Any) -> tuple[str, ...]:
+def mesh_dimensions(parameter: Any) -> tuple[str, ...]:
     """The dimensions of the mesh over which a parameter is laid out; none for a plain one."""
     return tuple(parameter.device_mesh.mesh_dim_names or ()) if is_sharded(parameter) else ()
 

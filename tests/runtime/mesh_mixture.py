@@ -138,21 +138,22 @@ class Slope(nn.Module):
 
 
 class SlopedLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.up, self.slope, self.down = nn.Linear(WIDTH, WIDTH), Slope(), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.slope(self.up(x)))
+        return x + self.drop(self.down(self.slope(self.up(x))))
 
 
 class SlopedModel(nn.Module):
     """A parameter that every rank has whole, and uses for its own part of the features."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(SlopedLayer() for _ in range(2))
+        self.layers = nn.ModuleList(SlopedLayer(dropout) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     forward = ExpertModel.forward
@@ -162,6 +163,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixture": Mixture,
     "experts": ExpertModel,
     "slopes": SlopedModel,
+    "slopes and dropout": partial(SlopedModel, 0.5),
     "experts without bias": partial(ExpertModel, bias=False),
     "transposed experts": partial(ExpertModel, experts=TransposedExperts, scaled=True),
 }
