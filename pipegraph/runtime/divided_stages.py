@@ -27,7 +27,7 @@ from pipegraph.runtime.fully_sharded import (
     fully_shard_stage,
     sharded_modules,
 )
-from pipegraph.runtime.internals import sharding_policy
+from pipegraph.runtime.internals import sharding_policy, sharding_ranks
 from pipegraph.runtime.parameters import computed_in, owner_of
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
@@ -109,7 +109,10 @@ def shard_stages(
     """
     if options is not None:
         check_options(options)
-    if world is None or world.grid.length(SHARD) == 1:
+    if world is None:
+        return {}, manifest
+    _together(world, partial(_check_sharding_ranks, stages, world))
+    if world.grid.length(SHARD) == 1:
         return {}, manifest
     has_replicas = world.grid.length(REPLICATE) > 1
     mesh = world.mesh(*(DATA if has_replicas else (SHARD,)))
@@ -154,6 +157,36 @@ def resident_stages(
     if resident is None and plan is not None and plan.resident is not None:
         return plan.resident
     return 2 if resident is None and (options or {}).get("reshard_after_forward") else resident
+
+
+def _check_sharding_ranks(stages: Mapping[int, nn.Module], world: World) -> None:
+    """Raise ArgumentError if `parallelize_fn` applied `fully_shard` over ranks of the pipeline that are not for it.
+
+    Over ranks of a mesh of the user's own that are in other pipelines it may.
+    """
+    for index, stage in stages.items():
+        names = {module: name for name, module in stage.named_modules()}
+        for module in sharded_modules(stage):
+            dividing, reducing = map(world.dimensions_between, sharding_ranks(module))
+            if dividing | reducing and (dividing != {SHARD} or reducing - {*DATA}):
+                where = f"{names[module]} of stage {index}" if names[module] else f"stage {index}"
+                along = ", ".join(name for name in world.grid.names if name in dividing | reducing)
+                raise ArgumentError(
+                    f"parallelize_fn applied fully_shard to {where} over the ranks along {along}. It may divide "
+                    f"parameters between the ranks along {SHARD} alone, and have copies along {REPLICATE} beside it.\n"
+                    f"Try: {_sharding_advice(dividing | reducing, world)}"
+                )
+
+
+def _sharding_advice(along: set[str], world: World) -> str:
+    if world.grid.length(SHARD) > 1:
+        return f'fully_shard(module, mesh=mesh["{SHARD}"]), or mesh["{REPLICATE}", "{SHARD}"] for HSDP.'
+    if along == {REPLICATE}:
+        return (
+            f'"{SHARD}" in place of "{REPLICATE}" in mesh_dim_names; or the stage without it: each rank along '
+            f"{REPLICATE} has a copy, whose gradients the pipeline adds up."
+        )
+    return f'a mesh that has a dimension "{SHARD}" as well, and fully_shard(module, mesh=mesh["{SHARD}"]).'
 
 
 def _check_ties(stages: Mapping[int, nn.Module], manifest: Manifest, world: World, by: str) -> None:

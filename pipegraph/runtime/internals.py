@@ -246,6 +246,28 @@ def sharding_policy(module: Any) -> Any:
     return module._get_fsdp_state()._mp_policy
 
 
+class ShardingRanks(NamedTuple):
+    """The global ranks between which `fully_shard` divides parameters, and those over which it reduces gradients."""
+
+    dividing: set[int]
+    reducing: set[int]
+
+
+def sharding_ranks(module: Any) -> ShardingRanks:
+    """Over which ranks a user has applied `fully_shard` to a module. Its mesh has no public way to it.
+
+    The layout of a parameter does not say which of its dimensions are of `fully_shard`, and which were there before.
+    """
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    meshes = [group.mesh_info for group in groups if group is not None]
+    shards = [each.shard_process_group for each in meshes if each.shard_mesh_dim is not None]
+    return ShardingRanks(
+        {rank for group in shards for rank in dist.get_process_group_ranks(group)},
+        {rank for each in meshes for rank in each.mesh.mesh.flatten().tolist()},
+    )
+
+
 def packed_shard(dim: int, parts: int) -> Any:
     """A placement that divides each of so many parts of a dimension, which lie one after the other, between all ranks.
 

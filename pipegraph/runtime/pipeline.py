@@ -30,6 +30,7 @@ from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS
 from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join_world
 from pipegraph.runtime.random_numbers import RandomNumbers
+from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.stage_kernels import stage_makers, stage_recompute
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes
@@ -168,14 +169,15 @@ class Pipeline(PipelineState, PipelineRanks):
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
+            if world:
+                manifest = self.package.manifest
+                check_options(world, manifest, self.schedule, asked, self._reduction, resident, kernels, recompute)
             prepared = prepare_stages(self.package, own, self.device, world, asked)
             self.stages = prepared.modules
             self.package = replace(self.package, manifest=prepared.manifest)
             again = stage_recompute(recompute, self.package, self.stages)
             self.recompute = describe_stages(again)
-            names = [name for stage in prepared.manifest.stages for name in stage.parameters]
-            again = tuple(each.with_layers(names) for each in again)
-            makers = stage_makers(kernels, again, max_variants, strict)
+            makers = stage_makers(kernels, again, prepared.manifest, max_variants, strict)
             self._runner = StepRunner(
                 prepared,
                 self.schedule,

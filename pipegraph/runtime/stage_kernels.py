@@ -8,7 +8,7 @@ from torch import nn
 
 from pipegraph.arguments import require_type
 from pipegraph.kernels import Maker, makers
-from pipegraph.package import Package
+from pipegraph.package import Manifest, Package
 from pipegraph.recompute import Recompute, parse_stages
 
 
@@ -35,9 +35,11 @@ def stage_recompute(given: object, package: Package, stages: Mapping[int, nn.Mod
 
 
 def stage_makers(
-    kernels: str | Maker, recompute: Sequence[Recompute], max_variants: int, strict: bool
+    kernels: str | Maker, recompute: Sequence[Recompute], manifest: Manifest, max_variants: int, strict: bool
 ) -> Mapping[int, Maker]:
     """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments."""
+    names = [name for stage in manifest.stages for name in stage.parameters]
+    recompute = tuple(each.with_layers(names) for each in recompute)
     require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
     if isinstance(kernels, str):
         return dict(enumerate(makers(kernels, recompute, max_variants, strict)))

@@ -34,6 +34,7 @@ from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
+from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
@@ -153,7 +154,7 @@ class StepRunner:
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self._distributed: DistributedTransport | None = None
         if world:
-            world.check_agreement(f"{manifest.to_json()} {schedule.actions} {world.grid} {resident} {numbers.seed}")
+            check_stages(world, manifest, stages, groups, trained_by(own_loss))
             if are_copied:
                 collectives = self._connect_copies(world, own_loss, groups)
             self.ties.connect(world)

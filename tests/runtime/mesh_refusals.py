@@ -16,7 +16,7 @@ from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.rank_grid import RankGrid
 from pipegraph.runtime.processes.world import check_backend
-from tests.runtime.meshes import LENGTH, make
+from tests.runtime.meshes import LENGTH, TP_PLAN, make
 from tests.runtime.packages import loss
 
 
@@ -100,11 +100,26 @@ def _changed_later(rank: int, folder: str, case: tuple[str, str]) -> None:
     pipe.step(tokens, target=target)
 
 
+def _sharded_over(rank: int, folder: str, case: tuple[Any, Any]) -> None:
+    """A stage to whose layers `fully_shard` is applied over some dimensions of a mesh."""
+    shape, names = case
+    make(folder, shape, "1f1b" if shape.get("pp", 1) > 1 else "interleaved-1f1b", shard_by_hand=names)
+
+
+def _with_other_options(rank: int, folder: str, case: tuple[Any, dict[str, Any]]) -> None:
+    """One of the ranks, the last, is given options of its own."""
+    shape, options = case
+    common = {"tp_plan": TP_PLAN} if "tp" in shape else {}
+    make(folder, shape, "1f1b", **{**common, **(options if rank == 3 else {})})
+
+
 ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {
     "plan": _with_plan,
     "mesh": _on_a_mesh,
     "sharding": _sharded,
     "changed later": _changed_later,
+    "sharding over": _sharded_over,
+    "options": _with_other_options,
 }
 
 

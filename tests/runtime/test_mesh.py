@@ -87,6 +87,23 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
     assert_refused(tmp_path, 1, 2, "mesh", cases)
 
 
+def test_what_one_rank_is_given_is_named_with_the_rank(tmp_path: Path) -> None:
+    replicated, sharded, divided = ({"pp": 2, name: 2} for name in ("dp_replicate", "dp_shard", "tp"))
+    part = dict(list(meshes.TP_PLAN.items())[:1])
+    there = r"on rank 3 \(pp 1, \w+ 1\), and"
+    cases = [
+        ((replicated, {"loss_reduction": "sum"}), f'loss_reduction is "sum" {there} "mean" on rank 0'),
+        ((replicated, {"seed": 5}), f"seed is 5 {there} None on rank 0"),
+        ((replicated, {"microbatches": 2}), f"microbatches is 2 {there} 4 on rank 0"),
+        ((sharded, {"precision": "bf16"}), f'precision is "bf16" {there} None on rank 0'),
+        ((sharded, {"shard_by_hand": "dp_shard"}), "stage 1 after parallelize_fn is .* on rank [23]"),
+        ((divided, {"tp_plan": part}), f"tp_plan is .* {there} .* on rank 0"),
+        ((divided, {"kernels": "autograd"}), f'kernels is "autograd" {there} "eager" on rank 0'),
+    ]
+    start = "^(ArgumentError: |RuntimeFault: .* failed: ArgumentError: )"  # only ranks of one stage know of its layers
+    assert_refused(tmp_path, 2, 4, "options", [(case, start + message) for case, message in cases])
+
+
 def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
     folder = str(write(meshes.perceptrons(1), tmp_path / "perceptrons"))
     (first, one), (second, other) = ranks.run(meshes.start_and_state, 2, folder)
@@ -225,6 +242,17 @@ def test_sharding_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("elsewhere", "parallelize_fn divides .* of stage 0 by fully_shard between other ranks than those along"),
     ]
     assert_refused(tmp_path, 1, 2, "sharding", [(how, f"^ArgumentError: {message}") for how, message in cases])
+
+
+def test_fully_shard_over_other_ranks_than_those_along_dp_shard_is_refused(tmp_path: Path) -> None:
+    cases = [
+        (({"pp": 2, "dp_replicate": 2}, "dp_replicate"), 'dp_replicate. .*Try: "dp_shard" in place of "dp_replicate"'),
+        (({"pp": 2, "dp_shard": 2}, "pp"), r'pp. .*Try: fully_shard\(module, mesh=mesh\["dp_shard"\]\)'),
+        (({"pp": 2, "tp": 2}, "tp"), 'tp. .*Try: a mesh that has a dimension "dp_shard" as well'),
+        (({"dp_shard": 2, "dp_replicate": 2}, ("dp_shard", "dp_replicate")), "dp_shard, dp_replicate. .*Try: fully"),
+    ]
+    expected = r"(?s)^ArgumentError: parallelize_fn applied fully_shard to \S+ of stage \d over the ranks along "
+    assert_refused(tmp_path, 2, 4, "sharding over", [(case, expected + message) for case, message in cases])
 
 
 @pytest.mark.parametrize(

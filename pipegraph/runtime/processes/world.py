@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.arguments import argument, require_type
-from pipegraph.errors import ArgumentError, PipegraphError, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.faults import FaultGuard
@@ -136,6 +136,12 @@ class World:
             self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
         return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
 
+    def dimensions_between(self, processes: Collection[int]) -> set[str]:
+        """The dimensions along which this rank differs from those of these processes that are of this world."""
+        ranks = [rank for rank, number in enumerate(self._processes) if number in processes]
+        places, own = list(map(self.grid.coordinates, ranks)), self.grid.coordinates(self.rank)
+        return {name for name in self.grid.names if any(place[name] != own[name] for place in places)}
+
     def shard_line(self) -> ShardLine:
         """The ranks that share the parameters of this one's stages. Collective: every rank must call it."""
         self._agree_on_names()
@@ -154,15 +160,6 @@ class World:
         for found in self.gather_text(problem or "", *DIMENSIONS):
             if found:
                 raise ArgumentError(found)
-
-    def check_agreement(self, text: str) -> None:
-        """Wait until every rank is here. Raises ScheduleError unless all of them pass the same `text`."""
-        if not self.along(*DIMENSIONS, on_cpu=True).agrees(text, torch.device("cpu")):
-            raise ScheduleError(
-                "the ranks were given different packages, schedules or numbers of microbatches, or parallelize_fn made "
-                "stages of different dtypes. Give every rank the same. If the package lies on several machines, copy "
-                "it anew."
-            )
 
     def gather(self, figures: Sequence[float], *names: str) -> list[list[float]]:
         """The figures of every rank in one line with this one along these dimensions, by default of its pipeline.
