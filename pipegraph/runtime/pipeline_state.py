@@ -158,6 +158,7 @@ class PipelineState:
 
         Returns:
             The `step` and the `folder` of the checkpoint, and `extra`: what are no objects; without `extra` all states.
+            A value that no rank can be given, and `extra` does not ask for, is left out with a warning.
 
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another model, another optimizer or other

@@ -80,6 +80,9 @@ def positions(rank: int, package: str, folder: str) -> int:
     start(package, "1f1b", {"dp_replicate": 2}).pipe.save(
         folder, step=1, extra={"data": Position(100 + rank), "epoch": 3}
     )
+    start(package, "1f1b", {"dp_replicate": 2}).pipe.save(
+        f"{folder}/plain", step=1, extra={"data": Position(7), "place": rank}
+    )
     position = Position(0)
     found = start(package, "1f1b", {"dp_shard": 2}).pipe.load(folder, extra={"data": position})
     assert found.extra == {"epoch": 3}

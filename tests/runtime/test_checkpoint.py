@@ -11,11 +11,8 @@ from torch.testing import assert_close
 
 from pipegraph.errors import CheckpointError, RuntimeFault
 from pipegraph.runtime.checkpoint import checkpointer
-from pipegraph.runtime.checkpoint.extra_state import version_for
-from pipegraph.runtime.checkpoint.folder import SavedExtra
 from pipegraph.runtime.checkpoint.storage import on_host
 from pipegraph.runtime.processes.group import ConnectionLost
-from pipegraph.runtime.processes.rank_grid import RankGrid
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, ranks
 from tests.runtime.packages import loss, write
@@ -90,26 +87,6 @@ def test_a_mesh_goes_on_and_one_process_after_it(
     for other in (place, again):
         assert_close(checkpoint_ranks.content(other), expected, rtol=0, atol=0)
     assert run.train(5, 10) == losses
-
-
-def test_every_data_parallel_rank_has_its_own_position(packages: Path, tmp_path: Path) -> None:
-    assert ranks.run(checkpoint_ranks.positions, 2, str(packages / "1"), str(tmp_path)) == [100, 101]
-    alone = models.start(packages / "1")
-    with pytest.raises(CheckpointError, match=r'"data".*dp_replicate 2.*pp 1'):
-        alone.pipe.load(tmp_path, extra={"data": models.Position(0)})
-    with pytest.warns(UserWarning, match='"data"'):
-        assert alone.pipe.load(tmp_path).extra == {"epoch": 3}
-
-
-def test_a_position_goes_by_the_share_of_the_data() -> None:
-    saved, before = SavedExtra(True, (0, 1, 0, 1)), RankGrid(("pp", "dp_replicate"), (2, 2))
-    after = RankGrid(("dp_shard", "tp"), (2, 2))
-    assert [version_for("data", saved, before, after, rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert [version_for("data", saved, before, before, rank) for rank in range(4)] == [0, 1, 0, 1]
-    by_stage = SavedExtra(True, (0, 0, 1, 1))  # not of the data
-    assert version_for("ema", by_stage, before, before, 2) == 1
-    with pytest.raises(CheckpointError, match="ema"):
-        version_for("ema", by_stage, before, after, 2)
 
 
 def test_a_rank_that_cannot_save_is_named_by_all_and_nothing_is_left(packages: Path, tmp_path: Path) -> None:

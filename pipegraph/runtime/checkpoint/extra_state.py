@@ -87,10 +87,11 @@ def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, r
         (version,) = by_share[sorted(by_share)[_place(now, rank)]]
         return version
     named = for_asker(f'extra["{name}"]', f'the state of "{name}"')
+    left_out = "load() without extra" if saved.is_stateful else f'load() with extra that lacks "{name}"'
     raise CheckpointError(
         f"{named} was saved with different values on {before.size} ranks ({_text(before)}), and there are "
         f"{now.size} now ({_text(now)}): nothing says which rank takes which.\n"
-        "Try: as many data-parallel ranks as there were; or load() without extra, which leaves it out."
+        f"Try: as many data-parallel ranks as there were; or {left_out}, which leaves it out."
     )
 
 

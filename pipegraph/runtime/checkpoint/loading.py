@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,7 +109,7 @@ def load(
         )
         if extra is not None:
             extra_state.check_names(extra, index.extra)
-        taken = _extra_names(index, before, ranks, is_asked=extra is not None)
+        taken = _extra_names(index, before, ranks, extra or {})
         wanted = [*taken.values()]
         state = None
         if optimizer is not None:
@@ -149,14 +149,16 @@ def load(
     return Checkpoint(place, index.step, read, before == ranks.grid)
 
 
-def _extra_names(index: CheckpointIndex, before: RankGrid, ranks: CheckpointRanks, is_asked: bool) -> dict[str, str]:
-    """Under which name each value for this rank is stored. What nobody asked for may be left out."""
+def _extra_names(
+    index: CheckpointIndex, before: RankGrid, ranks: CheckpointRanks, asked: Collection[str]
+) -> dict[str, str]:
+    """Under which name each value for this rank is stored. One that nobody asked for may be left out."""
     names = {}
     for name, saved in index.extra.items():
         try:
             version = extra_state.version_for(name, saved, before, ranks.grid, ranks.rank)
         except CheckpointError:
-            if is_asked:
+            if name in asked:
                 raise
             warnings.warn(f'extra["{name}"] is left out: its values are those of other ranks.', stacklevel=6)
             continue
