@@ -109,7 +109,7 @@ class Pipeline(PipelineState, PipelineRanks):
         seed: what dropout and all other random operations draw from. Their numbers depend on it, the step, the
             microbatch of the whole batch and what draws, and on nothing else: not on cuts, schedule, processes,
             kernels or recompute. By default they come from torch's generators. Parameters of a package without weights
-            follow from it, too.
+            follow from it, too. Ranks along "tp" draw the same, each for its own part of what they divide.
         precision: "bf16" or "fp16": stages compute and send in this dtype, and parameters, gradients, the optimizer's
             state and checkpoints have float32. "bf16-true" or "fp16-true": everything has this dtype. "fp32":
             everything has float32. By default the dtypes are the package's.
