@@ -48,7 +48,7 @@ def check_options(
         "fsdp": asked.fsdp,
         "resident": resident,
     }
-    within_kernels = {"kernels": kernels, "recompute": recompute, "parallelize_fn": asked.parallelize_fn is not None}
+    within_kernels = {"kernels": kernels, "recompute": recompute, "parallelize_fn": asked.parallelize_fn and "given"}
     if grid.length(TENSOR) == 1:  # then nothing is sent within kernels, and each rank may have its own
         within_kernels = dict.fromkeys(within_kernels)
     texts = {argument(name): described(value) for name, value in {**options, **within_kernels}.items()}
