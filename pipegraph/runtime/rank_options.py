@@ -38,6 +38,7 @@ def check_options(
     """Raise ArgumentError, on every rank, unless all of them were given the same. Collective."""
     grid = world.grid
     options = {
+        "package": f"{manifest.model.class_name} of {manifest.model.source}, {len(manifest.stages)} stages",
         "mesh": dict(zip(grid.names, grid.shape, strict=True)),
         "microbatches": schedule.microbatches,
         "schedule": schedule.name,
@@ -55,7 +56,9 @@ def check_options(
     # The last ones, because they differ with others, too, and say less.
     rows = " | ".join(" ".join(map(str, row)) for row in schedule.actions)
     check_agreement(
-        world, {**texts, "the order of the schedule": rows, "pipeline.json": manifest.to_json()}, *DIMENSIONS
+        world,
+        {**texts, "the order of the schedule": rows, "pipeline.json of the package": manifest.to_json()},
+        *DIMENSIONS,
     )
 
 
