@@ -170,8 +170,8 @@ class Pipeline(PipelineState, PipelineRanks):
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
             if world:
-                manifest = self.package.manifest
-                check_options(world, manifest, self.schedule, asked, self._reduction, resident, kernels, recompute)
+                given = self.schedule, asked, self._reduction, resident, kernels, recompute
+                check_options(world, self.package.manifest, *given)
             prepared = prepare_stages(self.package, own, self.device, world, asked)
             self.stages = prepared.modules
             self.package = replace(self.package, manifest=prepared.manifest)
@@ -341,11 +341,7 @@ class Pipeline(PipelineState, PipelineRanks):
         with self._guard:
             given, results = self._runner.run(args, kwargs, request, self._observers)
             loss, metrics = self._runner.reduced(given, results)
-        result = StepResult(
-            loss=loss,
-            losses=results.loss_by_microbatch() if request.return_losses else None,
-            outputs=self._runner.batches.join(results, self.stages),
-            metrics=metrics,
-            weight=None if loss is None else given.scale.divisor,
-        )
-        return result, given.batch.sizes
+        losses = results.loss_by_microbatch() if request.return_losses else None
+        outputs = self._runner.batches.join(results, self.stages)
+        weight = None if loss is None else given.scale.divisor
+        return StepResult(loss, losses, outputs, metrics, weight), given.batch.sizes

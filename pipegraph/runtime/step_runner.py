@@ -20,7 +20,7 @@ from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor, run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
-from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal
+from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
