@@ -9,6 +9,8 @@
      ├── PackageError     a package on disk is damaged, too new, or not one
      ├── CheckpointError  a checkpoint cannot be written or read, or is another model's
      ├── BatchError       the inputs of a step do not fit the package
+     ├── OutputError      stdout or stderr of the command line cannot be written
+     │    └── ClosedOutput     … because who read it has closed it
      └── RuntimeFault     a run failed
 
 A message says what happened, where, why, the nearest valid choices, and one thing to try. The command line prints the
@@ -78,6 +80,16 @@ class RuntimeFault(PipegraphError):
     """A run failed: the message names the rank, stage, action and microbatch where that is known."""
 
     exit_code = 4
+
+
+class OutputError(PipegraphError):
+    """stdout or stderr cannot be written, as on a full disk."""
+
+
+class ClosedOutput(OutputError):
+    """Who read stdout or stderr has closed it, as ``head`` does. The command line ends without a word."""
+
+    exit_code = 141  # as of a process that SIGPIPE ended
 
 
 class BatchError(PipegraphError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import platform
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
@@ -19,6 +19,7 @@ from pipegraph.arguments import asked_by_command
 from pipegraph.cli.calibrate import calibrate
 from pipegraph.cli.export import export
 from pipegraph.cli.output import wrapped
+from pipegraph.cli.output_stream import output_streams
 from pipegraph.cli.plan import plan
 from pipegraph.cli.progress_bar import print_warning
 from pipegraph.cli.run import run
@@ -27,7 +28,7 @@ from pipegraph.cli.show import show
 from pipegraph.cli.split import split
 from pipegraph.cli.trace import trace
 from pipegraph.cli.verify import verify
-from pipegraph.errors import PipegraphError, RuntimeFault, printable, user_line
+from pipegraph.errors import ClosedOutput, PipegraphError, RuntimeFault, printable, user_line
 from pipegraph.version import __version__
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or of the copy of click that newer typer holds
@@ -71,17 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process.
 
     Exit codes: 0 done; 1 a check found a difference; 2 usage or input; 3 the model cannot be captured or split; 4 a run
-    failed, or an error of pipegraph's own.
+    failed, or an error of pipegraph's own; 128 and the number of a signal, as shells count: 130 for Ctrl-C, 141 for an
+    output that was closed.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # Python's end takes up to a second to look for cycles among all that torch has imported. A rank that is stopped
     # meanwhile keeps torchrun waiting, which has no limit of its own.
     atexit.register(gc.freeze)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # of a locale without the characters of tables and drawings
     try:
-        with asked_by_command(), warnings.catch_warnings():
+        with output_streams(), asked_by_command(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code = app(arguments, prog_name="pipegraph", standalone_mode=False)
     except (Exception, SystemExit) as error:
@@ -89,8 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise  # of a signal; another one is of the user's source, which pipegraph called
         if "--debug" in arguments:
             traceback.print_exc()
-        # One write, because the ranks of torchrun share one stderr.
-        sys.stderr.write(f"{wrapped(f'error: {printable(_message(error))}', sys.stderr)}\n")
+        if not isinstance(error, ClosedOutput):  # as `| head` does: who reads no more wants to know no more
+            with suppress(OSError):
+                # One write, because the ranks of torchrun share one stderr.
+                sys.stderr.write(f"{wrapped(f'error: {printable(_message(error))}', sys.stderr)}\n")
         sys.exit(error.exit_code if isinstance(error, (PipegraphError, _UsageError)) else RuntimeFault.exit_code)
     sys.exit(code or 0)  # a verb that is done returns nothing
 

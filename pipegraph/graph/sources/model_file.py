@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from pipegraph.arguments import require_path
-from pipegraph.errors import SourceError, nearest
+from pipegraph.errors import OutputError, SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, TrainingFunctions, parameters_on_meta
 
@@ -105,7 +105,7 @@ def _errors_named(path: Path, doing: str) -> Iterator[None]:
     """Turn whatever the user's file raises into a SourceError that names the file's own line."""
     try:
         yield
-    except SourceError:
+    except (SourceError, OutputError):  # what the file prints may have nowhere to go
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipegraph.errors import OutputError
 from pipegraph.progress import Listener, current_listener
 
 _VARIABLE = "PIPEGRAPH_PROGRESS"
@@ -59,21 +60,21 @@ def relay_progress(print_line: PrintLine) -> Iterator[Mapping[str, str]]:
     """Pass on what children report and print while the body runs. Gives what to add to their environment.
 
     Does nothing if nobody listens to this process's own progress. If a line cannot be printed, because stdout is
-    closed, the body is interrupted as by Ctrl-C and the OSError is raised.
+    closed, the body is interrupted as by Ctrl-C and the error is raised.
     """
     listener = current_listener()
     if listener is None:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="pipegraph-progress-") as folder:
-        file, over, failed = Path(folder, "messages"), threading.Event(), list[OSError]()
+        file, over, failed = Path(folder, "messages"), threading.Event(), list[Exception]()
         file.touch()
         main = threading.main_thread().ident or 0
 
         def read() -> None:
             try:
                 _read(file, over, listener, print_line)
-            except OSError as error:
+            except (OSError, OutputError) as error:
                 failed.append(error)
                 if not over.is_set():
                     signal.pthread_kill(main, signal.SIGINT)
