@@ -28,7 +28,8 @@ Policy = Callable[..., Any]
 Choice = str | Policy
 
 _SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
-_REPEATED = re.compile(r"\(([^()]*)\)\*(\d+),?")
+_REPEATED = re.compile(r"\(([^()]*)\)\*(\d{1,9}),?")
+_MOST_STAGES = 10_000
 _ADVICE = 'Try: "block", {"layers.*": "block", "*.mlp": "none"}, or {"layers[::2]": "block"} for every second layer.'
 _COMMAND_ADVICE = "Try: block, 'layers.*=block,*.mlp=none', or 'layers[::2]=block' for every second layer."
 
@@ -143,21 +144,36 @@ def layer_lists(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name, found in numbers.items() if len(found) > 1)
 
 
+def text_of_stages(text: str) -> list[str]:
+    """Return the choice of each stage that a text has, or the one for all stages.
+
+    They stand with ``;`` in between, or with bars as in a layout: ``(block|)*3,none`` is ``block;block;block;none``.
+    """
+    if "|" not in text:
+        return text.split(";")
+    return _REPEATED.sub(lambda found: found[1] * min(int(found[2]), _MOST_STAGES), text).split("|")
+
+
+def check_text(text: str) -> None:
+    """Raise ArgumentError unless a text is what `parse_stages` reads for some number of stages, or "auto"."""
+    if text != AUTO:
+        for each in dict.fromkeys(text_of_stages(text)):
+            Recompute.parse(each)
+
+
 def parse_stages(given: object, stages: int) -> tuple[Recompute, ...]:
     """Return what each of so many stages computes again.
 
     Args:
-        given: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, as text with ``;``
-            in between, or with bars as in a layout: ``(block|)*3,none`` is ``block;block;block;none``.
+        given: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, or such a sequence
+            as text, as `text_of_stages` reads it.
         stages: how many there are.
 
     Raises:
         ArgumentError: it is none of these, or for another number of stages.
     """
-    if isinstance(given, str) and "|" in given:
-        given = _REPEATED.sub(lambda found: found[1] * min(int(found[2]), stages), given).split("|")
-    elif isinstance(given, str) and ";" in given:
-        given = given.split(";")
+    if isinstance(given, str) and len(choices := text_of_stages(given)) > 1:
+        given = choices
     if isinstance(given, str) or not isinstance(given, Sequence):
         return (Recompute.parse(given),) * stages
     if len(given) != stages:

@@ -32,6 +32,17 @@ def check_device(device: str, count: int = 1, users: str = "ranks") -> None:
         raise typer.BadParameter(f"{need}.\nTry: --device cpu", param_hint="--device")
 
 
+def check_measured(device: str, balance: str | None) -> None:
+    """Raise typer.BadParameter for a device that layers cannot be measured on, or where none is measured."""
+    check_device(device)
+    if device != "cpu" and balance not in ("measured", "auto"):
+        raise typer.BadParameter(
+            "it belongs to --balance measured and auto, without which nothing runs.\n"
+            "Try: --balance auto, or --hardware with the profile of a device.",
+            param_hint="--device",
+        )
+
+
 def parse_memory(text: str) -> int:
     """Read a size as `pipegraph.units.parse_bytes` does. Raises typer.BadParameter."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from pipegraph.cli.options import (
     ModelArgument,
     SequenceOption,
     WideOption,
-    check_device,
+    check_measured,
     parse_names,
     parse_numbers,
 )
@@ -64,9 +65,15 @@ def plan(
         str | None,
         typer.Option(metavar="V,…", show_default=False, help="Stages on a rank. [default: 1 or 2, 4 if these are few]"),
     ] = None,
-    recompute: Annotated[str, typer.Option(metavar="R,…", help="What a backward computes again, as for split.")] = (
-        "none,min-cut,block"
-    ),
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="R",
+            show_default=False,
+            help="What a backward computes again, as for split; several to compare: none,block, or --recompute once "
+            "more. [default: none,min-cut,block]",
+        ),
+    ] = None,
     balance: Annotated[str, typer.Option(metavar="time|measured|auto", help="Where times are from.")] = "time",
     device: DeviceOption = "cpu",
     hardware: HardwareOption = "cpu",
@@ -101,13 +108,14 @@ def plan(
     names = None if schedule is None else parse_names(schedule, "--schedule")
     counts = None if microbatches is None else parse_numbers(microbatches, "--microbatches")
     chunks = None if stages_per_rank is None else parse_numbers(stages_per_rank, "--stages-per-rank")
-    check_device(device)
+    check_measured(device, balance)
     with progress(f"loading {model}"):
         from pipegraph.cost.block_times import MeasureOptions
         from pipegraph.cost.hardware import Hardware
         from pipegraph.graph.capture import capture_source
         from pipegraph.graph.sources import load
-        from pipegraph.planner.comparison import candidates, compare_model
+        from pipegraph.planner.comparison import candidates
+        from pipegraph.planner.model_comparison import compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.planner.plan_options import PlanOptions
@@ -115,7 +123,11 @@ def plan(
         from pipegraph.workflows.batch import loss_and_target
 
         check_target(out, overwrite, ours=is_plan)
-        plans = () if ranks is None else candidates(ranks, names, counts, chunks, _choices(recompute))
+        plans = (
+            ()
+            if ranks is None
+            else candidates(ranks, names, counts, chunks, _choices(recompute or ["none,min-cut,block"]))
+        )
         profile = Hardware.load(hardware)
         source = load(model, weights=False, batch=batch, seq=seq)
         options = PlanOptions(
@@ -223,5 +235,9 @@ def _check_what_is_planned(ranks: int | None, devices: int | None, global_batch:
         )
 
 
-def _choices(recompute: str) -> list[str]:
-    return recompute.split(";") if ";" in recompute else parse_names(recompute, "--recompute")
+def _choices(given: Iterable[str]) -> list[str]:
+    """Return what is compared. Commas part choices of one word each; in a text with rules, or with a choice for each
+    stage, they are its own."""
+    return [
+        choice for text in given for choice in ([text] if set("=;|") & set(text) else parse_names(text, "--recompute"))
+    ]

@@ -32,7 +32,7 @@ from pipegraph.cli.options import (
     SequenceOption,
     StagesOption,
     WrittenCheckpointOption,
-    check_device,
+    check_measured,
 )
 from pipegraph.cli.output import print_json, print_text
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
@@ -91,7 +91,7 @@ def split(
         raise typer.BadParameter(
             "--weights writes weights.\nTry: one of the two", param_hint="--weights / --no-weights"
         )
-    check_device(device)
+    check_measured(device, balance)
     folder = None if dry_run else out or Path("build", _default_name(model))
     with progress(f"loading {model}"):
         from pipegraph.codegen.package_writer import require_package, require_writable
@@ -147,17 +147,15 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from pipegraph.cost.balance import parse_balance
     from pipegraph.cost.block_times import MeasureOptions
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.recompute import AUTO, Recompute
+    from pipegraph.recompute import AUTO, check_text
     from pipegraph.workflows.schedules import named_schedule
 
-    settings = dict(given)
+    settings = {name: value for name, value in given.items() if name != "device"}
     readers = {"schedule": named_schedule, "hardware": Hardware.load}
     settings |= {name: read(settings[name]) for name, read in readers.items() if name in given}
     parse_balance(settings.get("balance", "time"))
-    for each in settings.get("recompute", AUTO).split(";"):
-        if each != AUTO:
-            Recompute.parse(each)
-    return {**settings, "setting": MeasureOptions(settings.pop("device", "cpu"))}
+    check_text(settings.get("recompute", AUTO))
+    return {**settings, "setting": MeasureOptions(given.get("device", "cpu"))}
 
 
 def _planned(

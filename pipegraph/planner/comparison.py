@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, ScheduleError
-from pipegraph.graph.captured import Captured
-from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
-from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage, solve
-from pipegraph.recompute import AUTO, CHOICES, EVERYWHERE, OFFLOAD, Recompute
-from pipegraph.schedule import Schedule
+from pipegraph.recompute import CHOICES, OFFLOAD, Recompute, check_text, text_of_stages
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
@@ -29,7 +25,7 @@ SAME_TIME = 0.002
 # segment's part of a stage, and at least _LEAST_CHANGE; by anything if that is more than _LARGEST_CHANGE. From the
 # second estimate on: by a sixth of that.
 _LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
-_LOW_EFFORT, _FREE_EFFORT = 0.05, 0.2
+_LOW_EFFORT = 0.05
 _COMPARED = tuple(choice for choice in CHOICES if choice != OFFLOAD)
 _MANY_STAGES = 32  # 4 stages on a rank are compared by default if they are no more than so many in all
 _CLOSEST = 3  # plans whose estimates do not fit that are searched all the same
@@ -79,16 +75,17 @@ def candidates(
         microbatches: of a step; by default 2 and 4 for each rank.
         chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
             2), and 4 if that makes no more than 32 stages.
-        recompute: what backwards compute again, as text; "auto" for the best choice of each stage. By default every
-            choice that needs no link to the memory of the host.
+        recompute: what backwards compute again, as text: for all stages; for each stage of plans that have as many;
+            or "auto" for the best choice of each. By default every choice that needs no link to the memory of the host.
 
     Raises:
         ScheduleError: an unknown schedule.
-        ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank.
+        ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank, or as many as one that
+            has a choice for each.
     """
     for each in recompute:
-        if each != AUTO:
-            Recompute.parse(each)
+        check_text(each)
+    stages_of = {each: len(text_of_stages(each)) for each in recompute}  # 1 for what holds for any number of them
     recipes = [find_recipe(name) for name in schedules] if schedules else [each for each in RECIPES if each.trains]
     plans = []
     for recipe in recipes:
@@ -104,7 +101,14 @@ def candidates(
             for number in numbers
             for count in microbatches or (2 * ranks, 4 * ranks)
             for each in again
+            if stages_of[each] in (1, ranks * number)
         ]
+    for each, stages in stages_of.items():
+        if stages > 1 and all(plan.recompute != each for plan in plans):
+            raise ArgumentError(
+                f"{argument('recompute', each)} has a choice for each of {stages} stages, and no plan that is compared "
+                f"has as many on {format_number_of('rank', ranks)}.\nTry: one for each stage, or one for all."
+            )
     if not plans:
         several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
         raise ArgumentError(
@@ -113,57 +117,6 @@ def candidates(
             f"Try: {argument('schedules', option='--schedule')} with one of {several}."
         )
     return tuple(plans)
-
-
-def compare_model(
-    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
-) -> PlanComparison:
-    """Price a model once for each recompute, and compare plans.
-
-    Raises as `compare_plans` does, and PlanError if a parameter is too large for any rank.
-    """
-    options.check_parameters_fit(captured)
-    options = options.on_ranks(ranks)
-    alike = [plan for plan in plans if plan.recompute != AUTO]
-    free = [plan for plan in plans if plan.recompute == AUTO]
-    compared = compare_plans(price_candidates(captured, options, alike), options, ranks, alike) if alike else None
-    if not free:
-        assert compared is not None
-        return compared
-    return _with_free_recompute(RecomputeOptions.price(captured, options), options, ranks, free, compared)
-
-
-def _with_free_recompute(
-    priced: RecomputeOptions,
-    options: PlanOptions,
-    ranks: int,
-    plans: Sequence[PlanCandidate],
-    others: PlanComparison | None,
-) -> PlanComparison:
-    """Compare plans of which each stage computes again what is best, and plans that were compared already.
-
-    Stages choose for schedules and microbatches that are worth it with one choice for all stages.
-    """
-    of_names = {str(priced.recompute[index]): priced.costs[index] for index in priced.uniform}
-    each = [replace(plan, recompute=name) for plan in plans for name in of_names]
-    alike = compare_plans(of_names, options, ranks, each)
-    found: dict[Schedule, CutChoice] = {}
-    for choice in alike.choices:
-        if choice.schedule not in found:
-            own = replace(choice.options, recompute=EVERYWHERE, effort=_FREE_EFFORT * options.effort)
-            found[choice.schedule] = priced.choose(own, choice.schedule.stages)
-    best, *rest = _pareto_front([*found.values(), *(others.choices if others is not None else ())])
-    considered, refused = len(plans), alike.refused
-    if others is not None:
-        considered, refused = considered + others.considered, tuple(dict.fromkeys((*others.refused, *refused)))
-    return PlanComparison((best, *rest), considered, refused)
-
-
-def price_candidates(captured: Captured, options: PlanOptions, plans: Sequence[PlanCandidate]) -> dict[str, ChainCosts]:
-    """Return the costs of a model for each recompute of the plans."""
-    names = dict.fromkeys(plan.recompute for plan in plans)
-    traced: dict[str, DividedFunction] = {}
-    return {name: replace(options, recompute=Recompute.parse(name)).price(captured, traced=traced) for name in names}
 
 
 def compare_plans(
@@ -190,8 +143,7 @@ def compare_plans(
         )
     estimates, refused = _first_estimates(costs, options, ranks, plans)
     if not estimates:
-        hint = "Try: fewer ranks, or another schedule or number of microbatches."
-        raise PlanError("\n".join(["No plan can be compared.", *refused, hint]))
+        raise nothing_to_compare(refused)
     memory = options.largest_memory
     change = max(_possible_change(each.costs.segments, each.schedule.stages) for each in estimates)
     estimates_left = _competitive([each for each in estimates if each.peak <= memory * (1 + change)], memory, change)
@@ -206,8 +158,14 @@ def compare_plans(
     choices, shortages = choices + more_choices, shortages + more
     if not choices:
         raise _shortage(shortages, memory)
-    best, *others = _pareto_front(choices)
+    best, *others = pareto_front(choices)
     return PlanComparison((refine_cuts(best), *others), len(estimates), refused)
+
+
+def nothing_to_compare(refused: Iterable[str]) -> PlanError:
+    """Return the error of plans none of which is possible, each for one of these reasons."""
+    hint = "Try: fewer ranks, or another schedule or number of microbatches."
+    return PlanError("\n".join(["No plan can be compared.", *refused, hint]))
 
 
 def _first_estimates(
@@ -253,7 +211,7 @@ def _possible_change(costs: Sequence[SegmentCost], stages: int) -> float:
 def _competitive(choices: Sequence[CutChoice], memory: float, margin: float) -> list[CutChoice]:
     """Return the choices that no fitting one beats by so much in time or memory.
 
-    A faster one may need a little more memory, as in `_pareto_front`.
+    A faster one may need a little more memory, as in `pareto_front`.
     """
 
     def beats(one: CutChoice, other: CutChoice) -> bool:
@@ -291,7 +249,7 @@ def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: flo
     )
 
 
-def _pareto_front(choices: Sequence[CutChoice]) -> tuple[CutChoice, ...]:
+def pareto_front(choices: Sequence[CutChoice]) -> tuple[CutChoice, ...]:
     """Return the choices that no other one equals in both time and memory, the fastest first.
 
     Equal means within `SAME_TIME` and `SAME_MEMORY`. Of equal ones, the simplest is taken.

@@ -197,6 +197,7 @@ def plan(
     )  # fmt: skip
     if stages is not None:
         check_number("stages", stages, 2)
+        options.schedule_of(stages)  # what no schedule can have is refused before anything is made for each stage
         is_auto = recompute == AUTO
         options = options if is_auto else replace(options, recompute=parse_recompute(captured, recompute, stages))
         if balance != UNIFORM:
@@ -250,7 +251,6 @@ def _check_types(
 
 def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: bool) -> Plan:
     """Cut a model into so many stages, where it is best. What is computed again is chosen too if ``is_auto``."""
-    # Before anything is priced, this refuses a schedule that cannot have so many stages.
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
     if is_auto or isinstance(options.recompute, tuple):

@@ -38,6 +38,39 @@ def test_points_with_the_best_recompute_of_each_stage(pipegraph: Command) -> Non
     assert (short.code, short.err) == (0, "")
 
 
+def compared(pipegraph: Command, *recompute: object) -> set[str]:
+    """What the plans that are worth it compute again."""
+    given = [each for one in recompute for each in ("--recompute", one)]
+    few = ("--schedule", "1f1b,zb-v", "--microbatches", 4, "--hardware", "h100")
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *few, *given, "--json")
+    assert (done.code, done.err) == (0, "")
+    return {each["recompute"] for each in json.loads(done.out)["alternatives"]}
+
+
+def test_a_choice_with_rules_is_one_choice(pipegraph: Command) -> None:
+    assert compared(pipegraph, "layers.*=block,head=none") == {"layers.*=block,head=none"}
+    assert compared(pipegraph, "layers.*=block,head=none", "none,min-cut") <= {
+        "layers.*=block,head=none",
+        "none",
+        "min-cut",
+    }
+
+
+def test_a_choice_for_each_stage_is_one_choice(pipegraph: Command) -> None:
+    assert compared(pipegraph, "block;none") == {"block (stage 0), none (stage 1)"}
+    assert compared(pipegraph, "block|(none|)*2,none") == {"block (stage 0), none (stages 1 – 3)"}
+    done = pipegraph("plan", CHAIN, "--ranks", 3, "--recompute", "block;none")
+    assert done.code == 2
+    assert "--recompute block;none has a choice for each of 2 stages, and no plan that is compared has as" in done.err
+
+
+@pytest.mark.parametrize(("stages", "recompute"), [(4, "block|(none|)*2,none"), (2, "block|none"), (2, "block;none")])
+def test_split_takes_a_choice_for_each_stage(pipegraph: Command, stages: int, recompute: str) -> None:
+    done = pipegraph("split", CHAIN, "--stages", stages, "--recompute", recompute, "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    assert "with recompute block (stage 0), none (stage" in done.out
+
+
 def predicted(out: str) -> dict[str, Any]:
     result = json.loads(out)
     return {**result["plan"], "points": result["points"]}
