@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 STEPS = 1
 PROFILED_STEPS = 4
 """Steps without --steps and without data: of a plain run, and of one with --profile."""
+_LARGEST_RATE = 3.4e38  # of a float32, in which an optimizer computes
 
 ProcessesOption = Annotated[
     int | None,
@@ -184,7 +184,7 @@ def check_training(rate: float | None, kernels: str, precision: str | None, mode
     named_precision(precision)
     if model is not None:
         find_source(model)
-    if rate is not None and not math.isfinite(rate):
+    if rate is not None and not rate <= _LARGEST_RATE:
         raise typer.BadParameter(f"{rate} is no learning rate.\nTry: 0.001", param_hint="--learning-rate")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from pipegraph.cost.machine_rates import (
 )
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.kernels.cpu import keep_freed_memory, threads_per_rank
+from pipegraph.machine import memory_of_host
 from pipegraph.units import format_percent
 
 THROUGH_HOST = "an assumption: from a device to its host and on to the other one, as measured to the host"
@@ -196,4 +196,4 @@ def _device_name(device: torch.device) -> str:
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_of_host()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 from weakref import WeakValueDictionary
 
+from pipegraph.arguments import argument
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.schedule.schedule import Schedule
@@ -35,12 +36,14 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
     if chunks != recipe.chunks and not recipe.any_chunks:
         raise ScheduleError(
             f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it.\n"
-            f"Try: leave chunks out, or give chunks={recipe.chunks}."
+            f"Try: leave {argument('chunks')} out, or give {argument('chunks', recipe.chunks)}."
         )
     if ranks * chunks * microbatches > MOST:
+        possible = MOST // (ranks * chunks)
+        fewer = f"{possible:,} microbatches" if possible else f"{max(1, MOST // microbatches):,} stages"
         raise ScheduleError(
             f"{recipe.name} cannot have {microbatches:,} microbatches on {format_number_of('stage', ranks * chunks)}: "
-            f"a step has {MOST:,} forwards at most.\nTry: {MOST // (ranks * chunks):,} microbatches or fewer."
+            f"a step has {MOST:,} forwards at most.\nTry: {fewer} or fewer."
         )
     if why := recipe.rule(ranks, microbatches):
         asked = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipegraph.arguments import argument
 from pipegraph.cost.model_output import mean_square
 from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.machine import require_room
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.step_runner import LossFunction
@@ -62,6 +64,12 @@ def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
     return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
 
 
+def at_asked_sizes(source: ModelSource) -> ModelSource:
+    """Return the source with an example that has as many rows and tokens as it asks for."""
+    one = batch_from_source(source, 1)
+    return replace(source, args=one.args, kwargs=one.kwargs, example_target=one.target)
+
+
 def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
     """Return the loss of a model's file and the target of one microbatch; None if the file has no loss.
 
@@ -87,6 +95,8 @@ def _resized(source: ModelSource, tensor: Any) -> Any:
     for dim, sizes in enumerate((wanted, {seq: source.seq or seq})[: tensor.dim()]):
         size = tensor.shape[dim]
         if sizes.get(size, size) != size:
+            asked = argument("batch", source.batch) if dim == 0 and source.batch else argument("seq", source.seq)
+            require_room(tensor.nbytes // max(size, 1) * sizes[size], f"a tensor with {asked}")
             tensor = tensor.index_select(dim, torch.arange(sizes[size], device=tensor.device) % size)
     return tensor
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.cost.model_output import output_tensors
-from pipegraph.errors import SourceError
+from pipegraph.errors import PipegraphError, SourceError, user_line
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.kernels.loss import divide_loss
 from pipegraph.runtime.step_runner import LossFunction
@@ -65,8 +65,11 @@ def run_model(
         backward: without it, nothing but the outputs and the loss is made.
         seed: what random operations draw from.
         nudged: whether every parameter and input is first moved by one unit in its last place, up or down at random.
+
+    Raises:
+        SourceError: the model or the loss raises an error.
     """
-    with own_model(source, seed) as model:
+    with own_model(source, seed) as model, _errors_named(source):
         if evaluate:
             model.eval()
         args, kwargs, target = copy.deepcopy((source.args, source.kwargs, source.example_target))
@@ -85,6 +88,21 @@ def run_model(
             with torch.no_grad():
                 evaluated = output_tensors(model.eval()(*args, **kwargs))
     return StepTensors(output_tensors(output), loss.detach(), gradients, buffers, evaluated)
+
+
+@contextmanager
+def _errors_named(source: ModelSource) -> Iterator[None]:
+    """Turn whatever the model raises into a SourceError that says where."""
+    try:
+        yield
+    except PipegraphError:
+        raise
+    except Exception as error:
+        where, name = user_line(error), type(source.model).__name__
+        raise SourceError(
+            f"{name} ({source.name}) raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}\n"
+            "Try: the model itself on its example_inputs in Python; it should run without error."
+        ) from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -98,9 +99,26 @@ def _not_written(file: Path, error: OSError) -> PipegraphError:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; none if it has no log. The last one may be cut off in a run that was killed."""
+    """The lines of a run's log; none if it has no log. The last one may be cut off in a run that was killed.
+
+    Warns of others that are no entries of a log, and leaves them out: a run does not depend on them.
+    """
     try:
-        text = (folder / LOG).read_text(encoding="utf-8")
+        text = (folder / LOG).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    *lines, _ = text.split("\n")
+    entries = {number: _entry(line) for number, line in enumerate(lines, 1)}
+    bad = [number for number, entry in entries.items() if entry is None]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        warnings.warn(f"{folder / LOG}, line {bad[0]}{more}: no entry of a log, which is left out.", stacklevel=2)
+    return [entry for entry in entries.values() if entry is not None]
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None

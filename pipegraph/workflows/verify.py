@@ -22,7 +22,7 @@ from pipegraph.package import Package
 from pipegraph.report.text import clip, table
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.step_runner import LossFunction
-from pipegraph.workflows.batch import explain_model_mismatch, source_loss
+from pipegraph.workflows.batch import at_asked_sizes, explain_model_mismatch, source_loss
 from pipegraph.workflows.reference_step import (
     StepTensors,
     TensorComparison,
@@ -51,10 +51,17 @@ def verify(
 
     Args:
         package: as `pipegraph split` wrote it. One without weights gets the model's.
-        source: the model, with real weights, its example inputs and loss.
+        source: the model, with real weights, its example inputs and loss. The step has as many rows and tokens as it
+            asks for.
         weights: a Hugging Face checkpoint from which the package's weights are read instead.
         check_weights: as in `Pipeline`.
+
+    Raises:
+        SourceError: the model or its loss raises an error.
+        BatchError: the package does not take the example inputs.
+        PackageError: the package cannot be loaded.
     """
+    source = at_asked_sizes(source)
     loss_fn = source_loss(source)
     reference = run_model(source, loss_fn)
     is_random = _is_random(source, loss_fn, reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -86,3 +87,22 @@ def test_json(pipegraph: Command, chain: Path) -> None:
     assert (result["schema_version"], result["equal"], result["mode"]) == (1, True, "training")
     assert result["compared"] == {"weight": 10, "output": 1, "loss": 1, "gradient": 10, "evaluation": 1}
     assert result["different"] == []
+
+
+def test_other_sizes_than_the_examples(pipegraph: Command, chain: Path) -> None:
+    model = "tests/models/chain.py"
+    done = pipegraph("verify", chain, model, "--batch", 7)
+    assert (done.code, done.err) == (0, "")
+    done = pipegraph("verify", chain, model, "--batch", 10**14)
+    assert done.code == 2
+    assert re.match(r"error: a tensor with --batch 10+ takes \S+ PiB, and this machine has .*\nTry: fewer", done.err)
+
+
+def test_a_model_that_raises(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    text = "import torch\nclass Odd(torch.nn.Module):\n    def forward(self, x):\n        return x @ x\nmodel = Odd()\n"
+    file.write_text(f"{text}example_inputs = (torch.ones(2, 8),)\n")
+    done = pipegraph("verify", chain, file)
+    assert done.code == 2
+    assert done.err.startswith("error: Odd (model.py) raised RuntimeError: ")
+    assert "model.py:4: return x @ x)\nTry: " in done.err

@@ -270,3 +270,13 @@ def test_a_folder_that_is_a_checkpoint_or_a_file_is_refused(trainer: Trainer, tm
     (tmp_path / "run").touch()
     with pytest.raises(CheckpointError, match="is a file"):
         trainer(every=10)
+
+
+def test_lines_that_are_no_entries_of_a_log_are_left_out(trainer: Trainer, tmp_path: Path) -> None:
+    whole = losses(trainer(every=4), 4)
+    log = tmp_path / "run/log.jsonl"
+    lines = log.read_bytes().split(b"\n")
+    log.write_bytes(b"\n".join([lines[0], b"junk", *lines[1:-1], b"[3]", b"\xff\xfe", b'{"loss": 1}', b""]))
+    with pytest.warns(UserWarning, match=r"log\.jsonl, line 2 and 3 more: no entry of a log, which is left out"):
+        trainer(every=4)
+    assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole

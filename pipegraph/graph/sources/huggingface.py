@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipegraph.arguments import require_path
+from pipegraph.arguments import argument, require_path
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
+from pipegraph.machine import require_room
 from pipegraph.regular_file import read_regular_file
 
 
@@ -131,7 +132,8 @@ def _architecture(transformers: Any, config: Any, path: Path) -> Any:
 def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -> dict[str, Any]:
     """One microbatch: token ids [batch, seq] int64, or pixels [batch, channels, size, size] float32.
 
-    Raises SourceError for a model that takes something else, such as sound.
+    Raises SourceError for a model that takes something else, such as sound, and ArgumentError for more than there is
+    room for.
     """
     if model.main_input_name not in ("pixel_values", "input_ids"):
         raise SourceError(
@@ -139,10 +141,13 @@ def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -
             "Try: a model file that defines build_model() and example_inputs."
         )
     generator = torch.Generator().manual_seed(0)
+    asked = argument("batch", batch)
     if model.main_input_name == "pixel_values":
         size, channels = _of_pixels(config, "image_size") or 224, _of_pixels(config, "num_channels") or 3
         height, width = (size, size) if isinstance(size, int) else size
+        require_room(batch * channels * height * width * model.dtype.itemsize, f"pixel_values with {asked}")
         return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator, dtype=model.dtype)}
+    require_room(batch * seq * torch.int64.itemsize, f"input_ids with {asked} and {argument('seq', seq)}")
     vocabulary = config.get_text_config().vocab_size
     inputs = {"input_ids": torch.randint(0, vocabulary, (batch, seq), generator=generator)}
     if config.is_encoder_decoder:

@@ -32,6 +32,7 @@ from pipegraph.runtime.schedule_choice import other_names
 from pipegraph.schedule import Schedule
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_MOST_PROCESSES = 1024  # each takes some 300 MB before it has a stage
 _POLL_SECONDS = 0.05
 _REPORT_SECONDS = 0.5  # for children to end by themselves when another one has failed
 _CULPRIT_SECONDS = 3.0  # for the one that failed first to end, when others have already ended because of it
@@ -97,12 +98,19 @@ def launch(
 def check_processes(schedule: Schedule, processes: int, launched: bool = False, pipelines: int = 1) -> None:
     """Raise `ScheduleError` unless so many processes can run the schedule: one per rank, or one for all ranks.
 
+    What nobody launched is started here, which one machine can do for a limited number.
+
     One for all must be a plain process, not one that a launcher started, and in no mesh.
 
     Args:
         processes: of each pipeline.
         pipelines: how many there are in a mesh.
     """
+    if processes * pipelines > _MOST_PROCESSES and not launched:
+        raise ScheduleError(
+            f"{processes * pipelines:,} processes cannot be started: {_MOST_PROCESSES:,} is the most on one machine.\n"
+            "Try: a smaller mesh, or torchrun on several machines."
+        )
     if processes == schedule.ranks or (processes == 1 and pipelines == 1 and not launched):
         return
     stages = f"{schedule.stages} stage{'s' if schedule.stages > 1 else ''}"

@@ -1,0 +1,23 @@
+"""What this machine has, and whether what was asked for has room in it."""
+
+from __future__ import annotations
+
+import os
+
+from pipegraph.errors import ArgumentError
+from pipegraph.units import format_bytes
+
+
+def memory_of_host() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_room(needed: int, what: str) -> None:
+    """Raise ArgumentError if ``what``, an input of so many bytes, is larger than the memory of this machine."""
+    present = memory_of_host()
+    if needed > present:
+        raise ArgumentError(
+            f"{what} takes {format_bytes(needed)}, and this machine has {format_bytes(present)}.\n"
+            "Try: fewer rows or tokens."
+        )
