@@ -105,7 +105,8 @@ class BatchError(PipegraphError):
 
 def user_line(error: BaseException) -> str:
     """``model.py:12: code``: the innermost line of the user's own source that an error, or what caused it, passed
-    through; empty if there is none. Not the user's are torch, pipegraph, and Python itself."""
+    through; empty if there is none. Not the user's are torch, pipegraph, and Python itself. The file is named as
+    `path_from_here` does."""
     current: BaseException | None = error
     while current is not None:
         line = _innermost_user_line(traceback.extract_tb(current.__traceback__))
@@ -124,7 +125,17 @@ def _innermost_user_line(frames: traceback.StackSummary) -> str:
     frame = next((each for each in reversed(frames) if is_user_file(each.filename)), None)
     if frame is None:
         return ""
-    return f"{frame.filename}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
+    return f"{path_from_here(frame.filename)}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
+
+
+def path_from_here(path: str | Path) -> str:
+    """Return how a command in the working folder names a file or folder: relative if it lies within."""
+    try:
+        here = Path.cwd()
+    except OSError:  # it was removed
+        return str(path)
+    path = Path(path)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 @lru_cache(maxsize=1024)

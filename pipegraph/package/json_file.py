@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from pipegraph.errors import PipegraphError, one_line
+from pipegraph.errors import PipegraphError, one_line, path_from_here
 from pipegraph.package.json_errors import HIDDEN_KEY, FieldError, Place, clipped, explain, place_text, shown
 from pipegraph.regular_file import read_regular_file
 
@@ -76,8 +76,8 @@ class FileKind(Generic[Structure]):
         try:
             data = read_regular_file(file)
         except (OSError, ValueError) as problem:
-            raise self.problem(str(file), getattr(problem, "strerror", None) or str(problem)) from None
-        return self.decode(data, str(file))
+            raise self.problem(path_from_here(file), getattr(problem, "strerror", None) or str(problem)) from None
+        return self.decode(data, path_from_here(file))
 
     def decode(self, text: str | bytes, where: str) -> Structure:
         """Read the content of a file; ``where`` opens the message of every error."""

@@ -146,7 +146,7 @@ class Runner:
             return "" if code == 0 else printed[1]
         code, *printed = self._here(words) if words[0] in ("pipegraph", "python") else self._process(words)
         assert bool(code) == fails, f"{command}\n{''.join(printed)}"
-        return printed[fails].replace(f"{self.folder}/", "")
+        return printed[fails]
 
     def _here(self, words: list[str]) -> tuple[int, str, str]:
         self._printed()

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import torch
 
-from pipegraph.errors import PipegraphError
+from pipegraph.errors import PipegraphError, path_from_here
 from pipegraph.package import MANIFEST
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import to_csv
@@ -140,7 +140,7 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
         "generator": f"pipegraph {__version__}",
         "run": run,
         "package": pipe.package.path.name,
-        "package_folder": _from_here(pipe.package.path),
+        "package_folder": path_from_here(pipe.package.path),
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
@@ -202,12 +202,6 @@ def run_on_all_ranks(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> No
 
 def _is_first(pipe: Pipeline) -> bool:
     return 0 in [pipe.mesh_ranks[rank] for rank in pipe.ranks]
-
-
-def _from_here(folder: Path) -> str:
-    """Return how a command in the working folder names a folder: relative if it lies within."""
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def _make_new(parent: Path, name: str) -> Path:
