@@ -77,7 +77,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 16GB, 500MB or plain bytes.")
     number = float(found[1]) * _FACTORS[found[2].casefold()]
     if not _LEAST <= number <= _MOST:
-        raise ValueError(f"{text!r} is not the memory of a rank: give 1MiB to 1PiB, such as 80GiB.")
+        raise ValueError(f"{text!r} is too little or too much: give 1MiB to 1PiB, such as 80GiB.")
     return int(number)
 
 

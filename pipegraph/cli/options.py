@@ -51,6 +51,13 @@ def parse_memory(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def parse_folder(text: str) -> Path:
+    """Read the name of a folder. Raises typer.BadParameter for an empty one, which would be the working folder."""
+    if not str(text):
+        raise typer.BadParameter("the name of a folder is empty.\nTry: . for the folder you are in.")
+    return Path(text)
+
+
 def parse_names(text: str, option: str) -> list[str]:
     """Read ``1f1b,zb-v``, the value of an option. Raises typer.BadParameter for an empty name."""
     names = [name.strip() for name in text.split(",")]
@@ -80,7 +87,10 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json.", show_default=False)
 ]
 PackageArgument = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The folder that `pipegraph split` wrote.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="OUT", parser=parse_folder, help="The folder that `pipegraph split` wrote.", show_default=False
+    ),
 ]
 BatchOption = Annotated[
     int | None,

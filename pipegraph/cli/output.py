@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -77,9 +78,12 @@ def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
     """Write (file, suffix, text): what is drawn again from what it shows, and replaces an older drawing unasked.
 
     Raises PipegraphError, before anything is written, if a file exists whose name does not end with the suffix: it is
-    something else, such as the model's source. And as `write_files` does.
+    something else, such as the model's source; if two have one name; and as `write_files` does.
     """
     files = list(files)
+    for (file, *_), (other, *_) in combinations(files, 2):
+        if file.resolve() == other.resolve():
+            raise PipegraphError(f"{other} was named for two files, of which one would be left.\nTry: two names.")
     for file, suffix, _ in files:
         if file.is_file() and file.suffix.lower() != suffix and file.stat().st_size:
             raise PipegraphError(

@@ -57,8 +57,14 @@ def schedule(
         typer.Option(metavar="loop|v", show_default=False, help="Where search places the stages. [default: loop]"),
     ] = None,
     effort: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Scales how long search looks: 1 is some ten seconds.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            show_default=False,
+            help="Scales how long search looks: 1 is some ten seconds. [default: 1]",
+        ),
+    ] = None,
     sharded: Annotated[
         bool, typer.Option("--sharded", help="All stages are sharded: draw where their parameters are gathered.")
     ] = False,
@@ -94,14 +100,28 @@ def schedule(
 
     if placement is not None and placement not in PLACEMENTS:
         raise typer.BadParameter(f"{placement!r} is neither {' nor '.join(PLACEMENTS)}.", param_hint="--placement")
-    with progress("searching" if name.casefold() == "search" else f"making {name}"):
+    is_search = name.casefold() == "search"
+    if effort is not None and not is_search:
+        raise typer.BadParameter(
+            f"it belongs to search, and {name} needs none.\nTry: leave it out.", param_hint="--effort"
+        )
+    with progress("searching" if is_search else f"making {name}"):
         from pipegraph.report.text.schedule_report import render_schedule, simulated_schedule_dict
         from pipegraph.report.timeline_picture import schedule_svg
         from pipegraph.workflows.schedules import make_schedule, unit_times
 
         given = None if times is None else read_times(times)
         made = make_schedule(
-            name, ranks, microbatches, chunks, placement, given, memory_limit, effort, sharded, resident
+            name,
+            ranks,
+            microbatches,
+            chunks,
+            placement,
+            given,
+            memory_limit,
+            1.0 if effort is None else effort,
+            sharded,
+            resident,
         )
         simulated = SimulatedSchedule(
             made, given or unit_times(made.stages), memory_limit, in_seconds=given is not None

@@ -42,11 +42,17 @@ def show(
     Example:
       pipegraph show build/transformer --html page.html
     """
+    from pipegraph.errors import PackageError
     from pipegraph.package import Package
     from pipegraph.report.text.package_tables import package_dict, render_package
     from pipegraph.workflows.schedules import choose_schedule
 
     package = Package.open(out)
+    for file in (html, svg):
+        if file is not None and file.resolve().is_relative_to(package.path):
+            raise PackageError(
+                f"{file} lies in the package, where a later split would refuse to replace it.\nTry: another folder."
+            )
     chosen = choose_schedule(package, schedule, microbatches)
     with progress("checking weights"):
         damaged = package.damaged() if check_weights else ()

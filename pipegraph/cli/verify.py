@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 
@@ -40,6 +41,12 @@ def verify(
     """
     from pipegraph.package import Package, checkpoint_folder
 
+    if out.is_file() and Path(model).is_dir():
+        raise typer.BadParameter(
+            f"{out} is a file, and {model} a folder: the package comes before the model.\n"
+            f"Try: pipegraph verify {model} {out}",
+            param_hint="OUT MODEL",
+        )
     package = Package.open(out)
     if weights is not None:
         checkpoint_folder(weights)

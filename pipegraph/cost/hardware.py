@@ -248,8 +248,8 @@ class Hardware(Entry, frozen=True, kw_only=True):
         if str(name) in cls.names():
             return _KIND.decode((_PROFILES / f"{name}.json").read_bytes(), f"{name}")
         file = require_path(name, "hardware is the name of a profile, or its file", error=PipegraphError)
-        if not os.path.exists(file):
-            raise PipegraphError(_no_profile(file, cls.names()))
+        if not str(name) or not os.path.exists(file):
+            raise PipegraphError(_no_profile(str(name), cls.names()))
         found = _KIND.read(file)
         if found.name in cls.names() and found.figures != cls.load(found.name).figures:
             raise PipegraphError(
@@ -299,13 +299,14 @@ def _check(table: SizeTable, place: str, axes: tuple[str, ...], least: float, mo
             raise FieldError(place, f"{figure:g} must be more than {least:g}, and {most:g} or less")
 
 
-def _no_profile(file: Path, names: tuple[str, ...]) -> str:
+def _no_profile(name: str, names: tuple[str, ...]) -> str:
     """Return the message for a name that is neither a profile nor a file."""
+    file = Path(name)
     if file.suffix == ".json":
         others = [str(each) for each in file.parent.glob("*.json")] if os.path.isdir(file.parent) else []
         what = f"There is no hardware profile {file}.{nearest(str(file), [*others, *names])}"
     else:
-        what = f'No hardware profile is called "{file}".{nearest(str(file), names)}'
+        what = f'No hardware profile is called "{name}".{nearest(name, names)}'
     return f"{what} There are: {', '.join(names)}; or give a JSON file.\n{_MEASURE}"
 
 

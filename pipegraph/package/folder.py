@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from pipegraph.arguments import require_path
-from pipegraph.errors import PackageError, nearest, one_line, user_line
+from pipegraph.errors import PackageError, nearest, one_line, path_from_here, user_line
 from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
 from pipegraph.package.manifest import Manifest, path_problem
@@ -87,6 +87,10 @@ class Package:
                 f"There is no package {given}: the folder does not exist.{nearest(folder.name, beside)}\n"
                 f"Try: pipegraph split MODEL -o {given}, which writes one."
             )
+        if folder.exists() and not folder.is_dir():
+            raise PackageError(
+                f"{given} is a file, and a package is a folder.\nTry: the folder that pipegraph split wrote."
+            )
         while True:
             identity = _identity(folder)
             manifest = Manifest.read(folder / MANIFEST)
@@ -117,7 +121,7 @@ class Package:
             if files
         ]
         if found:
-            raise PackageError(f"{self.path} is not whole: {'; '.join(found)}.\n{_RESTORE}")
+            raise PackageError(f"{path_from_here(self.path)} is not whole: {'; '.join(found)}.\n{_RESTORE}")
 
     def check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str] = True) -> None:
         """Check the digests of the shards that `load_stage` reads for these stages.
@@ -243,7 +247,8 @@ class Package:
         finally:
             if self.identity is not None and _identity(self.path) != self.identity:
                 raise PackageError(
-                    f"{self.path} was replaced by another package while it was read.\nTry: the same again."
+                    f"{path_from_here(self.path)} was replaced by another package while it was read.\n"
+                    "Try: the same again."
                 )
 
     @cached_property
@@ -259,11 +264,15 @@ class Package:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # edited source raises anything
             del sys.modules[name]
-            at = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else user_line(error)
+            at = (
+                f"{path_from_here(error.filename or source)}:{error.lineno}"
+                if isinstance(error, SyntaxError)
+                else user_line(error)
+            )
             line = f"{at}: " if at else ""
             said = str(error).replace(f"{name}.", "")
             raise PackageError(
-                f"{self.path} cannot be imported: {line}{type(error).__name__}: {said}.\n"
+                f"{path_from_here(self.path)} cannot be imported: {line}{type(error).__name__}: {said}.\n"
                 "Try: mend what was edited or is missing (`pipegraph show` lists it), or split the model again."
             ) from error
         finally:

@@ -305,12 +305,13 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
         needed = choose_cuts(options.price(captured), options, stages).peak
     except MemoryShortage as shortage:
         return (
-            f'With recompute="block", which keeps the least, {format_bytes(shortage.needed)} would be enough.\n'
+            f"With {argument('recompute', 'block')}, which keeps the least, {format_bytes(shortage.needed)} would be "
+            "enough.\n"
             f"Try: {argument('recompute', 'block')} with {argument('memory_bytes', bytes_option(shortage.needed))}, "
             "or more stages."
         )
     return (
-        f'With recompute="block" there are cuts that fit, and need {format_bytes(needed)}.\n'
+        f"With {argument('recompute', 'block')} there are cuts that fit, and need {format_bytes(needed)}.\n"
         f"Try: {argument('recompute', 'block')}."
     )
 

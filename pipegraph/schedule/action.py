@@ -42,7 +42,8 @@ _PEER: dict[Kind, tuple[Kind, int]] = {
 _NUMBER = "([0-9]{1,9})"
 _END = 10**9
 _ACTION = re.compile(rf"{_NUMBER}([A-Za-z_]+){_NUMBER}(?:([<>]){_NUMBER})?")
-_FORM = "An action is a stage, a kind and a microbatch: 2F0, 0B3, 0SEND_F1, or 0SEND_F1>3 to a stage that is not next."
+_FORM = "An action is a stage, a kind and a microbatch."
+_EXAMPLES = "2F0, 0B3, 0SEND_F1, or 0SEND_F1>3 to a stage that is not next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Action:
         """Read what ``str`` writes. Raises a ScheduleError that quotes the text and says what an action looks like."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text.strip()!r} is no action. {_FORM}")
+            raise ScheduleError(f"{text.strip()!r} is no action. {_FORM}\nTry: {_EXAMPLES}.")
         stage, kind, microbatch, arrow, peer = match.groups()
         action = cls(int(stage), _kind(kind), int(microbatch), None if peer is None else int(peer))
         if arrow is not None and (arrow == ">") is not action.sends:

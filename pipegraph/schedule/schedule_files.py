@@ -14,7 +14,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Collective, Kind, unit_text
 from pipegraph.schedule.check import check
 from pipegraph.schedule.schedule import Schedule, require_schedule
-from pipegraph.schedule.times import Times
+from pipegraph.schedule.times import TIMES_FORM, Times
 
 # torch writes two actions that run at the same time as (0F7;7B3)OVERLAP_F_B.
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
@@ -160,7 +160,8 @@ def read_times(path: str | PathLike[str]) -> Times:
     try:
         return Times.from_json(text)
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
+        advice = "" if "\nTry: " in str(error) else f"\nTry: {TIMES_FORM}."
+        raise ScheduleError(f"{path}: {error}{advice}") from None
 
 
 def _read_text(what: str, path: Path) -> str:

@@ -15,6 +15,8 @@ from pipegraph.schedule.stages import Edge
 PerBoundary = float | Sequence[float] | Mapping[Edge, float]
 """One figure for all boundaries, one per boundary (stage s to s + 1), or one per (producer, consumer) edge."""
 
+TIMES_FORM = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
+
 PerStage = float | Sequence[float]
 """One figure for all stages, or one per stage."""
 
@@ -100,16 +102,15 @@ class Times:
             raise ScheduleError(f"These times are no JSON: {error}.") from None
         except RecursionError:
             raise ScheduleError("These times are nested too deeply.") from None
-        form = '{"forward": [1.0, 1.0], "input_grad": [1.0, 1.0], "weight_grad": [1.0, 1.0], "hop": 0.0}'
         if not isinstance(fields, dict):
-            raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {form}.")
+            raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {TIMES_FORM}.")
         known = [*_PER_STAGE, *_PER_BOUNDARY, *_ONE_OR_EACH]
         for name in fields:
             if name not in known:
                 raise ScheduleError(f'Times have no "{name}".{nearest(name, known)} They have {", ".join(known)}.')
         for name in _PER_STAGE:
             if name not in fields:
-                raise ScheduleError(f'These times lack "{name}": they look like {form}.')
+                raise ScheduleError(f'These times lack "{name}": they look like {TIMES_FORM}.')
         return cls(**fields)
 
     @property

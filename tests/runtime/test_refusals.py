@@ -144,7 +144,8 @@ def test_an_edited_stage_that_returns_nothing_is_named(tmp_path: Path) -> None:
     folder = write(chain(2), tmp_path / "chain")
     source = folder / "stage_0.py"
     source.write_text(source.read_text().replace("return ", "_ = "))
-    with pytest.raises(RuntimeFault, match=r"stage 0, .* returned a NoneType for h0, which goes to stage 1.\nTry: "):
+    said = r"stage 0, .* returned a NoneType for h0, which goes to stage 1.\n  rank 0: 0F0  <-- ERROR HERE\nTry: "
+    with pytest.raises(RuntimeFault, match=said):
         pipeline(folder, loss_fn=loss).step(torch.ones(2, 8), target=torch.zeros(2))
 
 

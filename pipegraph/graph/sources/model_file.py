@@ -50,13 +50,20 @@ def load_file(model: str, weights: bool) -> ModelSource:
 
 def model_file(model: str) -> Path:
     """Return the path of ``file.py`` or ``file.py:name``. Raises SourceError if there is no such file."""
-    path, _ = _split_name(model)
+    path, name = _split_name(model)
+    if not model or name == "":
+        raise SourceError(
+            f"MODEL is {model!r}, which names no {'model in the file' if model else 'file'}.\n"
+            "Try: a path to a .py file that defines build_model, with or without :NAME behind it."
+        )
     require_path(path, "MODEL is a file", error=SourceError)
     if not path.is_file():
-        folder = path.parent
+        folder = path if path.is_dir() else path.parent
         found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
         hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
-        raise SourceError(f"No model file {path}.{hint}\nTry: a path to a .py file that defines build_model.")
+        what = f"{path} is a folder, and MODEL a file" if path.is_dir() else f"No model file {path}"
+        other = f", or hf:{path} if it holds a Hugging Face configuration" if path.is_dir() else ""
+        raise SourceError(f"{what}.{hint}\nTry: a path to a .py file that defines build_model{other}.")
     return path
 
 
@@ -109,7 +116,7 @@ def _errors_named(path: Path, doing: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError):
-            where = f"{path}:{error.lineno}"
+            where = f"{path}:{error.lineno}" if error.lineno else str(path)  # of a NUL byte Python says no line
         else:
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]

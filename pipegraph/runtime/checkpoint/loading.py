@@ -65,7 +65,10 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
             warnings.warn(f"a checkpoint cannot be used: {problem} {place} is taken in its place.", stacklevel=5)
         return place, index
     if damaged:
-        raise CheckpointError("\n  ".join([f"no checkpoint in {given} is whole:", *damaged]))
+        raise CheckpointError(
+            "\n  ".join([f"no checkpoint in {given} is whole:", *damaged])
+            + "\nTry: restore the files, or the folder of another run."
+        )
     what = "has no checkpoint" if given.is_dir() else "is no folder"
     raise CheckpointError(
         f"{given} {what}.\nTry: the folder that was given to save(), or one of the step-… folders in it."

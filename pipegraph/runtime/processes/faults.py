@@ -27,6 +27,7 @@ from typing import Final
 
 from torch.distributed import Store
 
+from pipegraph.arguments import argument, for_asker
 from pipegraph.errors import PipegraphError, RuntimeFault, user_line
 from pipegraph.runtime.processes.group import ConnectionLost, call_within
 from pipegraph.runtime.processes.meeting import STORE_GONE
@@ -174,7 +175,8 @@ class FaultGuard:
             peer = "another rank" if cause.peer is None else self._grid.text(cause.peer)
             where = where or (f" in {cause.where}" if cause.where else "")
             if cause.silent:
-                hint = "Give Pipeline a longer timeout if it is not hung."
+                longer = for_asker("Give Pipeline a longer timeout", f"Give a longer {argument('timeout')}")
+                hint = f"{longer} if it is not hung."
                 fault, kind = f"{rank} waited for {peer}{where}: {cause}. {hint}", _SILENCE
             else:
                 fault = f"{peer} is gone ({cause}) while {rank} waited for it{where}. Was it killed?"
@@ -186,7 +188,10 @@ class FaultGuard:
             cause = cause.__cause__ or cause
         own = _fault(rank, cause, where)
         first = self._report(own)
-        return f"{own}{row}" if first.startswith(own) else f"{own}{row}\n  Before that, {first}"
+        if not first.startswith(own):
+            return f"{own}{row}\n  Before that, {first}"
+        said, advice, how = own.partition("\nTry:")
+        return f"{said}{row}{advice}{how}"
 
     def _report(self, fault: str, kind: str = "") -> str:
         """Write `fault` to the store, unless another rank's is there. Return the one that was there first.

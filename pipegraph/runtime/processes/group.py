@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError
 from pipegraph.runtime import internals
 
@@ -173,8 +174,8 @@ def check_timeout(seconds: object) -> None:
     """Raise ArgumentError unless this is a number of seconds for which a rank can wait."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= LONGEST:
         raise ArgumentError(
-            f"timeout cannot be {seconds!r}: give the seconds that a rank waits for another one, from 0.001 to "
-            f"{LONGEST:g}.\nTry: timeout=1800, which is longer than any step."
+            f"{argument('timeout')} cannot be {seconds!r}: give the seconds that a rank waits for another one, from "
+            f"0.001 to {LONGEST:g}.\nTry: {argument('timeout', 1800)}, which is longer than any step."
         )
 
 

@@ -154,5 +154,6 @@ def check_dimensions(names: Sequence[str]) -> None:
     for name in names:
         if name not in DIMENSIONS:
             raise ArgumentError(
-                f'a mesh has no dimension "{name}".{nearest(name, DIMENSIONS)} There are: {", ".join(DIMENSIONS)}.'
+                f'a mesh has no dimension "{name}".{nearest(name, DIMENSIONS)}\n'
+                f"Try: one of {', '.join(DIMENSIONS)} for each."
             )
