@@ -14,13 +14,14 @@ from torch import Tensor, fx
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
+from pipegraph.codegen.initial_values import InitialValues, initial_values
 from pipegraph.codegen.internals import defining_module
 from pipegraph.codegen.names.draw_names import draw_names
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.syntax.statements import ClassSource, FunctionSource, functions_called
-from pipegraph.codegen.weights import initialisation_lines, shard_name, shard_plan
+from pipegraph.codegen.weights import shard_name, shard_plan
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.graph.internals import OpOverload, pytree
@@ -53,7 +54,7 @@ class Source:
     Attributes:
         functions, blocks: of ``blocks.py``; blocks in an order in which each can be defined.
         stages: a class for each stage.
-        initial_values: the entries of the table in ``weights.py``.
+        initial_values: the tables in ``weights.py``.
         has_checkpoint: whether a Hugging Face checkpoint may have the weights under other names, or in parts.
         libraries: namespace of operators → the module that defines them.
     """
@@ -61,7 +62,7 @@ class Source:
     functions: tuple[FunctionSource, ...]
     blocks: tuple[ClassSource, ...]
     stages: tuple[ClassSource, ...]
-    initial_values: tuple[str, ...]
+    initial_values: InitialValues
     has_checkpoint: bool
     libraries: Mapping[str, str]
 
@@ -124,7 +125,7 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None) -
         tuple(functions),
         tuple(shared),
         tuple(stages),
-        tuple(initialisation_lines(captured)),
+        initial_values(captured, blocks.made_here),
         bool(checkpoint_names(captured.modules[""].module)),
         _libraries(captured),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from pipegraph.codegen.initial_values import InitialValues
 from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 from pipegraph.codegen.syntax.statements import (
@@ -93,14 +94,18 @@ def render_init(stages: Sequence[ClassSource], header: str) -> str:
     return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
 
 
-def render_weights(header: str, initialisation: Sequence[str], checkpoint: bool) -> str:
-    """Render ``weights.py``, with the entries of its table of initial values.
+def render_weights(header: str, values: InitialValues, checkpoint: bool) -> str:
+    """Render ``weights.py``, with its tables of initial values.
 
     Args:
         checkpoint: whether a checkpoint may have the weights under other names, or in parts.
     """
     return _render(
-        "weights.py.jinja", header=_docstring(header, 0), initialisation=initialisation, checkpoint=checkpoint
+        "weights.py.jinja",
+        header=_docstring(header, 0),
+        initialisation=values.known_lines,
+        guesses=values.guessed_lines,
+        checkpoint=checkpoint,
     )
 
 

@@ -1,29 +1,21 @@
-"""The weights of a package: a safetensors file (shard) per stage, their index, and the table of initial values."""
+"""The weights of a package: a safetensors file (shard) per stage, and their index."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from os import PathLike
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from pipegraph.arguments import argument
-from pipegraph.codegen.expressions.torch_modules import module_constructor
-from pipegraph.codegen.syntax.expressions import literal, string
-from pipegraph.codegen.syntax.line_breaks import wrap
 from pipegraph.errors import PackageError
-from pipegraph.graph.captured import Captured, StateEntry
-from pipegraph.graph.initialisation import Initialisation
+from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.package import Package
 from pipegraph.package.tensor_files import write_tensor_index, write_tensors
 from pipegraph.progress import track
-
-# For a parameter of which nothing is known.
-_GUESS = Initialisation.of("normal_", std=0.02)
 
 
 def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) -> dict[str, tuple[str, ...]]:
@@ -109,53 +101,3 @@ def _check_values(captured: Captured, names: Iterable[str]) -> None:
             else "build the model on the CPU, so that its buffers hold their values"
         )
         raise PackageError(f"{empty[0]}{more} on the meta device: there are no {kind} to write.\nTry: {advice}.")
-
-
-def initialisation_lines(captured: Captured) -> list[str]:
-    """Return the entries of ``INITIALISATION``: the name of a parameter → a function of ``torch.nn.init``.
-
-    ``*`` stands for every number in a name if all parameters that it fits are initialised alike. Left out are
-    parameters that their module initialises so in any case, or that are made with their value.
-    """
-    listed = dict(_listed_parameters(captured))
-    alike: dict[str, set[object]] = {}
-    for entry in captured.state.values():
-        if entry.kind == "parameter" and entry.canonical == entry.fqn:
-            alike.setdefault(_pattern(entry.fqn), set()).add(listed.get(entry.fqn))
-    entries: dict[str, Initialisation] = {}
-    for name, values in listed.items():
-        pattern = _pattern(name)
-        entries.setdefault(pattern if len(alike[pattern]) == 1 else name, values)
-    return [
-        line for name, values in entries.items() for line in wrap(f"{string(name).text}: {_function_text(values)},", 4)
-    ]
-
-
-def _listed_parameters(captured: Captured) -> Iterator[tuple[str, Initialisation]]:
-    for entry in captured.state.values():
-        if entry.kind != "parameter" or entry.canonical != entry.fqn or not entry.dtype.is_floating_point:
-            continue
-        values = entry.initialisation
-        if _is_made_by_torch(captured, entry):
-            if values is not None and not values.is_usual:
-                yield entry.fqn, values
-        elif values is None or values.constant is None or len(captured.names_of[entry.fqn]) > 1:
-            yield entry.fqn, values or _GUESS  # a tied one is initialised by the module that has it, too
-
-
-def _is_made_by_torch(captured: Captured, entry: StateEntry) -> bool:
-    """Return whether the stages make the module of a parameter by a constructor of torch."""
-    owner = entry.fqn.rpartition(".")[0]
-    module: nn.Module = captured.modules[owner].module
-    return module_constructor(module) is not None
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _function_text(values: Initialisation) -> str:
-    function = f"nn.init.{values.function}"
-    if not values.arguments:
-        return function
-    return f"partial({function}, {', '.join(f'{name}={literal(value).text}' for name, value in values.arguments)})"

@@ -126,6 +126,25 @@ def _constant(parameter: nn.Parameter) -> Initialisation | None:
     return Initialisation.of("constant_", val=first.item()) if is_constant else None
 
 
+def guess_of(tensor: Tensor) -> Initialisation:
+    """What stands in for the initialisation of a parameter of which it is not known.
+
+    It has the mean and the standard deviation of the values that the parameter has now, each as far as it means
+    something: a mean that chance alone explains is 0. A parameter on the meta device has no values; 0.02 is taken then,
+    as most models of language have it. Numbers of a dtype in which torch draws none are 0.
+    """
+    if not (tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)):
+        return Initialisation.of("zeros_")
+    values = None if tensor.is_meta else tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    if values is None or not values.numel() or not bool(torch.isfinite(values).all()):
+        return Initialisation.of("normal_", std=0.02)
+    mean = 0.0 if values.is_complex() else values.mean().item()
+    std = (values - mean).abs().square().mean().sqrt().item()
+    if abs(mean) < 3 * std / math.sqrt(values.numel()):
+        mean = 0.0
+    return Initialisation.of("normal_", mean=float(f"{mean:.3g}"), std=float(f"{std:.3g}"))
+
+
 def _asked(model: nn.Module, module: nn.Module) -> dict[int, Initialisation]:
     """What a module's own function does, and what the model does to it afterwards, by the parameters' ids."""
     found = _initialised(module, reset_parameters) if can_reset_parameters(module) else {}

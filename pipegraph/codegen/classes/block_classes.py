@@ -43,11 +43,13 @@ class BlockClasses:
 
     Attributes:
         called: of each stage, the FQNs of the modules that it calls. What other modules do is a part of their callers.
+        made_here: the first names of the tensors that a class of the package makes, and no constructor of torch.
     """
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self.called: dict[int, frozenset[str]] = {}
+        self.made_here: set[str] = set()
         self.source = SourceStatements(captured)
         self._opened = opened_calls(captured)
         self.names = ModelNames(captured, self.source, self._opened)
@@ -76,7 +78,11 @@ class BlockClasses:
         root = call_tree(stage.nodes, helpers=True)
         members.learn_results(root)
         contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
-        self.called[stage.index] = modules_in(contents.items).called
+        modules = modules_of(contents, tree)
+        self.called[stage.index] = modules.called
+        for entry in map(self._captured.state.__getitem__, stage.state):
+            if entry.fqn.rpartition(".")[0] not in modules.of_torch:
+                self.made_here.add(entry.canonical)
         return contents, tree
 
     def _contents(
@@ -152,7 +158,7 @@ class BlockClasses:
                 f"{tree.fqn}.{name}" for name, _ in self._captured.modules[tree.fqn].module.named_modules() if name
             )
             own = frozenset(inside)
-            return self._call(called, torch_call[0], Modules(own, own), torch_call[1])
+            return self._call(called, torch_call[0], Modules(own, own, own | {tree.fqn}), torch_call[1])
         constructor, modules = self._sequential(members, called)
         if constructor is None:
             reads_state = any(node.op == "get_attr" for each in called.nodes for node in each.all_input_nodes)
@@ -186,7 +192,7 @@ class BlockClasses:
             reads=called.reads,
             makes=called.makes,
             nodes=called.nodes,
-            modules=Modules(*(each | {called.tree.fqn} for each in modules)),
+            modules=Modules(modules.made | {called.tree.fqn}, modules.called | {called.tree.fqn}, modules.of_torch),
             arguments=arguments,
             parameters=tuple(parameters),
         )
@@ -217,8 +223,8 @@ class BlockClasses:
             children[name] = constructor
         if calls or passed != called.makes:
             return nothing
-        made, run = modules_in(items)
-        inside = Modules(made.union(f"{fqn}.{name}" for name, _ in module.named_children()), run)
+        made, run, of_torch = modules_in(items)
+        inside = Modules(made.union(f"{fqn}.{name}" for name, _ in module.named_children()), run, of_torch)
         modules = sequence(children)
         if type(module) is nn.Sequential:
             return call("nn.Sequential", *modules), inside
@@ -249,8 +255,7 @@ class BlockClasses:
             kept = (Assign((Attribute(SELF, name),), value) for name, value in numbers.used.items())
             return {"init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
 
-        own = Modules(modules_of(contents, modules), modules_in(contents.items).called)
-        return self._add(called, structure, parts), own
+        return self._add(called, structure, parts), modules_of(contents, modules)
 
     def _add(
         self, called: CallValues, structure: tuple[object, ...], parts: Callable[[], Mapping[str, object]]
@@ -323,10 +328,12 @@ class BlockClasses:
         return state_names
 
 
-def modules_of(contents: ClassContents, tree: ModuleTree) -> frozenset[str]:
+def modules_of(contents: ClassContents, tree: ModuleTree) -> Modules:
     """The FQNs of all modules of a class, directly or inside others."""
-    paths = (_join(contents.prefix, path) for path in tree.paths())
-    return modules_in(contents.items).made.union(paths)
+    made, called, of_torch = modules_in(contents.items)
+    paths = {_join(contents.prefix, path): tree.at(path.split(".")) for path in tree.paths()}
+    uncalled = (fqn for fqn, module in paths.items() if isinstance(module, FunctionCall) and fqn not in made)
+    return Modules(made.union(paths), called, of_torch.union(uncalled))
 
 
 def _join(prefix: str, name: str) -> str:

@@ -46,7 +46,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
             *init_statements(tree),
             *_ties(captured, stage, tree),
             *_frozen(captured, stage, tree),
-            *_modes(captured, modules_of(contents, tree), tree),
+            *_modes(captured, modules_of(contents, tree).made, tree),
         ),
         parameters=tuple(parameters),
         forward=(*_refused_mode(captured), *forward.statements),

@@ -259,8 +259,6 @@ def _recorded_arguments(
     paths = [place.path for place in results if place is not None and place.path is not None]
     if first is None or len(paths) != len(results):
         return None
-    if any(node.op == "get_attr" for node in reads):
-        return None
     places = [argument_place(node, called.call) for node in reads]
     by_order = {order: at for at, place in enumerate(places) if place is not None for order in place.orders}
     recorded, parameters = dict(first.arguments), inspect.signature(module.forward).parameters

@@ -39,10 +39,12 @@ class Operation:
 
 
 class Modules(NamedTuple):
-    """FQNs of modules: of all that are made, and of those among them that are called."""
+    """FQNs of modules: of all that are made, of those among them that are called, and of those that a constructor of
+    ``torch.nn`` makes with all that they hold."""
 
     made: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
+    of_torch: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
