@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipegraph.grouped_mm import register_grouped_mm
+from pipegraph.kernels.symbolic.internals import UnboundSizeError
 
 aten = torch.ops.aten
 
@@ -154,10 +155,19 @@ def fake_tensors(environment: Any = None) -> Iterator[Any]:
     become constants of the graph. Torch logs as an error what does not run on fake tensors, and raises it as well.
 
     Where torch asks itself whether a size is 1, as for a broadcast, a symbol counts as another number, and may still
-    be 1: `backed_size_oblivious`. Where the model asks, a condition is noted.
+    be 1: `backed_size_oblivious`. Where the model asks, a condition is noted; and also where torch cannot say without
+    one how a size follows, as for a slice between two sizes.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import _config
+
+    class WithConditions(FakeTensorMode):
+        def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().dispatch(*args, **kwargs)
+            except UnboundSizeError:
+                with _config.patch(backed_size_oblivious=False):  # type: ignore[attr-defined]
+                    return super().dispatch(*args, **kwargs)
 
     register_grouped_mm()
     logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
@@ -171,7 +181,7 @@ def fake_tensors(environment: Any = None) -> Iterator[Any]:
             if environment is not None:
                 stack.enter_context(TORCH_LOCK)  # before torch 2.13 its configuration is that of all threads
                 stack.enter_context(_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-            yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment))
+            yield stack.enter_context(WithConditions(allow_non_fake_inputs=True, shape_env=environment))
     finally:
         logger.removeFilter(is_of_another_thread)
 

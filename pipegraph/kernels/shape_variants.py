@@ -110,8 +110,13 @@ class ShapeVariants:
             if (numbers := self._symbolic[-1].match(call)) is not None:
                 return FittingVariant(self._symbolic[-1], numbers)
         layout = call_layout(call.tensors, self._seen, known, ones=False)
-        self._symbolic.append(trace(call, layout))
-        return FittingVariant(self._symbolic[-1], layout.numbers)
+        if layout in (variant.layout for variant in self._symbolic):  # of this very call: another one would be equal
+            raise RuntimeError("kernels that are compiled for a size do not take it")
+        variant = trace(call, layout)
+        if not variant.divided.hold(layout.numbers):
+            raise RuntimeError("kernels that are traced for a size do not take it")
+        self._symbolic.append(variant)
+        return FittingVariant(variant, layout.numbers)
 
     def refused(self) -> ShapeVariants | None:
         """Return what is known of shapes that are left to autograd, or None if there is none."""

@@ -13,8 +13,9 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import maker
+from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.kernel_report import KernelCount, kernels_report
-from pipegraph.kernels.stage_variant import StageCall
+from pipegraph.kernels.stage_variant import StageCall, StageVariant
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, linear
 from tests.torch_version import TORCH
@@ -152,6 +153,55 @@ def test_what_takes_no_symbols_has_kernels_for_each_shape_up_to_the_most() -> No
     with pytest.warns(UserWarning, match="Sizes cannot be symbols .*no whole number.*max_variants"):
         compare(torch.randn(5, 8))
     assert (compare.count.static, compare.count.symbolic) == (4, 0)
+
+
+class Filter(nn.Module):
+    """Weighs the lowest frequencies of a text. Its slices lie between two sizes; a weight's gradient is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(4, 8, 2)), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frequencies = torch.fft.rfft(self.norm(x), dim=1, norm="ortho")
+        kept = torch.zeros_like(frequencies)
+        kept[:, :4] = frequencies[:, :4] * torch.view_as_complex(self.weight)
+        return x + torch.fft.irfft(kept, n=x.shape[1], dim=1, norm="ortho")
+
+
+@pytest.mark.parametrize("filters", [1, 2])
+def test_slices_between_two_sizes_have_one_kernel(filters: int) -> None:
+    compare = Comparison(nn.Sequential(*(Filter() for _ in range(filters))))
+    for length in (10, 12, 14, 9, 16, 33):
+        compare(torch.randn(2, length, 8))
+    assert [(count.static, count.symbolic, count.autograd) for count in compare.counts] == [(2, 1, 0)] * filters
+
+
+def test_kernels_for_all_sizes_that_do_not_take_their_own_call_are_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DividedFunction, "hold", lambda self, numbers: not numbers)
+    compare = Comparison(Function(lambda s, x: s.a(x), **linear("a")), max_variants=2)
+    for rows in (3, 4, 5, 6):
+        compare(torch.randn(rows, 8))
+    with pytest.warns(UserWarning, match="Sizes cannot be symbols .*traced for a size do not take it.*max_variants"):
+        compare(torch.randn(7, 8))
+    assert (compare.count.static, compare.count.symbolic) == (4, 0)
+
+
+def test_kernels_that_take_their_own_call_no_more_once_compiled_are_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    match = StageVariant.match
+    monkeypatch.setattr(
+        StageVariant, "match", lambda self, call: None if self.layout and self._programs else match(self, call)
+    )
+    compare = Comparison(Function(lambda s, x: s.a(x), **linear("a")))
+    for rows in (3, 4, 5):
+        x = torch.randn(rows, 8)
+        compare.kernels.prepare((x,), target=None, with_loss=False, differentiable=True, kinds="FIW")
+        compare(x)
+    assert (compare.count.static, compare.count.symbolic, compare.count.autograd) == (3, 1, 0)
 
 
 def test_what_cannot_be_traced_is_not_tried_for_every_shape() -> None:

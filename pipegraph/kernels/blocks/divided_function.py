@@ -21,6 +21,7 @@ from pipegraph.kernels.graphs.division import (
     forward_graph,
     saved_values,
 )
+from pipegraph.kernels.graphs.internals import outside_traces
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import with_strides
@@ -95,7 +96,8 @@ class DividedFunction:
     def forward(self) -> KernelGraph:
         """F."""
         backward = self.backward(self.full_mask)
-        forward = forward_graph(self.joint, self._saved, backward.graphs)
+        with outside_traces():
+            forward = forward_graph(self.joint, self._saved, backward.graphs)
         self._dump("F", forward.module)
         if verifying():
             check_division(self.joint, forward, backward, self._is_input, self.full_mask)
@@ -104,7 +106,8 @@ class DividedFunction:
     def backward(self, mask: GradientMask) -> BackwardGraphs:
         """I, W and B for the outputs in `mask`."""
         if mask not in self._backward:
-            backward = self._backward[mask] = backward_graphs(self.joint, self._saved, self._is_input, mask)
+            with outside_traces():  # a block is divided while the graph around it is traced
+                backward = self._backward[mask] = backward_graphs(self.joint, self._saved, self._is_input, mask)
             for kind, graph in (("I", backward.input), ("W", backward.weight), ("B", backward.whole)):
                 if graph is not None:
                     self._dump(kind, graph.module)

@@ -6,6 +6,9 @@ autograd.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import fx
 
 from pipegraph.kernels.internals import is_collective
@@ -19,6 +22,15 @@ def graph_so_far() -> fx.Graph | None:
     mode = get_proxy_mode()
     graph: fx.Graph | None = None if mode is None else mode.tracer.graph
     return graph
+
+
+@contextmanager
+def outside_traces() -> Iterator[None]:
+    """Let no `trace` that runs record what is done inside. Modes are left by a private function alone."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
 
 
 def without_duplicates(graph: fx.Graph) -> fx.Graph:

@@ -167,9 +167,10 @@ def _check_node(module: fx.GraphModule, node: fx.Node) -> None:
     constant = constant_of(module, node)
     if not isinstance(constant, Tensor):
         return
-    if internals.is_fake(constant):
-        raise RuntimeError("it keeps a tensor from one call to the next")
     shape = list(constant.shape)
+    if internals.is_fake(constant):
+        readers = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
+        raise RuntimeError(f"it keeps a tensor of shape {shape}, which {readers} reads, from one call to the next")
     if torch.is_grad_enabled() and constant.requires_grad:
         raise RuntimeError(f"a tensor of shape {shape} requires a gradient, and is no parameter of a module")
     if any(internals.is_mutable(user.target) for user in node.users):

@@ -11,15 +11,24 @@ from typing import Any
 import torch
 
 
+class UnboundSizeError(RuntimeError):
+    """Torch cannot say how the size of a result follows from the symbols."""
+
+
 def shape_environment() -> Any:
     """Return what collects the conditions on symbols.
 
     Public torch has symbols only inside `torch.export` and `torch.compile`. Two sizes that are equal now stay two
     symbols, and an operation whose shape depends on values raises, as it does without symbols. A symbol may be 1.
+    Where torch would make a symbol of its own for a size, UnboundSizeError is raised: no call says what its number is.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return ShapeEnv(
+    class KnownSizes(ShapeEnv):
+        def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> Any:
+            raise UnboundSizeError("the size of a result does not follow from sizes of the inputs")
+
+    return KnownSizes(
         allow_scalar_outputs=False,
         allow_dynamic_output_shape_ops=False,
         duck_shape=False,
