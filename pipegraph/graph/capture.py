@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.trace import Example, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
-from pipegraph.graph.internals import CAPTURE_LOCK
+from pipegraph.graph.internals import CAPTURE_LOCK, pytree
 from pipegraph.graph.model_structure import (
     check_keys,
     check_module_names,
@@ -83,7 +83,7 @@ def capture(
     if not isinstance(kwargs or {}, dict) or not all(isinstance(name, str) for name in kwargs or {}):
         raise CaptureError('kwargs must be a dict from names to inputs.\nTry: kwargs={"mask": mask}.')
     example = Example(args, dict(kwargs or {}))
-    _check_names(model, example)
+    _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         return _capture(model, example, wanted_sizes(model, *example, dynamic_shapes), allow_derivative)
 
@@ -95,7 +95,7 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
         CaptureError: as `capture` does; or the model does not take as many rows or tokens.
     """
     model, example = source.model, Example(source.args, source.kwargs)
-    _check_names(model, example)
+    _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, source.dynamic_shapes)
         return _capture(model, example, wanted, allow_derivative, source.batch, source.seq)
@@ -114,15 +114,22 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
         example, shapes, batch, seq = Example(source.args, source.kwargs), source.dynamic_shapes, rows, source.seq
     else:
         example, shapes, batch, seq = Example((), source.inputs_of(rows)), False, None, None
-    _check_names(model, example)
+    _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
         wanted = wanted_sizes(model, *example, shapes)
         return _capture(model, example, wanted, allow_derivative, batch, seq, is_written=False)
 
 
-def _check_names(model: nn.Module, example: Example) -> None:
+def _check(model: nn.Module, example: Example) -> None:
     check_module_names(model)
     check_keys("argument", list(example))
+    for leaf in pytree.tree_leaves(example):
+        if is_dataclass(leaf):
+            name = type(leaf).__name__
+            raise CaptureError(
+                f"An input of {type(model).__name__} is a {name}, a dataclass that torch.export does not know.\n"
+                f"Try: torch.export.register_dataclass({name}), before the capture."
+            )
 
 
 def _capture(

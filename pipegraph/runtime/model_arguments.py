@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pipegraph.errors import BatchError, closest, nearest
@@ -66,6 +67,8 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
                 f"{where} was None when the model was captured.\nTry: leave it out, or capture the model with it."
             )
     elif isinstance(structure, Mapping):
+        if is_dataclass(passed) and not isinstance(passed, type):
+            passed = {entry.name: getattr(passed, entry.name) for entry in fields(passed)}
         if passed is not None and (not isinstance(passed, Mapping) or passed.keys() != structure.keys()):
             other = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
             raise BatchError(

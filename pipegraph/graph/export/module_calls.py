@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import is_dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -51,7 +52,17 @@ def _run_recorded(
         _mark(tracer, CHECKPOINTED, call, ((tensor, True) for tensor in _tensors(result)))
     plain = tuple((each.name, _plain(each)) for each in arguments)
     _mark(tracer, "result_of", call, _result_places(result, plain, len(args)))
-    return result
+    return _with_plain_dataclasses(result) if module is model else result
+
+
+def _with_plain_dataclasses(result: Any) -> Any:
+    """What the model returns with a dict for each dataclass that ``torch.export`` does not know. It has a dict for one
+    that is registered, too."""
+
+    def plain(leaf: Any) -> Any:
+        return plain_containers(leaf) if is_dataclass(leaf) else leaf
+
+    return pytree.tree_map(plain, result)
 
 
 def _write_assigned(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
