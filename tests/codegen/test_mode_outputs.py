@@ -110,6 +110,14 @@ class Hidden(Layers):
         return {"loss": y.square().mean()} if self.training else {"hidden": h, "y": y}
 
 
+class Shown(Layers):
+    """Returns in training mode alone what both modes make: the modes run the same operations."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = self.a(x)
+        return {"y": self.b(h), "hidden": [h] if self.training else None}
+
+
 class SumOfLosses(Layers):
     """Layers that make a loss each, which training alone adds."""
 
@@ -144,7 +152,7 @@ class ReadsLater(Layers):
         return self.c(h * gate if gate is not None else h)
 
 
-RIGHT = [OtherOutput, Detect, InnerHead, Hidden, SumOfLosses, ReadsBranch, ReadsLater]
+RIGHT = [OtherOutput, Detect, InnerHead, Hidden, Shown, SumOfLosses, ReadsBranch, ReadsLater]
 
 
 @pytest.mark.parametrize("build", RIGHT)

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
+from pipegraph.graph.captured import plain_containers
 from pipegraph.graph.export.certain_chances import CertainChances
 from pipegraph.graph.export.isolation import (
     active_fake_mode,
@@ -37,7 +38,11 @@ if they are the same parameter or input, or constants of the same values, or are
 
 
 def operations_of_model(
-    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    with_results: bool = False,
 ) -> Operations:
     """Run a model, which is left as it was.
 
@@ -45,6 +50,7 @@ def operations_of_model(
         model: the model.
         mode: whether each module is in training mode.
         args, kwargs: its inputs; only their shapes and dtypes count.
+        with_results: whether to list last what the model returns.
 
     Raises whatever the model raises on tensors without values.
     """
@@ -52,7 +58,9 @@ def operations_of_model(
         for module, training in mode.items():
             module.training = training
         with _OperationRecord(_names(model, (fake_args, fake_kwargs))) as record:
-            model(*fake_args, **fake_kwargs)
+            results = model(*fake_args, **fake_kwargs)
+        if with_results:
+            record.add_results(results)
     return record.operations
 
 
@@ -138,6 +146,10 @@ class _OperationRecord(TorchDispatchMode):
                 self._origins[id(leaf)] = leaf, hash((made, position))
         return result
 
+    def add_results(self, results: Any) -> None:
+        """List what a model returns after its operations."""
+        self.operations.append(("return", self._described(plain_containers(results))))
+
     def _described(self, value: Any) -> Any:
         """A description of arguments; written out, because it takes a third of the time that a tree of them takes."""
         if isinstance(value, torch.Tensor):
@@ -172,13 +184,14 @@ def _form(value: Any) -> Any:
 
 
 def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether both modes run the same operations on the same arguments; False also if a mode cannot be run.
+    """Return whether both modes run the same operations on the same arguments, and return the same of what these make;
+    False also if a mode cannot be run.
 
     The model is left as it was.
     """
     modes = (dict.fromkeys(model.modules(), training) for training in (True, False))
     try:
-        training, evaluation = (operations_of_model(model, mode, args, kwargs) for mode in modes)
+        training, evaluation = (operations_of_model(model, mode, args, kwargs, True) for mode in modes)
     except Exception:  # whatever the model raises on tensors without values
         return False
     return training == evaluation
