@@ -18,6 +18,7 @@ from pipegraph.graph.mode_differences import (
     OtherGraphError,
     is_transparent,
     same_form,
+    written_value,
 )
 from pipegraph.graph.model_structure import follows_mode, mentions_mode
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of
@@ -217,18 +218,24 @@ class ModeComparison:
 
 
 class _Call:
-    """The values that a call reads and returns, in the order of its arguments and results."""
+    """The values that a call reads and returns, in the order of its arguments and results. State is not among them,
+    nor what training mode wrote into it: the second call of a batch norm reads the count that the first one raised.
+    """
 
     def __init__(self, tree: CallTree, graph: fx.Graph) -> None:
         inside = set(tree.nodes())
         reads = dict.fromkeys(each for node in inside for each in node.all_input_nodes if each not in inside)
         position = {node: index for index, node in enumerate(graph.nodes)}
-        foreign = sorted((node for node in reads if node.op != "get_attr"), key=position.__getitem__)
-        made = [node for node in tree.nodes() if any(user not in inside for user in node.users)]
+        foreign = sorted(filter(_is_no_state, reads), key=position.__getitem__)
+        made = [node for node in filter(_is_no_state, tree.nodes()) if any(user not in inside for user in node.users)]
         self.values = (
             sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
             sorted_by_place(made, (result_place(node, tree.call) for node in made)),
         )
+
+
+def _is_no_state(node: fx.Node) -> bool:
+    return written_value(node).op != "get_attr"
 
 
 def _nodes(item: _Item) -> Iterator[fx.Node]:

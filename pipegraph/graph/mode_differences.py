@@ -107,9 +107,7 @@ class ModeDifferences:
 
     def effective(self, node: fx.Node) -> fx.Node:
         """The value of which operations give nothing else in evaluation mode, or the buffer that they write into."""
-        buffer = node
-        while "writes" in buffer.meta:
-            buffer = written_by(buffer)[0]
+        buffer = written_value(node)
         if buffer.op == "get_attr":
             return buffer
         while node.op == "call_function" and is_transparent(node) and node not in self._difference_of:
@@ -206,6 +204,13 @@ def is_transparent(node: fx.Node) -> bool:
             source = source.args[0]
         return isinstance(source, fx.Node) and operator_of(source).spelling == "attention"
     return operator_of(node).dropout and not node.meta["in_every_mode"]
+
+
+def written_value(node: fx.Node) -> fx.Node:
+    """The value into which a write, and the writes before it, went: a buffer, say; itself if it is no write."""
+    while "writes" in node.meta:
+        node = written_by(node)[0]
+    return node
 
 
 def same_form(node: fx.Node, other: fx.Node) -> bool:

@@ -32,7 +32,12 @@ from pipegraph.graph.passes.views import (
     relax_attention_views,
     restore_repeat_interleave,
 )
-from pipegraph.graph.passes.writes import drop_write_backs, functionalize_writes, place_buffer_updates
+from pipegraph.graph.passes.writes import (
+    drop_write_backs,
+    functionalize_writes,
+    place_buffer_updates,
+    read_buffers_anew,
+)
 from pipegraph.graph.verifier import GraphVerifier, Pass
 from pipegraph.units import format_seconds
 
@@ -47,6 +52,7 @@ PASSES: tuple[Pass, ...] = (
     place_buffer_updates,
     drop_write_backs,
     functionalize_writes,
+    read_buffers_anew,
     drop_identities,  # again: x + 0 is an identity only when nothing writes into its result any longer
     write_constants,
     cancel_views,

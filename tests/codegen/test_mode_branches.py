@@ -132,6 +132,22 @@ class Dropped(Residual):
         return x + self.other_drop(self.dropout(self.b(x)))
 
 
+class TwoTowers(nn.Module):
+    """Calls a layer twice: its batch norm, whose statistics the second call finds changed, and its branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), StochasticDepth(0.3)
+        self.b = Block()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.norm(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.encode(x), self.encode(x.flip(0))
+        return self.b(x - y)
+
+
 class OwnBatchNorm(nn.BatchNorm1d):
     def forward(self, input: Tensor) -> Tensor:
         if self.training:
@@ -255,6 +271,11 @@ CASES = {
 """,
     Dropped: """
         return x + self.drop(self.dropout(self.a(x)))
+""",
+    TwoTowers: """
+        x = x + self.drop(self.norm(self.a(x)))
+        y = flip + self.drop(self.norm(self.a(flip)))
+        return x - y
 """,
     Normed: """
         else:

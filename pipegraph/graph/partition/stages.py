@@ -162,11 +162,16 @@ def _check_writes(captured: Captured, made_in: Mapping[fx.Node, int]) -> None:
         home = made_in.get(root, made_in[node])
         if made_in[node] != home or (root.op == "get_attr" and readers - {home}):
             where = path_of(node)[-1][1] if path_of(node) else "the model"
+            tensor, remedy = (
+                "a tensor that another stage holds",
+                "move the split point to before the tensor is made, or write x = x.index_fill(…) or torch.where "
+                "instead of the in-place form.",
+            )
+            if root.op == "get_attr":
+                tensor = f"{root.target}, which another stage uses"
+                remedy = "move the split point, so that all that uses the buffer lies in one stage."
             raise PlanError(
-                f"{where} writes in place ({node.target}) into a tensor that another stage holds.\n"
-                f"  at {source_line(node)}\n"
-                "Try: move the split point to before the tensor is made, or write x = x.index_fill(…) or torch.where "
-                "instead of the in-place form."
+                f"{where} writes in place ({node.target}) into {tensor}.\n  at {source_line(node)}\nTry: {remedy}"
             )
 
 

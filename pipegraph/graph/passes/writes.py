@@ -10,7 +10,7 @@ from torch import fx
 
 from pipegraph.graph.aliasing import is_view, readers_of, viewed_by, written_by
 from pipegraph.graph.internals import OpOverload, operator_name
-from pipegraph.graph.nodes import on_meta
+from pipegraph.graph.nodes import on_meta, path_of
 
 aten = torch.ops.aten
 
@@ -106,6 +106,35 @@ def functionalize_writes(graph: fx.Graph) -> None:
         root = memory.get(viewed[0], viewed[0]) if viewed else node
         memory[node] = root
         sharing.setdefault(root, [root] if root is not node else []).append(node)
+
+
+def read_buffers_anew(graph: fx.Graph) -> None:
+    """Let a call of a module that writes into a buffer of the module read the buffer, and not what an earlier call left
+    in it: the calls then do the same. No split point may part them, so that the value need not be sent.
+
+    before:  c = add_(count, 1);  d = add_(c, 1)          # in two calls of one batch norm
+    after:   c = add_(count, 1);  d = add_(count, 1)
+    """
+    written: dict[fx.Node, fx.Node] = {}  # each write → the buffer
+    writers: set[tuple[fx.Node, str | None]] = set()  # (buffer, a call of its module that writes into it)
+    for node in graph.nodes:
+        if "writes" in node.meta:
+            target = written_by(node)[0]
+            buffer = written.get(target, target)
+            if buffer.op == "get_attr":
+                written[node] = buffer
+                writers.add((buffer, _call_of_owner(node, buffer)))
+    for node, buffer in written.items():
+        for user in list(node.users):
+            call = _call_of_owner(user, buffer)
+            if call not in (None, _call_of_owner(node, buffer)) and (buffer, call) in writers:
+                user.replace_input_with(node, buffer)
+
+
+def _call_of_owner(node: fx.Node, buffer: fx.Node) -> str | None:
+    """The call of the module that holds a buffer in which an operation ran."""
+    owner = str(buffer.target).rpartition(".")[0]
+    return next((call for call, fqn in reversed(path_of(node)) if fqn == owner), None)
 
 
 def _functional(node: fx.Node) -> OpOverload | None:
