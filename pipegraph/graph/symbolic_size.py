@@ -88,7 +88,8 @@ class SymbolicSize(int):
     expressions are, and never to a plain number: a batch of 8 is not the 8 heads of the model.
 
     Attributes:
-        expression: a polynomial of symbols, such as ``batch``, and of quotients and remainders of them.
+        expression: a polynomial of symbols, such as ``batch``, and of quotients and remainders of them that are no
+            polynomials.
         symbols: each symbol of the expression → its value at capture.
     """
 
@@ -96,7 +97,7 @@ class SymbolicSize(int):
     symbols: Mapping[sympy.Symbol, int]
 
     def __new__(cls, expression: sympy.Expr, symbols: Mapping[sympy.Symbol, int]) -> SymbolicSize:
-        expression = sympy.expand(expression)
+        expression = _without_exact_divisions(sympy.expand(expression))
         own = {symbol: symbols[symbol] for symbol in sorted(expression.free_symbols, key=str)}
         made = super().__new__(cls, _evaluate(expression, tuple(own.items())))
         made.expression, made.symbols = expression, MappingProxyType(own)
@@ -190,6 +191,25 @@ def expression_text(expression: sympy.Expr) -> str:
 
 def _is_negative(term: sympy.Expr) -> bool:
     return bool(term.could_extract_minus_sign())
+
+
+@lru_cache(maxsize=4096)
+def _without_exact_divisions(expression: sympy.Expr) -> sympy.Expr:
+    """``seq`` for ``seq * seq // seq``, which torch gives as the size that a reshape leaves open."""
+
+    def is_exact(part: sympy.Expr) -> bool:
+        if OPERATORS.get(type(part).__name__) != "//":
+            return False
+        quotient = _quotient(part)
+        numbers = quotient.as_coefficients_dict().values()
+        return quotient.is_polynomial(*quotient.free_symbols) and all(number.is_Integer for number in numbers)
+
+    return sympy.expand(expression.replace(is_exact, _quotient))
+
+
+def _quotient(division: sympy.Expr) -> sympy.Expr:
+    dividend, divisor = division.args
+    return sympy.expand(sympy.cancel(dividend / divisor))
 
 
 @lru_cache(maxsize=4096)

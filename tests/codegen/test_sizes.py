@@ -211,6 +211,29 @@ def test_a_symbolic_size_is_a_number_and_an_expression() -> None:
     assert product.text == "2 * batch * input_1"
 
 
+class RelativeShift(nn.Module):
+    """Scores by distance, moved so that they stand by position, as Transformer-XL moves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.place = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.randn(95, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        scores = self.query(x) @ self.place(self.table[48 - length : 47 + length]).T
+        rows, one, other = scores.shape
+        moved = F.pad(scores, (1, 0)).view(rows, other + 1, one)[:, 1:].reshape(rows, one, other)
+        return moved[..., : other // 2 + 1].softmax(-1)
+
+
+def test_a_reshape_names_sizes_and_no_divisions_of_them(tmp_path: Path) -> None:
+    model = RelativeShift()
+    package = split(tmp_path, model, (torch.randn(BATCH, LENGTH, 8),), cut="place")
+    assert "//" not in source(package)
+    assert_equal_at_every_size(package, model, (BATCH, LENGTH, 8), (2, 5, 8), (4, 40, 8))
+
+
 class CountsDown(nn.Module):
     """Positions from the last to the first, as Transformer-XL counts them: a step of −1.0 makes floats."""
 

@@ -137,7 +137,8 @@ class InputSizes:
             raise self.fixed_size_needed(value)
         if too_complex := _too_complex(renamed):
             raise self._fixed_size_needed(too_complex)
-        return SymbolicSize(renamed, self._captured) if renamed.free_symbols else int(renamed)
+        size = SymbolicSize(renamed, self._captured)
+        return size if size.symbols else int(size)
 
     def fixed_size_needed(self, value: Any) -> FixedSizeNeededError:
         """The error that names the dimensions from which a symbolic number follows; all, if it depends on more."""
