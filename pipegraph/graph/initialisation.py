@@ -24,6 +24,7 @@ from pipegraph.graph.internals import (
     reset_parameters,
     storage_identity,
 )
+from pipegraph.graph.nodes import number_of
 
 _MARK = "_pipegraph_initialisation"
 
@@ -123,7 +124,7 @@ def _constant(parameter: nn.Parameter) -> Initialisation | None:
         return None
     first = parameter.detach().flatten()[0]
     is_constant = bool(torch.isfinite(first)) and bool((parameter.detach() == first).all())
-    return Initialisation.of("constant_", val=first.item()) if is_constant else None
+    return Initialisation.of("constant_", val=number_of(first)) if is_constant else None
 
 
 def guess_of(tensor: Tensor) -> Initialisation:

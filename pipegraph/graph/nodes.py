@@ -109,6 +109,16 @@ def dtypes_of(node: fx.Node) -> tuple[torch.dtype | None, torch.dtype | None]:
     return value.dtype if isinstance(value, torch.Tensor) else None, node.meta.get(OTHER_DTYPE)
 
 
+def number_of(tensor: torch.Tensor) -> Any:
+    """The number in a tensor of one element. A float is the shortest decimal that the tensor's dtype rounds to it: 0.3
+    in float32, which is 0.30000001192092896."""
+    number: Any = tensor.item()
+    if not isinstance(number, float):
+        return number
+    shorter = (float(f"{number:.{digits}g}") for digits in range(1, 17))
+    return next((each for each in shorter if torch.tensor(each, dtype=tensor.dtype).item() == number), number)
+
+
 def value_bytes(node: fx.Node) -> int:
     """The bytes of a node's value, or of all tensors in it."""
     leaves = pytree.tree_leaves(node.meta.get("val"))

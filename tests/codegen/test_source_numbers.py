@@ -185,3 +185,28 @@ def test_a_dimension_is_not_taken_for_a_size(tmp_path: Path) -> None:
     package = pipegraph.write_package(pipegraph.plan(captured, points=["head"]), tmp_path / "package")
     assert ".flatten(1, 3)" in source(package)
     assert differences(package, model, (x,)) == []
+
+
+class Average(nn.Module):
+    """A running average of the rows, whose numbers follow from attributes and sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.eps = 0.9, 1e-3
+        self.register_buffer("mean", torch.zeros(5, 8))
+        self.gain = nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(self.decay).add_(x.detach().mean(0), alpha=1 - self.decay)
+        return (x - self.mean) * self.gain / (x.shape[-1] + self.mean.shape[0] * self.eps)
+
+
+def test_numbers_that_follow_from_attributes_and_sizes_are_written_so(tmp_path: Path) -> None:
+    model, x = Row([Average(), Average()]), batch(4, 5, 8)
+    package = split(tmp_path, model, (x,))
+    text = written(tmp_path)
+    assert "self.mean.mul_(self.decay)" in text and "alpha=1 - self.decay)" in text
+    assert "/ (x.shape[-1] + self.mean.shape[0] * self.eps)" in text
+    assert "torch.full((8,), 0.3)" in text  # and not 0.30000001192092896, which is the same in float32
+    assert differences(package, model, (x,), train=True) == []

@@ -22,7 +22,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = torch.sqrt(torch.tensor(WIDTH, dtype=torch.float) * 3)
-        return torch.where(x > 0, torch.tensor(2.5), self.linear(x) / scale)
+        return torch.where(x > 0, torch.tensor(0.3), self.linear(x) / scale)
 
 
 class Last(nn.Module):
@@ -46,7 +46,7 @@ def test_numbers_are_written_and_tables_have_their_name(tmp_path: Path) -> None:
     package = split(tmp_path, model, (tokens,), cut="body.layers.1")
     text = source(package)
     assert "scale = (torch.full((), 8.0, device=x.device) * 3).sqrt()" in text
-    assert "torch.where(x > 0, torch.full((), 2.5, device=x.device), self.linear(x) / scale)" in text
+    assert "torch.where(x > 0, torch.full((), 0.3, device=x.device), self.linear(x) / scale)" in text
     assert "        return self.head(x[:, [-1]])" in text
     assert "x[:, :, self.left] * x[:, :, self.right]" in text
     assert "self.constant" not in text

@@ -250,7 +250,7 @@ class BlockClasses:
 
         def parts() -> dict[str, object]:
             parameters = self.names.parameters(tree, called.reads)
-            numbers = ModuleNumbers(self._captured, self.source, tree.fqn)
+            numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
             kept = (Assign((Attribute(SELF, name),), value) for name, value in numbers.used.items())
             return {"init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, fx
+
+from pipegraph.codegen.names.identifiers import is_plain
 from pipegraph.codegen.names.source_statements import SourceStatement
-from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Literal, literal, unary
+from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Literal, Subscript, literal, unary
+from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
+from pipegraph.graph.nodes import shape_of
 
 Number = int | float
 Known = tuple[Number, Expression]
@@ -74,3 +79,25 @@ def evaluated(node: ast.expr, read: Read) -> Known | None:
         return compute(left[0], right[0]), Binary(symbol, left[1], right[1])
     except ArithmeticError:
         return None
+
+
+def known_size(owner: Expression, tensor: fx.Node | Sequence[int] | None, dim: int) -> Known | None:
+    """``owner.shape[dim]`` of a tensor, or of one with these sizes; None if there is no such size, or it varies."""
+    if isinstance(tensor, fx.Node):
+        tensor = shape_of(tensor) if isinstance(tensor.meta.get("val"), Tensor) else ()
+    if tensor is None or not -len(tensor) <= dim < len(tensor) or type(tensor[dim]) is not int:
+        return None
+    return tensor[dim], Subscript(Attribute(owner, "shape"), (literal(dim),))
+
+
+def attribute_numbers(attributes: Mapping[str, object]) -> dict[str, Number]:
+    """Those attributes of a module that are numbers of the model's own."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and is_plain(name)
+        and name[0] != "_"
+        and name not in MODULE_ATTRIBUTES
+    }

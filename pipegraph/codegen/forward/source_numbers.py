@@ -10,9 +10,18 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from pipegraph.codegen.forward.computed_numbers import Known, Number, Read, computed_numbers, evaluated, plain_numbers
+from pipegraph.codegen.forward.computed_numbers import (
+    Known,
+    Number,
+    Read,
+    attribute_numbers,
+    computed_numbers,
+    evaluated,
+    known_size,
+    plain_numbers,
+)
 from pipegraph.codegen.forward.items import Operation, Step
-from pipegraph.codegen.names.identifiers import is_plain
+from pipegraph.codegen.names.source_sizes import size_read
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -28,11 +37,9 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
 )
 from pipegraph.graph.calls import argument_place
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.internals import pytree
-from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
-from pipegraph.graph.symbolic_size import SymbolicSize
 
 # These stand in many expressions that have nothing to do with an attribute of the same value.
 _COMMON = (0, 0.5, 1, 2)
@@ -83,19 +90,22 @@ class ModuleNumbers:
         captured: the model.
         source: finds the statements of its source.
         fqn: the module.
+        state: the parameters and buffers of its own that its class has.
 
     Attributes:
         used: the attributes that were written → their values.
     """
 
-    def __init__(self, captured: Captured, source: SourceStatements, fqn: str) -> None:
+    def __init__(self, captured: Captured, source: SourceStatements, fqn: str, state: Mapping[str, StateEntry]) -> None:
+        # A parameter may be divided between ranks, each of which has a shape of its own.
+        self._shapes = {name: entry.shape for name, entry in state.items() if entry.kind != "parameter"}
         self.used: dict[str, Expression] = {}
         self._source = source
         self._fqn = fqn
         module = captured.modules[fqn].module
         # A constant of ``forward`` may have the name of an attribute, of which a class can have one.
         held = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
-        self._attributes = {name: value for name, value in _numbers(vars(module)).items() if name not in held}
+        self._attributes = {name: value for name, value in attribute_numbers(vars(module)).items() if name not in held}
         # An attribute that numbers the modules, such as that of a layer, is no constant of the class.
         alike = [vars(each.module) for each in captured.modules.values() if type(each.module) is type(module)]
         constant = {
@@ -139,7 +149,7 @@ class ModuleNumbers:
         statement, of_module = statements[-1], partial(_of_module, self._attributes)
         numbers |= _in_statement(statement, expression, of_module)
         made = _replaced(_with_computed_size_open(expression, node, statement, of_module), operands, numbers, self._use)
-        of_sizes = partial(_size_or, of_module, self._source.sizes_assigned(node), variables)
+        of_sizes = partial(_size_or, of_module, self._source.sizes_assigned(node), self._shapes, variables)
         return _replaced(made, operands, _in_statement(statement, made, of_sizes), self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
@@ -152,7 +162,7 @@ class ModuleNumbers:
 
     def _use(self, found: Expression) -> None:
         for inner in found.walk():
-            if isinstance(inner, Attribute) and inner.owner == SELF:
+            if isinstance(inner, Attribute) and inner.owner == SELF and inner.name in self._attributes:
                 self.used[inner.name] = literal(self._attributes[inner.name])
 
 
@@ -198,23 +208,15 @@ class HelperNumbers:
 
     def _size(self, statement: SourceStatement, variables: Mapping[str, fx.Node], node: ast.expr) -> Known | None:
         """``x.shape[-1]`` of a parameter, if it does not vary, and nothing else was assigned to the name before."""
-        match node:
-            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=index):
+        match size_read(node):
+            case (ast.Name(id=name), int(dim)) if name in self._parameters:
                 if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
                     return None
-                position = evaluated(index, _nothing)
-                if name not in self._parameters or position is None:
-                    return None
                 parameter, variable = self._parameters[name]
-                shape = shape_of(parameter)
-                if not -len(shape) <= position[0] < len(shape):
-                    return None
-                size = shape[int(position[0])]
-                if isinstance(size, SymbolicSize):
-                    return None
-                if variables.get(variable) is not parameter:
+                found = known_size(Name(variable), parameter, dim)
+                if found is not None and variables.get(variable) is not parameter:
                     raise ReplacedParameterError(name)
-                return size, Subscript(Attribute(Name(variable), "shape"), (position[1],))
+                return found
         return None
 
 
@@ -266,18 +268,6 @@ def _in_statement(statement: SourceStatement, expression: Expression, read: Read
     return numbers
 
 
-def _numbers(attributes: Mapping[str, object]) -> dict[str, Number]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and is_plain(name)
-        and name[0] != "_"
-        and name not in MODULE_ATTRIBUTES
-    }
-
-
 def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Known | None:
     """``self.eps``."""
     match node:
@@ -287,16 +277,22 @@ def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Known | None
 
 
 def _size_or(
-    other: Read, assigned: Mapping[str, tuple[str, int]], variables: Mapping[str, fx.Node], node: ast.expr
+    other: Read,
+    assigned: Mapping[str, tuple[str, int]],
+    shapes: Mapping[str, Sequence[int]],
+    variables: Mapping[str, fx.Node],
+    node: ast.expr,
 ) -> Known | None:
-    """``x.shape[2]`` for ``c`` after ``b, t, c = x.shape``, if the size does not vary; else what ``other`` reads."""
-    match node:
+    """``x.shape[2]``, also for ``c`` after ``b, t, c = x.shape``, or ``self.table.shape[0]`` of a buffer, if the size
+    does not vary; else what ``other`` reads."""
+    match size_read(node) or node:
+        case (ast.Name(id=owner), int(dim)):
+            return known_size(Name(owner), variables.get(owner), dim)
+        case (ast.Attribute(value=ast.Name(id="self"), attr=name), int(dim)):
+            return known_size(Attribute(SELF, name), shapes.get(name), dim)
         case ast.Name(id=name) if name in assigned:
             owner, dim = assigned[name]
-            value = variables.get(owner)
-            shape = shape_of(value) if value is not None and isinstance(value.meta.get("val"), Tensor) else ()
-            if dim < len(shape) and type(shape[dim]) is int:
-                return shape[dim], Subscript(Attribute(Name(owner), "shape"), (literal(dim),))
+            return known_size(Name(owner), variables.get(owner), dim)
     return other(node)
 
 
@@ -337,10 +333,6 @@ def _sizes_of_reshapes(tree: ast.AST) -> list[ast.expr]:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _RESHAPES
         for argument in (*call.args, *(keyword.value for keyword in call.keywords))
     ]
-
-
-def _nothing(node: ast.expr) -> Known | None:
-    return None
 
 
 def _function_name(expression: Expression) -> str:

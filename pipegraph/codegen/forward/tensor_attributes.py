@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import sympy
 from torch import fx
 
 from pipegraph.codegen.forward.items import ClassContents
 from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.forward.source_numbers import with_fixed_sizes
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal, unary
 from pipegraph.codegen.syntax.statements import Statement
@@ -115,15 +117,26 @@ class FixedSizes:
         for (position, dim), name in self._waiting.items():
             self._variables[position, dim] = self._values.keep(name, _size(self._parameters[position], dim))
 
-    def of(self, node: fx.Node, is_written: Callable[[int], bool]) -> dict[int, Expression]:
+    def named(self, expression: Expression, node: fx.Node, operands: Sequence[Expression]) -> Expression:
+        """The expression of an operation, with sizes of parameters in place of numbers.
+
+        Args:
+            expression: of the operation.
+            node: the operation.
+            operands: the parts of the expression that other operations made.
+
+        Raises:
+            ReplacedInputError: neither the parameter is there any more, nor a variable of the size.
+        """
+        named = partial(with_fixed_sizes, expression, operands)
+        return named(self._of(node, lambda size: named({size: Name("size")}) != expression))
+
+    def _of(self, node: fx.Node, is_written: Callable[[int], bool]) -> dict[int, Expression]:
         """The sizes of parameters that the source of an operation mentions.
 
         Args:
             node: the operation.
             is_written: whether its expression has a number. Of ``x.view(rows, -1, width)`` it may have none.
-
-        Raises:
-            ReplacedInputError: neither the parameter is there any more, nor a variable of the size.
         """
         sizes: dict[int, Expression] = {}
         for size, (position, dim) in self._contents.fixed_sizes.get(node, {}).items():

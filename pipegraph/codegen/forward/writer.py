@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import sympy
 from torch import fx
@@ -32,7 +32,7 @@ from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, L
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
 from pipegraph.codegen.forward.roll_loops import LoopWriter
-from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers, with_fixed_sizes
+from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter
 from pipegraph.codegen.forward.tensor_attributes import OF_MODEL_DTYPE, FixedSizes, ModelAttributes, SizeVariables
 from pipegraph.codegen.forward.value_names import ValueNames
@@ -49,7 +49,6 @@ from pipegraph.graph.symbolic_size import SymbolicSize
 # The greatest lengths of an expression: of one that contains the expressions of other items, of one that goes inside
 # another, of one that was a single statement of the model's source, and of one whose result is only reshaped.
 _LONGEST, _FOLDED_LENGTH, _LONGEST_STATEMENT, _RESHAPED_LENGTH = 96, 88, 108, 72
-_INDENT = 8
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,10 @@ class ForwardWriter:
             self._place(item, node, expression)
 
     def _express(self, node: fx.Node) -> Expression:
-        if node.target in OF_MODEL_DTYPE:
-            return self._model.dtype(node)
+        return self._model.dtype(node) if node.target in OF_MODEL_DTYPE else self._spell(node, express)
+
+    def _spell(self, node: fx.Node, spelled: Callable[..., Any]) -> Any:
+        """How an operation is written, with numbers as the source of the model writes them."""
         operands: list[Expression] = []
 
         def operand(argument: fx.Node | SymbolicSize) -> Expression:
@@ -194,13 +195,12 @@ class ForwardWriter:
             operands.extend([made] if isinstance(argument, fx.Node) else [])
             return made
 
-        expression = self._bodies.spell(node, lambda each, value: express(each, value, self._device), operand)
-        if self._numbers is not None:
-            expression = self._numbers.named(expression, node, operands, self._values.variables)
-        if not self._names:
-            return expression
-        named = partial(with_fixed_sizes, expression, operands)
-        return named(self._fixed_sizes.of(node, lambda size: named({size: Name("size")}) != expression))
+        def named(part: Expression) -> Expression:
+            part = self._numbers.named(part, node, operands, self._values.variables) if self._numbers else part
+            return self._fixed_sizes.named(part, node, operands) if self._names else part
+
+        made = self._bodies.spell(node, lambda each, value: spelled(each, value, self._device), operand)
+        return named(made) if isinstance(made, Expression) else made.rebuilt(named)
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""
@@ -227,7 +227,7 @@ class ForwardWriter:
         if values.uses_left[node] > 0:
             values.write(target, kept=kept)
         owner = values.expression(target)
-        statement = self._bodies.spell(node, lambda each, value: write(each, value, self._device), self._expression)
+        statement = self._spell(node, write)
         values.consume(read)
         values.written[target] = values.written[node] = owner
         if owner.text in values.variables:
@@ -305,7 +305,7 @@ class ForwardWriter:
         assert self._names is not None
         one = all(self._names.statement(each) == self._names.statement(item) for each in inside)
         line = f"{self._name(item, item.makes[0])} = {expression.text}"
-        indent = _INDENT + 4 * len(self._contexts(item))
+        indent = 4 * (2 + len(self._contexts(item)))  # inside a class
         return len(expression.text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(line, indent)
 
     def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:

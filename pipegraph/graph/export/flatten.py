@@ -19,7 +19,7 @@ from pipegraph.graph.captured import PIPE_SPLITS, STRUCTURE, VALUE, StateEntry
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
-from pipegraph.graph.nodes import source_line
+from pipegraph.graph.nodes import number_of, source_line
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import InputDimension
 
@@ -275,7 +275,7 @@ def _unsupported(node: fx.Node) -> str:
 def _keep_numbers(node: fx.Node, tensor: torch.Tensor) -> None:
     """Note the number of a constant, or those of a short list without a name: ``x[:, [1, 0]]``."""
     if tensor.numel() == 1 and not tensor.is_complex():
-        node.meta[VALUE] = tensor.item()
+        node.meta[VALUE] = number_of(tensor)
     elif tensor.dim() == 1 and tensor.numel() <= _LONGEST_LIST and tensor.dtype == torch.int64:
         is_nameless = re.fullmatch(rf"{_NAMELESS}(_\d+)?", str(node.target).rpartition(".")[2])
         node.meta |= {VALUE: tensor.tolist()} if is_nameless else {}
