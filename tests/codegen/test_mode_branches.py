@@ -334,8 +334,8 @@ def test_a_module_that_does_nothing_in_evaluation_mode_asks_for_it_itself(tmp_pa
     assert drop.splitlines()[1:6] == [
         "        if self.training:",
         "            kept = torch.empty(x.shape[0], 1, dtype=x.dtype, device=x.device)",
-        "            kept.bernoulli_(p=self.p)",
-        "            kept.div_(self.p)",
+        "            kept.bernoulli_(p=1 - self.p)",
+        "            kept.div_(1 - self.p)",
         "            x = x * kept",
     ]
 
