@@ -47,7 +47,7 @@ def test_split_names_the_smallest_limit(pipegraph: Command, model: Path) -> None
     assert "No cuts fit into 1.5 MiB on each rank" in short.err
     assert "which recompute or smaller microbatches make less" in short.err
     assert "with 4 stages on 4 ranks it is" in short.err
-    assert 'With recompute="block"' in short.err
+    assert "With --recompute block" in short.err
     found = re.search(LEAST, short.err)
     assert found is not None
     least = int(found[1])

@@ -144,3 +144,34 @@ def test_the_report_says_which_block_could_not_be_traced_and_why(monkeypatch: py
     (count,) = kernels_report({0: kernels})
     inlined = "Factor in it compiled at each call (RuntimeError: no such block)"
     assert str(count) == f"Sequential (stage 0): 1 static, 0 symbolic, {inlined}"
+
+
+class Streams(nn.Module):
+    """Layers through which two tensors go one after the other, each with numbers of its own before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(p)) for p in (0.1, 0.1, 0.4, 0.4))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for given in (a, b):
+            noise = torch.rand(4)
+            for layer in self.layers:
+                given = layer(given)
+            outputs.append(given + noise)
+        return outputs[0], outputs[1]
+
+
+def test_blocks_draw_in_the_order_of_the_module() -> None:
+    """Two calls that need each other's results would run one after the other anyway; these need not."""
+    stage, inputs = Streams(), torch.randn(2, 3, 4).unbind()
+    kernels = make("eager", stage, [True, True], [True, True])
+    for number in range(2):  # traced, and not
+        torch.manual_seed(number)
+        expected = stage(*inputs)
+        torch.manual_seed(number)
+        outputs = kernels.forward(inputs).outputs
+        assert_close(outputs, tuple(each.detach() for each in expected))
+    (variant,) = kernels.variants  # type: ignore[attr-defined]
+    assert len(variant.divided.blocks) > 1

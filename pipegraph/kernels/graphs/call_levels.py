@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from pipegraph.kernels.graphs.block_operation import OPERATION
+from pipegraph.kernels.graphs.block_operation import OPERATION, is_random
 from pipegraph.kernels.symbolic.symbolic_sizes import is_size
 
 
@@ -14,17 +14,28 @@ def levels_of(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """(nodes between calls of blocks, calls) in the order in which they can run, in as few levels as calls need.
 
     What needs no call is computed where it is first read: what a backward computes again takes no memory until then.
+    What draws from torch's generators does so in the order of the graph, and so gets the numbers that the model gets.
     """
     level: dict[fx.Node, int] = {}
+    draw, draw_in_call = 0, 0  # the first levels in which the next random operation, or call of one, may run
     for node in graph.nodes:
         if node.op not in ("output", "get_attr") and not is_size(node):
             before = max((level.get(each, 0) for each in node.all_input_nodes), default=0)
             level[node] = before + _is_result_of_call(node)
+            if is_random(node):
+                is_call = node.target is OPERATION
+                draw_in_call = level[node] = max(level[node], draw_in_call if is_call else draw)
+                draw = level[node] + is_call  # calls run behind the rest of their level
+    next_draw = max(level.values(), default=0)
     for node in reversed(level):
         if level[node] == 0 and node.target is not OPERATION:
             level[node] = min((level.get(user, 0) for user in node.users), default=0)
+            if is_random(node):
+                level[node] = min(level[node], next_draw)
             items = (user for user in node.users if user.target is operator.getitem)
             level |= dict.fromkeys(items, level[node])  # they stay with what returns them
+        if is_random(node):
+            next_draw = level[node]
     levels: list[tuple[list[fx.Node], list[fx.Node]]] = [([], []) for _ in range(max(level.values(), default=0) + 1)]
     for node, number in level.items():
         if node.op == "call_function" and not _is_result_of_call(node):
