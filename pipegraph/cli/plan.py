@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,6 +100,10 @@ def plan(
       pipegraph plan examples/transformer.py --ranks 2
     """
     _check_what_is_planned(ranks, devices, global_batch)
+    if devices is not None:
+        _check_not_chosen(
+            {"--microbatches": microbatches, "--stages-per-rank": stages_per_rank, "--recompute": recompute}
+        )
     if balance not in ("time", "measured", "auto"):
         raise typer.BadParameter(
             f"{balance!r} is none of time, measured and auto.\nTry: one of them; split takes the others.",
@@ -208,6 +212,16 @@ def _plan_cluster(
     write_target(out, PlanFile.of(best).to_json())
     if out is not None and not json:
         print(f"wrote {out}")
+
+
+def _check_not_chosen(given: Mapping[str, object]) -> None:
+    """Raise typer.BadParameter if something was given that a plan for a cluster chooses itself."""
+    for option, value in given.items():
+        if value is not None:
+            raise typer.BadParameter(
+                "a plan for --devices chooses this itself.\nTry: without it; or --ranks, for plans of one pipeline",
+                param_hint=option,
+            )
 
 
 def _check_what_is_planned(ranks: int | None, devices: int | None, global_batch: int | None) -> None:

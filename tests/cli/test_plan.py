@@ -157,6 +157,11 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("plan", CHAIN, "--devices", 4), 2, "Try: --devices 4 --global-batch 32"),
         (("plan", CHAIN, "--global-batch", 32), 2, "Try: --devices 8 --global-batch 32"),
         (("plan", CHAIN, "--ranks", 2, "--devices", 4), 2, "--ranks plans one pipeline, and --devices a cluster"),
+        (
+            ("plan", CHAIN, "--devices", 4, "--global-batch", 8, "--recompute", "none"),
+            2,
+            "--recompute: a plan for --devices chooses this itself",
+        ),
         (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "Invalid value for --microbatches: '4,x'"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
         (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "is none of time, measured and auto"),
