@@ -15,7 +15,7 @@ import torch
 from pipegraph.package import Package
 from pipegraph.runtime.step_state import receives_due
 from pipegraph.schedule import Schedule, build, lower, receive_buffers
-from tests.runtime import rank_functions, ranks
+from tests.runtime import norm_ranks, rank_functions, ranks
 from tests.runtime.packages import Reference, batch, write
 from tests.runtime.sketches import PARITY, chain, skips, tied
 
@@ -39,12 +39,12 @@ def test_evaluation_and_training_in_turns_give_the_same_numbers(tmp_path: Path) 
 
 def test_the_norm_of_all_gradients_counts_a_tied_weight_once(tmp_path: Path) -> None:
     folder = str(write(tied(), tmp_path / "tied"))
-    assert ranks.run(rank_functions.clip, 3, folder, [2.0, float("inf")]) == ["equal"] * 3
+    assert ranks.run(norm_ranks.clip, 3, folder, [2.0, float("inf")]) == ["equal"] * 3
 
 
 def test_the_norm_is_nan_on_every_rank_if_one_gradient_is(tmp_path: Path) -> None:
     folder, norm_types = str(write(chain(2), tmp_path / "chain")), [2.0, float("inf")]
-    for clipped in ranks.run(rank_functions.clip_not_a_number, 2, folder, norm_types):
+    for clipped in ranks.run(norm_ranks.clip_not_a_number, 2, folder, norm_types):
         assert len(clipped) == 4
         assert all(math.isnan(norm) and is_spoiled for norm, is_spoiled in clipped), clipped
 
@@ -54,11 +54,11 @@ def test_the_norm_is_nan_on_every_rank_if_one_gradient_is(tmp_path: Path) -> Non
     [([1.0, -2.0], 2.0), ([-2.0], 2.0), ([1.0, math.nan], math.nan)],  # of one number a rank has nothing
 )
 def test_the_greatest_gradient_of_shards_is_found_whoever_has_it(numbers: list[float], greatest: float) -> None:
-    assert ranks.run(rank_functions.greatest_of_shards, 2, numbers) == pytest.approx([greatest] * 2, nan_ok=True)
+    assert ranks.run(norm_ranks.greatest_of_shards, 2, numbers) == pytest.approx([greatest] * 2, nan_ok=True)
 
 
 def test_a_scaler_outlives_its_pipeline(tmp_path: Path) -> None:
-    assert ranks.run(rank_functions.scaled_elsewhere, 2, str(write(chain(2), tmp_path / "chain"))) == ["done"] * 2
+    assert ranks.run(norm_ranks.scaled_elsewhere, 2, str(write(chain(2), tmp_path / "chain"))) == ["done"] * 2
 
 
 def test_stages_of_another_dtype_cross_in_it(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def receives_ahead(schedule: Schedule) -> int:
 def test_ranks_agree_on_infinite_gradients(infinite: int, tmp_path: Path) -> None:
     """Also where no loss is computed and the GradScaler has no scale yet."""
     folder = str(write(chain(2), tmp_path / "chain"))
-    assert ranks.run(rank_functions.scale, 2, folder, infinite) == [[4.0, 4.0]] * 2
+    assert ranks.run(norm_ranks.scale, 2, folder, infinite) == [[4.0, 4.0]] * 2
 
 
 @pytest.mark.slow  # tests/runtime/test_meeting.py has the stores of a restart, tests/cli/test_run.py a torchrun

@@ -80,9 +80,8 @@ class BlockClasses:
         contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
         modules = modules_of(contents, tree)
         self.called[stage.index] = modules.called
-        for entry in map(self._captured.state.__getitem__, stage.state):
-            if entry.fqn.rpartition(".")[0] not in modules.of_torch:
-                self.made_here.add(entry.canonical)
+        own = (fqn for fqn in stage.state if fqn.rpartition(".")[0] not in modules.of_torch)
+        self.made_here.update(self._captured.state[fqn].canonical for fqn in own)
         return contents, tree
 
     def _contents(

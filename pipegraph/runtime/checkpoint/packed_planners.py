@@ -33,12 +33,28 @@ class _Packed:
     pieces: Pieces
 
 
-class PackedSavePlanner(DefaultSavePlanner):
-    """Writes each piece of a packed parameter by itself."""
+class _PackedTensors:
+    """What a planner of DCP does not know of some tensors.
+
+    Attributes:
+        packed: by name, the packed ones among them.
+        others: the rest, which are DCP's.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.packed, self.others = _apart(tensors)
+        places = {name: place for name, each in tensors.items() if (place := packed_place(each)) is not None}
+        self.packed = {name: _Packed(tensors[name].shape, _pieces(tensors[name], at)) for name, at in places.items()}
+        self.others = {name: each for name, each in tensors.items() if name not in places}
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        """What this rank holds of a packed tensor, at the place that an index of a plan names."""
+        assert index.offset is not None
+        return self.packed[index.fqn].pieces[index.offset]
+
+
+class PackedSavePlanner(_PackedTensors, DefaultSavePlanner):
+    """Writes each piece of a packed parameter by itself."""
 
     def create_local_plan(self) -> SavePlan:
         """DCP's plan for other tensors, with the pieces."""
@@ -61,17 +77,11 @@ class PackedSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return what is written under an index of the plan."""
-        if index.fqn not in self.packed:
-            return super().lookup_object(index)
-        return _piece(self.packed[index.fqn], index)
+        return self.piece(index) if index.fqn in self.packed else super().lookup_object(index)
 
 
-class PackedLoadPlanner(DefaultLoadPlanner):
+class PackedLoadPlanner(_PackedTensors, DefaultLoadPlanner):
     """Reads each piece of a packed parameter by itself, from whatever pieces it was written in."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.packed, self.others = _apart(tensors)
 
     def create_local_plan(self) -> LoadPlan:
         """DCP's plan for other tensors, with the pieces."""
@@ -84,22 +94,8 @@ class PackedLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return what is filled by an item of the plan."""
-        if index.fqn not in self.packed:
-            found: Tensor = super().lookup_tensor(index)
-            return found
-        return _piece(self.packed[index.fqn], index)
-
-
-def _piece(packed: _Packed, index: MetadataIndex) -> Tensor:
-    assert index.offset is not None
-    return packed.pieces[index.offset]
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> tuple[dict[str, _Packed], dict[str, Tensor]]:
-    """The packed ones in their pieces, and all others."""
-    places = {name: place for name, each in tensors.items() if (place := packed_place(each)) is not None}
-    packed = {name: _Packed(tensors[name].shape, _pieces(tensors[name], place)) for name, place in places.items()}
-    return packed, {name: each for name, each in tensors.items() if name not in places}
+        found: Tensor = self.piece(index) if index.fqn in self.packed else super().lookup_tensor(index)
+        return found
 
 
 def _pieces(tensor: Any, place: PackedPlace) -> Pieces:
