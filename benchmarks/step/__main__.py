@@ -15,6 +15,7 @@ import typer
 CASES_HELP = "llama or unet"
 VOCABULARY_HELP = "of the Llama"
 CORES_HELP = "for the processes, such as 2,3; by default the idlest"
+EACH_HELP = "On how many cores each process runs: on more than one, transfers run beside its one computing thread."
 TRIES_HELP = "how many cuts between layers are tried for each contender; for pipegraph as many inside layers"
 FIND_HELP = "Find the cuts anew, not those of the run that is kept."
 ONLY_HELP = "Only contenders whose name contains this; may be given several times."
@@ -46,6 +47,7 @@ def main(
     markdown: Annotated[bool, typer.Option("--markdown", help=MARKDOWN_HELP)] = False,
     kernels: Annotated[str, typer.Option(help="of pipegraph; eager: nothing is compiled")] = "inductor",
     cores: Annotated[str, typer.Option(help=CORES_HELP)] = "",
+    cores_per_process: Annotated[int, typer.Option(min=1, help=EACH_HELP)] = 1,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Compare steps of two processes, or more, with one thread each; ratios are taken within a round."""
@@ -66,8 +68,10 @@ def main(
         raise typer.BadParameter(f"{problem}.", param_hint="--dp-shard")
     if dp_shard > 1 and (deepspeed or defaults or account):
         raise typer.BadParameter("it is for torch's schedules and pipegraph's alone.", param_hint="--dp-shard")
+    shards = "" if dp_shard == 1 else f", {dp_shard} shards"
+    beside = "" if cores_per_process == 1 else f", {cores_per_process} cores for each process"
     run: dict[str, Any] = {
-        "case": case.name if dp_shard == 1 else f"{case.name}, {dp_shard} shards",
+        "case": case.name + shards + beside,
         "table": "defaults" if defaults else "peers that keep memory" if keep_memory else "peers",
         "torch": torch.__version__.partition("+")[0],
         "machine": machine_name(),
@@ -80,7 +84,11 @@ def main(
             "no run like this one is kept to compare with. Try: --keep first.", param_hint="--check"
         )
     known = {} if find_cuts else results.kept_cuts({**run, "case": case.name}) | results.kept_cuts(run)
-    core_numbers = tuple(map(int, cores.split(","))) if cores else idlest_cores(process_count(dp_shard))
+    wanted = process_count(dp_shard) * cores_per_process
+    core_numbers = tuple(map(int, cores.split(","))) if cores else idlest_cores(wanted)
+    if cores_per_process > 1 and len(core_numbers) < wanted:
+        problem = f"{wanted} cores are needed, {cores_per_process} for each process, and there are {len(core_numbers)}."
+        raise typer.BadParameter(problem, param_hint="--cores-per-process")
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipegraph-step-") as folder:
         options = Options(
@@ -97,6 +105,7 @@ def main(
             account,
             dp_shard,
             keep_memory,
+            cores_per_process,
         )
         run |= results.figures(run_ranks(options))
     run["load"] = [before, os.getloadavg()[0]]

@@ -99,9 +99,10 @@ class Bench:
         return mean(taken) if isinstance(contender, Limit) else max(taken)
 
     def pin(self, number: int) -> None:
-        """Keep each process on a core: every other round on another, because one may be slower."""
-        cores = self.options.cores
-        pin_threads({cores[(dist.get_rank() + number) % len(cores)]})
+        """Keep each process on its cores: every other round on others, because they may be slower."""
+        cores, each = self.options.cores, self.options.cores_per_process
+        start = (dist.get_rank() + number) % (len(cores) // each) * each
+        pin_threads(set(cores[start : start + each]))
 
     def measure(self) -> list[dict[str, Any]]:
         """Run rounds of one step each, in a new random order: seconds by contender, and the limit's around them."""

@@ -43,6 +43,7 @@ class Options:
         folder: for packages.
         shards: how many processes share each stage.
         keep_memory: whether every contender's processes keep freed memory, also those that do not by themselves.
+        cores_per_process: on how many of `cores` each process runs.
     """
 
     case: Case
@@ -58,6 +59,7 @@ class Options:
     account: bool = False
     shards: int = 1
     keep_memory: bool = False
+    cores_per_process: int = 1
 
     @property
     def compiled(self) -> bool:
