@@ -1,10 +1,11 @@
 """What a runtime adds to a schedule, measured on ranks whose kernels sleep: more ranks run than there are cores.
 
-python -m benchmarks.ranks [--ranks 8] [--microbatches 16] [--milliseconds 20] [--rounds 3] [--real-time] [--json]
+python -m benchmarks.ranks [--ranks 8] [--microbatches 16] [--milliseconds 20] [--rounds 3] [--alone] [--json]
 
 Every named schedule runs under pipegraph's runtime, and torch.distributed.pipelining's classes run under torch's with
-modules that sleep as long, over gloo; both are compared with `simulate`. All of them live in the same processes and
-take turns step by step; ratios are medians over rounds. A rank sleeps equally long under every schedule: if it holds
+modules that sleep as long, over gloo; both are compared with `simulate`, and with a loop that does nothing but sleep,
+send, receive and wait (`bare_gloo.py`): no runtime in Python can be nearer to `simulate` over gloo. All of them live in the same processes
+and take turns step by step; ratios are medians over rounds. A rank sleeps equally long under every schedule: if it holds
 two stages, F, I and W of each take `--milliseconds`; if it holds one, twice that. Stage 0 has no input gradient: its
 I takes no time, and its W the time of both. With `--real-time` processes ask for real-time priority, so that a
 sleeping rank wakes in time on a busy machine.
@@ -33,10 +34,12 @@ from rich.table import Table
 from torch import nn
 
 import pipegraph
+from benchmarks.bare_gloo import bare_step
 from benchmarks.sleeping_stages import SleepingKernels, SleepingStage
-from pipegraph.schedule import Times, build, names, simulate
+from pipegraph.schedule import Action, Kind, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 
+ALONE_HELP = "Without torch's classes."
 REAL_TIME_HELP = "Ask for real-time priority, so that a rank wakes in time whatever else runs; it takes root."
 ROWS = 2
 BASELINE = "Interleaved1F1B"
@@ -59,8 +62,14 @@ class SleepSetting:
     rounds: int
     width: int
     schedules: tuple[str, ...]
+    alone: bool
     real_time: bool
     folder: str
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Torch's classes that run too."""
+        return () if self.alone else tuple(TORCH)
 
     def chunks(self, schedule: str) -> int:
         """Return how many stages a rank holds."""
@@ -104,6 +113,8 @@ class Overhead:
     """seconds, with all ranks in one process"""
     processes: float
     """CPU seconds of a rank's main thread in a process of its own, transfers over gloo included; the largest of all"""
+    bare: float
+    """the same without a runtime: what gloo takes"""
 
 
 def pipegraph_step(
@@ -119,6 +130,16 @@ def pipegraph_step(
     )
     batch = torch.zeros(setting.microbatches * ROWS, setting.width)
     return pipe, lambda: pipe.step(batch)
+
+
+def _bare_step(setting: SleepSetting, name: str, seconds: float) -> Callable[[], None]:
+    schedule = build(name, setting.ranks, setting.microbatches)
+
+    def sleep(action: Action) -> float:
+        first = action.stage == 0
+        return seconds * {Kind.I: not first, Kind.W: 1 + first, Kind.B: 2}.get(action.kind, 1)
+
+    return bare_step(schedule, (ROWS, setting.width), sleep)
 
 
 def torch_step(setting: SleepSetting, name: str) -> Callable[[], Any]:
@@ -161,7 +182,9 @@ def measure(rank: int, setting: SleepSetting) -> None:
     for name in setting.schedules:
         pipe, steps["pipegraph", name] = pipegraph_step(setting, name, setting.stage_seconds(name))
         pipes.append(pipe)
-    for name in TORCH:
+    for name in setting.schedules:
+        steps["bare gloo", name] = _bare_step(setting, name, setting.stage_seconds(name))
+    for name in setting.peers:
         steps["torch", name] = torch_step(setting, name)
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     for turn in range(setting.rounds + 1):
@@ -174,7 +197,10 @@ def measure(rank: int, setting: SleepSetting) -> None:
         pipe, step = pipegraph_step(setting, name, 0.0)
         pipes.append(pipe)
         actions = len(pipe.schedule.actions[rank])
-        overhead[name] = _largest(min(_cpu_seconds(step) for _ in range(10)) / actions, setting.ranks)
+        both = step, _bare_step(setting, name, 0.0)
+        overhead[name] = [
+            _largest(min(_cpu_seconds(each) for _ in range(10)) / actions, setting.ranks) for each in both
+        ]
     if rank == 0:
         result = {"seconds": [(*key, each) for key, each in seconds.items()], "overhead": overhead}
         Path(setting.folder, "measured.json").write_text(json.dumps(result))
@@ -205,9 +231,13 @@ def _largest(seconds: float, ranks: int) -> float:
     return float(max(every))
 
 
+def _all_schedules(setting: SleepSetting) -> tuple[str, ...]:
+    return (*setting.schedules, *(TORCH[name] for name in setting.peers))
+
+
 def write_packages(setting: SleepSetting) -> None:
     """Write one package for each number of stages: a chain of layers, whose kernels will sleep."""
-    for schedule in {setting.package(name): name for name in (*setting.schedules, *TORCH.values())}.values():
+    for schedule in {setting.package(name): name for name in _all_schedules(setting)}.values():
         stages = setting.chunks(schedule) * setting.ranks
         model = nn.Sequential(*(nn.LayerNorm(setting.width) for _ in range(stages)))
         captured = pipegraph.capture(model, args=(torch.zeros(ROWS, setting.width),))
@@ -215,11 +245,11 @@ def write_packages(setting: SleepSetting) -> None:
 
 
 def rows(setting: SleepSetting, times: dict[tuple[str, str], list[float]]) -> list[StepRow]:
-    baseline = times["torch", BASELINE]
+    baseline = times.get(("torch", BASELINE))
     result = []
     for (runtime, name), seconds in times.items():
         simulated = setting.simulated(TORCH.get(name, name) if runtime == "torch" else name)
-        ratio = median(other / own for other, own in zip(baseline, seconds, strict=True))
+        ratio = median(other / own for other, own in zip(baseline, seconds, strict=True)) if baseline else None
         measured = median(seconds)
         result.append(StepRow(runtime, name, simulated, measured, measured / simulated, ratio))
     return result
@@ -232,6 +262,7 @@ def main(
     rounds: int = 3,
     width: Annotated[int, typer.Option(help="Floats per row of a boundary; a microbatch has two rows.")] = 256,
     schedule: Annotated[list[str] | None, typer.Option(help="May be given several times. [default: all]")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help=ALONE_HELP)] = False,
     real_time: Annotated[bool, typer.Option("--real-time", help=REAL_TIME_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -244,7 +275,9 @@ def main(
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     chosen = tuple(schedule or (name for name in names() if trains(name)))
     with tempfile.TemporaryDirectory() as folder:
-        setting = SleepSetting(ranks, microbatches, milliseconds / 1000, rounds, width, chosen, real_time, folder)
+        setting = SleepSetting(
+            ranks, microbatches, milliseconds / 1000, rounds, width, chosen, alone, real_time, folder
+        )
         write_packages(setting)
         context = multiprocessing.get_context("spawn")
         processes = [context.Process(target=measure, args=(rank, setting), daemon=True) for rank in range(ranks)]
@@ -259,7 +292,7 @@ def main(
             pipe, step = pipegraph_step(setting, name, 0.0)
             one_process[name] = min(_cpu_seconds(step) for _ in range(10)) / sum(map(len, pipe.schedule.actions))
     measured = rows(setting, {(runtime, name): seconds for runtime, name, seconds in result["seconds"]})
-    overheads = [Overhead(name, one_process[name], result["overhead"][name]) for name in chosen]
+    overheads = [Overhead(name, one_process[name], *result["overhead"][name]) for name in chosen]
     if as_json:
         options = {key: value for key, value in asdict(setting).items() if key != "folder"}
         tables = {"rows": list(map(asdict, measured)), "overheads": list(map(asdict, overheads))}
@@ -273,12 +306,16 @@ def show(setting: SleepSetting, measured: Sequence[StepRow], overheads: Sequence
     table = Table("runtime", "schedule", "simulated", "step", "÷ simulated", f"torch {BASELINE} ÷", title=title)
     for row in measured:
         figures = f"{row.simulated:.3f} s", f"{row.measured:.3f} s", f"{row.over_simulated:.4f}"
-        table.add_row(row.runtime, row.schedule, *figures, f"{row.baseline_over:.3f}")
+        table.add_row(row.runtime, row.schedule, *figures, f"{row.baseline_over:.3f}" if row.baseline_over else "–")
     console = Console(width=110)
     console.print(table)
-    table = Table("schedule", "in one process", "a rank's CPU", title="microseconds per action, kernels empty")
+    columns = "schedule", "in one process", "a rank's CPU", "bare gloo"
+    table = Table(*columns, title="microseconds per action, kernels empty")
     for overhead in overheads:
-        table.add_row(overhead.schedule, f"{overhead.one_process * 1e6:.1f}", f"{overhead.processes * 1e6:.1f}")
+        table.add_row(
+            overhead.schedule,
+            *(f"{each * 1e6:.1f}" for each in (overhead.one_process, overhead.processes, overhead.bare)),
+        )
     console.print(table)
 
 

@@ -45,4 +45,5 @@ def test_calibrate_and_plan(tmp_path: Path) -> None:
     found = json.loads(profile.read_text())
     assert found["peak_flops"]["bfloat16"] > found["peak_flops"]["float32"] > 1e12
     for balance in ("measured", "auto"):
-        command("plan", MODEL, "--stages", 2, "--balance", balance, "--device", "cuda", "--hardware", profile)
+        done = command("plan", MODEL, "--ranks", 2, "--balance", balance, "--device", "cuda", "--hardware", profile)
+        assert "stage" in done.out

@@ -25,7 +25,7 @@ def test_pipelines(schedule: str, kernels: str, tmp_path: Path) -> None:
 
 def test_other_dimensions_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    folder = mesh_transformers.write(tmp_path / "package", "llama", 1)
-    arguments = folder, {"dp_shard": 2}, "1f1b", "eager", "llama", "cuda:0"
+    folder = mesh_transformers.write(tmp_path / "package", "llama", 2)
+    arguments = folder, {"pp": 1, "dp_shard": 2}, "1f1b", "eager", "llama", "cuda:0"
     for said in ranks.run(mesh_transformers.train, 2, *arguments, timeout=280, method="spawn"):
         assert "does not serve tensors on a GPU along dp_shard" in said

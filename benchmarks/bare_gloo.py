@@ -1,0 +1,59 @@
+"""A loop that sleeps, sends, receives and waits: what any runtime whose messages go over gloo takes at least."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from pipegraph.schedule import Action, Kind, Schedule, lower
+
+NEEDED: dict[Kind, Kind] = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_B, Kind.B: Kind.RECV_B}
+"""what computes → the message that it waits for, if its stage receives one"""
+
+
+def bare_step(schedule: Schedule, shape: tuple[int, ...], seconds: Callable[[Action], float]) -> Callable[[], None]:
+    """Return a function that runs this rank's actions of a schedule, with sleeps in place of kernels. Collective.
+
+    Nothing is made, kept, checked or freed: all messages of an edge are sent from one tensor and received into one.
+    Each direction between two ranks has a group of its own, as in pipegraph.
+
+    Args:
+        shape: of each message, in float32.
+        seconds: what an action that computes sleeps for.
+    """
+    me, place = dist.get_rank(), schedule.placement
+    ends = {
+        (place[each.stage], place[each.peer])
+        for actions in lower(schedule).actions
+        for each in actions
+        if each.peer is not None and each.kind in (Kind.SEND_F, Kind.SEND_B)
+    }
+    groups = {pair: dist.new_group([*pair], backend="gloo") for pair in sorted(ends)}
+    others = {pair: dist.get_group_rank(group, pair[0] + pair[1] - me) for pair, group in groups.items() if me in pair}
+    sent = [torch.zeros(shape)]
+    sleeps = {each: seconds(each) for each in schedule.actions[me]}
+    actions = lower(schedule).actions[me]
+
+    def step() -> None:
+        sends: list[dist.Work] = []
+        received: dict[tuple[Kind, int, int], dist.Work] = {}
+        for action in actions:
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            if action.peer is None:
+                if kind in NEEDED and (work := received.pop((NEEDED[kind], stage, microbatch), None)):
+                    work.wait()
+                if sleeps[action]:
+                    time.sleep(sleeps[action])
+            elif kind in (Kind.SEND_F, Kind.SEND_B):
+                pair = me, place[action.peer]
+                sends.append(groups[pair].send(sent, others[pair], 0))
+            else:
+                pair = place[action.peer], me
+                received[kind, stage, microbatch] = groups[pair].recv([torch.empty(shape)], others[pair], 0)
+        for work in sends:
+            work.wait()
+
+    return step
