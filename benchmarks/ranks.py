@@ -3,12 +3,12 @@
 python -m benchmarks.ranks [--ranks 8] [--microbatches 16] [--milliseconds 20] [--rounds 3] [--alone] [--json]
 
 Every named schedule runs under pipegraph's runtime, and torch.distributed.pipelining's classes run under torch's with
-modules that sleep as long, over gloo; both are compared with `simulate`, and with a loop that does nothing but sleep,
-send, receive and wait (`bare_gloo.py`): no runtime in Python can be nearer to `simulate` over gloo. All of them live in the same processes
-and take turns step by step; ratios are medians over rounds. A rank sleeps equally long under every schedule: if it holds
-two stages, F, I and W of each take `--milliseconds`; if it holds one, twice that. Stage 0 has no input gradient: its
-I takes no time, and its W the time of both. With `--real-time` processes ask for real-time priority, so that a
-sleeping rank wakes in time on a busy machine.
+modules that sleep as long, over gloo; both are compared with `simulate`, and with a loop that only sleeps, sends,
+receives and waits (`bare_gloo.py`): no runtime in Python can be nearer to `simulate` over gloo. All of them live in the
+same processes and take turns step by step; ratios are medians over rounds. A rank sleeps equally long under every
+schedule: if it holds two stages, F, I and W of each take `--milliseconds`; if it holds one, twice that. Stage 0 has no
+input gradient: its I takes no time, and its W the time of both. With `--real-time` processes ask for real-time
+priority, so that a sleeping rank wakes in time on a busy machine.
 
 The same step with empty kernels shows what the runtime itself takes for an action.
 """

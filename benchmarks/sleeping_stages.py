@@ -34,7 +34,8 @@ class SleepingKernels:
     ) -> Forward:
         _sleep(self._forward)
         output = torch.zeros_like(inputs[0])
-        return Forward((output,), output[0, 0] if with_loss else None, output if differentiable else None)
+        loss = output[0, 0] if with_loss else None
+        return Forward((output,), loss, output if differentiable else None, is_pure=True)
 
     def backward(self, saved: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         _sleep(self._both)

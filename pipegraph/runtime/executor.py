@@ -29,7 +29,7 @@ from pipegraph.runtime.step_data import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.protocol import Transport, share_memory
-from pipegraph.runtime.wiring import StageWiring, named_outputs, transfer_of
+from pipegraph.runtime.wiring import StageWiring, Transfer, named_outputs, transfer_of
 from pipegraph.schedule import Action, Collective, Kind, Schedule
 from pipegraph.schedule.action import BACKWARD
 
@@ -76,10 +76,13 @@ class Executor:
                 self._before[position].append(each)
             else:
                 position += 1
-        moves = [action for action in self.actions if action.kind.is_transfer]
         places = [processes[rank] for rank in schedule.placement]
-        self._transfers = {action: transfer_of(action, wiring, places) for action in moves}
-        self._receives = [action for action in moves if not action.sends]
+        self._messages = [
+            transfer_of(action, wiring, places) if action.kind.is_transfer else None for action in self.actions
+        ]
+        pairs = zip(self.actions, self._messages, strict=True)
+        self._receives = [(action, message) for action, message in pairs if message and not action.sends]
+        self._last = len(wiring) - 1
         self._due = receives_due(self.actions)
         self._prepared: set[tuple[tuple[str, int], ...]] = set()  # sizes of microbatches
         self._kinds: dict[int, str] = {}
@@ -99,7 +102,7 @@ class Executor:
             self.position = position
             try:
                 for receive in self._receives[posted : self._due[position]]:
-                    self._post(step, receive)
+                    self._post(step, *receive)
                     posted += 1
                 if position == 0:  # by now the sizes are known, also to a rank that is given no input
                     self._prepare(given)
@@ -167,7 +170,7 @@ class Executor:
     def _prepare_for(self, given: StepInputs, microbatch: int) -> None:
         """Compile for the sizes of a microbatch, on inputs of zeros."""
         for stage, needed in self._kinds.items():
-            with_loss = self._is_last(stage) and given.with_loss
+            with_loss = stage == self._last and given.with_loss
             with self._preparing(stage), rare_collection():
                 self._kernels[stage].prepare(
                     [
@@ -184,8 +187,7 @@ class Executor:
         if len(self._prepared) == 1:
             report_progress("running the first step")
 
-    def _post(self, step: StepState, action: Action) -> None:
-        message = self._transfers[action]
+    def _post(self, step: StepState, action: Action, message: Transfer) -> None:
         posted = PostedReceive(action, message, self._transport.receive(message, step.given))
         step.posted[action.stage, action.microbatch, message.backward].append(posted)
 
@@ -207,14 +209,15 @@ class Executor:
             self.observer.end(self.rank, action, None)
 
     def _send(self, step: StepState, action: Action) -> None:
-        message = self._transfers[action]
+        message = self._messages[self.position]
+        assert message is not None
         self._transport.send(message, step.outgoing.pop(message.key))
 
     def _forward(self, step: StepState, action: Action) -> None:
         stage, microbatch = key = action.stage, action.microbatch
         wiring, given, results = self._wiring[stage], step.given, step.results
         arrived = step.inputs.pop(key, {})
-        with_loss = self._is_last(stage) and given.with_loss
+        with_loss = stage == self._last and given.with_loss
         self._numbers.microbatch = microbatch
         forward = self._kernels[stage].forward(
             [
@@ -239,7 +242,7 @@ class Executor:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
         if forward.loss is not None:
             results.add_loss(microbatch, forward.loss, forward.metrics)
-        if self._is_last(stage) and given.keep_outputs:
+        if stage == self._last and given.keep_outputs:
             results.outputs[microbatch] = forward.outputs
         if not forward.is_pure:
             step.received[key].keep_all()
@@ -275,7 +278,7 @@ class Executor:
             if name in sums:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
-        if self._is_last(stage):
+        if stage == self._last:
             own = step.given.loss_gradient(microbatch)
             gradients.append(torch.full_like(step.results.losses[microbatch], own))
         return gradients
@@ -304,9 +307,6 @@ class Executor:
 
     def _is_here(self, stage: int) -> bool:
         return self._schedule.placement[stage] == self.rank
-
-    def _is_last(self, stage: int) -> bool:
-        return stage == len(self._wiring) - 1
 
 
 # Functions, not methods: an executor that held its own methods would be garbage only for a collector.

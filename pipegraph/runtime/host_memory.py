@@ -64,6 +64,8 @@ class HostMemory:
 
     def before(self, action: Action, saved: Mapping[_Key, Any]) -> None:
         """Start to bring back what the next action reads, and wait for what this one does."""
+        if not (self._away or self._coming):
+            return
         for key in self._come_before.get(action, ()):
             if key in self._away:
                 values, arrived = self._brought(self._away.pop(key))
@@ -76,7 +78,7 @@ class HostMemory:
 
     def after(self, action: Action, saved: Mapping[_Key, Any]) -> None:
         """Free what has been copied out by now, and start to copy out what this F saved."""
-        for key in self._gone_after.get(action, ()):
+        for key in self._gone_after.get(action, ()) if self._away else ():
             if key in self._away:
                 away = self._away[key]
                 if away.copied is not None:

@@ -81,6 +81,9 @@ class BatchSplitter:
         self._reduction = reduction if self.has_last_stage else LossReduction()  # others have no target
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
         self._needed = {name for name in inputs if manifest.values[name].producer == CALLER}
+        last = manifest.stages[-1].outputs
+        known = [value for value in manifest.values.values() if value.producer == CALLER or value.name in last]
+        self._batched = [value for value in known if value.batch_dim is not None and not value.is_constant]
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> PassedBatch:
         """Find out what was passed. Raises BatchError for arguments and lists that do not fit together."""
@@ -158,16 +161,14 @@ class BatchSplitter:
             elif tensors.shape != step.shape(values[name]):
                 raise BatchError(_wrong_shape(values[name], tensors, step, microbatches))
         inputs = {name: self._cut_input(values[name], passed.inputs[name], step) for name in self._needed}
-        last = self._manifest.stages[-1].outputs
-        known = [value for value in values.values() if value.producer == CALLER or value.name in last]
-        batched = [value for value in known if value.batch_dim is not None and not value.is_constant]
         device = self._device if self.has_last_stage else None
         if not isinstance(passed.target, list):
-            lengths = {step.shape(value)[value.batch_dim or 0]: step.lengths(value) for value in batched}
+            of_each = map(step.lengths, self._batched)
+            lengths = {sum(each): each for each in of_each}
             return StepBatch(step, inputs, cut_target(passed.target, microbatches, device, lengths))
         targets: list[Any] = []
         for index, target in enumerate(passed.target):
-            lengths = {step.lengths(value)[index]: step.lengths(value)[index : index + 1] for value in batched}
+            lengths = {step.lengths(value)[index]: step.lengths(value)[index : index + 1] for value in self._batched}
             targets += cut_target(target, 1, device, lengths, f"target[{index}]", f"microbatch {index}")
         return StepBatch(step, inputs, targets)
 

@@ -34,6 +34,8 @@ def cut_target(
     cuts = [
         _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", whole) for path, leaf in leaves
     ]
+    if spec.is_leaf():
+        return cuts[0]
     return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -141,19 +140,29 @@ class _ClosedHere(RuntimeError):
     """Another thread of this process has closed the connection."""
 
 
-@contextmanager
-def lost_connections(peer: int | None, where: str = "") -> Iterator[None]:
-    """Turn what gloo, NCCL and stores raise for a connection into ConnectionLost to `peer`.
+class lost_connections:
+    """A context that turns what gloo, NCCL and stores raise for a connection into ConnectionLost to `peer`.
 
-    Any other error, such as one about what was to be sent, stays as it is.
+    Any other error, such as one about what was to be sent, stays as it is. Every message enters such a context, and a
+    class takes a quarter of the time of a generator.
+
+    Args:
+        where: what was being sent, if that is not what the current action does; printed if it fails.
     """
-    try:
-        yield
-    except RuntimeError as error:  # gloo raises nothing else, and the classes of torch.distributed are of this one
-        why, silent = _reason(error), _SILENT.search(str(error)) is not None
-        if why is None:
-            raise
-        raise ConnectionLost(peer, why, silent=silent, where=where) from error
+
+    __slots__ = ("_peer", "_where")
+
+    def __init__(self, peer: int | None, where: object = "") -> None:
+        self._peer, self._where = peer, where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):  # gloo raises nothing else, and torch.distributed's classes are of this one
+            why, silent = _reason(error), _SILENT.search(str(error)) is not None
+            if why is not None:
+                raise ConnectionLost(self._peer, why, silent=silent, where=str(self._where)) from error
 
 
 def _reason(error: RuntimeError) -> str | None:

@@ -10,8 +10,7 @@ for what comes, all is received at once, and the header is checked when it has c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -72,8 +71,12 @@ class IncomingMessages:
         Raises RuntimeFault if the peer is in another call, and ConnectionLost.
         """
         self._call = call.number
-        with self._expected():
-            return ExpectedHeader(self._group, self._peer, call.known(), self._device).wait()
+        try:
+            with lost_connections(self._peer):
+                return ExpectedHeader(self._group, self._peer, call.known(), self._device).wait()
+        except ConnectionLost:
+            self._sends.check()
+            raise
 
     def receive(self, call: OngoingCall, tensors: Sequence[Tensor]) -> IncomingMessage:
         """Start receiving a message of a call into tensors."""
@@ -91,13 +94,17 @@ class IncomingMessages:
         return message
 
     def wait(self, message: IncomingMessage) -> None:
-        """Wait for a message. Raises as `learn` does."""
-        with self._expected():
-            if self._header is not None:
-                header, self._header = self._header, None
-                self._check(header)
-            for work in message.works:
-                work.wait()
+        """Wait for a message. Raises as `learn` does, or what a message of this rank failed for, if that ended it."""
+        try:
+            with lost_connections(self._peer):
+                if self._header is not None:
+                    header, self._header = self._header, None
+                    self._check(header)
+                for work in message.works:
+                    work.wait()
+        except ConnectionLost:
+            self._sends.check()
+            raise
         message.works.clear()
         self._unfinished.discard(message)
 
@@ -118,14 +125,3 @@ class IncomingMessages:
         for each in self._held:
             each.start(self._group, self._peer)
         self._held.clear()
-
-    @contextmanager
-    def _expected(self) -> Iterator[None]:
-        """A context in which something is waited for. It raises what a message of this rank failed for, if that ended
-        the wait."""
-        try:
-            with lost_connections(self._peer):
-                yield
-        except ConnectionLost:
-            self._sends.check()
-            raise

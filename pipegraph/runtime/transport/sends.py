@@ -49,7 +49,7 @@ class PendingSend:
         return all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        with lost_connections(self.peer, str(self.transfer or "")):
+        with lost_connections(self.peer, self.transfer or ""):
             for work in self.works:
                 work.wait()
 
