@@ -31,11 +31,12 @@ from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_p
 from pipegraph.runtime.parameters import redistribute_gradients
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
+from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, TENSOR
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
 from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
+from pipegraph.runtime.same_batches import SameBatches
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
@@ -144,6 +145,7 @@ class StepRunner:
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
         self._shares: BatchShares | None = None
+        self._same_batches = SameBatches(world) if world and world.grid.length(TENSOR) > 1 else None
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
 
@@ -190,6 +192,8 @@ class StepRunner:
         for ranks in self._informants:
             if given.unknown:
                 self.transport.learn(ranks, given)
+        if self._same_batches is not None:
+            self._same_batches.agree(given, evaluates)
         computes_loss = self.batches.has_last_stage and request.with_loss
         shares = self._shares
         given.scale_loss(given.own_weight if shares is None else shares.agree(given, evaluates, computes_loss))

@@ -39,11 +39,14 @@ def test_checkpoints_go_on(tmp_path: Path) -> None:
     assert "goes on from" in command("run", package, *alone, "--steps", 3).out
 
 
-def test_calibrate_and_plan(tmp_path: Path) -> None:
+def test_calibrate(tmp_path: Path) -> None:
     profile = tmp_path / "gpu.json"
     command("calibrate", "--device", "cuda", "-o", profile)
     found = json.loads(profile.read_text())
     assert found["peak_flops"]["bfloat16"] > found["peak_flops"]["float32"] > 1e12
-    for balance in ("measured", "auto"):
-        done = command("plan", MODEL, "--ranks", 2, "--balance", balance, "--device", "cuda", "--hardware", profile)
-        assert "stage" in done.out
+
+
+@pytest.mark.parametrize("balance", ["measured", "auto"])
+def test_plan(balance: str) -> None:
+    done = command("plan", MODEL, "--ranks", 2, "--balance", balance, "--device", "cuda", "--hardware", "h100")
+    assert "stage" in done.out

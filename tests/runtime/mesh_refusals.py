@@ -100,6 +100,19 @@ def _changed_later(rank: int, folder: str, case: tuple[str, str]) -> None:
     pipe.step(tokens, target=target)
 
 
+def _along_tp(rank: int, folder: str, how: str) -> None:
+    """The ranks divide a stage, and the second one makes another call than the first, or with another batch."""
+    pipe, _ = make(folder, {"tp": 2}, "1f1b", tp_plan=TP_PLAN, timeout=20)
+    rows = 12 if (how, rank) == ("rows", 1) else 8
+    tokens, target = torch.zeros(rows, LENGTH, dtype=torch.int64), torch.zeros(rows)
+    if (how, rank) == ("calls", 1):
+        pipe.evaluate(tokens, target=target)
+    elif how == "evaluation":
+        pipe.evaluate(tokens[: 8 - 2 * rank], target=target[: 8 - 2 * rank])
+    else:
+        pipe.step(tokens, target=target, microbatches=2 if (how, rank) == ("microbatches", 1) else 4)
+
+
 def _sharded_over(rank: int, folder: str, case: tuple[Any, Any]) -> None:
     """A stage to whose layers `fully_shard` is applied over some dimensions of a mesh."""
     shape, names = case
@@ -118,6 +131,7 @@ ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {
     "mesh": _on_a_mesh,
     "sharding": _sharded,
     "changed later": _changed_later,
+    "along tp": _along_tp,
     "sharding over": _sharded_over,
     "options": _with_other_options,
 }

@@ -87,6 +87,21 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
     assert_refused(tmp_path, 1, 2, "mesh", cases)
 
 
+def test_calls_that_differ_along_tp_are_refused_on_every_rank(tmp_path: Path) -> None:
+    """Gloo would end the processes without a word where a collective meets one of another size."""
+    step = r"a step of 4 microbatches of \[2, 2, 2, 2\] rows"
+    other = "^RuntimeFault: ranks along tp .* different calls: "
+    first, second = "on rank 0; ", r" on rank 1\.\nTry: "
+    cases = [
+        ("same", "^nothing$"),
+        ("rows", f"{other}{step} {first}a step of 4 microbatches of \\[3, 3, 3, 3\\] rows{second}"),
+        ("microbatches", f"{other}{step} {first}a step of 2 microbatches of \\[4, 4\\] rows{second}"),
+        ("calls", f"{other}{step} {first}an evaluation of 4 .*{second}"),
+        ("evaluation", f"{other}an evaluation of 4 .*{first}an evaluation of 4 .*{second}"),
+    ]
+    assert_refused(tmp_path, 1, 2, "along tp", cases)
+
+
 def test_what_one_rank_is_given_is_named_with_the_rank(tmp_path: Path) -> None:
     replicated, sharded, divided = ({"pp": 2, name: 2} for name in ("dp_replicate", "dp_shard", "tp"))
     part = dict(list(meshes.TP_PLAN.items())[:1])
