@@ -20,7 +20,7 @@ from pipegraph.codegen.forward.items import (
     fqn_of,
     with_inner,
 )
-from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
+from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements, named_by_caller
 from pipegraph.graph.captured import by_mode
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.operators import operator_of
@@ -134,7 +134,7 @@ class ValueNames:
         for (statement, _), nodes in results.items():
             targets, makers = statement.targets, [self._makers[node] for node in nodes]
             if len(targets) == 1 and len(set(makers)) == len(nodes):
-                names |= dict.fromkeys(nodes, targets[0])
+                names |= dict.fromkeys(nodes, named_by_caller(self._chain[makers[0]]) or targets[0])
             elif len(targets) == len(nodes) and all(isinstance(maker, Operation) for maker in makers):
                 names |= dict(zip(nodes, targets, strict=True))
             elif len(targets) > 1:

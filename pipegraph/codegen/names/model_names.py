@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.names.identifiers import unused, variable
-from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.codegen.names.source_statements import SourceStatements, named_by_caller
 from pipegraph.graph.calls import CallTree, argument_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import value_text
@@ -60,7 +60,7 @@ class ModelNames:
             ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
             chain = self._source.of_call(fqn, node) if ends and call not in self._opened else ()
             if chain and len(chain[-1].targets) == 1:
-                return chain[-1].targets[0]
+                return named_by_caller(chain) or chain[-1].targets[0]
         chain = tuple(each for each in self._source.of_operation(node) if not each.is_of_torch)
         if chain and len(chain[-1].targets) == 1:
             return chain[-1].targets[0]
