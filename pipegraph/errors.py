@@ -23,7 +23,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -117,11 +117,14 @@ def user_line(error: BaseException) -> str:
 
 
 def current_user_line() -> str:
-    """The innermost line of the user's own source that is running, as `user_line` gives it."""
-    return _innermost_user_line(traceback.extract_stack())
+    """The innermost line of the model's own source that is running, as `user_line` gives it; not of who captures it."""
+    frames = traceback.extract_stack()
+    graph = Path(__file__).parent / "graph"
+    inside = next((at for at, each in enumerate(frames) if graph in Path(each.filename).parents), 0)
+    return _innermost_user_line(frames[inside:])
 
 
-def _innermost_user_line(frames: traceback.StackSummary) -> str:
+def _innermost_user_line(frames: Sequence[traceback.FrameSummary]) -> str:
     frame = next((each for each in reversed(frames) if is_user_file(each.filename)), None)
     if frame is None:
         return ""

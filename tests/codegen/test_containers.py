@@ -77,3 +77,55 @@ def test_a_list_that_starts_in_another_stage_keeps_its_numbers(tmp_path: Path) -
     package = split(tmp_path, model, (batch(),), cut="held.1")
     assert '"1": Block(), "2": nn.Linear(8, 8)' in (package.path / "stage_1.py").read_text()
     assert differences(package, model, (batch(),)) == []
+
+
+class Sequences(nn.Module):
+    """Sequentials of layers, each assigned to a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block() for _ in range(4)))
+        self.one = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.two = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        left = self.one(x)
+        right = self.two(x)
+        return self.head(left + right)
+
+
+END = "return self.head(left + right)"
+
+
+@pytest.mark.parametrize(
+    ("cut", "first", "second"),
+    [
+        ("one", ["return self.layers(x)"], ["left = self.one(x)", "right = self.two(x)", END]),
+        (
+            "layers.2",
+            ["return self.layers(x)"],
+            [
+                "for layer in self.layers.values():",
+                "    x = layer(x)",
+                "left = self.one(x)",
+                "right = self.two(x)",
+                END,
+            ],
+        ),
+        (
+            "two.1",
+            ["x = self.layers(x)", "left = self.one(x)", "right = self.two(x)", "return left, right"],
+            ["right = self.two(right)", END],
+        ),
+    ],
+)
+def test_a_sequential_is_called_whole_and_its_values_have_the_models_names(
+    cut: str, first: list[str], second: list[str], tmp_path: Path
+) -> None:
+    model = Sequences()
+    package = split(tmp_path, model, (batch(),), cut=cut)
+    assert (forward_lines(package, 0), forward_lines(package, 1)) == (first, second)
+    assert "self.layers = nn.Sequential(*[Block() for _ in range(" in (package.path / "stage_0.py").read_text()
+    assert differences(package, model, (batch(),)) == []

@@ -160,3 +160,9 @@ def test_an_expression_is_too_long_by_the_number_of_its_parts() -> None:
     symbols = sympy.symbols("a:300", integer=True, positive=True)
     assert not is_long(sympy.Add(*symbols))
     assert is_long(sympy.Add(*(each * 2 for each in symbols)))
+
+
+def test_a_line_that_fixes_a_size_is_one_of_the_model_and_not_of_who_captures_it() -> None:
+    captured = pipegraph.capture(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (torch.zeros(4, 8),))
+    (fixed,) = captured.sizes.fixed
+    assert (fixed.place, fixed.line) == ("input.shape[1]", "")

@@ -11,7 +11,14 @@ from types import NoneType
 from torch import fx, nn
 
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
-from pipegraph.codegen.expressions.module_tree import ModuleTree, build_tree, init_statements, sequence
+from pipegraph.codegen.classes.sequences import constructors_in_sequence
+from pipegraph.codegen.expressions.module_tree import (
+    ModuleTree,
+    build_tree,
+    init_statements,
+    repeated_sequence,
+    sequence,
+)
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
 from pipegraph.codegen.forward.item_modules import conflicts, modules_in
@@ -139,8 +146,8 @@ class BlockClasses:
                 continue
             # Cuts lie between the items of a call that is opened. None lies in a whole call inside a class.
             is_closed = each.call not in self._opened or (prefix and self.names.is_whole(each))
-            if is_closed and each.fqn not in inlined and is_within(each.fqn, prefix):
-                item = self._module_call(members, prefix, each)
+            if each.fqn not in inlined and is_within(each.fqn, prefix):
+                item = self._module_call(members, prefix, each) if is_closed else self._whole_sequence(members, each)
             items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
         return items
 
@@ -176,6 +183,14 @@ class BlockClasses:
             return self._call(called, call(source.name), modules, parameters=source.parameters)
         return self._call(called, constructor, modules)
 
+    def _whole_sequence(self, members: StageMembers, tree: CallTree) -> ModuleCall | None:
+        """The call of an ``nn.Sequential`` that a stage holds whole, though other stages may cut it."""
+        if type(self._captured.modules[tree.fqn].module) is not nn.Sequential or not self.names.is_whole(tree):
+            return None
+        called = call_values(self._captured, members, tree)
+        constructor, modules = self._sequential(members, called)
+        return self._call(called, constructor, modules) if constructor is not None else None
+
     def _call(
         self,
         called: CallValues,
@@ -201,33 +216,18 @@ class BlockClasses:
         nothing = None, Modules()
         fqn = called.tree.fqn
         module = self._captured.modules[fqn].module
-        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-            return nothing
-        if len(called.reads) != 1 or len(called.makes) != 1:
+        is_sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        if not is_sequential or len(called.reads) != 1 or len(called.makes) != 1:
             return nothing
         items = self._items(members, fqn, called.tree.items, frozenset())
-        calls = {item.fqn: item for item in items if isinstance(item, ModuleCall)}
-        if len(calls) < len(items):
-            return nothing
-        passed, children = called.reads, {}
-        for name, child in module.named_children():
-            item = calls.pop(f"{fqn}.{name}", None)
-            if item is not None and item.arguments is None and item.reads == passed and len(item.makes) == 1:
-                passed = item.makes
-            elif item is not None or not self._does_nothing(f"{fqn}.{name}"):
-                return nothing
-            constructor = item.constructor if item is not None else module_constructor(child)
-            if constructor is None:
-                return nothing
-            children[name] = constructor
-        if calls or passed != called.makes:
+        children = constructors_in_sequence(module, called, items, self._does_nothing)
+        if children is None:
             return nothing
         made, run, of_torch = modules_in(items)
         inside = Modules(made.union(f"{fqn}.{name}" for name, _ in module.named_children()), run, of_torch)
-        modules = sequence(children)
         if type(module) is nn.Sequential:
-            return call("nn.Sequential", *modules), inside
-        parts = {"base": "nn.Sequential", "children": modules}
+            return call("nn.Sequential", *repeated_sequence(children)), inside
+        parts = {"base": "nn.Sequential", "children": (modules := sequence(children))}
         return call(self._add(called, ("nn.Sequential", *modules), lambda: parts).name), inside
 
     def _does_nothing(self, fqn: str) -> bool:

@@ -212,14 +212,11 @@ def _container(tree: ModuleTree) -> FunctionCall:
         items = {name: _new_parameter(entry) for name, entry in tree.state.items()}
     element = _element([int(name) for name in items if is_number(name)], list(items.values()))
     kind = f"nn.{tree.container.__name__}"
+    if tree.container is nn.Sequential:
+        return call(kind, *repeated_sequence(items))
     if tree.is_indexed:
-        if element is None and tree.container is nn.Sequential:
-            return call(kind, *items.values())
-        variable = "_" if len(set(items.values())) == 1 else _INDEX.name
-        children: Expression = Collection(tuple(items.values()), "[]")
-        if element is not None:
-            children = Template(f"[{{}} for {variable} in {{}}]", (element, call("range", literal(len(items)))))
-        return call(kind, Template("*{}", (children,)) if tree.container is nn.Sequential else children)
+        every = Collection(tuple(items.values()), "[]") if element is None else _comprehension(element, items)
+        return call(kind, every)
     if element is None:
         pairs = (Template("{}: {}", (string(name), item)) for name, item in items.items())
         return call(kind, Collection(tuple(pairs), "{}"))
@@ -234,6 +231,18 @@ def sequence(children: Mapping[str, Expression]) -> tuple[Expression, ...]:
         return tuple(children.values())
     pairs = (Template("{}: {}", (string(name), child)) for name, child in children.items())
     return (call("OrderedDict", Collection(tuple(pairs), "{}")),)
+
+
+def repeated_sequence(children: Mapping[str, FunctionCall]) -> tuple[Expression, ...]:
+    """The same, with a comprehension for equal modules: ``*[Block() for _ in range(6)]``."""
+    numbers = [int(name) for name in children if is_number(name)]
+    element = _element(numbers, list(children.values())) if numbers[:1] == [0] else None
+    return sequence(children) if element is None else (Template("*{}", (_comprehension(element, children),)),)
+
+
+def _comprehension(element: Expression, children: Mapping[str, FunctionCall]) -> Expression:
+    variable = "_" if len(set(children.values())) == 1 else _INDEX.name
+    return Template(f"[{{}} for {variable} in {{}}]", (element, call("range", literal(len(children)))))
 
 
 def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Expression | None:

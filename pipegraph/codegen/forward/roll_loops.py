@@ -170,6 +170,14 @@ def loop_statement(
     return For(tuple(variable.name for variable in variables), iterable, (body,))
 
 
+def _is_sequence(loop: ModuleLoop, holder: object) -> bool:
+    """Return whether a loop does what the ``nn.Sequential`` does that holds its modules."""
+    is_chain = loop.alternate is None and loop.carried == ((0, 0),) and len(loop.reads) == len(loop.makes) == 1
+    numbers = [each.fqn.rpartition(".")[2] for each in loop.calls]
+    is_whole = isinstance(holder, ModuleTree) and holder.container is nn.Sequential and list(holder.children) == numbers
+    return is_chain and is_whole and all(each.arguments is None for each in loop.calls)
+
+
 def _iteration(
     alternate: AlternateCall | None,
     number: Name,
@@ -245,6 +253,9 @@ class LoopWriter:
         ]
         values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
 
+        if _is_sequence(item, self._tree.at(container)):
+            self._emit(item, Assign(targets, call(self._tree.access(container), *arguments[0])))
+            return
         classes = [each.constructor.function.text for each in item.calls]
 
         def iteration(called: Expression, values: Sequence[Expression]) -> Statement:

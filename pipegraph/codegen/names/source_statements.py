@@ -10,12 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from pipegraph.codegen.names.assigned_names import assigned_names
 from pipegraph.codegen.names.source_files import source_tree
@@ -28,7 +27,6 @@ from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"  # not torchvision
 # Layers of torch.nn that become classes of a package keep the names of torch's source.
 _LAYERS = f"{_TORCH}nn{os.sep}"
-_CONTAINERS = nn.Sequential.__module__.rpartition(".")[2] + ".py"
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)')
 
 
@@ -56,11 +54,6 @@ class SourceStatement:
     def is_of_torch(self) -> bool:
         """Whether it is in a layer of ``torch.nn``."""
         return is_of_torch(self.file)
-
-    @property
-    def is_of_container(self) -> bool:
-        """Whether it is in the ``forward`` of an ``nn.Sequential``."""
-        return self.file.startswith(_LAYERS) and Path(self.file).name == _CONTAINERS
 
     def target_of(self, node: fx.Node) -> str | None:
         """The name that it assigns to a value that it makes: its only target, or the target of one part of a tuple."""
@@ -238,26 +231,6 @@ def _frames(stack_trace: str) -> tuple[_Frame, ...]:
     return tuple(
         _Frame(match["file"], int(match["line"]), match["function"].partition(HELPER_MARK)[0]) for match in matches
     )
-
-
-def named_by_caller(chain: Sequence[SourceStatement]) -> str | None:
-    """The name that the model gives to what an ``nn.Sequential`` makes, whose own ``forward`` calls every value
-    ``input``: ``x`` of ``x = self.layers(x)``.
-
-    Args:
-        chain: the statements that led to a value, outermost first; the last is that of the ``nn.Sequential``, if any is.
-    """
-    outside = list(dropwhile(lambda each: each.is_of_container, reversed(chain)))
-    if len(outside) in (0, len(chain)) or len(outside[0].targets) != 1:
-        return None
-    called = outside[0].tree.value if isinstance(outside[0].tree, ast.Assign) else None
-    called = called.func if isinstance(called, ast.Call) else None
-    if isinstance(called, ast.Name):  # ``for stage in self.stages: x = stage(x)``
-        return outside[0].targets[0]
-    while isinstance(called, (ast.Attribute, ast.Subscript)):
-        called = called.value
-    is_own = isinstance(called, ast.Name) and called.id == "self"
-    return outside[0].targets[0] if is_own else None
 
 
 def is_of_torch(file: str) -> bool:

@@ -1,0 +1,41 @@
+"""What an ``nn.Sequential`` in generated source is made of: modules of which each takes what the one before returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from pipegraph.codegen.expressions.torch_modules import module_constructor
+from pipegraph.codegen.forward.items import ModuleCall, Step
+from pipegraph.codegen.syntax.expressions import FunctionCall
+from pipegraph.graph.calls import CallValues
+
+
+def constructors_in_sequence(
+    module: nn.Module, called: CallValues, items: Iterable[Step], does_nothing: Callable[[str], bool]
+) -> dict[str, FunctionCall] | None:
+    """The constructors of the children of an ``nn.Sequential``, by name; None if its call is more than theirs.
+
+    Args:
+        called: the call.
+        items: what runs in it.
+        does_nothing: whether a module runs no operation in the whole model, so that there is no item of it.
+    """
+    fqn, calls = called.tree.fqn, {}
+    for item in items:
+        if not isinstance(item, ModuleCall) or item.fqn in calls:
+            return None
+        calls[item.fqn] = item
+    passed, constructors = called.reads, {}
+    for name, child in module.named_children():
+        run = calls.pop(f"{fqn}.{name}", None)
+        if run is not None and run.arguments is None and run.reads == passed and len(run.makes) == 1:
+            passed = run.makes
+        elif run is not None or not does_nothing(f"{fqn}.{name}"):
+            return None
+        constructor = run.constructor if run is not None else module_constructor(child)
+        if constructor is None:
+            return None
+        constructors[name] = constructor
+    return None if calls or passed != called.makes else constructors
