@@ -123,7 +123,7 @@ def run(
     lengths = {name: length for name, length in given.items() if length is not None}
     check_training(learning_rate, kernels, precision, model)
     if recalibrate is not None:
-        check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
+        check_recalibrate(STEPS if steps is None and model is None else steps, kernels, precision)
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)

@@ -196,10 +196,13 @@ def _hints(
         yield f"{what} predicted for whole stages, and {measured.tensor_ranks} ranks along tp divide each."
     if not timed:
         yield "The package has no predicted times. Try: pipegraph split … --balance time"
-    if priced and measured.kernels != "inductor":
-        what = "Times and bytes were predicted" if timed else "Bytes were predicted"
+    what = "Times and bytes were predicted" if timed else "Bytes were predicted"
+    is_compiled, is_own = measured.kernels == "inductor", measured.precision is None
+    if priced and not is_compiled:
         yield f"{what} for compiled kernels, and this run used --kernels {measured.kernels}."
-    elif timed and manifest.prediction is not None and measured.tensor_ranks == 1:
+    if priced and not is_own:
+        yield f"{what} for the package's own dtypes, and this run used --precision {measured.precision}."
+    if timed and is_compiled and is_own and manifest.prediction is not None and measured.tensor_ranks == 1:
         yield _error_hint(manifest.prediction.balance, stages)
     if timed and not links_known and manifest.prediction is not None:
         name = one_line(manifest.prediction.hardware)

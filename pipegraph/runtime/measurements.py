@@ -311,6 +311,7 @@ class MeasuredRun:
         collectives: of each stage and kind.
         parts: of each stage, the part of its parameters' bytes that a rank has; () if it has all of each.
         tensor_ranks: how many ranks along tp divide each stage.
+        precision: in which they computed, if not in the package's own dtypes.
     """
 
     steps: int
@@ -325,3 +326,4 @@ class MeasuredRun:
     collectives: Mapping[tuple[int, CollectiveKind], MeasuredCollective] = field(default_factory=dict)
     parts: tuple[float, ...] = ()
     tensor_ranks: int = 1
+    precision: str | None = None

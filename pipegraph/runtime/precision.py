@@ -88,6 +88,12 @@ def named_precision(name: object) -> Precision | None:
     return PRECISIONS[name]
 
 
+def changes_dtypes(precision: str | None, manifest: Manifest) -> bool:
+    """Whether stages compute, or keep their parameters, in other dtypes than those of the package."""
+    asked, own = named_precision(precision), model_dtype(manifest)
+    return asked is not None and (asked.stored, asked.computed) != (own, own)
+
+
 def model_dtype(manifest: Manifest) -> torch.dtype:
     """The dtype that most values of floats have: the model's own, but for what it computes in another one."""
     counts: Counter[str] = Counter()

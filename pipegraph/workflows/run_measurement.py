@@ -25,6 +25,7 @@ from pipegraph.runtime.measurements import (
     SavedBytes,
 )
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.precision import changes_dtypes
 from pipegraph.runtime.tensor_parallel import tensor_ranks
 from pipegraph.schedule import CollectiveKind
 from pipegraph.workflows.batch import Batch
@@ -38,11 +39,14 @@ class RunMeasurement:
     The first step compiles, and its saved bytes are measured; in the others every action is timed.
 
     Args:
-        kernels: what the pipeline computes with.
+        kernels, precision: what the pipeline computes with.
     """
 
-    def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer, kernels: str) -> None:
+    def __init__(
+        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, kernels: str, precision: str | None = None
+    ) -> None:
         self._pipeline, self._optimizer, self._kernels = pipe, optimizer, kernels
+        self._precision = precision if changes_dtypes(precision, pipe.package.manifest) else None
         self._times = ActionTimes(pipe.device)
         self._saved: SavedBytes | None = None
         self._steps = 0
@@ -111,6 +115,7 @@ class RunMeasurement:
             collectives=self._collectives(),
             parts=tuple(held),
             tensor_ranks=tensor_ranks(self._pipeline.stages),
+            precision=self._precision,
         )
 
     def _collectives(self) -> dict[tuple[int, CollectiveKind], MeasuredCollective]:

@@ -124,7 +124,7 @@ class Training:
             data = TrainingData.repeated(example)
         self._data = data
         self._batches = AgreedBatches(self._pipeline, data, *self._share)
-        self._measurement = RunMeasurement(self._pipeline, self._optimizer, kernels)
+        self._measurement = RunMeasurement(self._pipeline, self._optimizer, kernels, precision)
         self._pace = Pace()
         self._profile: LoopProfiler | None = None
         self.done, self._evaluated = 0, 0

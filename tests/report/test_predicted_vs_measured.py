@@ -147,6 +147,8 @@ def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     ))  # fmt: skip
     eager = compare_run(PRICED, build("1f1b", 2, 2), replace(took, kernels="eager")).hints
     assert eager == ("Times and bytes were predicted for compiled kernels, and this run used --kernels eager.",)
+    half = compare_run(PRICED, build("1f1b", 2, 2), replace(took, precision="bf16")).hints
+    assert half == ("Times and bytes were predicted for the package's own dtypes, and this run used --precision bf16.",)
     by_runs = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), balance="measured")
     hints = compare_run(by_runs, build("1f1b", 2, 2), took).hints
     assert ["was nothing else running" in each for each in hints] == [True] * bool(said)
