@@ -129,3 +129,20 @@ def test_a_sequential_is_called_whole_and_its_values_have_the_models_names(
     assert (forward_lines(package, 0), forward_lines(package, 1)) == (first, second)
     assert "self.layers = nn.Sequential(*[Block() for _ in range(" in (package.path / "stage_0.py").read_text()
     assert differences(package, model, (batch(),)) == []
+
+
+class Returned(nn.Module):
+    """A Sequential that makes what the model returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_values_of_a_returned_sequential_have_the_name_of_what_it_takes(tmp_path: Path) -> None:
+    package = split(tmp_path, Returned(), (batch(),), cut="layers.2")
+    assert forward_lines(package, 0) == ["x = self.layers[0](x)", "return self.layers[1](x)"]
+    assert forward_lines(package, 1) == ["for layer in self.layers.values():", "    x = layer(x)", "return x"]

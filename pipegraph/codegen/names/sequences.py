@@ -14,18 +14,28 @@ _FILE = nn.Sequential.forward.__code__.co_filename
 
 
 def named_by_caller(chain: Sequence[SourceStatement]) -> str | None:
-    """``x`` of ``x = self.layers(x)``, for what an ``nn.Sequential`` and the modules in it make.
+    """``x`` of ``x = self.layers(h)`` or ``return self.layers(x)``: for what an ``nn.Sequential`` and its parts make.
 
     Args:
         chain: the statements that led to a value, outermost first.
     """
     outside = list(dropwhile(lambda each: each.file == _FILE, reversed(chain)))
-    if len(outside) in (0, len(chain)) or len(outside[0].targets) != 1:
+    if len(outside) in (0, len(chain)):
         return None
-    made = outside[0].tree.value if isinstance(outside[0].tree, ast.Assign) else None
-    called = made.func if isinstance(made, ast.Call) else None
-    is_variable = isinstance(called, ast.Name)  # ``for stage in self.stages: x = stage(x)``
+    match outside[0].tree:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made):
+            pass
+        case ast.Return(value=ast.Call(args=[ast.Name(id=name), *_]) as made):
+            pass
+        case _:
+            return None
+    return name if _is_module(made.func) else None
+
+
+def _is_module(called: ast.expr) -> bool:
+    """Return whether a call may be that of a module: ``self.layers``, or ``stage`` of ``for stage in self.stages``."""
+    if isinstance(called, ast.Name):
+        return True
     while isinstance(called, (ast.Attribute, ast.Subscript)):
         called = called.value
-    is_own = isinstance(called, ast.Name) and called.id == "self"
-    return outside[0].targets[0] if is_variable or is_own else None
+    return isinstance(called, ast.Name) and called.id == "self"
