@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from pipegraph.runtime.wiring import rank_pairs
 from pipegraph.schedule import Action, Kind, Schedule, lower
 
 NEEDED: dict[Kind, Kind] = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_B, Kind.B: Kind.RECV_B}
@@ -17,25 +18,21 @@ NEEDED: dict[Kind, Kind] = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_B, Kind.B: Ki
 def bare_step(schedule: Schedule, shape: tuple[int, ...], seconds: Callable[[Action], float]) -> Callable[[], None]:
     """Return a function that runs this rank's actions of a schedule, with sleeps in place of kernels. Collective.
 
-    Nothing is made, kept, checked or freed: all messages of an edge are sent from one tensor and received into one.
-    Each direction between two ranks has a group of its own, as in pipegraph.
+    Nothing is computed or checked: all messages are sent from one tensor, and each is received into a new one. Each
+    direction between two ranks has a group of its own, as in pipegraph.
 
     Args:
         shape: of each message, in float32.
         seconds: what an action that computes sleeps for.
     """
     me, place = dist.get_rank(), schedule.placement
-    ends = {
-        (place[each.stage], place[each.peer])
-        for actions in lower(schedule).actions
-        for each in actions
-        if each.peer is not None and each.kind in (Kind.SEND_F, Kind.SEND_B)
-    }
-    groups = {pair: dist.new_group([*pair], backend="gloo") for pair in sorted(ends)}
+    lowered = lower(schedule)
+    pairs = sorted(rank_pairs(lowered, range(schedule.ranks)))
+    groups = {pair: dist.new_group([*pair], backend="gloo") for pair in pairs}
     others = {pair: dist.get_group_rank(group, pair[0] + pair[1] - me) for pair, group in groups.items() if me in pair}
     sent = [torch.zeros(shape)]
     sleeps = {each: seconds(each) for each in schedule.actions[me]}
-    actions = lower(schedule).actions[me]
+    actions = lowered.actions[me]
 
     def step() -> None:
         sends: list[dist.Work] = []
@@ -47,7 +44,7 @@ def bare_step(schedule: Schedule, shape: tuple[int, ...], seconds: Callable[[Act
                     work.wait()
                 if sleeps[action]:
                     time.sleep(sleeps[action])
-            elif kind in (Kind.SEND_F, Kind.SEND_B):
+            elif action.sends:
                 pair = me, place[action.peer]
                 sends.append(groups[pair].send(sent, others[pair], 0))
             else:

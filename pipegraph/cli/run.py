@@ -123,7 +123,7 @@ def run(
     lengths = {name: length for name, length in given.items() if length is not None}
     check_training(learning_rate, kernels, precision, model)
     if recalibrate is not None:
-        check_recalibrate(STEPS if steps is None and model is None else steps, kernels, precision)
+        check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
     if profile is not None:
         check_profile(steps)
     check_checkpoint(checkpoint, checkpoint_every, keep)
@@ -140,7 +140,7 @@ def run(
         package, chosen, grid = _choose(
             out, nproc, schedule, microbatches, weights, device, lengths, mesh_order.split(",")
         )
-        links = _links(package, hardware, recalibrate)
+        links = _links(package, hardware, recalibrate, precision)
         if grid.size > 1 and not launched_rank.is_launched():
             _launch(context, grid.size, debug, 0.0 if checkpoint is None else _SAVE_SECONDS, timeout)
             return
@@ -216,7 +216,7 @@ def _choose(
     return package, chosen, grid
 
 
-def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> Hardware | None:
+def _links(package: Package, hardware: str | None, recalibrate: Path | None, precision: str | None) -> Hardware | None:
     """Return the profile that a step is predicted with, if it is not the plan's own."""
     from pipegraph.cost.hardware import Hardware
     from pipegraph.workflows.recalibrate import profile_for
@@ -225,7 +225,7 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None) -> 
     if recalibrate is None:
         return links
     check_target(recalibrate, overwrite=True, option="--recalibrate")
-    return profile_for(package, recalibrate, links)
+    return profile_for(package, recalibrate, links, precision)
 
 
 def _launch(context: typer.Context, processes: int, debug: bool, grace: float, timeout: float | None) -> None:

@@ -188,14 +188,8 @@ def check_training(rate: float | None, kernels: str, precision: str | None, mode
         raise typer.BadParameter(f"{rate} is no learning rate.\nTry: 0.001", param_hint="--learning-rate")
 
 
-def check_recalibrate(steps: int | None, kernels: str, precision: str | None) -> None:
+def check_recalibrate(steps: int | None, kernels: str) -> None:
     """Raise typer.BadParameter if a run of so many steps cannot correct a profile."""
-    if precision is not None:
-        raise typer.BadParameter(
-            f"a profile predicts the package's own dtypes, and a run in {precision} cannot correct it.\n"
-            "Try: leave --precision out, or split the model in that dtype.",
-            param_hint="--recalibrate",
-        )
     if kernels != "inductor":
         raise typer.BadParameter(
             f"a profile predicts compiled kernels, and {kernels} kernels cannot correct it.\nTry: leave --kernels out.",

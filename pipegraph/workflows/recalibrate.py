@@ -12,6 +12,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest, Package
 from pipegraph.package.prediction import LARGEST, SMALLEST, UNCORRECTED, MeasuredRatio
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
+from pipegraph.runtime.precision import changes_dtypes
 from pipegraph.schedule import Kind
 from pipegraph.units import format_factor
 
@@ -20,7 +21,7 @@ _UNEVEN = 2.0
 """Ratios of two stages that differ by more than this factor are reported: one ratio cannot correct both."""
 
 
-def profile_for(package: Package, file: Path, given: Hardware | None = None) -> Hardware:
+def profile_for(package: Package, file: Path, given: Hardware | None = None, precision: str | None = None) -> Hardware:
     """Find the profile that priced a package, and name it as it will be named in ``file``.
 
     It is looked for in ``file`` (which is then updated), among pipegraph's own, and as ``NAME.json`` in this folder and
@@ -30,11 +31,17 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None) -> 
         package: as `pipegraph split` wrote it.
         file: where the corrected profile is to be written.
         given: the profile, if the user named it.
+        precision: of the run.
 
     Raises:
-        PipegraphError: no profile predicted the package's times; the profile is not found; or ``file`` holds anything
-            but the same profile, and is not replaced.
+        PipegraphError: no profile predicted the package's times; the run has other dtypes than the package; the profile
+            is not found; or ``file`` holds anything but the same profile, and is not replaced.
     """
+    if changes_dtypes(precision, package.manifest):
+        raise PipegraphError(
+            f"A profile predicts the package's own dtypes, and a run in {precision} cannot correct it.\n"
+            "Try: --recalibrate without --precision, or split the model in that dtype."
+        )
     prediction, stages = package.manifest.prediction, package.manifest.stages
     if prediction is None or prediction.balance != "time" or any(stage.cost.times is None for stage in stages):
         raise PipegraphError(

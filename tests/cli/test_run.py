@@ -194,6 +194,7 @@ def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
     [
         (("--kernels", "eager", "--steps", 3), "eager kernels cannot correct it"),
         (("--precision", "bf16", "--steps", 3), "a run in bf16 cannot correct it"),
+        (("--precision", "fp32", "--steps", 3), "No profile predicted this package's times"),
         (("--steps", 1), "Try: --steps 5"),
         (("--steps", 3), "No profile predicted this package's times"),
         (("--steps", 3, "--hardware", "h1000"), 'No hardware profile is called "h1000". Did you mean "h100"?'),

@@ -25,6 +25,8 @@ def named_by_caller(chain: Sequence[SourceStatement]) -> str | None:
     match outside[0].tree:
         case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made):
             pass
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as made):
+            pass
         case ast.Return(value=ast.Call(args=[ast.Name(id=name), *_]) as made):
             pass
         case _:

@@ -144,7 +144,7 @@ class lost_connections:
     """A context that turns what gloo, NCCL and stores raise for a connection into ConnectionLost to `peer`.
 
     Any other error, such as one about what was to be sent, stays as it is. Every message enters such a context, and a
-    class takes a quarter of the time of a generator.
+    class takes a third of the time of a generator.
 
     Args:
         where: what was being sent, if that is not what the current action does; printed if it fails.
