@@ -88,7 +88,16 @@ class Recompute:
     @property
     def policies(self) -> bool:
         """Whether one of the choices is a function, which no file can hold."""
-        return any(callable(choice) for choice in (self.default, *(choice for _, choice in self.rules)))
+        return any(map(callable, self._choices))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something waits for the backward in the memory of the host."""
+        return OFFLOAD in self._choices
+
+    @property
+    def _choices(self) -> list[Choice]:
+        return [self.default, *(choice for _, choice in self.rules)]
 
     def with_layers(self, names: Iterable[str]) -> Recompute:
         """Return the same for a model whose parameters have these names, with what "block" means there for everything.

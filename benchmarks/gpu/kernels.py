@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,21 @@ from torch import nn
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.stopwatch import Timing, in_turns
-from pipegraph.kernels import StageKernels, make
-from pipegraph.kernels.traced import held_tensors
+from pipegraph.kernels import StageKernels, maker
+from pipegraph.kernels.cuda_graphs.recorder import CudaGraphRecorder, MakeRecorder
+from pipegraph.kernels.saved_values import held_tensors
 
 COMPILED = "torch.compile"
+GRAPHS = "CUDA graphs"
 
 
 class Contender:
     """A stage with kernels of its own, and one microbatch."""
 
-    def __init__(self, setting: Setting, stage: nn.Module) -> None:
+    def __init__(self, setting: Setting, stage: nn.Module, recorder: MakeRecorder | None = None) -> None:
         self.stage = stage
         self.x, self.gradient = setting.microbatch()
-        self.kernels: StageKernels = make("inductor", stage, (True,), (True,))
+        self.kernels: StageKernels = maker("inductor", recorder=recorder)(stage, (True,), (True,), None)
 
     def forward(self) -> Any:
         return self.kernels.forward((self.x,)).saved
@@ -48,8 +51,8 @@ def compare(setting: Setting) -> dict[str, Timing]:
     return in_turns(calls, setting.device, setting.rounds, {name: stage.zero_grad for name, stage in stages.items()})
 
 
-def compiled(setting: Setting, stage: nn.Module) -> Callable[[], None]:
-    """A microbatch of the stage under torch.compile, forward and backward. It is compiled here."""
+def compiled(setting: Setting, stage: nn.Module, mode: str | None = None) -> Callable[[], None]:
+    """A microbatch of the stage under torch.compile in a mode, forward and backward. It is compiled here."""
     x, gradient = setting.microbatch()
 
     def call() -> None:
@@ -57,7 +60,7 @@ def compiled(setting: Setting, stage: nn.Module) -> Callable[[], None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it first compiles
-        module = torch.compile(stage, dynamic=False)
+        module = torch.compile(stage, dynamic=False, mode=mode)
         call()
     return call
 
@@ -100,34 +103,18 @@ def saved_memory(setting: Setting) -> SavedMemory:
     return SavedMemory(predicted, counted, allocated)
 
 
-def graphed(setting: Setting, call: Callable[[], object]) -> Callable[[], None]:
-    """Record what a call launches as a CUDA graph, and return what launches that at once."""
-    beside = torch.cuda.Stream(setting.device)
-    beside.wait_stream(torch.cuda.current_stream(setting.device))
-    with torch.cuda.stream(beside):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream(setting.device).wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def with_graphs(setting: Setting) -> dict[str, Timing] | None:
-    """Seconds of F, I and W launched one kernel after the other, by one CUDA graph, and of torch.compile's forward and
-    backward; None without a GPU.
+    """Seconds of F, I and W launched one kernel after the other, and recorded as CUDA graphs; and of torch.compile's
+    forward and backward, also with graphs of its own. None without a GPU.
 
-    Gradients have memory before, because a graph writes to fixed places.
+    Each adds to `.grad`, which has memory before.
     """
     if not setting.is_gpu:
         return None
-    launched, recorded = (Contender(setting, setting.stage()) for _ in range(2))
-    launched.divided()
-    recorded.divided()  # now `.grad` has memory
     calls = {
-        "launched": launched.divided,
-        "CUDA graph": graphed(setting, recorded.divided),
+        "launched": Contender(setting, setting.stage()).divided,
+        GRAPHS: Contender(setting, setting.stage(), partial(CudaGraphRecorder, setting.device)).divided,
         COMPILED: compiled(setting, setting.stage()),
+        f"{COMPILED}, reduce-overhead": compiled(setting, setting.stage(), mode="reduce-overhead"),
     }
     return in_turns(calls, setting.device, setting.rounds)

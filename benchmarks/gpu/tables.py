@@ -52,20 +52,21 @@ def blocks(profile: str, found: Sequence[BlockError]) -> str:
 
 def graphs(found: Mapping[int, Mapping[str, Timing] | None]) -> str:
     """F, I and W as CUDA graphs."""
-    title = "F, I and W as one CUDA graph"
+    title = "F, I and W as CUDA graphs"
     known = {length: timings for length, timings in found.items() if timings is not None}
     if not known:
         return f"### {title}\n\nNot measured: this device has none."
+    first, *others = next(iter(known.values()))
     rows = [
         [
             str(length),
             *(_milliseconds(each.seconds) for each in timings.values()),
-            *(_ratio(timings[name]) for name in ("CUDA graph", COMPILED)),
+            *(_ratio(timings[name]) for name in others),
         ]
         for length, timings in known.items()
     ]
-    headers = ["tokens of a row", "launched, ms", "CUDA graph, ms", f"{COMPILED}, ms"]
-    headers += [f"{name} ÷ launched (quartiles)" for name in ("CUDA graph", COMPILED)]
+    headers = ["tokens of a row", *(f"{name}, ms" for name in (first, *others))]
+    headers += [f"{name} ÷ {first} (quartiles)" for name in others]
     return _section(title, headers, rows)
 
 

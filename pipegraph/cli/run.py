@@ -29,10 +29,12 @@ from pipegraph.cli.options import (
 )
 from pipegraph.cli.output import check_target, json_text, terminal_width, write_target
 from pipegraph.cli.progress_bar import progress
+from pipegraph.cli.run_again import launch_again
 from pipegraph.cli.run_options import (
     PROFILED_STEPS,
     STEPS,
     CheckpointEveryOption,
+    CudaGraphsOption,
     ExampleOption,
     KeepOption,
     KernelsOption,
@@ -95,6 +97,7 @@ def run(
     precision: PrecisionOption = None,
     seed: SeedOption = None,
     strict: StrictOption = False,
+    cuda_graphs: CudaGraphsOption = False,
     device: RunDeviceOption = "cpu",
     timeout: TimeoutOption = None,
     hardware: LinksOption = None,
@@ -121,7 +124,7 @@ def run(
         )
     given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     lengths = {name: length for name, length in given.items() if length is not None}
-    check_training(learning_rate, kernels, precision, model)
+    check_training(learning_rate, kernels, precision, model, cuda_graphs, device)
     if recalibrate is not None:
         check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
     if profile is not None:
@@ -142,7 +145,7 @@ def run(
         )
         links = _links(package, hardware, recalibrate, precision)
         if grid.size > 1 and not launched_rank.is_launched():
-            _launch(context, grid.size, debug, 0.0 if checkpoint is None else _SAVE_SECONDS, timeout)
+            launch_again(context, grid.size, debug, 0.0 if checkpoint is None else _SAVE_SECONDS, timeout)
             return
         # The rank that knows the loss prints, and shows progress.
         quiet = launched_rank.is_launched() and launched_rank.environment_ranks()[0] != grid.first(chosen.placement[-1])
@@ -164,6 +167,7 @@ def run(
                 weights=weights,
                 check_weights=check_weights,
                 strict=strict,
+                cuda_graphs=cuda_graphs,
                 grid=grid,
                 checkpoints=saves,
                 seed=seed,
@@ -226,31 +230,6 @@ def _links(package: Package, hardware: str | None, recalibrate: Path | None, pre
         return links
     check_target(recalibrate, overwrite=True, option="--recalibrate")
     return profile_for(package, recalibrate, links, precision)
-
-
-def _launch(context: typer.Context, processes: int, debug: bool, grace: float, timeout: float | None) -> None:
-    """Run the same command in a process for each rank."""
-    from pipegraph.runtime.processes.group import TIMEOUT
-    from pipegraph.runtime.processes.launch import launch
-    from pipegraph.runtime.processes.progress_relay import relay_progress
-
-    options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
-    defaults = {parameter.name: parameter.default for parameter in context.command.params}
-    given = [
-        f"--{'' if value else 'no-'}{name.replace('_', '-')}"
-        for name, value in options.items()
-        if isinstance(value, bool) and value != defaults[name]
-    ]
-    given += [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in options.items()
-        if value is not None and not isinstance(value, bool)
-    ]
-    with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
-        # -P: without the working folder on sys.path, as for the command that started this process.
-        arguments = ["-P", "-m", "pipegraph", "run", str(context.params["out"]), *given]
-        folders = [str(Path(file).parent) for file in environment.values()]
-        launch(arguments, processes, debug, environment, folders, grace, TIMEOUT if timeout is None else timeout)
 
 
 def _source(model: str | None, batch: int | None, seq: int | None, package: Package) -> ModelSource | None:

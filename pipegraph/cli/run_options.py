@@ -143,6 +143,13 @@ SeedOption = Annotated[
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Fail if a stage cannot be compiled, in place of leaving it to autograd.")
 ]
+CudaGraphsOption = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs",
+        help="Launch the kernels of each action at once, for more memory: faster where a GPU waits for the host.",
+    ),
+]
 RunDeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to run; with cuda, a GPU per rank.")]
 TimeoutOption = Annotated[
     float | None,
@@ -174,14 +181,19 @@ RecalibrateOption = Annotated[
 ]
 
 
-def check_training(rate: float | None, kernels: str, precision: str | None, model: str | None) -> None:
+def check_training(
+    rate: float | None, kernels: str, precision: str | None, model: str | None, cuda_graphs: bool, device: str
+) -> None:
     """Raise typer.BadParameter or PipegraphError for what no package could be trained with."""
     from pipegraph.graph.sources import find_source
     from pipegraph.kernels.registry import check_name
     from pipegraph.runtime.precision import named_precision
+    from pipegraph.runtime.stage_kernels import check_has_graphs
 
     check_name(kernels)
     named_precision(precision)
+    if cuda_graphs and device == "cpu":  # another name is checked with the package
+        check_has_graphs(device)
     if model is not None:
         find_source(model)
     if rate is not None and not rate <= _LARGEST_RATE:

@@ -75,6 +75,17 @@ def copy_all(tensors: list[Tensor], others: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, others)
 
 
+def zero_all(tensors: list[Tensor]) -> None:
+    """Fill tensors with zeros, as one operation on a GPU, by a private function as `add_all`."""
+    torch._foreach_zero_(tensors)
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Return whether anything but this tensor holds its memory. Torch counts that under a private name alone."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor and `storage`
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether autograd calls a hook of a parameter. There is no public way to ask."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

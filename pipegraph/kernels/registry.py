@@ -12,6 +12,7 @@ from torch import nn
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import PipegraphError, closest, nearest
 from pipegraph.kernels.autograd import AutogradKernels
+from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
 from pipegraph.kernels.interface import Loss, StageKernels
 from pipegraph.recompute import DEFAULT, Recompute
 
@@ -21,8 +22,17 @@ if TYPE_CHECKING:
 Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
 """(stage, which inputs want a gradient, for which outputs one arrives, the loss behind the last stage) → kernels"""
 
+MakeMakers = Callable[[Sequence["Recompute | Regions"], int, bool, MakeRecorder | None], list[Maker]]
 
-def _autograd(recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool) -> list[Maker]:
+
+def _autograd(
+    recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool, recorder: MakeRecorder | None
+) -> list[Maker]:
+    if recorder is not None:
+        raise PipegraphError(
+            'kernels="autograd" leaves every stage to autograd, of which no CUDA graph is recorded.\n'
+            "Try: one of the two."
+        )
     if strict:
         raise PipegraphError(
             'kernels="autograd" leaves every stage to autograd, which strict=True refuses.\nTry: one of the two.'
@@ -30,8 +40,10 @@ def _autograd(recompute: Sequence[Recompute | Regions], max_variants: int, stric
     return [AutogradKernels] * len(recompute)
 
 
-def _traced(name: str) -> Callable[[Sequence[Recompute | Regions], int, bool], list[Maker]]:
-    def makers(recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool) -> list[Maker]:
+def _traced(name: str) -> MakeMakers:
+    def makers(
+        recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool, recorder: MakeRecorder | None
+    ) -> list[Maker]:
         from pipegraph.kernels.compilers import compiler, options  # which import torch's compiler
         from pipegraph.kernels.traced import TracedKernels
 
@@ -43,6 +55,7 @@ def _traced(name: str) -> Callable[[Sequence[Recompute | Regions], int, bool], l
                 options=replace(shared, recompute=each),
                 max_variants=max_variants,
                 strict=strict,
+                recorder=recorder,
             )
             for each in recompute
         ]
@@ -50,7 +63,7 @@ def _traced(name: str) -> Callable[[Sequence[Recompute | Regions], int, bool], l
     return makers
 
 
-_MAKERS: dict[str, Callable[[Sequence[Recompute | Regions], int, bool], list[Maker]]] = {
+_MAKERS: dict[str, MakeMakers] = {
     "inductor": _traced("inductor"),
     "eager": _traced("eager"),
     "autograd": _autograd,
@@ -72,7 +85,11 @@ def check_name(name: str) -> None:
 
 
 def makers(
-    name: str, recompute: Sequence[Recompute | Regions], max_variants: int = 8, strict: bool = False
+    name: str,
+    recompute: Sequence[Recompute | Regions],
+    max_variants: int = 8,
+    strict: bool = False,
+    recorder: MakeRecorder | None = None,
 ) -> list[Maker]:
     """Return what makes the kernels of each stage of a pipeline. The stages share equal blocks.
 
@@ -82,6 +99,7 @@ def makers(
         max_variants: how many variants of a stage are traced, for different modes, dtypes, branches on sizes and so
             on. Further ones are left to autograd, with a warning.
         strict: whether that, and a stage that cannot be traced, is an error instead.
+        recorder: makes what records kernels as CUDA graphs; None to launch them one by one.
 
     Raises:
         PipegraphError: an argument has another value.
@@ -90,12 +108,18 @@ def makers(
     require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
     if max_variants < 1:
         raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.\nTry: 8.")
-    return _MAKERS[name](recompute, max_variants, strict)
+    return _MAKERS[name](recompute, max_variants, strict, recorder)
 
 
-def maker(name: str, recompute: Any = DEFAULT, max_variants: int = 8, strict: bool = False) -> Maker:
+def maker(
+    name: str,
+    recompute: Any = DEFAULT,
+    max_variants: int = 8,
+    strict: bool = False,
+    recorder: MakeRecorder | None = None,
+) -> Maker:
     """Return what makes the kernels of stages that recompute alike. The arguments are as for `makers` and `make`."""
-    (made,) = makers(name, [_parsed(recompute)], max_variants, strict)
+    (made,) = makers(name, [_parsed(recompute)], max_variants, strict, recorder)
     return made
 
 

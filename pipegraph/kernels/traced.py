@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,41 +16,17 @@ from pipegraph.kernels.autocast import autocast_state, without_autograd_and_auto
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.computed_copies import ComputedCopies
-from pipegraph.kernels.graphs.block_operation import GradientMask
+from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
 from pipegraph.kernels.interface import DrawKeys, Forward, Loss
 from pipegraph.kernels.loss import check_memory
-from pipegraph.kernels.module_state import accumulate, gradient_in_place, with_strides
 from pipegraph.kernels.program import Compiler
+from pipegraph.kernels.saved_values import SavedValues
 from pipegraph.kernels.shape_variants import FittingVariant, ShapeVariants
 from pipegraph.kernels.sharded import local
+from pipegraph.kernels.stage_run import StageRun
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, StageVariant, trace
-from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers
+from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension
 from pipegraph.kernels.trace_guard import MadeWhenCalled, TraceGuard
-
-
-class SavedValues:
-    """The values that the backward of one microbatch reads, by name. After I: those that W reads."""
-
-    __slots__ = ("mask", "numbers", "values", "variant")
-
-    def __init__(self, variant: StageVariant, numbers: Numbers, values: dict[str, Tensor]) -> None:
-        self.variant, self.numbers, self.values = variant, numbers, values
-        self.mask: GradientMask = ()
-
-    def take_offloaded(self, device: torch.device) -> dict[str, Tensor]:
-        """Take out what is to wait for the backward in the memory of the host; empty if nothing is."""
-        names = sorted(self.variant.divided.offloaded & self.values.keys())
-        # Some kernels of a GPU return a seed on the host, of which the graph says that it is on the GPU.
-        return {name: self.values.pop(name) for name in names if self.values[name].device == device}
-
-    def put_back(self, values: Mapping[str, Tensor]) -> None:
-        """Put in again what was taken out."""
-        self.values |= values
-
-
-def held_tensors(saved: Any) -> Collection[Tensor] | None:
-    """Return the tensors that a `Forward.saved` keeps in memory now, or None if autograd keeps them: it hides them."""
-    return saved.values.values() if isinstance(saved, SavedValues) else None
 
 
 class TracedKernels:
@@ -61,7 +36,7 @@ class TracedKernels:
     its modules, parameters or buffers changes; a stage includes the loss behind it. It is also traced for the first two
     shapes of its inputs, and then once for all others, with symbols for sizes. After `retrace` everything is traced
     again. What cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; if `strict`,
-    PipegraphError is raised.
+    PipegraphError is raised. With `recorder`, traced kernels are recorded as CUDA graphs.
     """
 
     def __init__(
@@ -74,6 +49,7 @@ class TracedKernels:
         options: TraceOptions,
         max_variants: int,
         strict: bool = False,
+        recorder: MakeRecorder | None = None,
     ) -> None:
         self._stage = StageSpec(stage, tuple(input_gradients), tuple(output_gradients), loss)
         self._compiler = compiler
@@ -92,6 +68,7 @@ class TracedKernels:
         self._made: set[str] = set()
         self._keys: DrawKeys | None = None
         self._copies: ComputedCopies | None = None
+        self._kernels = StageRun(self.name, recorder)
 
     @property
     def variants(self) -> list[StageVariant | None]:
@@ -128,6 +105,7 @@ class TracedKernels:
             self._forget(keep_refused=changed == "tensors")
         if self._copies is not None:
             self._copies.renew(self._state)
+        self._kernels.begin(self._computed)
         self._autograd.begin()
 
     def retrace(self) -> None:
@@ -160,13 +138,13 @@ class TracedKernels:
             self._warn()  # after it: an error of the model's own has nothing to do with tracing
             return result
         with without_autograd_and_autocast():
-            primals = [*self._computed, *call.tensors, *self._keys_of(variant)]
-            tensors, values = variant.forward(primals, numbers)
+            given = [*call.tensors, *self._keys_of(variant)]
+            tensors, values, graphs = self._kernels.forward(variant, numbers, self._computed, given)
             if self._copies is not None:
                 self._copies.write_back(variant.divided.joint.written)
         tensors = [each.detach() if each.requires_grad else each for each in tensors]
         outputs = tuple(tensors[result] if isinstance(result, int) else result[0] for result in variant.results)
-        saved = SavedValues(variant, numbers, values) if differentiable else None
+        saved = SavedValues(variant, numbers, values, graphs) if differentiable else None
         first = len(tensors) - len(variant.metrics)
         metrics = dict(zip(variant.metrics, tensors[first:], strict=True))
         return Forward(outputs, tensors[first - 1] if with_loss else None, saved, is_pure=True, metrics=metrics)
@@ -174,22 +152,22 @@ class TracedKernels:
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         if not isinstance(saved, SavedValues):
             return self._autograd.backward(saved, gradients)
-        _add_gradients(saved, gradients)
-        return self._run(saved, "B")
+        saved.add_gradients(gradients)
+        return self._kernels.backward(saved, "B", self._state)
 
     def input_backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         if not isinstance(saved, SavedValues):
             return self._autograd.input_backward(saved, gradients)
-        _add_gradients(saved, gradients)
+        saved.add_gradients(gradients)
         if saved.variant.divided.backward(saved.mask).input is None:
             return (None,) * len(self._stage.input_gradients)
-        return self._run(saved, "I")
+        return self._kernels.backward(saved, "I", self._state)
 
     def weight_backward(self, saved: Any) -> None:
         if not isinstance(saved, SavedValues):
             self._autograd.weight_backward(saved)
         elif saved.variant.divided.backward(saved.mask).weight is not None:
-            self._run(saved, "W")
+            self._kernels.backward(saved, "W", self._state)
 
     @property
     def _state(self) -> list[Tensor]:
@@ -210,29 +188,6 @@ class TracedKernels:
         device = variant.divided.joint.primals[-1].meta["val"].device
         # From pinned memory, a copy to a GPU holds up neither this thread nor what the GPU was given before.
         return [torch.tensor(keys, pin_memory=device.type != "cpu").to(device, non_blocking=True)]
-
-    def _run(self, saved: SavedValues, kind: str) -> tuple[Tensor | None, ...]:
-        """Run I, W or B, add its gradients of parameters to `.grad`, and return those of the inputs."""
-        divided = saved.variant.divided
-        backward = divided.backward(saved.mask)
-        read_by_w = backward.weight.inputs if kind == "I" and backward.weight is not None else ()
-        with without_autograd_and_autocast():
-            outputs = set(divided.graph(kind, saved.mask).outputs)
-            names = [name if name in outputs else None for name in backward.gradients]
-            pairs = zip(self._state, names, strict=False)  # the state's gradients come first
-            of_state = [(tensor, name) for tensor, name in pairs if name is not None]
-            several = Counter(names)
-            sums = {
-                name: own
-                for tensor, name in of_state
-                if several[name] == 1 and (own := gradient_in_place(tensor)) is not None
-            }
-            values = saved.variant.backward(kind, saved.mask, saved.numbers, saved.values, read_by_w, sums)
-            of_inputs = saved.variant.of_inputs(values, names)
-            left = ((tensor, values[name]) for tensor, name in of_state if values[name] is not sums.get(name))
-            accumulate(left, shared=of_inputs)
-        saved.values = {name: values[name] for name in read_by_w}
-        return of_inputs
 
     def _variant(self, call: StageCall) -> FittingVariant:
         if self._guard is None:
@@ -287,6 +242,7 @@ class TracedKernels:
         )
 
     def _forget(self, keep_refused: bool = False) -> None:
+        self._kernels.forget()
         self._forgotten = self.variants
         refused = {key: variants.refused() for key, variants in self._variants.items()} if keep_refused else {}
         self._variants = {key: variants for key, variants in refused.items() if variants is not None}
@@ -299,17 +255,3 @@ class TracedKernels:
             self._warned.add(self._refusal)
             warnings.warn(self._refusal, stacklevel=3)
         self._refusal = None
-
-
-def _add_gradients(saved: SavedValues, gradients: Sequence[Tensor | None]) -> None:
-    """Add the gradients of a stage's outputs, and of its loss, to the saved values."""
-    results, tangents = saved.variant.results, saved.variant.divided.joint.tangents
-    of_tensors = [gradients[index] for index, result in enumerate(results) if isinstance(result, int)]
-    of_tensors += gradients[len(results) :]
-    of_tensors += [None] * (len(tangents) - len(of_tensors))
-    pairs = list(zip(tangents, of_tensors, strict=True))
-    saved.mask = tuple(node is not None and gradient is not None for node, gradient in pairs)
-    for node, gradient in pairs:
-        if node is not None and gradient is not None:
-            strides = saved.variant.divided.strides(node, saved.numbers)
-            saved.values[node.name] = with_strides(gradient, strides)

@@ -261,7 +261,7 @@ class SavedBytes:
         pass
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        from pipegraph.kernels.traced import held_tensors  # which imports torch's compiler
+        from pipegraph.kernels.saved_values import held_tensors  # which imports torch's compiler
 
         if action.kind.is_transfer:
             return

@@ -32,7 +32,7 @@ from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.stage_kernels import stage_makers, stage_recompute
+from pipegraph.runtime.stage_kernels import graph_recorder, stage_makers, stage_recompute
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes
 from pipegraph.runtime.step_runner import LossFunction, StepRunner
 from pipegraph.runtime.tensor_parallel import Plan
@@ -63,8 +63,7 @@ class Pipeline(PipelineState, PipelineRanks):
         loss_fn: `loss_fn(output, target)` returns the loss of a microbatch, or (loss, metrics) with a dict of tensors:
             one number each, under the same names for every microbatch, and without a gradient.
         device: where the stages of this process are; plain "cuda" is the GPU of the local rank.
-        kernels: "inductor" (compiled), "eager" (the same graphs, uncompiled) or "autograd", or a function that makes
-            the kernels of a stage.
+        kernels: "inductor" (compiled), "eager" (these graphs, uncompiled), "autograd", or what makes them for a stage.
         group: the processes of the pipeline; by default the default group.
         mesh: in place of a group, the processes of one pipeline or of several that train one model, as a `DeviceMesh`
             whose dimensions are some of "pp" (a pipeline), "dp_replicate" (ranks that hold the same stages), "dp_shard"
@@ -97,8 +96,8 @@ class Pipeline(PipelineState, PipelineRanks):
             step, the first one with its compilation included.
         weights: the folder of a Hugging Face checkpoint. Its parameters and persistent buffers take the place of the
             package's, in the stages' dtypes. Each process reads those of its own stages, and no file without any.
-        max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
-            branches on sizes and so on. One more is left to autograd, with a warning.
+        max_variants: how many variants of a stage are traced after a `retrace`: for its modes, dtypes, branches on
+            sizes and so on. One more is left to autograd, with a warning.
         check_weights: whether it is an error if a shard that this process reads is not as it was written.
         strict: whether it is an error if a stage is left to autograd.
         loss_reduction: how the loss of a step is made of those of its microbatches: "mean", weighed by their rows, if
@@ -107,12 +106,14 @@ class Pipeline(PipelineState, PipelineRanks):
             `loss_weight(target)` returns how many count in a microbatch. The loss of a step, and each metric, is then
             the sum over microbatches and data-parallel ranks, divided by all that counts there.
         seed: what dropout and all other random operations draw from. Their numbers depend on it, the step, the
-            microbatch of the whole batch and what draws, and on nothing else: not on cuts, schedule, processes,
-            kernels or recompute. By default they come from torch's generators. Parameters of a package without weights
-            follow from it, too. Ranks along "tp" draw the same, each for its own part of what they divide.
+            microbatch of the whole batch and what draws, and on nothing else, such as cuts or processes. By default
+            they come from torch's generators. Parameters of a package without weights follow from it, too. Ranks along
+            "tp" draw the same, each for its own part of what they divide.
         precision: "bf16" or "fp16": stages compute and send in this dtype, and parameters, gradients, the optimizer's
             state and checkpoints have float32. "bf16-true" or "fp16-true": everything has this dtype. "fp32":
             everything has float32. By default the dtypes are the package's.
+        cuda_graphs: whether the kernels of each action are recorded as a CUDA graph, which is launched at once: faster
+            where a GPU waits for the host, for more memory. Not with "offload" or parameters that ranks divide.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -147,6 +148,7 @@ class Pipeline(PipelineState, PipelineRanks):
         resident: int | None = None,
         seed: int | None = None,
         precision: str | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         self._reduction = LossReduction.of(loss_reduction, loss_weight)
         self._loss_fn = loss_fn
@@ -177,7 +179,8 @@ class Pipeline(PipelineState, PipelineRanks):
             self.package = replace(self.package, manifest=prepared.manifest)
             again = stage_recompute(recompute, self.package, self.stages)
             self.recompute = describe_stages(again)
-            makers = stage_makers(kernels, again, prepared.manifest, max_variants, strict)
+            recorder = graph_recorder(cuda_graphs, kernels, self.device, again, self.stages)
+            makers = stage_makers(kernels, again, prepared.manifest, max_variants, strict, recorder)
             self._runner = StepRunner(
                 prepared,
                 self.schedule,

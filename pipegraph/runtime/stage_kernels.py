@@ -1,13 +1,18 @@
-"""What makes the kernels of each stage, and what their backwards compute again."""
+"""What makes the kernels of each stage, what their backwards compute again, and whether they are CUDA graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import nn
 
-from pipegraph.arguments import require_type
+from pipegraph.arguments import argument, require_type
+from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Maker, makers
+from pipegraph.kernels.cuda_graphs.recorder import CudaGraphRecorder, MakeRecorder
+from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Package
 from pipegraph.recompute import Recompute, parse_stages
 
@@ -35,15 +40,65 @@ def stage_recompute(given: object, package: Package, stages: Mapping[int, nn.Mod
 
 
 def stage_makers(
-    kernels: str | Maker, recompute: Sequence[Recompute], manifest: Manifest, max_variants: int, strict: bool
+    kernels: str | Maker,
+    recompute: Sequence[Recompute],
+    manifest: Manifest,
+    max_variants: int,
+    strict: bool,
+    recorder: MakeRecorder | None = None,
 ) -> Mapping[int, Maker]:
     """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments."""
     names = [name for stage in manifest.stages for name in stage.parameters]
     recompute = tuple(each.with_layers(names) for each in recompute)
     require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
     if isinstance(kernels, str):
-        return dict(enumerate(makers(kernels, recompute, max_variants, strict)))
+        return dict(enumerate(makers(kernels, recompute, max_variants, strict, recorder)))
     return dict.fromkeys(range(len(recompute)), kernels)
+
+
+def check_has_graphs(device: str) -> None:
+    """Raise PipegraphError unless a type of device has CUDA graphs."""
+    if device != "cuda":
+        raise PipegraphError(
+            f"{argument('cuda_graphs', True)} records what a GPU does, and the stages are on {device}.\n"
+            f"Try: {argument('device', 'cuda')}, or leave it out."
+        )
+
+
+def graph_recorder(
+    asked: bool,
+    kernels: str | Maker,
+    device: torch.device,
+    recompute: Sequence[Recompute],
+    stages: Mapping[int, nn.Module],
+) -> MakeRecorder | None:
+    """Return what records the kernels of these stages as CUDA graphs; None if that is not `asked` for.
+
+    Raises:
+        PipegraphError: it cannot be done with the rest.
+    """
+    if not asked:
+        return None
+    check_has_graphs(device.type)
+    if not isinstance(kernels, str):
+        raise PipegraphError(
+            f"{argument('cuda_graphs', True)} records kernels that pipegraph has traced, and {argument('kernels')} is "
+            f"a function of yours.\nTry: {argument('kernels', 'inductor')}."
+        )
+    if any(each.offloads for each in recompute):
+        raise PipegraphError(
+            f"{argument('cuda_graphs', True)} keeps what a forward saves in one place of the GPU's memory, and "
+            f"{argument('recompute', 'offload')} moves it to the host.\nTry: {argument('recompute', 'min-cut')}."
+        )
+    for index, stage in stages.items():
+        divided = [name for name, each in stage.named_parameters() if is_sharded(each)]
+        if divided:
+            raise PipegraphError(
+                f"{argument('cuda_graphs', True)} reads parameters where they are, and {divided[0]} of stage {index} "
+                "is divided between ranks: what is gathered lies elsewhere each time.\n"
+                "Try: a mesh of pp and dp_replicate alone."
+            )
+    return partial(CudaGraphRecorder, device)
 
 
 def _check_names(

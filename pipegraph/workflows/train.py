@@ -54,7 +54,7 @@ class Training:
         timeout: seconds that a rank waits for another one.
         weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
         check_weights: as in `Pipeline`.
-        strict: whether it is an error if a stage is left to autograd.
+        strict, cuda_graphs: as in `Pipeline`.
         grid: the processes; by default those of one pipeline. Without data, every data-parallel rank trains on the same
             batch.
         checkpoints: where the run is saved and goes on from; by default nowhere.
@@ -84,6 +84,7 @@ class Training:
         weights: Path | None = None,
         check_weights: bool = True,
         strict: bool = False,
+        cuda_graphs: bool = False,
         grid: RankGrid | None = None,
         checkpoints: CheckpointOptions | None = None,
         seed: int | None = None,
@@ -111,6 +112,7 @@ class Training:
             weights=weights,
             check_weights=check_weights,
             strict=strict,
+            cuda_graphs=cuda_graphs,
             mesh=mesh,
             seed=seed,
             precision=precision,

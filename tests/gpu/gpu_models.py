@@ -54,12 +54,12 @@ class Split:
         return args, kwargs
 
 
-def split(folder: Path, file: str, dtype: torch.dtype | None = None) -> Split:
-    """Capture a model of the repository on the CPU, and write its package."""
+def split(folder: Path, file: str, dtype: torch.dtype | None = None, points: str | None = None) -> Split:
+    """Capture a model of the repository on the CPU, and write its package, cut as in `CUTS` by default."""
     source = load(str(ROOT / file))
     model = source.model if dtype is None else source.model.to(dtype)
     captured = pipegraph.capture(model, source.args, source.kwargs)
-    plan = pipegraph.plan(captured, points=CUTS[file].split(","))
+    plan = pipegraph.plan(captured, points=(points or CUTS[file]).split(","))
     return Split(model, pipegraph.write_package(plan, folder / "package"), source.args, source.kwargs)
 
 

@@ -26,6 +26,8 @@ def test_split_run_and_report(tmp_path: Path) -> None:
     alone = "--nproc", 1, "--model", MODEL, "--device", "cuda"
     done = command("run", package, *alone, "--steps", 3, "--microbatches", 4, "--schedule", "zb-h1")
     assert "loss" in done.out
+    graphs = "--kernels", "eager", "--cuda-graphs"
+    assert "loss" in command("run", package, *alone, *graphs, "--steps", 4, "--schedule", "zb-h1").out
     command("run", package, *alone, "--kernels", "eager", "--steps", 4, "--profile", runs)
     (run,) = runs.iterdir()
     assert "idle" in command("trace", "report", run).out

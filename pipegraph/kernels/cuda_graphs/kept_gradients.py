@@ -1,0 +1,46 @@
+"""Gradients of parameters in memory that stays in its place, because graphs that add to them are recorded with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipegraph.kernels import internals
+from pipegraph.kernels.module_state import gradient_in_place
+
+Places = tuple[int, ...]
+"""The addresses of gradients"""
+
+
+class KeptGradients:
+    """The memory of gradients, kept for the next step when an optimizer sets `.grad` to None."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def places(self, parameters: Mapping[int, Tensor]) -> Places | None:
+        """Give each parameter a `.grad`, zeros if it has none, and return where they are.
+
+        Memory that someone else still reads is left to them, as a gradient that was kept when `.grad` was set to None.
+
+        Args:
+            parameters: by a number, always the same for a parameter.
+
+        Returns:
+            None if a gradient cannot be added to in place.
+        """
+        new = []
+        for number, parameter in parameters.items():
+            if parameter.grad is None:
+                kept = self._kept.get(number)
+                if kept is None or internals.is_held_elsewhere(kept):
+                    kept = self._kept[number] = torch.empty_like(parameter, requires_grad=False)
+                parameter.grad = kept.detach()
+                new.append(kept)
+        if new:
+            internals.zero_all(new)
+        gradients = [gradient_in_place(parameter) for parameter in parameters.values()]
+        places = tuple(0 if each is None else each.data_ptr() for each in gradients)
+        return None if 0 in places else places

@@ -1,0 +1,123 @@
+"""F, I, W and B of one microbatch in flight as graphs, in memory of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.kernels.cuda_graphs.recorder import Recorder, Replay
+
+Values = dict[str, Tensor]
+"""Tensors by name: what the backward reads"""
+
+Backward = Callable[[Values], tuple[Sequence[Tensor | None], Values]]
+"""What a kernel of the backward reads, which it empties → gradients of the stage's inputs, and what W reads after it"""
+
+
+@dataclass(frozen=True)
+class _RecordedBackward:
+    """One of I, W and B.
+
+    Attributes:
+        given: the gradients of outputs that it reads.
+        gradients: those of inputs.
+        values: what W reads.
+    """
+
+    given: Values
+    gradients: Sequence[Tensor | None]
+    values: Values
+    replay: Replay
+
+
+class MicrobatchGraphs:
+    """The graphs of a microbatch, for one variant of a stage and one set of sizes. The next microbatch uses them again.
+
+    F is recorded when this is made, each kernel of the backward when it is first asked for. What F returns to the
+    backward is not freed, so that I and W as well as B can be recorded for it.
+
+    Args:
+        forward: F of (the tensors of a call), which returns what the stage does, and what the backward reads by name.
+        inputs: an example of the tensors of a call.
+        recorder: of these graphs alone.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Values]],
+        inputs: Sequence[Tensor],
+        recorder: Recorder,
+    ) -> None:
+        self._recorder = recorder
+        self._inputs = [_copy(each) for each in inputs]
+        (self._outputs, self._saved), self._replay = recorder.record(lambda: forward(self._inputs))
+        self._backwards: dict[Any, _RecordedBackward] = {}
+        self._user: Callable[[], object] = lambda: None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no microbatch in flight uses this memory."""
+        return self._user() is None
+
+    @property
+    def recorded(self) -> int:
+        """How many kernels of the backward are recorded."""
+        return len(self._backwards)
+
+    def used_by(self, user: object) -> None:
+        """Keep the memory for a microbatch as long as `user` lives."""
+        self._user = weakref.ref(user)
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Values]:
+        """Run F. Returns what the stage does, in new memory, and what the backward reads."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            _write(own, given)
+        self._replay()
+        return [_copy(each) for each in self._outputs], dict(self._saved)
+
+    def has(self, key: object) -> bool:
+        """Whether a kernel of the backward is recorded."""
+        return key in self._backwards
+
+    def record(self, key: object, values: Values, given: Values, backward: Backward) -> None:
+        """Record a kernel of the backward.
+
+        Args:
+            key: under which it is found.
+            values: what it reads, all in the memory of this microbatch, but for `given`.
+            given: gradients of outputs, which it reads as well.
+            backward: the kernel.
+        """
+        own = {name: _copy(each) for name, each in given.items()}
+        results, replay = self._recorder.record(lambda: backward({**values, **own}))
+        self._backwards[key] = _RecordedBackward(own, *results, replay)
+
+    def backward(self, key: object, given: Values) -> tuple[tuple[Tensor | None, ...], Values]:
+        """Run a recorded kernel. Returns the gradients of inputs, in new memory, and what W reads after it."""
+        recorded = self._backwards[key]
+        for name, each in given.items():
+            _write(recorded.given[name], each)
+        recorded.replay()
+        gradients = (None if each is None else _copy(each) for each in recorded.gradients)
+        return tuple(gradients), dict(recorded.values)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides: kernels are traced for them."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _write(copy, tensor)
+    return copy
+
+
+def _write(to: Tensor, tensor: Tensor) -> None:
+    """Write what a tensor has to one of its shape. Elements that share memory, as after `expand`, are written once."""
+    shape = [1 if stride == 0 else length for length, stride in zip(to.shape, to.stride(), strict=True)]
+    if shape != [*to.shape] and tensor.numel():
+        to = to.as_strided(shape, to.stride())
+        tensor = tensor[tuple(slice(length) for length in shape)]
+    to.copy_(tensor)

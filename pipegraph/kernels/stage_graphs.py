@@ -1,0 +1,139 @@
+"""The CUDA graphs of a stage: which microbatch uses which, and what is launched kernel by kernel instead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from pipegraph.kernels.blocks.divided_function import reason_of
+from pipegraph.kernels.cuda_graphs.kept_gradients import KeptGradients
+from pipegraph.kernels.cuda_graphs.microbatch_graphs import Backward, MicrobatchGraphs, Values
+from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
+from pipegraph.kernels.saved_values import SavedValues
+
+SIZES: Final = 8
+"""For how many sets of sizes, modes and so on a stage has graphs: those of each take memory that is never freed."""
+
+_PLACES: Final = 4
+"""How often each kernel is recorded anew for gradients that have moved."""
+
+_KINDS: Final = 4  # F, I, W and B
+
+
+class StageGraphs:
+    """The graphs of a stage. A kernel is launched once before it is recorded: what it needs is then compiled and tuned.
+
+    Args:
+        name: of the stage.
+        recorder: makes what records kernels.
+    """
+
+    def __init__(self, name: str, recorder: MakeRecorder) -> None:
+        self._name, self._recorder = name, recorder
+        self._addresses: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all graphs. Not called within a step."""
+        self._graphs: dict[Any, list[MicrobatchGraphs]] = {}
+        self._launched: set[Any] = set()
+        self._refused: set[Any] = set()
+        self._gradients = KeptGradients()
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Forget all graphs if the tensors with which the stage computes are in another place than before."""
+        addresses = [each.data_ptr() for each in tensors]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.clear()
+
+    def find(
+        self,
+        key: Any,
+        forward: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Values]],
+        inputs: Sequence[Tensor],
+    ) -> MicrobatchGraphs | None:
+        """Return graphs that no microbatch in flight uses; None if F has to be launched kernel by kernel.
+
+        Args:
+            key: what the kernels depend on.
+            forward, inputs: as `MicrobatchGraphs` takes them.
+        """
+        if key in self._refused or (key not in self._graphs and len(self._graphs) == SIZES):
+            return None
+        if not self._was_launched((key, "F")):
+            return None
+        graphs = self._graphs.setdefault(key, [])
+        for each in graphs:
+            if each.is_free:
+                return each
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # a step may follow an evaluation
+                graphs.append(MicrobatchGraphs(forward, inputs, self._recorder()))
+        except Exception as error:  # whatever refuses to be recorded
+            self._refuse(key, error)
+            return None
+        return graphs[-1]
+
+    def backward(
+        self, saved: SavedValues, kind: Any, parameters: Mapping[int, Tensor], backward: Backward
+    ) -> tuple[Tensor | None, ...]:
+        """Run a kernel of the backward, by its graph if it can be. Returns the gradients of inputs.
+
+        Args:
+            saved: what it reads, and then what W does.
+            kind: which kernel it is.
+            parameters: those to whose gradients it adds, each by a number of its own.
+            backward: launches it.
+        """
+        key = saved.variant, saved.numbers
+        is_first = not self._was_launched((key, kind))
+        found = None if is_first or saved.graphs is None else self._replayed(saved, key, kind, parameters, backward)
+        saved.arrived = ()
+        if found is None:
+            saved.graphs = None  # W finds elsewhere what I leaves to it
+            found = backward(saved.values)
+            if any(each.grad is not None and each.grad.is_sparse for each in parameters.values()):
+                self._refused.add(key)  # its `.grad` cannot begin as zeros
+        of_inputs, saved.values = found
+        return tuple(of_inputs)
+
+    def _replayed(
+        self, saved: SavedValues, key: Any, kind: Any, parameters: Mapping[int, Tensor], backward: Backward
+    ) -> tuple[Sequence[Tensor | None], Values] | None:
+        """Run a kernel's graph, which is recorded if there is none. Returns None if there can be none."""
+        graphs, arrived = saved.graphs, {name: saved.values[name] for name in saved.arrived}
+        if graphs is None or key in self._refused:
+            return None
+        places = self._gradients.places(parameters)
+        own = kind, places, saved.replayed  # W reads what I left, which lies where that was recorded
+        if not graphs.has(own):
+            if places is None or graphs.recorded == _KINDS * _PLACES:
+                return None
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    graphs.record(own, saved.values, arrived, backward)
+            except Exception as error:
+                self._refuse(key, error)
+                return None
+        saved.replayed = own
+        return graphs.backward(own, arrived)
+
+    def _was_launched(self, key: Any) -> bool:
+        """Whether a kernel has been launched, which it is about to be now."""
+        if key in self._launched:
+            return True
+        self._launched.add(key)
+        return False
+
+    def _refuse(self, key: Any, error: Exception) -> None:
+        self._refused.add(key)
+        warnings.warn(
+            f"{self._name} cannot be recorded as a CUDA graph, and its kernels are launched one by one: "
+            f"{reason_of(error)}",
+            stacklevel=2,
+        )
