@@ -25,7 +25,7 @@ def report(settings: list[Setting], seconds: float) -> list[str]:
     parts = [f"## {last.title}"]
     parts.append(tables.kernels(kernels.compare(last)))
     parts.append(tables.memory(kernels.saved_memory(last)))
-    parts.append(tables.steps({each: steps.measure_step(last, each) for each in steps.RECOMPUTES}))
+    parts.append(tables.steps(steps.measure_steps(last)))
     parts.extend(tables.blocks(name, found) for name, found in blocks.block_errors(last, seconds).items())
     parts.append(tables.graphs({each.length: kernels.with_graphs(each) for each in settings}))
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from benchmarks.gpu.stopwatch import seconds_of
 from pipegraph.runtime.measurements import ActionTimes, SavedBytes
 
 MICROBATCHES = 4
-RECOMPUTES = "min-cut", "offload"
+_WARM_UP = 3
+
+
+def measure_steps(setting: Setting) -> dict[str, StepTimes]:
+    """Run steps of each kind that this device has."""
+    found = {"min-cut": measure_step(setting, "min-cut")}
+    if setting.is_gpu:
+        found["min-cut, CUDA graphs"] = measure_step(setting, "min-cut", cuda_graphs=True)
+    return {**found, "offload": measure_step(setting, "offload")}
 
 
 @dataclass(frozen=True)
@@ -25,15 +34,23 @@ class StepTimes:
         seconds: the median.
         actions: the sum over its actions, by events of the device's stream.
         saved: the most bytes kept for backwards in the device's memory.
+        reserved: the most bytes that torch's allocator has taken, what other steps left aside; None on a CPU.
     """
 
     seconds: float
     actions: float
     saved: int
+    reserved: int | None
 
 
-def measure_step(setting: Setting, recompute: str) -> StepTimes:
+def measure_step(setting: Setting, recompute: str, cuda_graphs: bool = False) -> StepTimes:
     """Run steps of zb-h1 on the package's three stages, all in this process."""
+    before = 0
+    if setting.is_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*holds no weights", UserWarning)
         pipe = pipegraph.Pipeline(
@@ -43,6 +60,7 @@ def measure_step(setting: Setting, recompute: str) -> StepTimes:
             lambda output, target: output["logits"].float().square().mean(),
             device=str(setting.device),
             recompute=recompute,
+            cuda_graphs=cuda_graphs,
         )
     tokens = torch.randint(512, (MICROBATCHES * setting.rows, setting.length), device=setting.device)
 
@@ -57,6 +75,8 @@ def measure_step(setting: Setting, recompute: str) -> StepTimes:
         warnings.filterwarnings("ignore", 'recompute="offload" is emulated', UserWarning)
         with pipe.observe(saved):
             step()
+    for _ in range(_WARM_UP):
+        step()
     seconds, actions = [], []
     for _ in range(setting.rounds):
         times = ActionTimes(setting.device)
@@ -66,4 +86,5 @@ def measure_step(setting: Setting, recompute: str) -> StepTimes:
         done = times.end_step()
         actions.append(sum(done.busy(rank) for rank in pipe.ranks))
     kept = sum(saved.peak(rank) or 0 for rank in pipe.ranks)
-    return StepTimes(statistics.median(seconds), statistics.median(actions), kept)
+    reserved = torch.cuda.max_memory_reserved() - before if setting.is_gpu else None
+    return StepTimes(statistics.median(seconds), statistics.median(actions), kept, reserved)

@@ -28,11 +28,17 @@ def memory(found: SavedMemory) -> str:
 def steps(found: Mapping[str, StepTimes]) -> str:
     """Whole steps on the device, by what is computed again."""
     rows = [
-        [name, _milliseconds(each.seconds), _milliseconds(each.seconds - each.actions), format_bytes(each.saved)]
+        [
+            name,
+            _milliseconds(each.seconds),
+            _milliseconds(each.seconds - each.actions),
+            format_bytes(each.saved),
+            UNKNOWN if each.reserved is None else format_bytes(each.reserved),
+        ]
         for name, each in found.items()
     ]
     title = f"A step of zb-h1, three stages on the device, {MICROBATCHES} microbatches"
-    return _section(title, ["recompute", "ms", "between actions, ms", "kept at most"], rows)
+    return _section(title, ["recompute", "ms", "between actions, ms", "kept at most", "reserved"], rows)
 
 
 def blocks(profile: str, found: Sequence[BlockError]) -> str:

@@ -48,7 +48,7 @@ def test_calibrate(tmp_path: Path) -> None:
     assert found["peak_flops"]["bfloat16"] > found["peak_flops"]["float32"] > 1e12
 
 
-@pytest.mark.parametrize("balance", ["measured", "auto"])
-def test_plan(balance: str) -> None:
-    done = command("plan", MODEL, "--ranks", 2, "--balance", balance, "--device", "cuda", "--hardware", "h100")
+@pytest.mark.parametrize("options", [("measured", "--recompute", "min-cut"), ("auto",)])  # measured: every block of it
+def test_plan(options: tuple[str, ...]) -> None:
+    done = command("plan", MODEL, "--ranks", 2, "--device", "cuda", "--hardware", "h100", "--balance", *options)
     assert "stage" in done.out
