@@ -51,8 +51,8 @@ def compare(setting: Setting) -> dict[str, Timing]:
     return in_turns(calls, setting.device, setting.rounds, {name: stage.zero_grad for name, stage in stages.items()})
 
 
-def compiled(setting: Setting, stage: nn.Module, mode: str | None = None) -> Callable[[], None]:
-    """A microbatch of the stage under torch.compile in a mode, forward and backward. It is compiled here."""
+def compiled(setting: Setting, stage: nn.Module) -> Callable[[], None]:
+    """A microbatch of the stage under torch.compile, forward and backward. It is compiled here."""
     x, gradient = setting.microbatch()
 
     def call() -> None:
@@ -60,7 +60,7 @@ def compiled(setting: Setting, stage: nn.Module, mode: str | None = None) -> Cal
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own, when it first compiles
-        module = torch.compile(stage, dynamic=False, mode=mode)
+        module = torch.compile(stage, dynamic=False)
         call()
     return call
 
@@ -105,7 +105,7 @@ def saved_memory(setting: Setting) -> SavedMemory:
 
 def with_graphs(setting: Setting) -> dict[str, Timing] | None:
     """Seconds of F, I and W launched one kernel after the other, and recorded as CUDA graphs; and of torch.compile's
-    forward and backward, also with graphs of its own. None without a GPU.
+    forward and backward. None without a GPU.
 
     Each adds to `.grad`, which has memory before.
     """
@@ -115,6 +115,5 @@ def with_graphs(setting: Setting) -> dict[str, Timing] | None:
         "launched": Contender(setting, setting.stage()).divided,
         GRAPHS: Contender(setting, setting.stage(), partial(CudaGraphRecorder, setting.device)).divided,
         COMPILED: compiled(setting, setting.stage()),
-        f"{COMPILED}, reduce-overhead": compiled(setting, setting.stage(), mode="reduce-overhead"),
     }
     return in_turns(calls, setting.device, setting.rounds)

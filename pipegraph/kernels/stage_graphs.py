@@ -12,8 +12,10 @@ from torch import Tensor
 from pipegraph.kernels.blocks.divided_function import reason_of
 from pipegraph.kernels.cuda_graphs.kept_gradients import KeptGradients
 from pipegraph.kernels.cuda_graphs.microbatch_graphs import Backward, MicrobatchGraphs, Values
-from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
+from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder, Recorder
 from pipegraph.kernels.saved_values import SavedValues
+from pipegraph.kernels.stage_variant import StageVariant
+from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
 
 SIZES: Final = 8
 """For how many sets of sizes, modes and so on a stage has graphs: those of each take memory that is never freed."""
@@ -53,16 +55,18 @@ class StageGraphs:
 
     def find(
         self,
-        key: Any,
+        variant: StageVariant,
+        numbers: Numbers,
         forward: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Values]],
         inputs: Sequence[Tensor],
     ) -> MicrobatchGraphs | None:
         """Return graphs that no microbatch in flight uses; None if F has to be launched kernel by kernel.
 
         Args:
-            key: what the kernels depend on.
+            variant, numbers: the variant of the stage, and the sizes.
             forward, inputs: as `MicrobatchGraphs` takes them.
         """
+        key = variant, numbers
         if key in self._refused or (key not in self._graphs and len(self._graphs) == SIZES):
             return None
         if not self._was_launched((key, "F")):
@@ -73,11 +77,18 @@ class StageGraphs:
                 return each
         try:
             with torch.inference_mode(False), torch.no_grad():  # a step may follow an evaluation
-                graphs.append(MicrobatchGraphs(forward, inputs, self._recorder()))
+                graphs.append(MicrobatchGraphs(forward, inputs, self._recorder_for(variant)))
         except Exception as error:  # whatever refuses to be recorded
             self._refuse(key, error)
             return None
         return graphs[-1]
+
+    def _recorder_for(self, variant: StageVariant) -> Recorder:
+        """Return a recorder. Raises RuntimeError for a variant that reads what the host may change unnoticed."""
+        recorder = self._recorder()
+        if (name := variant.divided.begins_elsewhere(recorder.device.type)) is not None:
+            raise RuntimeError(f"{name} is not on the GPU")
+        return recorder
 
     def backward(
         self, saved: SavedValues, kind: Any, parameters: Mapping[int, Tensor], backward: Backward

@@ -55,7 +55,7 @@ class StageRun:
         def launch(given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Values]:
             return variant.forward([*computed, *given], numbers)
 
-        graphs = None if self._graphs is None else self._graphs.find((variant, numbers), launch, tensors)
+        graphs = None if self._graphs is None else self._graphs.find(variant, numbers, launch, tensors)
         outputs, values = launch(tensors) if graphs is None else graphs.forward(tensors)
         return outputs, values, graphs
 

@@ -26,6 +26,7 @@ class CallRecorder:
     def __init__(self, stage: nn.Module, recorded: list[str] | None = None, fails: Callable[[int], bool] | None = None):
         self._stage, self._recorded = stage, [] if recorded is None else recorded
         self._fails = fails
+        self.device = torch.device("cpu")
 
     def record(self, call: Callable[[], Result]) -> tuple[Result, Replay]:
         self._recorded.append("recorded")

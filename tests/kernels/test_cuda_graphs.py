@@ -232,6 +232,25 @@ def test_what_cannot_be_recorded_is_launched() -> None:
         assert recorded.counted() == (0, 0)
 
 
+class OfAGpu(CallRecorder):
+    """To which all that is here is in the memory of the host."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__(stage)
+        self.device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["layers", "a constant"])
+def test_what_is_in_the_memory_of_the_host_is_launched(name: str) -> None:
+    """A graph would go on with what was there when it was recorded."""
+    stage, inputs = build(name)
+    kernels = maker("eager", recorder=partial(OfAGpu, stage))(stage, (True,), (True,), None)
+    kernels.forward(inputs)
+    with pytest.warns(UserWarning, match=r"cannot be recorded as a CUDA graph.* is not on the GPU"):
+        found = kernels.forward(inputs)
+    assert_close(found.outputs[0], stage(*inputs).detach())
+
+
 def test_inputs_whose_elements_share_memory() -> None:
     recorded = layers()
     for _ in range(3):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.debug import dump, verifying
+from pipegraph.kernels import internals
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
 from pipegraph.kernels.graphs.checks import check_division, runs_as_traced
@@ -22,7 +23,7 @@ from pipegraph.kernels.graphs.division import (
     saved_values,
 )
 from pipegraph.kernels.graphs.internals import outside_traces
-from pipegraph.kernels.graphs.joint_graph import JointGraph
+from pipegraph.kernels.graphs.joint_graph import JointGraph, constant_of
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
@@ -102,6 +103,16 @@ class DividedFunction:
         if verifying():
             check_division(self.joint, forward, backward, self._is_input, self.full_mask)
         return forward
+
+    def begins_elsewhere(self, device: str) -> str | None:
+        """The name of a value that is computed from no other, and is not on this type of device; None without any."""
+        for node in self.joint.module.graph.nodes:
+            if node.op in ("placeholder", "get_attr") or block_operation.is_random(node):
+                first, *_ = internals.tree_leaves(node.meta.get("val", constant_of(self.joint.module, node)))
+                if isinstance(first, Tensor) and first.device.type != device:  # a seed may follow on the host
+                    return str(node.name)
+        found = (block.begins_elsewhere(device) for block in self.blocks)
+        return next((name for name in found if name is not None), None)
 
     def backward(self, mask: GradientMask) -> BackwardGraphs:
         """I, W and B for the outputs in `mask`."""

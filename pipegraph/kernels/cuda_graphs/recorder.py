@@ -16,7 +16,13 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Records calls that always run one after the other, in the order in which they were recorded."""
+    """Records calls that always run one after the other, in the order in which they were recorded.
+
+    Attributes:
+        device: what is computed elsewhere is not recorded.
+    """
+
+    device: torch.device
 
     def record(self, call: Callable[[], Result]) -> tuple[Result, Replay]:
         """Return what the call returns, and what computes that. Nothing is computed before.
@@ -35,6 +41,7 @@ class CudaGraphRecorder:
     """Records CUDA graphs, which share the memory that they use in between."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._stream = _recording_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
