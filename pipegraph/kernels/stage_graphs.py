@@ -109,7 +109,7 @@ class StageGraphs:
             saved.graphs = None  # W finds elsewhere what I leaves to it
             found = backward(saved.values)
             if any(each.grad is not None and each.grad.is_sparse for each in parameters.values()):
-                self._refused.add(key)  # its `.grad` cannot begin as zeros
+                self._refused.add(key)  # its `.grad` cannot begin as zeros, which are dense
         of_inputs, saved.values = found
         return tuple(of_inputs)
 
@@ -135,7 +135,7 @@ class StageGraphs:
         return graphs.backward(own, arrived)
 
     def _was_launched(self, key: Any) -> bool:
-        """Whether a kernel has been launched, which it is about to be now."""
+        """Return whether a kernel has been launched before, and note that it will have been from now on."""
         if key in self._launched:
             return True
         self._launched.add(key)
@@ -143,6 +143,7 @@ class StageGraphs:
 
     def _refuse(self, key: Any, error: Exception) -> None:
         self._refused.add(key)
+        self._graphs.pop(key, None)  # microbatches in flight still hold theirs
         warnings.warn(
             f"{self._name} cannot be recorded as a CUDA graph, and its kernels are launched one by one: "
             f"{reason_of(error)}",
