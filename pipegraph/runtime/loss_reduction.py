@@ -15,6 +15,9 @@ from pipegraph.errors import ArgumentError, BatchError
 LOSS_REDUCTIONS: Final = ("mean", "sum")
 """The mean over microbatches, weighed by their rows, or the sum."""
 
+LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
+"""(output, target) → the loss of one microbatch, or (loss, metrics)"""
+
 LossWeight = Callable[[Any], Tensor | float]
 """target of a microbatch → how many of its items count"""
 

@@ -20,7 +20,7 @@ from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
 from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
-from pipegraph.runtime.loss_reduction import LossReduction, LossWeight, checked_weight
+from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
@@ -34,7 +34,7 @@ from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.stage_kernels import graph_recorder, stage_makers, stage_recompute
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes
-from pipegraph.runtime.step_runner import LossFunction, StepRunner
+from pipegraph.runtime.step_runner import StepRunner
 from pipegraph.runtime.tensor_parallel import Plan
 from pipegraph.schedule import Schedule, without_transfers
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipegraph.arguments import require_type
 from pipegraph.errors import PipegraphError, ScheduleError
-from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
-from pipegraph.package import Manifest
+from pipegraph.kernels import Maker
 from pipegraph.runtime.batch_shares import BatchShares
 from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
@@ -22,10 +20,10 @@ from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
-from pipegraph.runtime.loss_reduction import LossReduction
+from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
+from pipegraph.runtime.made_kernels import make_kernels
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
 from pipegraph.runtime.microbatch import BatchSplitter
-from pipegraph.runtime.model_arguments import fill_structure
 from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
 from pipegraph.runtime.parameters import redistribute_gradients
@@ -33,7 +31,7 @@ from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, TENSOR
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
+from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.same_batches import SameBatches
@@ -44,11 +42,8 @@ from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
-from pipegraph.runtime.wiring import StageWiring, first_senders, rank_pairs, stage_wirings
+from pipegraph.runtime.wiring import first_senders, rank_pairs, stage_wirings
 from pipegraph.schedule import Schedule
-
-LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
-"""(output, target) → the loss of one microbatch, or (loss, metrics)"""
 
 
 class StepRunner:
@@ -60,7 +55,7 @@ class StepRunner:
         prepared: the stages of this process.
         schedule: the pipeline's.
         given: what it was chosen by.
-        make: makes the kernels of a stage.
+        makers: of each stage, by its index, what makes its kernels.
         loss_fn: the loss of one microbatch.
         reduction: of the losses of microbatches.
         device: where the stages are.
@@ -119,15 +114,9 @@ class StepRunner:
         find_parts(groups, stages)
         self._wiring = wiring = stage_wirings(manifest)
         self._boundaries = BoundaryDtypes(manifest, wiring, stages, places)
-        self.kernels = _make_kernels(makers, stages, wiring, _packed_loss(manifest, stages, loss_fn))
-        if precision is not None:
-            for index, kernels in self.kernels.items():
-                precision.apply_to(index, kernels)
-        if numbers.seed is not None:
-            share = world.grid.line(world.rank, *DATA).index(world.rank) if world else 0
-            for index, kernels in self.kernels.items():
-                replica = share + self._replicas.place(index)  # one of them is 0
-                seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stages[index], replica))
+        share = world.grid.line(world.rank, *DATA).index(world.rank) if world else 0
+        replicas = {index: share + self._replicas.place(index) for index in stages}  # one of both is 0
+        self.kernels = make_kernels(makers, stages, manifest, wiring, loss_fn, precision, numbers, replicas)
         stage_kernels, ties = self.kernels, self.ties
         transport: Transport = LocalTransport()
         collectives: ParameterCollectives | None = None
@@ -312,35 +301,3 @@ class StepRunner:
                 "a target was given, and this Pipeline has no loss_fn that takes it.\n"
                 "Try: Pipeline(…, loss_fn=…), or leave the target out."
             )
-
-
-def _make_kernels(
-    makers: Mapping[int, Maker], stages: Mapping[int, nn.Module], wiring: Sequence[StageWiring], loss: Loss | None
-) -> dict[int, StageKernels]:
-    """Return the kernels of each stage. The last stage computes the loss as well."""
-    last = len(wiring) - 1
-    kernels = {
-        index: makers[index](
-            stage, wiring[index].input_gradients, wiring[index].output_gradients, loss if index == last else None
-        )
-        for index, stage in stages.items()
-    }
-    for index, made in kernels.items():
-        if isinstance(made, SizedKernels):
-            made.name_dimensions([value.shape for value in wiring[index].inputs])
-    return kernels
-
-
-def _packed_loss(manifest: Manifest, stages: Mapping[int, nn.Module], loss_fn: LossFunction | None) -> Loss | None:
-    """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
-    if loss_fn is None:
-        return None
-    kinds = type(None) if isinstance(loss_fn, type) else Callable  # the class of a loss is not yet one
-    require_type(loss_fn, kinds, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")
-    names, last = manifest.stages[-1].outputs, stages.get(len(manifest.stages) - 1)
-
-    def loss(outputs: Sequence[Tensor], target: Any) -> Any:
-        structure = manifest.outputs_in(last is None or last.training)
-        return loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)
-
-    return loss

@@ -19,7 +19,7 @@ from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.machine import require_room
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.internals import pytree
-from pipegraph.runtime.step_runner import LossFunction
+from pipegraph.runtime.loss_reduction import LossFunction
 from pipegraph.runtime.wiring import random_for
 
 

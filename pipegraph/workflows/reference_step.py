@@ -16,7 +16,7 @@ from pipegraph.cost.model_output import output_tensors
 from pipegraph.errors import PipegraphError, SourceError, user_line
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.kernels.loss import divide_loss
-from pipegraph.runtime.step_runner import LossFunction
+from pipegraph.runtime.loss_reduction import LossFunction
 
 TOLERANCE = 1e-5
 """Relative, in float32; eight units in the last place for coarser formats, and none for integers."""

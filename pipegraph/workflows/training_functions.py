@@ -12,8 +12,8 @@ from torch import Tensor
 from pipegraph.cost.model_output import mean_square
 from pipegraph.errors import PipegraphError, SourceError, user_line
 from pipegraph.graph.sources.model_source import ModelSource
+from pipegraph.runtime.loss_reduction import LossFunction
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.step_runner import LossFunction
 from pipegraph.workflows.batch import source_loss
 
 _SIGNATURES: Final = {

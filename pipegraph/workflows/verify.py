@@ -20,8 +20,8 @@ from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.report.text import clip, table
+from pipegraph.runtime.loss_reduction import LossFunction
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.step_runner import LossFunction
 from pipegraph.workflows.batch import at_asked_sizes, explain_model_mismatch, source_loss
 from pipegraph.workflows.reference_step import (
     StepTensors,

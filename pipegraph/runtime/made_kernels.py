@@ -1,0 +1,67 @@
+"""The kernels of this process's stages: with the loss behind the last one, their precision and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipegraph.arguments import require_type
+from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels
+from pipegraph.package import Manifest
+from pipegraph.runtime.loss_reduction import LossFunction
+from pipegraph.runtime.model_arguments import fill_structure
+from pipegraph.runtime.precision import AppliedPrecision
+from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
+from pipegraph.runtime.wiring import StageWiring
+
+
+def make_kernels(
+    makers: Mapping[int, Maker],
+    stages: Mapping[int, nn.Module],
+    manifest: Manifest,
+    wiring: Sequence[StageWiring],
+    loss_fn: LossFunction | None,
+    precision: AppliedPrecision | None,
+    numbers: RandomNumbers,
+    replicas: Mapping[int, int],
+) -> dict[int, StageKernels]:
+    """Return the kernels of each stage of this process.
+
+    Args:
+        makers, stages, replicas: by the index of a stage: what makes its kernels, its module, and its place among
+            those that compute other rows of the same batch.
+        wiring: of all stages.
+        numbers: what random numbers depend on.
+
+    Raises:
+        ArgumentError: `loss_fn` is no function.
+    """
+    last = len(wiring) - 1
+    loss = None if loss_fn is None else _packed_loss(manifest, stages.get(last), loss_fn)
+    made = {}
+    for index, stage in stages.items():
+        own = wiring[index]
+        kernels = makers[index](stage, own.input_gradients, own.output_gradients, loss if index == last else None)
+        if isinstance(kernels, SizedKernels):
+            kernels.name_dimensions([value.shape for value in own.inputs])
+        if precision is not None:
+            precision.apply_to(index, kernels)
+        if numbers.seed is not None:
+            seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stage, replicas[index]))
+        made[index] = kernels
+    return made
+
+
+def _packed_loss(manifest: Manifest, last: nn.Module | None, loss_fn: LossFunction) -> Loss:
+    """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
+    kinds = type(None) if isinstance(loss_fn, type) else Callable  # the class of a loss is not yet one
+    require_type(loss_fn, kinds, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")
+    names = manifest.stages[-1].outputs
+
+    def loss(outputs: Sequence[Tensor], target: Any) -> Any:
+        structure = manifest.outputs_in(last is None or last.training)
+        return loss_fn(fill_structure(structure, dict(zip(names, outputs, strict=True))), target)
+
+    return loss
