@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import sympy
 
@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 FUNCTIONS = {"Min": "min", "Max": "max"}
 """torch's function in an expression → Python's."""
+
+LONGEST_TEXT: Final = 1000
+"""Characters of an expression that a package holds. A size that would need more is fixed."""
 
 OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", **FUNCTIONS}
 """torch's function in an expression → Python's operator or function."""
@@ -172,6 +175,7 @@ def fold(expression: sympy.Expr, leaf: Callable[[sympy.Expr], T | None], combine
     return build(expression)
 
 
+@lru_cache(maxsize=4096)
 def expression_text(expression: sympy.Expr) -> str:
     """An expression as Python: ``2 * (tokens_1 // 4)``."""
 

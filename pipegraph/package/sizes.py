@@ -13,13 +13,16 @@ from msgspec import Meta
 from pipegraph.errors import PackageError, nearest
 from pipegraph.package.json_file import Count, Entry
 
-Dimension = Count | Annotated[str, Meta(min_length=1, max_length=200)]
+LONGEST_EXPRESSION: Final = 1000
+"""Characters. A sum of so many is nested as deep as Python's own limit lets functions call each other."""
+
+Dimension = Count | Annotated[str, Meta(min_length=1, max_length=LONGEST_EXPRESSION)]
 """A number, or an expression of sizes: ``"seq // 4"``."""
 
 BATCH: Final = "batch"
 """The size along which a batch is cut into microbatches."""
 
-Condition = Annotated[str, Meta(min_length=1, max_length=1000)]
+Condition = Annotated[str, Meta(min_length=1, max_length=LONGEST_EXPRESSION)]
 """A comparison of two expressions of sizes: ``"images_2 % 4 == 0"``."""
 
 _COMPARISONS: Final[dict[type[ast.cmpop], Callable[[int, int], bool]]] = {

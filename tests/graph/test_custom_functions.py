@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pipegraph
 from pipegraph.errors import CaptureError, path_from_here
@@ -93,6 +94,18 @@ def test_a_backward_that_is_the_derivative_is_captured_in_silence(tmp_path: Path
         package = split(tmp_path, model, (x,), cut="b")
     assert torch.equal(torch.random.get_rng_state(), before)
     assert differences(package, model, (x,)) == []
+
+
+class Checkpointed(Apply):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_checkpoint_around_one_takes_no_gradient_away(tmp_path: Path) -> None:
+    """torch.export takes all that follows to be without gradients."""
+    model, x = Checkpointed(Squared, 0.5), torch.randn(2, 4)
+    assert pipegraph.capture(model, (x,)).nodes[-1].meta["requires_grad"]
+    assert differences(split(tmp_path, model, (x,), cut="b"), model, (x,)) == []
 
 
 class Twice(Apply):

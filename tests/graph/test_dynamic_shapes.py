@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from torch.export import Dim
 
 import pipegraph
 from pipegraph.errors import CaptureError
-from pipegraph.graph.export import long_sizes
+from pipegraph.graph import symbolic_size
+from pipegraph.graph.export import input_sizes, long_sizes
 from pipegraph.graph.export.long_sizes import is_long
+from pipegraph.package import Package
+from pipegraph.package import sizes as package_sizes
 
 
 class Steps(nn.Module):
@@ -154,6 +158,36 @@ def test_but_not_if_it_has_to_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(pipegraph.capture(model, inputs).sizes.captured) == {"batch"}
     captured = pipegraph.capture(model, inputs, dynamic_shapes={"x": {0: "batch", 1: "length"}})
     assert set(captured.sizes.captured) == {"batch", "length"}
+
+
+class Halvings(nn.Module):
+    """Halves an image several times, and puts what comes out in one row, as detectors do."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList(nn.Conv2d(3, 3, 3, 2, 1) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for down in self.downs:
+            x = down(x)
+            found.append(x.flatten(2))
+        return torch.cat(found, 2)
+
+
+def test_a_package_holds_every_expression_that_is_written(tmp_path: Path) -> None:
+    captured = pipegraph.capture(Halvings(6), (torch.randn(2, 3, 32, 32),))
+    folder = pipegraph.write_package(pipegraph.plan(captured, points=["downs.1"]), tmp_path / "package").path
+    manifest = Package.open(folder).manifest
+    (output,) = manifest.stages[-1].outputs
+    assert len(str(manifest.values[output].shape[2])) > 300
+
+
+def test_a_size_is_fixed_whose_expression_it_could_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert symbolic_size.LONGEST_TEXT == package_sizes.LONGEST_EXPRESSION
+    monkeypatch.setattr(input_sizes, "LONGEST_TEXT", 150)
+    assert len(pipegraph.capture(Halvings(2), (torch.randn(2, 3, 32, 32),)).sizes.captured) == 3
+    assert pipegraph.capture(Halvings(3), (torch.randn(2, 3, 32, 32),)).sizes.captured == {"batch": 2}
 
 
 def test_an_expression_is_too_long_by_the_number_of_its_parts() -> None:

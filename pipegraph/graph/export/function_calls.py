@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
@@ -152,7 +153,9 @@ class CustomFunctions:
         if differentiated and not of_torch and not self._allow_derivative and function not in self._checked:
             _check_derivative(function, apply, args)
             self._checked.add(function)
-        return apply(*args, **kwargs)
+        # Hooks of a checkpoint around it: torch.export takes what follows them to be without gradients.
+        with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            return apply(*args, **kwargs)
 
 
 def _requires_grad(argument: Any) -> bool:

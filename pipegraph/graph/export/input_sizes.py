@@ -16,7 +16,14 @@ from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES
-from pipegraph.graph.symbolic_size import OPERATORS, FixedSize, InputDimension, SymbolicSize
+from pipegraph.graph.symbolic_size import (
+    LONGEST_TEXT,
+    OPERATORS,
+    FixedSize,
+    InputDimension,
+    SymbolicSize,
+    expression_text,
+)
 
 
 class InputSizes:
@@ -138,7 +145,11 @@ class InputSizes:
         if too_complex := _too_complex(renamed):
             raise self._fixed_size_needed(too_complex)
         size = SymbolicSize(renamed, self._captured)
-        return size if size.symbols else int(size)
+        if not size.symbols:
+            return int(size)
+        if len(size.text) > LONGEST_TEXT:
+            raise self._fixed_size_needed(renamed.free_symbols)
+        return size
 
     def fixed_size_needed(self, value: Any) -> FixedSizeNeededError:
         """The error that names the dimensions from which a symbolic number follows; all, if it depends on more."""
@@ -171,7 +182,8 @@ class InputSizes:
                 raise self._fixed_size_needed(relation.free_symbols)
             if too_complex := {symbol for side in relation.args for symbol in _too_complex(side)}:
                 raise self._fixed_size_needed(too_complex)
-            if isinstance(relation, sympy.Eq) and _is_determined(relation):
+            is_too_long = sum(len(expression_text(side)) for side in relation.args) > LONGEST_TEXT - len(" == ")
+            if is_too_long or (isinstance(relation, sympy.Eq) and _is_determined(relation)):
                 raise self._fixed_size_needed(relation.free_symbols)
         return guards
 

@@ -28,6 +28,7 @@ from pipegraph.graph.export.isolation import fake_parameters, generators_restore
 from pipegraph.graph.export.long_sizes import LongSizes
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.python_random import check_chances
+from pipegraph.graph.export.sliced_lists import name_in_lists
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     pytree,
@@ -168,13 +169,15 @@ def _export(
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
         warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights")
-        return torch.export.export(
+        program = torch.export.export(
             model,
             fake_args,
             fake_kwargs,
             dynamic_shapes=None if fixed is None else _varying_sizes(model, fake_args, fake_kwargs, fixed),
             strict=False,
         )
+    name_in_lists(program, model)
+    return program
 
 
 @contextmanager
