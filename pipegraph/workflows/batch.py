@@ -25,7 +25,7 @@ from pipegraph.runtime.wiring import random_for
 
 @dataclass(frozen=True)
 class Batch:
-    """The arguments of one step, all its microbatches joined along dimension 0."""
+    """The arguments of one step, all its microbatches joined along the batch of each input."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -53,20 +53,37 @@ def planned_rows(manifest: Manifest) -> int | None:
     return next((value.shape_at(manifest.captured_sizes)[0] for value in cut), None)
 
 
-def batch_from_source(source: ModelSource, microbatches: int) -> Batch:
+def batch_from_source(source: ModelSource, microbatches: int, manifest: Manifest) -> Batch:
     """Return the example inputs and target of a model file, repeated for each microbatch, with as many rows and tokens
-    as the source asks for."""
+    as the source asks for. Inputs without a batch are as they are: each microbatch takes the whole."""
+    one = _example(source)
 
-    def repeat(leaf: Any) -> Any:
-        leaf = _resized(source, leaf)
-        return torch.cat([leaf] * microbatches) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+    def repeat(leaf: Any, dim: int | None) -> Any:
+        if dim is None or not isinstance(leaf, Tensor) or leaf.dim() <= dim:
+            return leaf
+        return torch.cat([leaf] * microbatches, dim)
 
-    return Batch(_map(repeat, source.args), _map(repeat, source.kwargs), _map(repeat, source.example_target))
+    leaves, form = pytree.tree_flatten((one.args, one.kwargs))
+    names = pytree.tree_leaves((manifest.args, manifest.kwargs))
+    if len(names) == len(leaves):
+        dims = [None if name is None else manifest.values[name].batch_dim for name in names]
+    else:  # of another model, whose inputs are refused by name
+        dims = [0] * len(leaves)
+    args, kwargs = pytree.tree_unflatten(list(map(repeat, leaves, dims)), form)
+    return Batch(args, kwargs, _map(lambda leaf: repeat(leaf, 0), one.target))
+
+
+def _example(source: ModelSource) -> Batch:
+    """The example of a model file, with as many rows and tokens as the source asks for."""
+    args, kwargs, target = (
+        _map(partial(_resized, source), each) for each in (source.args, source.kwargs, source.example_target)
+    )
+    return Batch(args, kwargs, target)
 
 
 def at_asked_sizes(source: ModelSource) -> ModelSource:
     """Return the source with an example that has as many rows and tokens as it asks for."""
-    one = batch_from_source(source, 1)
+    one = _example(source)
     return replace(source, args=one.args, kwargs=one.kwargs, example_target=one.target)
 
 
@@ -144,8 +161,8 @@ def explain_model_mismatch(manifest: Manifest, source: ModelSource | None) -> It
 
 
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:
-    one = value.shape_at()
-    return random_for(value, (microbatches * one[0], *one[1:]) if one else (), generator)
+    shape = [size * (microbatches if dim == value.batch_dim else 1) for dim, size in enumerate(value.shape_at())]
+    return random_for(value, tuple(shape), generator)
 
 
 def _fill(structure: Any, made: dict[str, Any]) -> Any:

@@ -122,7 +122,10 @@ class Training:
         self.has_data = data is not None
         if data is None:
             count = schedule.microbatches
-            example = batch_from_manifest(manifest, count) if source is None else batch_from_source(source, count)
+            if source is None:
+                example = batch_from_manifest(manifest, count)
+            else:
+                example = batch_from_source(source, count, manifest)
             data = TrainingData.repeated(example)
         self._data = data
         self._batches = AgreedBatches(self._pipeline, data, *self._share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec import structs
 
 from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.errors import BatchError
@@ -19,8 +20,8 @@ MANIFEST = Manifest(
     kwargs={"flag": "flag"},
     outputs="y",
     values={
-        "tokens": Value("tokens", "int64", (2, 50), -1, (0,), bound=7),
-        "mask": Value("mask", "bool", (2, 50), -1, (0,)),
+        "tokens": Value("tokens", "int64", (2, 50), -1, (0,), bound=7, batch_dim=0),
+        "mask": Value("mask", "bool", (2, 50), -1, (0,), batch_dim=0),
         "scale": Value("scale", "bfloat16", (), -1, (0,)),
         "flag": Value("flag", "", (), -1, (), constant=3),
         "y": Value("y", "float32", (2, 3), 0, ()),
@@ -38,6 +39,23 @@ def test_inputs_follow_the_manifest() -> None:
     assert (nothing, batch.kwargs, batch.target) == (None, {"flag": 3}, None)
 
 
+def along(**dims: int | None) -> Manifest:
+    """Of a model that takes these inputs, each with its batch there."""
+    values = {name: Value(name, "float32", (2, 3), -1, (0,), batch_dim=dim) for name, dim in dims.items()}
+    stage = StageEntry(0, "stage_0", "Stage0", (*dims,), ("y",))
+    values["y"] = MANIFEST.values["y"]
+    return structs.replace(MANIFEST, args=(*dims,), kwargs={}, values=values, stages=(stage,))
+
+
+def test_only_the_batch_is_repeated() -> None:
+    """The edges of a graph have none, and sequences may have it behind their length."""
+    manifest = along(x=0, edges=None, steps=1)
+    shapes = [(6, 3), (2, 3), (2, 9)]
+    assert [tuple(each.shape) for each in batch_from_manifest(manifest, 3).args] == shapes
+    source = ModelSource("model.py", "", torch.nn.Identity(), tuple(torch.ones(2, 3) for _ in range(3)), {})
+    assert [tuple(each.shape) for each in batch_from_source(source, 3, manifest).args] == shapes
+
+
 def test_inputs_are_seeded() -> None:
     first, second, other = (batch_from_manifest(MANIFEST, 2, seed).args[0] for seed in (0, 0, 1))
     assert torch.equal(first, second)
@@ -48,7 +66,8 @@ def test_example_inputs_are_repeated_for_every_microbatch() -> None:
     source = ModelSource(
         "model.py", "", torch.nn.Identity(), (torch.arange(2),), {"pair": (torch.tensor(1), None)}, None, torch.ones(2)
     )
-    batch = batch_from_source(source, microbatches=2)
+    manifest = structs.replace(MANIFEST, args=("tokens",), kwargs={"pair": ("scale", None)})
+    batch = batch_from_source(source, 2, manifest)
     assert batch.args[0].tolist() == [0, 1, 0, 1]
     assert batch.kwargs == {"pair": (torch.tensor(1), None)}
     assert batch.target.shape == (4,)
@@ -57,7 +76,7 @@ def test_example_inputs_are_repeated_for_every_microbatch() -> None:
 
 def test_example_inputs_have_the_rows_that_are_asked_for() -> None:
     source = ModelSource("model.py", "", torch.nn.Identity(), (torch.arange(6).view(2, 3),), {}, batch=3, seq=2)
-    batch = batch_from_source(source, microbatches=1)
+    batch = batch_from_source(source, 1, along(tokens=0))
     assert batch.args[0].tolist() == [[0, 1], [3, 4], [0, 1]]
 
 
