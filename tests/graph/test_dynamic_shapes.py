@@ -16,7 +16,7 @@ from torch.export import Dim
 import pipegraph
 from pipegraph.errors import CaptureError
 from pipegraph.graph import symbolic_size
-from pipegraph.graph.export import input_sizes, long_sizes
+from pipegraph.graph.export import input_sizes, long_sizes, torch_export
 from pipegraph.graph.export.long_sizes import is_long
 from pipegraph.package import Package
 from pipegraph.package import sizes as package_sizes
@@ -124,6 +124,24 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(CaptureError, match=message) as error:
         pipegraph.capture(model, inputs, dynamic_shapes=dynamic_shapes)
     assert "Try:" in str(error.value)
+
+
+def test_the_batch_varies_where_torch_cannot_let_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative positions of a Conformer end in an assertion of torch's own; its batch is none of them."""
+    own = torch_export._export
+
+    def export(mode: Any, model: Any, args: Any, kwargs: Any, dtype: Any, fixed: Any, allow_derivative: bool) -> Any:
+        if fixed is not None and (0, 1) not in fixed:
+            raise AssertionError("Expected an equality constraint for s27")
+        return own(mode, model, args, kwargs, dtype, fixed, allow_derivative)
+
+    monkeypatch.setattr(torch_export, "_export", export)
+    captured = pipegraph.capture(Scaled(), (FRAMES,))
+    assert captured.sizes.captured == {"batch": 5}
+    reasons = [each.reason for each in captured.sizes.fixed]
+    assert reasons and all(each.startswith("no size but the batch varies: AssertionError: Exp") for each in reasons)
+    with pytest.raises(CaptureError):  # what has to vary is not fixed
+        pipegraph.capture(Scaled(), (FRAMES,), dynamic_shapes={"frames": {0: "batch", 1: "length"}})
 
 
 class Windows(nn.Module):

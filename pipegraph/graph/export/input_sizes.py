@@ -289,6 +289,8 @@ def fixed_sizes(
             reason = "the example has no more, and 1 may stand for a size that is broadcast; capture 2 or more"
         elif exported.fixed is None:
             reason = f"no size varies: {exported.obstacle}"
+        elif exported.obstacle and (position, dim) in exported.fixed and (position, dim) not in exported.computed:
+            reason = f"no size but the batch varies: {exported.obstacle}"
         elif (position, dim) in exported.fixed:
             reason = "the model fixes it, or computes from it what a stage cannot express"
         else:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
@@ -25,7 +25,7 @@ from pipegraph.graph.export.certain_chances import CertainChances
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
-from pipegraph.graph.export.long_sizes import LongSizes
+from pipegraph.graph.export.long_sizes import FixedSizeNeededError, LongSizes
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.python_random import check_chances
 from pipegraph.graph.export.sliced_lists import name_in_lists
@@ -48,7 +48,7 @@ class Exported(NamedTuple):
         mode: in which each module was.
         fixed: the dimensions of inputs that were not let vary; None if none was let.
         lines: a size that the model fixed, as torch names it → the line of the model's source.
-        obstacle: why no dimension was let vary.
+        obstacle: why no dimension was let vary, or none but the batch.
         computed: a dimension that had to be fixed → the line that computes from it what a stage cannot express.
         training_error: why it was not exported in training mode, with the line; empty if it was.
     """
@@ -89,30 +89,54 @@ def export(
     modes = [*([dict.fromkeys(modules, True)] if trains else []), own_modes]
     first_error: Exception | None = None
     obstacle = ""
-    for mode, tried in product(modes, dict.fromkeys((fixed, None))):
+
+    def attempt(mode: Mapping[nn.Module, bool], tried: frozenset[InputDimension] | None) -> Exported:
         lines: dict[str, str] = {}
         long = LongSizes(args, kwargs, kept)
+
+        def note(size: str, value: int) -> None:
+            lines.setdefault(size, current_user_line())
+
         try:
-            with (
-                long.refused(),
-                fixed_sizes_seen(lambda size, value, lines=lines: lines.setdefault(size, current_user_line())),  # type: ignore[misc]
-            ):
+            with long.refused(), fixed_sizes_seen(note):
                 program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
+        except Exception:
+            if long.refusal is not None:
+                raise long.refusal from None
+            raise
+        failed = "" if first_error is None else _at_line(_summary(first_error), first_error)
+        return Exported(program, mode, tried, lines, obstacle, training_error=failed)
+
+    for mode, tried in product(modes, dict.fromkeys((fixed, None))):
+        try:
+            exported = attempt(mode, tried)
+        except FixedSizeNeededError:
+            raise
         except LostBackwardError as error:
             raise CaptureError(_lost_backward(model, error)) from error
         except Exception as error:
-            if long.refusal is not None:
-                raise long.refusal from None
             if tried is None:  # otherwise the reason is the same, or it is that sizes vary
                 first_error = first_error or error
             else:
                 obstacle = obstacle or _at_line(_summary(error), error)
             continue
-        failed = "" if first_error is None else _at_line(_summary(first_error), first_error)
-        return Exported(program, mode, tried, lines, obstacle if tried is None else "", training_error=failed)
+        others = _beside_batch(args, kwargs)
+        if tried is None and fixed is not None and others > fixed and not kept & others:
+            with suppress(Exception):  # then nothing varies
+                return attempt(mode, others)
+        return exported if tried is None else exported._replace(obstacle="")
     assert first_error is not None
     mode_needed = " in training mode" if _exports_evaluated(model, args, kwargs) else ""
     raise CaptureError(explanation(model, first_error, mode_needed)) from first_error
+
+
+def _beside_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[InputDimension]:
+    """All dimensions of the inputs but the batch: the first one of the first tensor, and those of others as long."""
+    leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+    tensors = [(at, leaf) for at, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    rows = tensors[0][1].shape[0] if tensors else 0
+    every = ((at, dim, size) for at, tensor in tensors for dim, size in enumerate(tensor.shape))
+    return frozenset((at, dim) for at, dim, size in every if dim or size != rows)
 
 
 def _exports_evaluated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
