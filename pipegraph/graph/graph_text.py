@@ -107,19 +107,21 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
 def _whole(captured: Captured, root: CallTree, begins: str | None) -> Iterator[str]:
     """Yield the FQNs of calls that hold parameters, and of the one with which the stage begins.
 
-    A call that was cut is replaced with the calls inside it.
+    A call that was cut is replaced with the calls inside it; one without any is a part.
     """
 
-    def parts(call: CallTree) -> Iterator[CallTree]:
-        inner = list(call.calls())
-        if not inner or len(list(call.nodes())) == captured.operations_of[call.call]:
-            yield call
+    def parts(call: CallTree) -> Iterator[tuple[CallTree, bool]]:
+        inner, is_whole = list(call.calls()), len(list(call.nodes())) == captured.operations_of[call.call]
+        if is_whole or not inner:
+            yield call, is_whole
             return
         for child in inner:
             yield from parts(child)
 
     for call in whole_calls(captured, root):
-        yield from (part.fqn for part in parts(call) if part.fqn == begins or holds_parameter(captured, part))
+        for part, is_whole in parts(call):
+            if part.fqn == begins or holds_parameter(captured, part):
+                yield part.fqn if is_whole else f"part of {part.fqn}"
 
 
 def _runs(names: Sequence[str]) -> list[list[str]]:

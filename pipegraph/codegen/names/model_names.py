@@ -79,7 +79,8 @@ class ModelNames:
             return ""
         operations = [node for node in self._captured.nodes if call.call in dict(path_of(node))]
         nodes = set(call.nodes())
-        return "Start" if operations[0] in nodes else "End" if operations[-1] in nodes else "Middle"
+        # Cheap operations on inputs of the model, such as a slice, may stand first and run in a later stage.
+        return "End" if operations[-1] in nodes else "Start" if operations[0] in nodes else "Middle"
 
     def docstring(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
         """The docstring of a class: its origin, a place in the model, and the shapes of inputs and outputs there."""

@@ -27,13 +27,14 @@ _PLAIN = (bool, int, float, str, type(None))
 def record_calls(model: nn.Module) -> AbstractContextManager[None]:
     """Mark the arguments and results of every call of a module, or of a function beside one, that ``torch.export``
     traces inside."""
-    helpers = HelperCalls(model)
-    return module_calls_wrapped(partial(_run_recorded, model, helpers), helpers.name)
+    helpers, running = HelperCalls(model), list[str]()
+    return module_calls_wrapped(partial(_run_recorded, model, helpers, running), helpers.name)
 
 
 def _run_recorded(
     model: nn.Module,
     helpers: HelperCalls,
+    running: list[str],
     tracer: Any,
     module: nn.Module,
     forward: Callable[..., Any],
@@ -41,10 +42,16 @@ def _run_recorded(
     kwargs: dict[str, Any],
 ) -> Any:
     call = call_name(current_call(tracer))
+    if running and running[-1] == call:  # no module of the model: a slice of a Sequential, which is made when called
+        return forward(*args, **kwargs)
     arguments = list(_arguments(module, args, kwargs))
     _mark(tracer, "argument_of", call, _argument_places(arguments))
     buffers = dict(module.named_buffers(recurse=False))
-    result = forward(*args, **kwargs)
+    running.append(call)
+    try:
+        result = forward(*args, **kwargs)
+    finally:
+        running.pop()
     if module is not model:  # torch.export keeps what the outermost module assigns
         _write_assigned(module, buffers)
     helpers.end(tracer)
