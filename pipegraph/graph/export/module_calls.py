@@ -42,8 +42,8 @@ def _run_recorded(
     kwargs: dict[str, Any],
 ) -> Any:
     call = call_name(current_call(tracer))
-    if running and running[-1] == call:  # no module of the model: a slice of a Sequential, which is made when called
-        return forward(*args, **kwargs)
+    if module is not model and running and running[-1] == call:
+        return forward(*args, **kwargs)  # no module of the model: a slice of a Sequential is made when it is called
     arguments = list(_arguments(module, args, kwargs))
     _mark(tracer, "argument_of", call, _argument_places(arguments))
     buffers = dict(module.named_buffers(recurse=False))
