@@ -77,11 +77,20 @@ def write_package(
     return Package.open(folder)
 
 
+def _is_worked_in(folder: Path) -> bool:
+    """Whether the working folder is this one, or in it."""
+    try:
+        return Path.cwd().is_relative_to(folder.resolve())
+    except OSError:  # it has been removed
+        return False
+
+
 def require_writable(folder: Path, overwrite: bool) -> None:
     """Check, before any work, that a folder can be written and may be replaced.
 
     Raises:
-        PackageError: it cannot be written, holds other files, or holds a package while ``overwrite`` is false.
+        PackageError: it cannot be written, holds other files, holds a package while ``overwrite`` is false, or is the
+            working folder.
     """
     if folder.exists() and not folder.is_dir():
         raise PackageError(f"{folder} is a file.\nTry: {argument('out')} with another folder.")
@@ -90,15 +99,21 @@ def require_writable(folder: Path, overwrite: bool) -> None:
         tempfile.TemporaryDirectory(dir=above).cleanup()
     except OSError as error:
         raise unwritable(folder, above, error) from None
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir():
         return
-    foreign = _foreign_files(folder)
+    is_empty = not any(folder.iterdir())
+    foreign = [] if is_empty else _foreign_files(folder)
     if foreign:
         raise PackageError(
             f"{folder} holds files that pipegraph did not write ({', '.join(foreign[:4])}"
             f"{', …' if len(foreign) > 4 else ''}); it is left alone.\nTry: {argument('out')} with a new folder."
         )
-    if not overwrite:
+    if _is_worked_in(folder):
+        raise PackageError(
+            f"{folder} cannot be replaced: this process works in it.\n"
+            f"Try: {argument('out')} with another folder, or from the folder above it."
+        )
+    if not is_empty and not overwrite:
         state = _package_state(folder)
         replace = f"{argument('overwrite', True)} to replace it, or {argument('out')} with a new folder"
         raise PackageError(f"{folder} already holds {state}.\nTry: {replace}.")

@@ -326,6 +326,8 @@ def run_executors(executors: Sequence[Executor], given: StepInputs, results: Ste
     Each goes on until it needs what another of them has yet to send.
     """
     runs: list[tuple[Executor, Iterator[Any]]] = [(executor, executor.run(given, results)) for executor in executors]
+    for executor in executors:
+        executor.position = 0  # not where a step that failed has ended
     try:
         while runs:
             before = [executor.position for executor, _ in runs]

@@ -267,3 +267,15 @@ def test_an_operation_of_an_unknown_library_is_refused(tmp_path: Path) -> None:
     finally:
         library._destroy()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [".", ""])
+def test_the_working_folder_is_not_replaced(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever works there would stand in a folder that is gone."""
+    inside = tmp_path / "above" / "inside"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    with pytest.raises(PackageError, match=r"works in it\.\nTry: out "):
+        package_writer.require_writable(Path(name), overwrite=True)
+    package_writer.require_writable(Path("package"), overwrite=False)
+    package_writer.require_writable(Path("../beside"), overwrite=False)

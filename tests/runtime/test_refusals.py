@@ -57,6 +57,27 @@ def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) 
     assert torch.equal(pipe.step(x, target=torch.zeros(8)).loss, expected.loss)
 
 
+def test_a_step_is_whole_after_one_that_failed_in_any_action(tmp_path: Path) -> None:
+    """Where that ended is no place at which the next one has waited, which would be taken for a deadlock."""
+    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=4, loss_fn=loss)
+    (x,) = batch(pipe.package.manifest, 4).values()
+    expected = pipe.step(x, target=torch.zeros(8)).loss
+    actions = [(rank, place) for rank, row in enumerate(pipe.schedule.actions) for place in range(len(row))]
+    for rank, place in actions:
+
+        class Failing:
+            def begin(self, at: int, action: Action, own: Any = pipe.schedule.actions[rank][place]) -> None:
+                if action == own:
+                    raise ValueError("on purpose")
+
+            def end(self, *_: object) -> None:
+                pass
+
+        with pipe.observe(Failing()), pytest.raises(RuntimeFault, match="on purpose"):
+            pipe.step(x, target=torch.zeros(8))
+        assert torch.equal(pipe.step(x, target=torch.zeros(8)).loss, expected)
+
+
 @pytest.mark.parametrize("method", ["begin", "prepare"])
 def test_a_stage_that_fails_before_its_first_action_is_named(method: str, tmp_path: Path) -> None:
     pipe = pipeline(write(chain(3), tmp_path / "chain"), schedule="gpipe", microbatches=2, loss_fn=loss)
