@@ -101,7 +101,7 @@ def export(
             with long.refused(), fixed_sizes_seen(note):
                 program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
         except Exception:
-            if long.refusal is not None:
+            if long.refusal is not None:  # torch may raise another error in its place
                 raise long.refusal from None
             raise
         failed = "" if first_error is None else _at_line(_summary(first_error), first_error)
