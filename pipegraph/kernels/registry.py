@@ -30,8 +30,8 @@ def _autograd(
 ) -> list[Maker]:
     if recorder is not None:
         raise PipegraphError(
-            'kernels="autograd" leaves every stage to autograd, of which no CUDA graph is recorded.\n'
-            "Try: one of the two."
+            f"{argument('kernels', 'autograd')} leaves every stage to autograd, of which no CUDA graph is recorded.\n"
+            f"Try: {argument('kernels', 'inductor')}."
         )
     if strict:
         raise PipegraphError(

@@ -96,8 +96,8 @@ class Pipeline(PipelineState, PipelineRanks):
             step, the first one with its compilation included.
         weights: the folder of a Hugging Face checkpoint. Its parameters and persistent buffers take the place of the
             package's, in the stages' dtypes. Each process reads those of its own stages, and no file without any.
-        max_variants: how many variants of a stage are traced after a `retrace`: for its modes, dtypes, branches on
-            sizes and so on. One more is left to autograd, with a warning.
+        max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
+            branches on sizes and so on. One more is left to autograd, with a warning.
         check_weights: whether it is an error if a shard that this process reads is not as it was written.
         strict: whether it is an error if a stage is left to autograd.
         loss_reduction: how the loss of a step is made of those of its microbatches: "mean", weighed by their rows, if
@@ -106,9 +106,9 @@ class Pipeline(PipelineState, PipelineRanks):
             `loss_weight(target)` returns how many count in a microbatch. The loss of a step, and each metric, is then
             the sum over microbatches and data-parallel ranks, divided by all that counts there.
         seed: what dropout and all other random operations draw from. Their numbers depend on it, the step, the
-            microbatch of the whole batch and what draws, and on nothing else, such as cuts or processes. By default
-            they come from torch's generators. Parameters of a package without weights follow from it, too. Ranks along
-            "tp" draw the same, each for its own part of what they divide.
+            microbatch of the whole batch and what draws, and on nothing else: not on cuts, schedule, processes,
+            kernels or recompute. By default they come from torch's generators. Parameters of a package without weights
+            follow from it, too. Ranks along "tp" draw the same, each for its own part of what they divide.
         precision: "bf16" or "fp16": stages compute and send in this dtype, and parameters, gradients, the optimizer's
             state and checkpoints have float32. "bf16-true" or "fp16-true": everything has this dtype. "fp32":
             everything has float32. By default the dtypes are the package's.

@@ -94,8 +94,8 @@ def graph_recorder(
         divided = [name for name, each in stage.named_parameters() if is_sharded(each)]
         if divided:
             raise PipegraphError(
-                f"{argument('cuda_graphs', True)} reads parameters where they are, and {divided[0]} of stage {index} "
-                "is divided between ranks: what is gathered lies elsewhere each time.\n"
+                f"{argument('cuda_graphs', True)} records no collectives, and {divided[0]} of stage {index} is divided "
+                "between ranks.\n"
                 "Try: a mesh of pp and dp_replicate alone."
             )
     return partial(CudaGraphRecorder, device)
