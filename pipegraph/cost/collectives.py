@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pipegraph.cost.hardware import Links
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+GATHER, REDUCE, ALL_REDUCE, ALL_GATHER = "gather", "reduce", "all_reduce", "all_gather"
+"""The ways of ranks along dp_shard, those of their replicas, and of ranks along tp."""
 
 
 def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride: int = 1) -> float:
@@ -15,7 +16,7 @@ def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride:
 
     Args:
         links: of the profile.
-        kind: one of the three above.
+        kind: one of the four above.
         size: bytes of the whole tensor.
         ranks: how many there are.
         stride: how far apart they are numbered.
@@ -24,8 +25,9 @@ def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride:
         return 0.0
     link = links.among(rank * stride for rank in range(ranks))
     seconds = {
+        GATHER: link.gather_seconds,
+        REDUCE: link.reduce_seconds,
         ALL_REDUCE: link.all_reduce_seconds,
-        ALL_GATHER: link.gather_seconds,
-        REDUCE_SCATTER: link.reduce_seconds,
+        ALL_GATHER: link.all_gather_seconds,
     }
     return seconds[kind](size, ranks)

@@ -25,7 +25,7 @@ Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
 Seconds = Annotated[float, Meta(ge=0, le=0.1)]
 
 SCHEMA_VERSION: Final = 1
-_COLLECTIVES: Final = ("gather", "reduce", "all_reduce")
+_COLLECTIVES: Final = ("gather", "reduce", "all_reduce", "all_gather")
 ANY: Final = "any"
 """The dtype of an attained part that holds for every dtype without its own."""
 OTHER: Final = "other"
@@ -58,6 +58,7 @@ class Link(Entry, frozen=True):
         gather, reduce, all_reduce: bytes per second over the bytes of the whole and the number of ranks, of collectives
             between ranks that such links connect: what each rank has a part of is gathered; each rank gets its part of
             a sum; every rank gets the sum. None for what was not measured.
+        all_gather: of torch's own, by which tensor parallelism gathers; None if it is as fast as ``gather``.
     """
 
     latency: Seconds
@@ -66,6 +67,7 @@ class Link(Entry, frozen=True):
     gather: SizeTable | None = None
     reduce: SizeTable | None = None
     all_reduce: SizeTable | None = None
+    all_gather: SizeTable | None = None
 
     def seconds(self, size: float) -> float:
         """Return how long a message of so many bytes takes, in seconds."""
@@ -85,6 +87,10 @@ class Link(Entry, frozen=True):
     def all_reduce_seconds(self, size: float, ranks: int) -> float:
         """Return how long they take to add up such tensors, of which each gets the whole."""
         return self._collective_seconds(self.all_reduce, size, ranks, rounds=2 * (ranks - 1))
+
+    def all_gather_seconds(self, size: float, ranks: int) -> float:
+        """Return how long ``gather_seconds`` would be by torch's all-gather."""
+        return self._collective_seconds(self.all_gather or self.gather, size, ranks, rounds=ranks - 1)
 
     def _collective_seconds(self, measured: SizeTable | None, size: float, ranks: int, rounds: int) -> float:
         if ranks == 1:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
+from pipegraph import collectives
 from pipegraph.cost.hardware import MeasuredLinks
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
@@ -23,9 +25,8 @@ _TIMEOUT = 120.0  # seconds that all of it may take
 _SIZES = tuple(4**power * 1024 for power in range(8))  # of messages: 1 KiB to 16 MiB
 _WARM, _SAMPLES = 2, 9
 
-# torch 2.13 has given both another name.
-_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 has given it another name.
+_ALL_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -144,17 +145,28 @@ def _collective_rates(rank: int, ranks: int, backend: str, device: torch.device)
             group = groups[place]
             whole = torch.zeros(-(-size // (4 * count)) * count, device=device)  # float32, as gradients are
             part = torch.zeros(len(whole) // count, device=device)
+            rows = whole.view(count, -1)
             calls: dict[str, Callable[[], object]] = {
-                "gather": partial(_GATHER, whole, part, group=group),
-                "reduce": partial(_REDUCE, part, whole, group=group),
+                "gather": partial(_gather, rows, rank % count, group),
+                "reduce": partial(_reduce, rows, group),
                 "all_reduce": partial(dist.all_reduce, whole, group=group),
             }
-            if backend == "gloo":  # which adds up the whole on every rank, also if each is to get a part alone
-                calls["reduce"] = calls["all_reduce"]
+            if backend == "gloo":  # with another one it is what `gather` does
+                calls["all_gather"] = partial(_ALL_GATHER, whole, part, group=group)
             for name, call in calls.items():
                 rates = found.setdefault(name, {}).setdefault(str(count), [])
                 rates.append(whole.nbytes / _usual_seconds(call, device))
     return found
+
+
+def _gather(rows: Tensor, place: int, group: dist.ProcessGroup) -> None:
+    collectives.start_gather(rows, place, group).wait()
+
+
+def _reduce(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    work, own_sum = collectives.start_reduce(rows, group)
+    work.wait()
+    return own_sum()
 
 
 def _usual_seconds(call: Callable[[], object], device: torch.device) -> float:

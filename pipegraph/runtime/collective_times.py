@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from pipegraph.collectives import Works
 from pipegraph.runtime.measurements import CollectiveObserver, Message
 from pipegraph.schedule import Collective
 
-Sent = tuple[Work, Message]
+Sent = tuple[Work | Works, Message]
 """A message that is under way."""
 
 

@@ -8,12 +8,13 @@ Complex numbers travel as pairs of real ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Work
 
+from pipegraph.collectives import Works
 from pipegraph.kernels.sharded import local, rebuilt
 from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup, ShardedParameter
@@ -38,8 +39,8 @@ class GroupTransfers:
             for each in group.parameters
         }
         self._sums: dict[ShardedParameter, Tensor] = {}
-        self._gathering: tuple[Work, Tensor] | None = None
-        self._reducing: tuple[list[Reduction], Tensor, Tensor] | None = None
+        self._gathering: tuple[Work | Works, Tensor] | None = None
+        self._reducing: tuple[list[Reduction], Callable[[], Tensor], Tensor] | None = None
         self._reduced: Tensor | None = None
         self._missing: set[ShardedParameter] = set()
 
@@ -100,18 +101,20 @@ class GroupTransfers:
         like = _real(trained[0].local_whole)
         dtype = self._reduce_dtype or like.dtype
         lengths = self._lengths(trained)
-        sent = torch.zeros(self._line.size, sum(lengths) + len(trained), dtype=dtype, device=like.device)
+        sent = torch.empty(self._line.size, sum(lengths) + len(trained), dtype=dtype, device=like.device)
         *rows, counts = sent.split([*lengths, len(trained)], dim=1)
+        counts.zero_()
         self._missing.clear()
         for index, (each, row) in enumerate(zip(trained, rows, strict=True)):
             gradient = self._take_gradient(each)
             if gradient is None:
                 self._missing.add(each)
+                row.zero_()
                 continue
             counts[:, index] = 1
             self._layouts[each].write(gradient, row)
-        started, reduced = self._line.start_reduce(sent)
-        self._reducing = started, reduced, sent
+        started, own_sum = self._line.start_reduce(sent)
+        self._reducing = started, own_sum, sent
         return [(each.work, Message(each.what, each.size, each.ranks)) for each in started]
 
     def free_reduced(self) -> None:
@@ -134,9 +137,9 @@ class GroupTransfers:
 
     def _wait_for_part(self) -> None:
         assert self._reducing is not None
-        started, reduced, _ = self._reducing
+        started, own_sum, _ = self._reducing
         self._line.wait(*(each.work for each in started))
-        self._reduced, self._reducing = self._line.own_row(reduced), None
+        self._reduced, self._reducing = own_sum(), None
 
     def _take_gradient(self, parameter: ShardedParameter) -> Tensor | None:
         """The gradient of the whole parameter, in real numbers. The parameter gives it away."""

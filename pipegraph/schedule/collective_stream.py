@@ -37,6 +37,8 @@ class RankCollectives:
     """from UNSHARD to RESHARD"""
     gradients: tuple[Held, ...]
     """from the first W or B to the end of REDUCE_GRAD"""
+    reductions: tuple[Held, ...]
+    """from when the rank comes to REDUCE_GRAD to its end"""
     peak_whole: int
     """the largest number of stages whose parameters are whole at one time"""
     waited: float
@@ -73,6 +75,7 @@ class CollectiveStream:
     events: list[CollectiveEvent] = field(default_factory=list)
     parameters: list[Held] = field(default_factory=list)
     gradients: list[Held] = field(default_factory=list)
+    reductions: list[Held] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)
     _whole: dict[int, _Gathered] = field(default_factory=dict)  # by stage
     _contributed: dict[int, float] = field(default_factory=dict)  # stage → when its gradients were made
@@ -90,6 +93,7 @@ class CollectiveStream:
         self.events.append(CollectiveEvent(collective, start, self.clock))
         if collective.kind is CollectiveKind.REDUCE_GRAD:
             self.gradients.append(Held(stage, self._contributed[stage], self.clock))
+            self.reductions.append(Held(stage, now, self.clock))
         else:
             self._whole[stage] = _Gathered(now, self.clock, self.begun)
             self.peak_whole = max(self.peak_whole, len(self._whole))
@@ -114,6 +118,7 @@ class CollectiveStream:
             events=tuple(self.events),
             parameters=tuple(self.parameters),
             gradients=tuple(self.gradients),
+            reductions=tuple(self.reductions),
             peak_whole=self.peak_whole,
             waited=self.waited,
             waits=self.waits,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class ParameterBytes(NamedTuple):
 
 
 def parameter_bytes(
-    schedule: Schedule, times: Times, whole: Sequence[float], shards: Sequence[float]
+    schedule: Schedule, times: Times, whole: Sequence[float], shards: Sequence[float], exchanged: bool = False
 ) -> tuple[ParameterBytes, ...]:
     """Return what each rank holds of parameters and of unreduced gradients, which are as large.
 
@@ -36,6 +36,8 @@ def parameter_bytes(
     Args:
         schedule: with its collectives, as `lower` returns it.
         whole, shards: for each stage, the bytes of its whole parameters, and of the part that a rank keeps.
+        exchanged: whether the ranks exchange gradients, as over gloo, which takes the memory of a stage's once more
+            from its REDUCE_GRAD on; NCCL adds them up on the way.
 
     Raises ScheduleError as `simulate` does, and if there is not one figure per stage.
     """
@@ -55,18 +57,41 @@ def parameter_bytes(
     return tuple(
         ParameterBytes(
             rest,
-            rest + _peak(each.parameters, whole),
-            rest + _peak((*each.parameters, *_sharded_gradients(each, schedule)), whole),
+            rest + _peak(_changes(each.parameters, whole)),
+            rest + _peak(_with_gradients(each, schedule, whole, exchanged)),
         )
         for rest, each in zip(at_rest, collectives, strict=True)
     )
 
 
-def _sharded_gradients(collectives: RankCollectives, schedule: Schedule) -> list[Held]:
-    return [held for held in collectives.gradients if held.stage in schedule.sharded]
+class _Change(NamedTuple):
+    """What is held becomes more or less. Changes at one time come in the order of ``rank``."""
+
+    time: float
+    rank: int
+    size: float
 
 
-def _peak(held: Iterable[Held], size: Sequence[float]) -> float:
-    """Return the largest sum of what is held at one time. What ends at a time makes room for what starts then."""
-    changes = [(time, sign * size[each.stage]) for each in held for time, sign in ((each.start, 1), (each.end, -1))]
-    return max(accumulate(change for _, change in sorted(changes)), default=0.0)
+def _changes(held: Iterable[Held], size: Sequence[float]) -> Iterator[_Change]:
+    """What ends at a time makes room for what starts then."""
+    for each in held:
+        yield _Change(each.start, 2, size[each.stage])
+        yield _Change(each.end, 0, -size[each.stage])
+
+
+def _with_gradients(
+    collectives: RankCollectives, schedule: Schedule, size: Sequence[float], exchanged: bool
+) -> Iterator[_Change]:
+    yield from _changes(collectives.parameters, size)
+    for each in collectives.gradients:
+        if each.stage in schedule.sharded:
+            yield _Change(each.start, 4, size[each.stage])
+            yield _Change(each.end, 3 if exchanged else 0, -size[each.stage])
+    for each in collectives.reductions if exchanged else ():
+        if each.stage in schedule.sharded:
+            yield _Change(each.start, 2, size[each.stage])  # after the stage's parameters were freed
+            yield _Change(each.end, 3, -size[each.stage])
+
+
+def _peak(changes: Iterable[_Change]) -> float:
+    return max(accumulate(each.size for each in sorted(changes)), default=0.0)

@@ -82,7 +82,7 @@ def test_links_between_processes() -> None:
     for rank, other in ((0, 1), (1, 0)):
         assert 0 <= (found.latency[rank][other] or 0.0) < 1
         assert (found.bandwidth[rank][other] or 0.0) > 1e6
-    assert set(rates.collectives) == {"gather", "reduce", "all_reduce"}
+    assert set(rates.collectives) == {"gather", "reduce", "all_reduce", "all_gather"}
     for table in rates.collectives.values():
         assert table.axes == {"ranks": (2.0, 3.0), "bytes": tuple(map(float, machine_links._SIZES))}
         assert table.at(ranks=2, bytes=2**24) > 10 * table.at(ranks=2, bytes=2**10)  # latency counts for less

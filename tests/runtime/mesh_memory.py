@@ -85,7 +85,8 @@ def _measure(folder: str, shape: Shape, schedule: str, resident: int | None) -> 
     whole = 4.0 * LAYERS * (WIDTH + 1) * WIDTH
     count, executors = pipe.schedule.stages, pipe._runner.executors
     sizes = Times.equal(count), [whole] * count, [whole / 2] * count
-    in_step = parameter_bytes(pipe.schedule_with_collectives, *sizes)[pipe.ranks[0]]
+    exchanged = "dp_replicate" not in shape  # sums over replicas are in place
+    in_step = parameter_bytes(pipe.schedule_with_collectives, *sizes, exchanged=exchanged)[pipe.ranks[0]]
     in_evaluation = parameter_bytes(executors._evaluation, *sizes)[pipe.ranks[0]]
     held = sum(each.numel() for each in map(local, pipe.parameters())) * 4.0
     found = {"rest": (held, in_step.at_rest)}

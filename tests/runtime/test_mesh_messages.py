@@ -39,8 +39,8 @@ def test_messages_are_those_of_the_schedule_and_rest_takes_no_more_than_parts(
     whole = sum(4 * parameter.numel() for parameter in Reference(Package.open(folder)).parameters.values())
     for messages, placed, whole_bytes, parts in ranks.run(mesh_messages.count_messages, 4, folder, resident):
         assert messages["_allgather_base_"] == placed["UNSHARD"]
-        assert messages["allreduce_"] == placed["REDUCE_GRAD"] == 6  # by which gloo reduces, of ours as of torch's
-        assert messages.keys() == {"_allgather_base_", "allreduce_"}
+        assert messages["alltoall_base_"] == placed["REDUCE_GRAD"] == 6
+        assert messages.keys() == {"_allgather_base_", "alltoall_base_"}
         assert gathers is None or placed["UNSHARD"] == 3 * gathers
         assert whole_bytes == 0
         assert parts <= whole / 4 * 1.2  # half of half the stages; the first and the last one have more than others

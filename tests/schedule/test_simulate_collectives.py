@@ -87,6 +87,10 @@ def test_bytes_at_rest_and_within_a_step() -> None:
     assert parameter_bytes(few, times, (100, 60), (50, 30)) == (ParameterBytes(80, 180, 80 + 100 + 160),)
     quick = Times.equal(2)
     assert parameter_bytes(few, quick, (100, 60), (50, 30)) == (ParameterBytes(80, 180, 80 + 100 + 100),)
+    # 1REDUCE_GRAD begins when the parameters of stage 1 were freed and those of stage 0 gathered.
+    for each in (times, quick):
+        assert parameter_bytes(few, each, (100, 60), (50, 30), exchanged=True)[0].with_gradients >= 80 + 100 + 60 * 2
+    assert parameter_bytes(ONE, quick, (100, 60), (50, 30), exchanged=True)[0].with_gradients == 80 + 160 + 60
     mixed = lower(build("1f1b", 2, 2), sharded=[0], replicated=[1])
     assert parameter_bytes(mixed, times, (100, 60), (50, 30)) == (
         ParameterBytes(50, 150, 250),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collective_seconds
+from pipegraph.cost.collectives import ALL_REDUCE, GATHER, REDUCE, collective_seconds
 from pipegraph.cost.hardware import Hardware
 
 _WHOLE_STATE = 4.0  # a parameter, its gradient and AdamW's two moments
@@ -46,13 +46,13 @@ class Layout:
         places."""
         if self.dp_shard == 1:
             return 0.0
-        return collective_seconds(hardware.links, ALL_GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
+        return collective_seconds(hardware.links, GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
 
     def reduce_seconds(self, hardware: Hardware, size: float) -> float:
         """Return what it takes to reduce the gradients of a stage, of so many bytes, which are put together first."""
         if self.copies == 1:
             return 0.0
-        scatter = collective_seconds(hardware.links, REDUCE_SCATTER, size, self.dp_shard, self.tp)
+        scatter = collective_seconds(hardware.links, REDUCE, size, self.dp_shard, self.tp)
         part, stride = size / self.dp_shard, self.dp_shard * self.tp
         reduction = collective_seconds(hardware.links, ALL_REDUCE, part, self.dp_replicate, stride)
         return _copied(hardware, size) + scatter + reduction

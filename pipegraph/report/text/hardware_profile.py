@@ -34,8 +34,10 @@ def render_hardware(hardware: Hardware, width: int | None = None) -> str:
             figures = f"{format_seconds(link.latency)}, {format_count(link.bandwidth, 'B/s')}"
             rows.append((f"link {where}", f"{figures} ({link.name})"))
     for where, link in (("in a node", links.intra_node), ("between nodes", links.inter_node)):
-        tables = {} if link is None else {"gather": link.gather, "reduce": link.reduce, "all-reduce": link.all_reduce}
-        rows += [(f"{what} {where}", _span(each, 1.0, "B/s")) for what, each in tables.items() if each is not None]
+        for what in ("gather", "reduce", "all_reduce", "all_gather"):
+            measured = getattr(link, what, None)
+            if measured is not None:
+                rows.append((f"{what.replace('_', '-')} {where}", _span(measured, 1.0, "B/s")))
     if hardware.host_link is not None:
         figures = f"{format_seconds(hardware.host_link.latency)}, {format_count(hardware.host_link.bandwidth, 'B/s')}"
         rows.append(("link to the host's memory", f"{figures} ({hardware.host_link.name})"))

@@ -2,26 +2,24 @@
 
 If the line has replicas, gradients are added up over these as well:
 
-gloo   all-reduce over all ranks of all replicas          ─▶ this rank's row
-NCCL   reduce-scatter over the line ─▶ this rank's row ─▶ all-reduce over the ranks that have the same row
+NCCL   reduction over the line ─▶ this rank's row ─▶ all-reduce over the ranks that have the same row
+gloo   all-reduce over all ranks of all replicas  ─▶ this rank's row
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegraph import collectives
+from pipegraph.collectives import Works
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, SHARD, RankGrid
-
-# torch 2.13 has given both another name.
-_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Reduction(NamedTuple):
@@ -64,41 +62,35 @@ class ShardLine:
         groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}
         self._group, self._sums = groups[SHARD,], groups[summed]
 
-    def start_gather(self, rows: Tensor) -> dist.Work:
+    def start_gather(self, rows: Tensor) -> dist.Work | Works:
         """Start to gather the rows [ranks, elements] of which each rank has its own."""
         with lost_connections(None):
-            work: dist.Work = _GATHER(rows.view(-1), rows[self.place], group=self._group, async_op=True)
-            return work
+            return collectives.start_gather(rows, self.place, self._group)
 
-    def start_reduce(self, rows: Tensor) -> tuple[list[Reduction], Tensor]:
+    def start_reduce(self, rows: Tensor) -> tuple[list[Reduction], Callable[[], Tensor]]:
         """Start to add up rows [ranks, elements] over ranks and replicas, which uses them up. Each rank gets its own.
 
-        Gloo adds up all rows on every rank whatever it is asked for. So it is asked for that, once for all replicas: it
-        then needs no copy of the rows, and its work says when it is done. NCCL's sum over replicas is behind that of
-        the line in a stream of its own, so that all ranks start both in the same order and none waits.
+        NCCL's sum over replicas is behind that of the line in a stream of its own, so that all ranks start both in the
+        same order and none waits. Gloo has no streams: it adds up all rows on every rank of all replicas.
 
         Returns:
-            The messages, and what `own_row` finds the sum in once that is waited for.
+            The messages, and what returns this rank's sum, with memory of its own, once they are waited for.
         """
         with lost_connections(None):
-            if self._beside is None:
+            if self._sums is not self._group and self._beside is None:
                 work = dist.all_reduce(rows, group=self._sums, async_op=True)
-                return [Reduction(work, "all_reduce", rows.nbytes, self._summed)], rows
-            own = torch.empty_like(rows[0])
-            work = _REDUCE(own, rows.view(-1), group=self._group, async_op=True)
+                return [Reduction(work, "all_reduce", rows.nbytes, self._summed)], rows[self.place].clone
+            work, own_sum = collectives.start_reduce(rows, self._group)
             started = [Reduction(work, "reduce", rows.nbytes, self.ranks)]
             if self._sums is not self._group:
+                own = own_sum()
                 with torch.cuda.stream(self._beside):
                     work.wait()  # of this stream
                     work = dist.all_reduce(own, group=self._sums, async_op=True)
                 started.append(Reduction(work, "all_reduce", own.nbytes, self._summed))
-            return started, own
+            return started, own_sum
 
-    def own_row(self, reduced: Tensor) -> Tensor:
-        """This rank's row of what was reduced, with memory of its own."""
-        return reduced if reduced.dim() == 1 else reduced[self.place].clone()
-
-    def wait(self, *works: dist.Work) -> None:
+    def wait(self, *works: dist.Work | Works) -> None:
         """Wait for what was started; on a GPU the current stream waits."""
         with lost_connections(None):
             for work in works:
