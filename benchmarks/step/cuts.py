@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import price
 from pipegraph.graph.partition.split_points import Point, locate
-from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, lower_bound, search, simulate
+from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, join_backwards, lower_bound, search, simulate
 
 Cuts = tuple[str, ...]
 RANKS = 2
@@ -71,10 +71,15 @@ class CutSearch:
         self._stage = cache(self._priced.stage)
 
     def shortlist(self, schedule: str, inside: bool, count: int) -> list[Candidate]:
-        """Return so many cuts that are worth trying between layers, and with `inside` as many that may cut layers."""
+        """Return so many cuts that are worth trying between layers, and with `inside` as many that may cut layers.
+
+        What can be cut inside layers is pipegraph's, which has whole backwards where nothing waits for them.
+        """
         found = []
         for places in (self._anywhere, self._between) if inside else (self._between,):
             found += self._searched(places) if schedule == "searched" else self._named(schedule, places, count)
+        if inside:
+            found = [self._joined(candidate) for candidate in found]
         return list({(candidate.schedule, candidate.cuts): candidate for candidate in found}.values())
 
     def _stages(self, cuts: Iterable[str]) -> list[SegmentCost]:
@@ -110,6 +115,13 @@ class CutSearch:
             for cuts in self._promising(places, schedule.placement, SIMULATED)
         ]
         return sorted(found, key=_makespan)[:count]
+
+    def _joined(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with whole backwards where nothing waits for them."""
+        schedule = candidate.schedule
+        built = build(schedule, RANKS, self._microbatches) if isinstance(schedule, str) else schedule
+        joined = join_backwards(built, self._times(candidate.cuts))
+        return candidate if joined is built else replace(candidate, schedule=joined)
 
     def _searched(self, places: Sequence[str]) -> list[Candidate]:
         """Return the best candidate of each of `SEARCHES`, of the cuts under which no order can be much slower."""

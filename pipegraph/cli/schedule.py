@@ -65,6 +65,12 @@ def schedule(
             help="Scales how long search looks: 1 is some ten seconds. [default: 1]",
         ),
     ] = None,
+    join: Annotated[
+        bool,
+        typer.Option(
+            "--join-backwards", help="One B for I and W wherever nothing waits for that. search does so by itself."
+        ),
+    ] = False,
     sharded: Annotated[
         bool, typer.Option("--sharded", help="All stages are sharded: draw where their parameters are gathered.")
     ] = False,
@@ -122,6 +128,7 @@ def schedule(
             1.0 if effort is None else effort,
             sharded,
             resident,
+            join and not is_search,
         )
         simulated = SimulatedSchedule(
             made, given or unit_times(made.stages), memory_limit, in_seconds=given is not None

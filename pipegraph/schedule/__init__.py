@@ -11,6 +11,7 @@ from pipegraph.schedule.action import Action, Collective, CollectiveKind, Kind
 from pipegraph.schedule.build import build
 from pipegraph.schedule.check import check
 from pipegraph.schedule.collective_stream import CollectiveEvent, RankCollectives
+from pipegraph.schedule.join_backwards import join_backwards
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
 from pipegraph.schedule.lower import lower, without_transfers
 from pipegraph.schedule.lower_bound import lower_bound
@@ -44,6 +45,7 @@ __all__ = [
     "build",
     "check",
     "from_csv",
+    "join_backwards",
     "lifetimes",
     "lower",
     "lower_bound",

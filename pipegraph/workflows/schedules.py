@@ -7,7 +7,7 @@ from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
 from pipegraph.planner.step_prediction import PlannedStep
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, read_csv, search
+from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, check, join_backwards, read_csv, search
 from pipegraph.schedule.collectives import place_collectives
 from pipegraph.schedule.recipes import find_recipe
 
@@ -58,17 +58,19 @@ def make_schedule(
     effort: float = 1.0,
     sharded: bool = False,
     resident: int | None = None,
+    join: bool = False,
 ) -> Schedule:
     """Build, read (from a CSV file) or `search` a schedule, and check it.
 
     A CSV file has all the sizes; arguments must agree with them. If the stages are ``sharded``, or ``resident`` says
-    how many of a rank may be whole at a time, the schedule has their collectives: a file's own, if it has any.
+    how many of a rank may be whole at a time, the schedule has their collectives: a file's own, if it has any. To
+    ``join`` backwards, a file's transfers are taken out.
 
     Raises:
         ScheduleError: a size is missing or does not fit, or the schedule is wrong.
     """
     if name.endswith(".csv"):
-        made = read_csv(name)
+        made = read_csv(name, transfers=not join)
     elif ranks is None or microbatches is None:
         if name.casefold() != SEARCH:
             find_recipe(name)  # an unknown name matters more than a missing size
@@ -93,6 +95,10 @@ def make_schedule(
             f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}.\n"
             f"Try: leave {argument('placement')} out; it chooses where {SEARCH} places stages."
         )
+    if join:
+        if made.collectives:
+            raise ScheduleError(f"{name} has collectives, which depend on the order.\nTry: without --join-backwards.")
+        made = join_backwards(made, times or unit_times(made.stages))
     if (sharded or resident is not None) and not made.collectives:
         made = place_collectives(made, range(made.stages), (), resident)
     check(made, memory_limit, resident)

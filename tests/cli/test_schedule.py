@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipegraph.schedule import build, from_csv
+from pipegraph.schedule import Times, build, from_csv, join_backwards
 from tests.cli.command import ROOT, Command
 
 TIMES = {
@@ -293,3 +293,13 @@ def test_a_file_that_cannot_run_is_not_drawn(pipegraph: Command, tmp_path: Path)
     assert (done.code, done.out) == (2, "")
     assert "1B0" in done.err and "line 2" in done.err
     assert not svg.exists()
+
+
+def test_backwards_are_joined_where_nothing_waits_for_that(pipegraph: Command, tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    command = "schedule", "zb-v", "--ranks", 2, "--microbatches", 4, "--join-backwards", "--csv", file
+    assert "zb-v, joined: 2 ranks, 4 stages, 4 microbatches" in pipegraph(*command).out
+    assert from_csv(file.read_text()).actions == join_backwards(build("zb-v", 2, 4), Times.equal(4)).actions
+    assert pipegraph(*command, "--sharded").code == 0
+    refused = pipegraph("schedule", file, "--join-backwards")
+    assert refused.code == 2 and "Try: without --join-backwards" in refused.err

@@ -8,7 +8,7 @@ import pytest
 
 from pipegraph.errors import ScheduleError
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.schedule import build, check, from_csv, lower, names, to_csv
+from pipegraph.schedule import Kind, Times, build, check, from_csv, join_backwards, lower, names, to_csv
 from pipegraph.schedule.recipes import trains
 from tests.runtime import rank_functions, ranks
 from tests.runtime.packages import loss, write
@@ -32,6 +32,15 @@ def test_parity_with_the_unsplit_model(name: str, tmp_path: Path) -> None:
 def test_parity_with_three_stages_on_a_rank(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(to_csv(build(name, 2, 4, chunks=3)))
     assert_parity(write(chain(6), tmp_path / "chain"), str(tmp_path / "mine.csv"), microbatches=4)
+
+
+@pytest.mark.parametrize("kernels", ["autograd", "eager"])
+def test_parity_with_whole_and_divided_backwards_of_one_stage(kernels: str, tmp_path: Path) -> None:
+    joined = join_backwards(build("zb-v", 2, 4), Times.equal(4))
+    assert {action.kind for action in joined.actions[1] if action.stage == 1} == {Kind.F, Kind.I, Kind.W, Kind.B}
+    (tmp_path / "mine.csv").write_text(to_csv(joined))
+    folder = write(skips(), tmp_path / "skips")
+    assert_parity(folder, str(tmp_path / "mine.csv"), microbatches=4, accumulate=2, kernels=kernels)
 
 
 def test_a_file_with_transfers_and_collectives_runs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pipegraph.schedule import (
     build,
     check,
     from_csv,
+    join_backwards,
     lower,
     lower_bound,
     names,
@@ -136,7 +137,8 @@ def test_where_a_named_schedule_reaches_the_bound_the_one_with_the_least_memory_
     found = search(Times.equal(1), 1, 4)
     assert (found.makespan, found.lower_bound, peak_activations(found)) == (12, 12, (1,))
     found = search(Times.equal(4), 4, 8, memory_limit=8)
-    assert (found.makespan, found.origin, found.actions) == (27, "zb-h1", build("zb-h1", 4, 8).actions)
+    joined = join_backwards(build("zb-h1", 4, 8), Times.equal(4))
+    assert (found.makespan, found.origin, found.actions) == (27, "zb-h1", joined.actions)
 
 
 def test_it_is_a_schedule_like_any_other() -> None:

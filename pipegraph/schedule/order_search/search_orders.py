@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.collectives import place_collectives, require_resident
+from pipegraph.schedule.join_backwards import join_backwards
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.lower_bound import lower_bound
 from pipegraph.schedule.order_search.gathers import (
@@ -56,6 +57,7 @@ _HISTORY = 80
 were so many changes ago. So the search crosses level ground and gets out of shallow hollows."""
 
 _CLIMB_OVERRUNS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
+_JOINED_ACTIONS = 500_000  # actions that are simulated to join backwards, with an effort of 1: some seconds
 _GATHER_RUNS = 500  # changes of an order that are tried to save gathers, with an effort of 1: some seconds
 _REACH = 8  # the number of places by which an action moves, at most
 
@@ -87,7 +89,8 @@ def search(
     """Find orders of small makespan.
 
     The result is never slower than the fastest named schedule that fits. Of equally fast orders, those with the fewest
-    gathers, and then those with the least memory, are returned. The same arguments give the same result.
+    gathers, and then those with the least memory, are returned; of these, the one with whole backwards where they make
+    nothing slower (`join_backwards`). The same arguments give the same result.
 
     Args:
         times: of each stage.
@@ -134,6 +137,7 @@ def search(
             orders = _climb_gathers(problem, found, schedule, resident, round(effort * _GATHER_RUNS))
             found.add(Schedule(schedule.name, places, microbatches, actions_of(orders)))
     (best,) = found.best(1)
+    best = found.joined(best, round(effort * _JOINED_ACTIONS / sum(map(len, best.actions))))
     return SearchedSchedule(
         name="searched",
         placement=places,
@@ -163,6 +167,13 @@ class _Found:
                 schedule = schedule.changed(overlapped=frozenset())
             schedule = place_collectives(schedule, range(schedule.stages), (), self._resident)
         return simulate(schedule, self._times).makespan, schedule
+
+    def joined(self, schedule: Schedule, tries: int) -> Schedule:
+        """Return one of the schedules with whole backwards where they make nothing slower, nor gathers more."""
+        origin = schedule.changed(collectives=())
+        _, joined = self.time(join_backwards(origin, self._times, tries).changed(name=schedule.name))
+        is_slower = simulate(joined, self._times).makespan > simulate(schedule, self._times).makespan * (1 + _EQUAL)
+        return schedule if is_slower or sum(joined.gathers) > sum(schedule.gathers) else joined
 
     def best(self, count: int) -> list[Schedule]:
         """Return the fastest, and of those that are equally fast the ones with the fewest gathers and least memory."""

@@ -1,0 +1,63 @@
+"""The pass that makes whole backwards of divided ones where nothing waits for it."""
+
+from __future__ import annotations
+
+from pipegraph.errors import ScheduleError
+from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.lifetimes import peak_activations
+from pipegraph.schedule.schedule import Schedule, require_schedule
+from pipegraph.schedule.simulate import simulate
+from pipegraph.schedule.times import Times, require_times
+
+_TRIES = 500
+_EQUAL = 1e-9  # makespans that differ by less than this part are equal
+
+
+def join_backwards(schedule: Schedule, times: Times, tries: int = _TRIES) -> Schedule:
+    """Return the schedule with a B in the place of I, and without the W, wherever that makes no step longer.
+
+    ``0I3 … 0W3`` becomes ``0B3``: its gradient leaves later than I's would, and what W would free is freed earlier.
+    A B is taken to last as long as I and W together. Kernels of a whole backward take less: they compute and read once
+    what both halves need. So what is gained is not in the simulated makespan.
+
+    All backwards are tried together; where that makes the simulated step longer, the first half of them and then the
+    second, and so on.
+
+    Args:
+        schedule: one without transfers and collectives, which `lower` places.
+        times: of its stages, with their transfers.
+        tries: how many orders are simulated at most.
+
+    Raises ScheduleError as `simulate` does, and for a schedule that has transfers or collectives.
+    """
+    require_schedule("join_backwards", schedule)
+    require_times("join_backwards", times)
+    for what, present in (("transfers", schedule.lowered), ("collectives", bool(schedule.collectives))):
+        if present:
+            taken = "without_transfers(schedule)" if schedule.lowered else "schedule.changed(collectives=())"
+            raise ScheduleError(f"{schedule.name} has {what} already, which depend on the order.\nTry: {taken}, first.")
+    divided = [(action.stage, action.microbatch) for row in schedule.actions for action in row if action.kind is Kind.I]
+    longest = simulate(schedule, times).makespan * (1 + _EQUAL)
+    most = peak_activations(schedule)
+    whole: set[tuple[int, int]] = set()
+    waiting = [divided] if divided else []
+    while waiting and tries > 0:
+        some, tries = waiting.pop(), tries - 1
+        tried = _joined(schedule, whole.union(some))
+        peaks = zip(peak_activations(tried), most, strict=True)
+        if simulate(tried, times).makespan <= longest and all(peak <= limit for peak, limit in peaks):
+            whole.update(some)
+        elif len(some) > 1:
+            half = len(some) // 2
+            waiting += [some[half:], some[:half]]  # the first half is next
+    return _joined(schedule, whole) if whole else schedule
+
+
+def _joined(schedule: Schedule, whole: set[tuple[int, int]]) -> Schedule:
+    def changed(action: Action) -> Action | None:
+        if (action.stage, action.microbatch) not in whole or action.kind is Kind.F:
+            return action
+        return Action(action.stage, Kind.B, action.microbatch) if action.kind is Kind.I else None
+
+    rows = (tuple(new for action in row if (new := changed(action)) is not None) for row in schedule.actions)
+    return schedule.changed(name=f"{schedule.name}, joined", actions=tuple(rows))
