@@ -210,7 +210,12 @@ def _choose(
     if weights is not None:
         checkpoint_folder(weights)
     launched = is_launched()
-    asked = pipeline_ranks(environment_ranks()[1] if launched else nproc, lengths, launched, planned)
+    processes = environment_ranks()[1] if launched else nproc
+
+    def usual_ranks() -> int:
+        return choose_schedule(package, schedule, microbatches).ranks
+
+    asked = pipeline_ranks(processes, lengths, usual_ranks, launched, planned)
     chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
     ranks = asked or chosen.ranks
     grid = grid_of(ranks, lengths, order)

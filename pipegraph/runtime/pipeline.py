@@ -333,7 +333,7 @@ class Pipeline(PipelineState, PipelineRanks):
 
         Collective: every rank must call it. Returns the norm before clipping.
         """
-        with self._guard, lost_connections(None):
+        with self._guard, lost_connections(None, "clip_grad_norm_()"):
             own, processes = list(self.parameters()), self._processes
             counted, everyone = self._runner.ties.counted(own), processes.along(*DIMENSIONS)
             return clip_grad_norm(own, counted, max_norm, norm_type, everyone, self.device, processes.copies)
@@ -341,7 +341,7 @@ class Pipeline(PipelineState, PipelineRanks):
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
     ) -> tuple[StepResult, StepSizes]:
-        with self._guard:
+        with self._guard, lost_connections(None, "step() or evaluate()"):
             given, results = self._runner.run(args, kwargs, request, self._observers)
             loss, metrics = self._runner.reduced(given, results)
         losses = results.loss_by_microbatch() if request.return_losses else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.faults import FaultGuard
+from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, RankGrid, single
 from pipegraph.runtime.processes.world import LoneProcess, World
 from pipegraph.schedule import Schedule
@@ -36,16 +37,16 @@ class PipelineRanks:
 
         No process goes on before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
         """
-        with self._guard:
+        with self._guard, lost_connections(None, "gather()"):
             return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))
 
     def gather_text(self, text: str, everywhere: bool = False) -> list[str]:
         """The texts of the same processes, by rank. Collective: all must call it."""
-        with self._guard:
+        with self._guard, lost_connections(None, "gather_text()"):
             return self._processes.gather_text(text, *(DIMENSIONS if everywhere else ()))
 
     def clock_offset(self) -> ClockOffset:
         """Measure by messages how far this process's clock is from rank 0's. Collective: every rank of the mesh must
         call it."""
-        with self._guard:
+        with self._guard, lost_connections(None, "clock_offset()"):
             return self._processes.clock_offset()

@@ -28,6 +28,11 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
 
     Raises ScheduleError for an unknown name, and for numbers that the schedule cannot have: it names numbers that work.
     """
+    return _build(name, ranks, microbatches, chunks)
+
+
+def _build(name: str, ranks: int, microbatches: int, chunks: int | None = None, has_stages: bool = False) -> Schedule:
+    """Do what `build` does; if the stages are there already, as ``has_stages`` says, no other ranks are advised."""
     recipe = find_recipe(name)
     chunks = recipe.chunks if chunks is None else chunks
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
@@ -39,15 +44,16 @@ def build(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
             f"Try: leave {argument('chunks')} out, or give {argument('chunks', recipe.chunks)}."
         )
     if ranks * chunks * microbatches > MOST:
-        possible = MOST // (ranks * chunks)
-        fewer = f"{possible:,} microbatches" if possible else f"{max(1, MOST // microbatches):,} stages"
+        number = MOST // (ranks * chunks)
+        fewer = f"{number:,} microbatches" if number else f"{max(1, MOST // microbatches):,} stages"
         raise ScheduleError(
             f"{recipe.name} cannot have {microbatches:,} microbatches on {format_number_of('stage', ranks * chunks)}: "
             f"a step has {MOST:,} forwards at most.\nTry: {fewer} or fewer."
         )
-    if why := recipe.rule(ranks, microbatches):
+    if wrong := recipe.rule(ranks, microbatches):
         asked = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"
-        raise ScheduleError(f"{recipe.name} cannot have {asked}: {why}")
+        possible = wrong.microbatches if has_stages or not wrong.ranks else f"{wrong.microbatches}, or {wrong.ranks}"
+        raise ScheduleError(f"{recipe.name} cannot have {asked}: {wrong.why}\nTry: {possible}.")
     numbers = recipe.name, ranks, microbatches, chunks
     schedule = _in_use.get(numbers)
     if schedule is None:
@@ -88,4 +94,4 @@ def schedule_for_stages(schedule: str | Schedule, stages: int, microbatches: int
             f"{recipe.name} has {chunks} stages on each rank, which {format_number_of('stage', stages)} cannot fill.\n"
             f"Try: {format_number_of('stage', *possible)}, or a schedule with 1 stage on each rank, such as 1f1b."
         )
-    return build(recipe.name, stages // chunks, microbatches, chunks)
+    return _build(recipe.name, stages // chunks, microbatches, chunks, has_stages=True)

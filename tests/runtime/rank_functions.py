@@ -136,6 +136,18 @@ def die_in_a_collective(rank: int, folder: str, dying: int) -> tuple[str, float]
     return _failure_of(lambda: pipe.gather([rank]))
 
 
+def skip_a_call(rank: int, folder: str, call: str, timeout: float) -> tuple[str, float]:
+    """Rank 1 leaves out a call that every rank has to make, and stays."""
+    pipe = pipeline(folder, microbatches=2, loss_fn=loss, timeout=timeout)
+    calls: dict[str, Callable[[], object]] = {
+        "clip_grad_norm_()": lambda: pipe.clip_grad_norm_(1.0),
+        "save()": lambda: pipe.save(f"{folder}-saved", step=1),
+    }
+    found = ("", 0.0) if rank == 1 else _failure_of(calls[call])
+    dist.barrier()
+    return found
+
+
 def _failure_of(call: Callable[[], object]) -> tuple[str, float]:
     """What a call says that fails, or the next one, and after how many seconds."""
     started = time.monotonic()

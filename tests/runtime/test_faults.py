@@ -117,12 +117,23 @@ def test_a_message_that_cannot_be_sent_ends_the_step_of_every_rank(waits: bool, 
         assert seconds < SECONDS
 
 
+@pytest.mark.parametrize(
+    ("call", "named"), [("clip_grad_norm_()", "clip_grad_norm_()"), ("save()", "save() or load()")]
+)
+def test_a_call_that_a_rank_leaves_out_is_named(call: str, named: str, tmp_path: Path) -> None:
+    folder = str(write(chain(2), tmp_path / "chain"))
+    message, seconds = ranks.run(rank_functions.skip_a_call, 2, folder, call, 3.0)[0]
+    assert f"rank 0 waited for rank 1 in {named}: no answer" in message, message
+    assert "Every rank has to make this call." in message
+    assert seconds < SECONDS + 2 * 3
+
+
 def test_a_rank_that_dies_in_a_collective_is_named_by_all(tmp_path: Path) -> None:
     folder = str(write(chain(3), tmp_path / "chain"))
     said = ranks.run(rank_functions.die_in_a_collective, 3, folder, 1)
     for rank in (0, 2):
         message, seconds = said[rank]
-        assert message.startswith(f"rank {rank} stopped: "), message
+        assert message.startswith(f"rank {rank} stopped in gather(): "), message
         assert message.endswith("No word from rank 1: it is gone."), message
         assert seconds < SECONDS
 

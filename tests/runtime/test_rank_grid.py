@@ -41,10 +41,10 @@ def test_the_order_of_dimensions() -> None:
 
 
 def test_processes_that_make_no_whole_pipelines_are_refused() -> None:
-    assert pipeline_ranks(8, {"dp_shard": 2, "tp": 2}) == 2
-    assert pipeline_ranks(None, {"dp_shard": 2}) is None
-    with pytest.raises(ArgumentError, match=r"7 processes are no mesh of pp × dp_shard 2, .*\nTry: --nproc 6\."):
-        pipeline_ranks(7, {"dp_shard": 2, "tp": 1})
+    assert pipeline_ranks(8, {"dp_shard": 2, "tp": 2}, lambda: 4) == 2
+    assert pipeline_ranks(None, {"dp_shard": 2}, lambda: 4) is None
+    with pytest.raises(ArgumentError, match=r"7 processes are no mesh of pp × dp_shard 2, .*\nTry: --nproc 8\."):
+        pipeline_ranks(7, {"dp_shard": 2, "tp": 1}, lambda: 4)
 
 
 @pytest.mark.parametrize(

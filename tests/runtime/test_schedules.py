@@ -117,7 +117,13 @@ def test_a_process_for_all_ranks_does_not_choose_their_number() -> None:
         ),
         ("zb-v", 6, 2, "on 3 ranks, and 2 processes were started. Start 3 (--nproc-per-node 3), or run without"),
         ("zb-v", 6, 4, "one process then holds all stages."),
-        ("zb-v", 6, None, "zb-v cannot have 1 microbatch on 3 ranks"),
+        (
+            "zb-v",
+            6,
+            None,
+            "1 microbatch on 3 ranks: it needs a full pipeline, 2 × ranks − 1 = 5 microbatches or more.\n"
+            "Try: 5 microbatches.",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(

@@ -30,7 +30,8 @@ from pipegraph.codegen.syntax.loop_index import separating_test
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, RegisterConstant, Statement
 from pipegraph.graph.captured import StateEntry
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_OF_PARAMETERS)
 # Bytes of an element → whole numbers of that width. A complex128 is 16 of them; without dimensions it has no such view.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.uint8}
 
@@ -56,13 +57,15 @@ class ModuleTree:
         """Its class in generated source.
 
         It is the model's own container if the names of the children allow that. Otherwise it is a ModuleList for 0, 1,
-        …, a ``nn.Module`` for identifiers, and a ModuleDict for all other names.
+        …, a ``nn.Module`` for identifiers, and a ModuleDict for all other names. Some parameters of a list are a
+        ParameterDict.
         """
         names = [] if self.is_class or self.state else list(self.children)
-        if self.model_class is nn.ParameterList:
-            listed = [str(index) for index in range(len(self.state))]
-            are_parameters = all(entry.kind == "parameter" for entry in self.state.values())
-            return nn.ParameterList if list(self.state) == listed and are_parameters else nn.Module
+        if self.model_class in _OF_PARAMETERS:
+            if self.children or not all(entry.kind == "parameter" for entry in self.state.values()):
+                return nn.Module
+            is_listed = list(self.state) == [str(index) for index in range(len(self.state))]
+            return nn.ParameterList if is_listed and self.model_class is nn.ParameterList else nn.ParameterDict
         if not names or any(hasattr(nn.ModuleDict, name) for name in names):
             return nn.Module
         if self.model_class is nn.ModuleDict:
@@ -78,8 +81,8 @@ class ModuleTree:
 
     @property
     def elements(self) -> list[str]:
-        """The names of its children, or of its parameters if it is a list of these."""
-        return list(self.state if self.container is nn.ParameterList else self.children)
+        """The names of its children, or of its parameters if it is a container of these."""
+        return list(self.state if self.container in _OF_PARAMETERS else self.children)
 
     def child(self, owner: Expression, name: str) -> Expression:
         """The expression for a child: ``owner[0]``, ``owner["0"]`` or ``owner.name``."""
@@ -151,7 +154,7 @@ _INDEX = Name("i")
 
 def init_statements(tree: ModuleTree, owner: Expression = SELF) -> Iterator[Statement]:
     """The statements of ``__init__`` that make modules, parameters and buffers, in the model's order."""
-    for name, entry in tree.state.items() if tree.container is not nn.ParameterList else ():
+    for name, entry in tree.state.items() if tree.container not in _OF_PARAMETERS else ():
         yield _register_state(owner, name, entry)
     for name, child in tree.children.items():
         if tree.container is nn.Module:
@@ -208,8 +211,12 @@ def _container(tree: ModuleTree) -> FunctionCall:
     items = {
         name: _container(child) if isinstance(child, ModuleTree) else child for name, child in tree.children.items()
     }
-    if tree.container is nn.ParameterList:
+    if tree.container in _OF_PARAMETERS:
         items = {name: _new_parameter(entry) for name, entry in tree.state.items()}
+    if tree.container is nn.ParameterDict:
+        every = dictionary(items)
+        # It sorts the names of a dictionary that is not said to be in order.
+        return call("nn.ParameterDict", every if list(items) == sorted(items) else call("OrderedDict", every))
     element = _element([int(name) for name in items if is_number(name)], list(items.values()))
     kind = f"nn.{tree.container.__name__}"
     if tree.container is nn.Sequential:
@@ -218,8 +225,7 @@ def _container(tree: ModuleTree) -> FunctionCall:
         every = Collection(tuple(items.values()), "[]") if element is None else _comprehension(element, items)
         return call(kind, every)
     if element is None:
-        pairs = (Template("{}: {}", (string(name), item)) for name, item in items.items())
-        return call(kind, Collection(tuple(pairs), "{}"))
+        return call(kind, dictionary(items))
     first, *_, last = map(int, items)
     counted = call("range", *([literal(first)] if first else []), literal(last + 1))
     return call(kind, Template("{{str(i): {} for i in {}}}", (element, counted)))
@@ -229,8 +235,12 @@ def sequence(children: Mapping[str, Expression]) -> tuple[Expression, ...]:
     """The arguments of the constructor of a ``nn.Sequential``: modules, or a dictionary of them if they have names."""
     if list(children) == [str(index) for index in range(len(children))]:
         return tuple(children.values())
-    pairs = (Template("{}: {}", (string(name), child)) for name, child in children.items())
-    return (call("OrderedDict", Collection(tuple(pairs), "{}")),)
+    return (call("OrderedDict", dictionary(children)),)
+
+
+def dictionary(items: Mapping[str, Expression]) -> Expression:
+    """A dictionary by name, in braces."""
+    return Collection(tuple(Template("{}: {}", (string(name), item)) for name, item in items.items()), "{}")
 
 
 def repeated_sequence(children: Mapping[str, FunctionCall]) -> tuple[Expression, ...]:

@@ -15,6 +15,7 @@ from pipegraph.runtime.processes.group import Group, lost_connections
 from pipegraph.runtime.processes.rank_grid import RankGrid, single
 from pipegraph.runtime.processes.world import LoneProcess, World
 
+_WHERE: Final = "save() or load()"
 _FIRST: Final = 0
 
 _T = TypeVar("_T")
@@ -61,7 +62,7 @@ class CheckpointRanks:
     def collect(self, own: Any) -> list[Any] | None:
         """What each rank has, by rank, on the first one; None elsewhere. Collective."""
         group = self._connected()
-        with self._guard, lost_connections(None):
+        with self._guard, lost_connections(None, _WHERE):
             if group is None:
                 return [own]
             if not self.is_first:
@@ -72,7 +73,7 @@ class CheckpointRanks:
     def scatter(self, values: Sequence[_T] | None) -> _T:
         """What the first rank has for this one. Collective; only the first rank gives values."""
         group = self._connected()
-        with self._guard, lost_connections(None):
+        with self._guard, lost_connections(None, _WHERE):
             if values is None:
                 assert group is not None, "a process that is alone is the first"
                 found: _T = _receive(group, _FIRST)
@@ -109,7 +110,7 @@ class CheckpointRanks:
     def _connected(self) -> Group | None:
         """The connections; None for a plain process. Collective at the first call."""
         if self._group is None and isinstance(self._world, World):
-            with self._guard, lost_connections(None):
+            with self._guard, lost_connections(None, _WHERE):
                 self._group = self._world.connect("checkpoint", range(self.size), torch.device("cpu"))
         return self._group
 

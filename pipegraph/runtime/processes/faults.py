@@ -177,6 +177,8 @@ class FaultGuard:
             if cause.silent:
                 longer = for_asker("Give Pipeline a longer timeout", f"Give a longer {argument('timeout')}")
                 hint = f"{longer} if it is not hung."
+                if where.endswith("()"):  # a call, and no action
+                    hint = f"Every rank has to make this call. {hint}"
                 fault, kind = f"{rank} waited for {peer}{where}: {cause}. {hint}", _SILENCE
             else:
                 fault = f"{peer} is gone ({cause}) while {rank} waited for it{where}. Was it killed?"

@@ -143,11 +143,13 @@ class _ClosedHere(RuntimeError):
 class lost_connections:
     """A context that turns what gloo, NCCL and stores raise for a connection into ConnectionLost to `peer`.
 
-    Any other error, such as one about what was to be sent, stays as it is. Every message enters such a context, and a
-    class takes a third of the time of a generator.
+    Any other error, such as one about what was to be sent, stays as it is; a ConnectionLost of a context inside this
+    one gets its `where`, if it has none. Every message enters such a context, and a class takes a third of the time of
+    a generator.
 
     Args:
-        where: what was being sent, if that is not what the current action does; printed if it fails.
+        where: what was being sent, if that is not what the current action does, or the call that every rank has to
+            make, such as ``save()``; printed if it fails.
     """
 
     __slots__ = ("_peer", "_where")
@@ -163,6 +165,8 @@ class lost_connections:
             why, silent = _reason(error), _SILENT.search(str(error)) is not None
             if why is not None:
                 raise ConnectionLost(self._peer, why, silent=silent, where=str(self._where)) from error
+        elif isinstance(error, ConnectionLost):
+            error.where = error.where or str(self._where)
 
 
 def _reason(error: RuntimeError) -> str | None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +123,17 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False, 
 
 
 def pipeline_ranks(
-    processes: int | None, lengths: Mapping[str, int], launched: bool = False, planned: Collection[str] = ()
+    processes: int | None,
+    lengths: Mapping[str, int],
+    usual: Callable[[], int],
+    launched: bool = False,
+    planned: Collection[str] = (),
 ) -> int | None:
     """How many of so many processes a pipeline has, if others lie along other dimensions; None if that is left open.
 
-    Those in ``planned`` are of a plan, which options set aside.
+    Args:
+        usual: how many ranks the schedule has unless it is given others, for advice.
+        planned: dimensions of a plan, which options set aside.
 
     Raises ArgumentError if they do not make whole pipelines.
     """
@@ -141,7 +147,7 @@ def pipeline_ranks(
     count = f"{processes} process is" if processes == 1 else f"{processes} processes are"
     raise ArgumentError(
         f"{count} no mesh of pp × {named}, which takes {others} for each rank of a pipeline.\n"
-        f"Try: {option} {max(1, processes // others) * others}{instead}."
+        f"Try: {option} {usual() * others}{instead}."
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.stages import loop
@@ -14,43 +15,49 @@ from pipegraph.units import format_number_of
 Orders = Sequence[Sequence[Action]]
 """The actions of each rank, in order."""
 
-Rule = Callable[[int, int], str]
-"""(ranks, microbatches) → why the schedule cannot have them and which numbers work, or an empty string"""
+
+class WrongNumbers(NamedTuple):
+    """Why a schedule cannot have these numbers of ranks and microbatches, and which of one of them it can have."""
+
+    why: str
+    microbatches: str
+    ranks: str = ""
+
+
+Rule = Callable[[int, int], WrongNumbers | None]
+"""(ranks, microbatches) → why the schedule cannot have them; None if it can"""
 
 Step = tuple[int, Kind]
 """(stage, kind): the next microbatch of it"""
 
 
-def every_number(ranks: int, microbatches: int) -> str:
-    return ""
+def every_number(ranks: int, microbatches: int) -> None:
+    return None
 
 
-def groups_of_ranks(ranks: int, microbatches: int) -> str:
+def groups_of_ranks(ranks: int, microbatches: int) -> WrongNumbers | None:
     """Rule of the interleaved schedules: the number of microbatches is a multiple of that of ranks."""
     if microbatches % ranks == 0:
-        return ""
+        return None
     full = microbatches // ranks * ranks
     small = [number for number in range(1, math.isqrt(microbatches) + 1) if microbatches % number == 0]
     divisors = sorted({*small, *(microbatches // number for number in small)})
     below, above = [number for number in divisors if number < ranks], [number for number in divisors if number > ranks]
+    why = "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that."
     multiples = format_number_of("microbatch", *([full, full + ranks] if full else [ranks]))
-    return (
-        "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that.\nTry: "
-        f"{multiples}, or {format_number_of('rank', *below[-1:], *above[:1])}."
-    )
+    return WrongNumbers(why, multiples, format_number_of("rank", *below[-1:], *above[:1]))
 
 
 def full_pipeline(offset: int) -> Rule:
     """Rule of the schedules in a V: there are 2 · ranks + offset microbatches or more."""
 
-    def rule(ranks: int, microbatches: int) -> str:
+    def rule(ranks: int, microbatches: int) -> WrongNumbers | None:
         least, most = 2 * ranks + offset, (microbatches - offset) // 2
         if microbatches >= least:
-            return ""
-        formula = f"2 × ranks − {-offset}" if offset else "2 × ranks"
-        fewer = f", or {format_number_of('rank', most)}{' or fewer' if most > 1 else ''}" if most else ""
-        needed = format_number_of("microbatch", least)
-        return f"it needs a full pipeline, {formula} = {needed} or more.\nTry: {needed}{fewer}."
+            return None
+        formula, needed = f"2 × ranks − {-offset}" if offset else "2 × ranks", format_number_of("microbatch", least)
+        fewer = f"{format_number_of('rank', most)}{' or fewer' if most > 1 else ''}" if most else ""
+        return WrongNumbers(f"it needs a full pipeline, {formula} = {needed} or more.", needed, fewer)
 
     return rule
 
