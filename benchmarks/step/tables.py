@@ -58,7 +58,7 @@ def write_page(runs: Sequence[dict[str, Any]], page: Path = PAGE) -> None:
 
 def tables(run: dict[str, Any]) -> Iterable[tuple[str, Rows]]:
     """Return title and rows, the columns' names first, of each table of a run."""
-    name = f"{run['case']}, torch {run['torch']}"
+    name = f"{run['case']}, torch {run['torch']}, {run['machine'].partition(',')[0].removesuffix(' Processor')}"
     yield f"{TITLES[run['table']]}: {name}", _contenders(run)
     for pipeline, account in run["accounts"].items():
         yield f"Where {pipeline}'s time beyond the limit goes: {name}", _account(account)

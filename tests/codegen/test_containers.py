@@ -144,5 +144,35 @@ class Returned(nn.Module):
 
 def test_values_of_a_returned_sequential_have_the_name_of_what_it_takes(tmp_path: Path) -> None:
     package = split(tmp_path, Returned(), (batch(),), cut="layers.2")
-    assert forward_lines(package, 0) == ["x = self.layers[0](x)", "return self.layers[1](x)"]
+    assert forward_lines(package, 0) == ["return self.layers(x)"]
     assert forward_lines(package, 1) == ["for layer in self.layers.values():", "    x = layer(x)", "return x"]
+
+
+def test_a_part_of_a_sequential_is_a_sequential(tmp_path: Path) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 8))
+
+    model = nn.Sequential(nn.Linear(8, 8), block(), block())
+    package = split(tmp_path, model, (batch(),), cut="1.3")
+    first, second = ((package.path / f"stage_{index}.py").read_text() for index in range(2))
+    assert 'self.add_module("1", nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(p=0.0)))' in first
+    assert 'self.add_module("1", nn.Sequential(OrderedDict({"3": nn.Linear(16, 8)})))' in second
+    assert "class " not in (package.path / "blocks.py").read_text()
+    assert differences(package, model, (batch(),), train=True) == []
+    assert [name for index in range(2) for name in package.load_stage(index).state_dict()] == list(model.state_dict())
+
+
+def test_a_sequential_of_two_is_called_as_one(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.features(x))
+
+    model = Two()
+    package = split(tmp_path, model, (batch(),), cut="features.2")
+    assert forward_lines(package, 0) == ["return self.features(x)"]
+    assert differences(package, model, (batch(),), train=True) == []

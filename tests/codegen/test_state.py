@@ -148,6 +148,40 @@ def test_parity(case: str, tmp_path: Path) -> None:
     assert differences(split(tmp_path, model, tuple(args), cut=cut), model, tuple(args), train=True) == []
 
 
+class Scales(nn.Module):
+    """Parameters by name, in an order that is not that of the alphabet, and in a list that two stages share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Block(), Block()
+        self.sides = nn.ParameterDict()
+        self.sides["up"], self.sides["down"] = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+        self.rows = nn.ParameterList([nn.Parameter(torch.rand(8)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x * self.sides["up"] + self.sides["down"]) * self.rows[0] + self.rows[1]
+        return self.b(x) * self.rows[2] + self.rows[3]
+
+
+def test_parameters_in_containers_are_in_the_same_containers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Scales()
+    package = split(tmp_path, model, (batch(),), cut="b")
+    assert differences(package, model, (batch(),), train=True) == []
+    texts = ((tmp_path / f"package/stage_{index}.py").read_text() for index in range(2))
+    first, second = ("".join(text.split()) for text in texts)
+    assert 'self.sides=nn.ParameterDict(OrderedDict({"up":' in first
+    assert 'x*self.sides["up"]+self.sides["down"]' in first
+    assert "self.rows=nn.ParameterList([" in first
+    assert 'self.rows=nn.ParameterDict({"2":' in second
+    names = [name for index in range(2) for name in package.load_stage(index).state_dict()]
+    own = list(model.state_dict())
+    assert sorted(names) == sorted(own)
+    for index in range(2):
+        names = list(package.load_stage(index).state_dict())
+        assert names == [name for name in own if name in names]
+
+
 def test_the_manifest_has_the_names_of_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     package = split(tmp_path, Constants(), (batch(),), cut="b")

@@ -114,7 +114,9 @@ class BlockClasses:
         tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
         contents = ClassContents(
             prefix=prefix,
-            items=roll_loops(roll_statements(group_branches(items), outputs, self.source, prefix), outputs),
+            items=roll_loops(
+                roll_statements(group_branches(items), outputs, self.source, prefix), outputs, tree, prefix
+            ),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             state=state,
@@ -160,10 +162,8 @@ class BlockClasses:
             self.names.returned_together.update(called.makes)
         torch_call = torch_module_call(self._captured, tree, called.reads, called.makes)
         if torch_call is not None:
-            inside = (
-                f"{tree.fqn}.{name}" for name, _ in self._captured.modules[tree.fqn].module.named_modules() if name
-            )
-            own = frozenset(inside)
+            inside = self._captured.modules[tree.fqn].module.named_modules()
+            own = frozenset(f"{tree.fqn}.{name}" for name, _ in inside if name)
             return self._call(called, torch_call[0], Modules(own, own, own | {tree.fqn}), torch_call[1])
         constructor, modules = self._sequential(members, called)
         if constructor is None:
@@ -220,11 +220,11 @@ class BlockClasses:
         if not is_sequential or len(called.reads) != 1 or len(called.makes) != 1:
             return nothing
         items = self._items(members, fqn, called.tree.items, frozenset())
-        children = constructors_in_sequence(module, called, items, self._does_nothing)
+        children = constructors_in_sequence(module, called, items, self._does_nothing, self.names.is_whole(called.tree))
         if children is None:
             return nothing
         made, run, of_torch = modules_in(items)
-        inside = Modules(made.union(f"{fqn}.{name}" for name, _ in module.named_children()), run, of_torch)
+        inside = Modules(made.union(f"{fqn}.{name}" for name in children), run, of_torch)
         if type(module) is nn.Sequential:
             return call("nn.Sequential", *repeated_sequence(children)), inside
         parts = {"base": "nn.Sequential", "children": (modules := sequence(children))}

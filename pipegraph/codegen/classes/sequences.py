@@ -13,7 +13,7 @@ from pipegraph.graph.calls import CallValues
 
 
 def constructors_in_sequence(
-    module: nn.Module, called: CallValues, items: Iterable[Step], does_nothing: Callable[[str], bool]
+    module: nn.Module, called: CallValues, items: Iterable[Step], does_nothing: Callable[[str], bool], is_whole: bool
 ) -> dict[str, FunctionCall] | None:
     """The constructors of the children of an ``nn.Sequential``, by name; None if its call is more than theirs.
 
@@ -21,6 +21,7 @@ def constructors_in_sequence(
         called: the call.
         items: what runs in it.
         does_nothing: whether a module runs no operation in the whole model, so that there is no item of it.
+        is_whole: whether the stage has all of the call. Otherwise the children that do not run here are left out.
     """
     fqn, calls = called.tree.fqn, {}
     for item in items:
@@ -32,6 +33,8 @@ def constructors_in_sequence(
         run = calls.pop(f"{fqn}.{name}", None)
         if run is not None and run.arguments is None and run.reads == passed and len(run.makes) == 1:
             passed = run.makes
+        elif run is None and not is_whole:
+            continue
         elif run is not None or not does_nothing(f"{fqn}.{name}"):
             return None
         constructor = run.constructor if run is not None else module_constructor(child)

@@ -19,7 +19,7 @@ from pipegraph.codegen.syntax.statements import Assign, For, If, Statement
 # A loop whose iterations differ must have at least this many of them, so that it is shorter than its calls: four if one
 # argument alternates (two lines), six if whole calls do (four lines).
 _ITERATIONS, _ITERATIONS_OF_CALLS = 4, 6
-# A loop over modules of several classes must have at least this many.
+# A loop over modules of several classes must have at least this many, unless it is the call of an nn.Sequential.
 _CALLS_OF_CLASSES = 3
 
 # The argument of a call at each position: the number of a result of the call before, or a value.
@@ -27,23 +27,26 @@ _Pattern = tuple[int | fx.Node, ...]
 _Arguments = Sequence[Expression]
 
 
-def roll_loops(items: Sequence[Item], outputs: Iterable[fx.Node]) -> tuple[Item, ...]:
+def roll_loops(items: Sequence[Item], outputs: Iterable[fx.Node], tree: ModuleTree, prefix: str) -> tuple[Item, ...]:
     """Replace consecutive calls by loops, each as long as possible, from the first item on.
 
     Args:
         items: the items of a ``forward``.
         outputs: the values that it returns.
+        tree: the modules of its class, whose name in the model is ``prefix``.
     """
     rolled: list[Item] = []
     position = 0
     while position < len(items):
-        loop = _longest_loop(items, position, outputs)
+        loop = _longest_loop(items, position, outputs, tree, prefix)
         rolled.append(loop or items[position])
         position += len(loop.calls) if loop is not None else 1
     return tuple(rolled)
 
 
-def _longest_loop(items: Sequence[Item], start: int, outputs: Iterable[fx.Node]) -> ModuleLoop | None:
+def _longest_loop(
+    items: Sequence[Item], start: int, outputs: Iterable[fx.Node], tree: ModuleTree, prefix: str
+) -> ModuleLoop | None:
     """The longest loop that begins at ``start``: its calls have the same arguments, or one of two sets of them."""
     calls: list[ModuleCall] = []
     for item in items[start:]:
@@ -54,14 +57,20 @@ def _longest_loop(items: Sequence[Item], start: int, outputs: Iterable[fx.Node])
     # Carried positions of the first call have no call before. It may begin every pattern whose other values it takes.
     firsts = [pattern for pattern in dict.fromkeys(patterns) if _can_begin(calls[0], pattern)]
     for count in range(len(calls), 1, -1):
-        if count < _CALLS_OF_CLASSES and len({call.model_class for call in calls[:count]}) > 1:
-            continue
+        is_short = count < _CALLS_OF_CLASSES and len({call.model_class for call in calls[:count]}) > 1
         for first in firsts:
             alternate = _alternate(calls[:count], [first, *patterns][:count])
             is_loop = alternate is not None or set(patterns[: count - 1]) == {first}
             if is_loop and _is_private(items, start, start + count, outputs):
-                return ModuleLoop(tuple(calls[:count]), _carried(first), alternate)
+                loop = ModuleLoop(tuple(calls[:count]), _carried(first), alternate)
+                if not is_short or _is_sequence(loop, tree.at(_container(loop, prefix))):
+                    return loop
     return None
+
+
+def _container(loop: ModuleLoop, prefix: str) -> list[str]:
+    """The path of the module that holds those of the loop."""
+    return relative(loop.calls[0].fqn, prefix).split(".")[:-1]
 
 
 def _follows(before: ModuleCall, after: ModuleCall) -> bool:
@@ -227,7 +236,7 @@ class LoopWriter:
     def write(self, item: ModuleLoop) -> None:
         """``for layer in self.layers.values(): h = layer(h, cos, sin)``."""
         values = self._values
-        container = relative(item.calls[0].fqn, self._contents.prefix).split(".")[:-1]
+        container = _container(item, self._contents.prefix)
         carried = dict(item.carried)
         begin = {made: item.reads[position] for position, made in item.carried}
         for position, node in enumerate(item.reads):
