@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Kind
 from pipegraph.schedule.lifetimes import peak_activations
@@ -9,8 +11,10 @@ from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times, require_times
 
+EQUAL: Final = 1e-9
+"""Makespans that differ by less than this part are equal."""
+
 _TRIES = 500
-_EQUAL = 1e-9  # makespans that differ by less than this part are equal
 
 
 def join_backwards(schedule: Schedule, times: Times, tries: int = _TRIES) -> Schedule:
@@ -37,7 +41,7 @@ def join_backwards(schedule: Schedule, times: Times, tries: int = _TRIES) -> Sch
             taken = "without_transfers(schedule)" if schedule.lowered else "schedule.changed(collectives=())"
             raise ScheduleError(f"{schedule.name} has {what} already, which depend on the order.\nTry: {taken}, first.")
     divided = [(action.stage, action.microbatch) for row in schedule.actions for action in row if action.kind is Kind.I]
-    longest = simulate(schedule, times).makespan * (1 + _EQUAL)
+    longest = simulate(schedule, times).makespan * (1 + EQUAL)
     most = peak_activations(schedule)
     whole: set[tuple[int, int]] = set()
     waiting = [divided] if divided else []

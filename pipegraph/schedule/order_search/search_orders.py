@@ -10,10 +10,11 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule.collectives import place_collectives, require_resident
-from pipegraph.schedule.join_backwards import join_backwards
+from pipegraph.schedule.collectives import require_resident
+from pipegraph.schedule.join_backwards import EQUAL
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.lower_bound import lower_bound
+from pipegraph.schedule.order_search.found_schedules import FoundSchedules
 from pipegraph.schedule.order_search.gathers import (
     IMPOSSIBLE_COST,
     Cost,
@@ -50,7 +51,6 @@ _SKELETON_SHARE, _ORDER_SHARE = 0.2, 0.15  # the parts of the runs that one clim
 _BEST = 2  # the number of starts of each kind from which the search climbs
 _REFILLED = 12  # the number of greedy orders of which the W are placed anew
 _OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_EQUAL = 1e-9  # makespans that differ by less than this part are equal
 
 _HISTORY = 80
 """Late acceptance hill climbing (Burke and Bykov, 2017): a change is kept if the result is no slower than the orders
@@ -124,11 +124,11 @@ def search(
     problem = OrderProblem(times, places, microbatches, limit)
     bound = lower_bound(times, places, microbatches, limit)
     schedules = list(named_schedules(places, microbatches))
-    found = _Found(times, resident)
+    found = FoundSchedules(times, resident)
     for schedule in (*schedules, *(grouped_schedules(places, microbatches) if resident is not None else ())):
         if max(peak_activations(schedule)) <= limit:
             found.add(schedule)
-    goal = bound * (1 + _EQUAL)
+    goal = bound * (1 + EQUAL)
     if all(makespan > goal for makespan, _ in found.timed):
         for orders, origin in _improved(problem, schedules, goal, effort):
             found.add(Schedule(origin, places, microbatches, actions_of(orders)))
@@ -151,54 +151,17 @@ def search(
     )
 
 
-class _Found:
-    """Schedules that fit, with the collectives of their stages, and their makespans."""
-
-    def __init__(self, times: Times, resident: int | None) -> None:
-        self.timed: list[tuple[float, Schedule]] = []
-        self._times, self._resident = times, resident
-
-    def add(self, schedule: Schedule) -> None:
-        self.timed.append(self.time(schedule))
-
-    def time(self, schedule: Schedule) -> tuple[float, Schedule]:
-        if self._resident is not None:
-            if self._resident == 1:  # the two of an overlapped pair are of two stages
-                schedule = schedule.changed(overlapped=frozenset())
-            schedule = place_collectives(schedule, range(schedule.stages), (), self._resident)
-        return simulate(schedule, self._times).makespan, schedule
-
-    def joined(self, schedule: Schedule, tries: int) -> Schedule:
-        """Return one of the schedules with whole backwards where they make nothing slower, nor gathers more."""
-        origin = schedule.changed(collectives=())
-        _, joined = self.time(join_backwards(origin, self._times, tries).changed(name=schedule.name))
-        is_slower = simulate(joined, self._times).makespan > simulate(schedule, self._times).makespan * (1 + _EQUAL)
-        return schedule if is_slower or sum(joined.gathers) > sum(schedule.gathers) else joined
-
-    def best(self, count: int) -> list[Schedule]:
-        """Return the fastest, and of those that are equally fast the ones with the fewest gathers and least memory."""
-        fastest = min(makespan for makespan, _ in self.timed)
-
-        def key(pair: tuple[float, Schedule]) -> tuple[float, int, int, int]:
-            makespan, schedule = pair
-            peaks = peak_activations(schedule)
-            slower = 0.0 if makespan <= fastest * (1 + _EQUAL) else makespan
-            return slower, sum(schedule.gathers), max(peaks), sum(peaks)
-
-        return [schedule for _, schedule in sorted(self.timed, key=key)[:count]]
-
-
-def _climb_gathers(problem: OrderProblem, found: _Found, start: Schedule, resident: int, runs: int) -> Orders:
+def _climb_gathers(problem: OrderProblem, found: FoundSchedules, start: Schedule, resident: int, runs: int) -> Orders:
     """Return orders that are no slower than those of a schedule, with as few gathers as changes of them lead to."""
 
     def cost(orders: Orders, most: Cost) -> Cost:
         if not all(_is_possible(order, problem.memory_limit) for order in orders):
             return IMPOSSIBLE_COST
         timed = problem.run(orders)
-        if timed.makespan > most[0] * (1 + _EQUAL):  # without waiting for gathers, even
+        if timed.makespan > most[0] * (1 + EQUAL):  # without waiting for gathers, even
             return IMPOSSIBLE_COST
         makespan, schedule = found.time(start.changed(actions=actions_of(orders), overlapped=frozenset()))
-        equal = abs(makespan - most[0]) <= _EQUAL * makespan
+        equal = abs(makespan - most[0]) <= EQUAL * makespan
         return most[0] if equal else makespan, sum(schedule.gathers), sum(peak_activations(schedule))
 
     _, orders = climb_gathers(orders_of(start), resident, cost, runs, Random(0))
