@@ -24,9 +24,9 @@ from pipegraph.codegen.syntax.statements import ClassSource, FunctionSource, fun
 from pipegraph.codegen.weights import shard_name, shard_plan
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import Captured, own_recompute
+from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
-from pipegraph.graph.operators import index_bound
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.passes.gradients import untrained_parameters
 from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of

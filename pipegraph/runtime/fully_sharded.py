@@ -265,12 +265,13 @@ def _placement_function(stage: nn.Module, mesh: DeviceMesh, given: Any) -> Calla
 
 
 def repeated_layers(stage: nn.Module) -> list[nn.Module]:
-    """The items of the outermost lists of modules, if they have modules of their own, and their parameters alone."""
+    """The items of the outermost lists and sequences of modules, if they have modules of their own, and their
+    parameters alone."""
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.children()):
+            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and any(True for _ in child.children()):
                 found.append(child)
             else:
                 walk(child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -155,8 +156,8 @@ def test_a_part_of_a_sequential_is_a_sequential(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), block(), block())
     package = split(tmp_path, model, (batch(),), cut="1.3")
     first, second = ((package.path / f"stage_{index}.py").read_text() for index in range(2))
-    assert 'self.add_module("1", nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(p=0.0)))' in first
-    assert 'self.add_module("1", nn.Sequential(OrderedDict({"3": nn.Linear(16, 8)})))' in second
+    assert "nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(p=0.0))" in first
+    assert '"1": nn.Sequential(OrderedDict({"3": nn.Linear(16, 8)})),' in second
     assert "class " not in (package.path / "blocks.py").read_text()
     assert differences(package, model, (batch(),), train=True) == []
     assert [name for index in range(2) for name in package.load_stage(index).state_dict()] == list(model.state_dict())
@@ -176,3 +177,80 @@ def test_a_sequential_of_two_is_called_as_one(tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(),), cut="features.2")
     assert forward_lines(package, 0) == ["return self.features(x)"]
     assert differences(package, model, (batch(),), train=True) == []
+
+
+WHOLE = nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(5)), nn.Tanh())
+NAMED_PARTS = nn.Sequential(OrderedDict({"embed": nn.Linear(8, 8), "1": Block(), "norm": nn.LayerNorm(8)}))
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "first", "second"),
+    [
+        (
+            WHOLE,
+            "2",
+            "super().__init__(nn.Linear(8, 8), Block())",
+            'super().__init__(OrderedDict({**{str(i): Block() for i in range(2, 6)}, "6": nn.Tanh()}))',
+        ),
+        (
+            nn.Sequential(*(Block() for _ in range(5))),
+            "3",
+            "super().__init__(*[Block() for _ in range(3)])",
+            "super().__init__(OrderedDict({str(i): Block() for i in range(3, 5)}))",
+        ),
+        (
+            NAMED_PARTS,
+            "norm",
+            'super().__init__(OrderedDict({"embed": nn.Linear(8, 8), "1": Block()}))',
+            'super().__init__(OrderedDict({"norm": nn.LayerNorm(8)}))',
+        ),
+    ],
+)
+def test_stages_of_a_sequential_are_sequentials(
+    model: nn.Module, cut: str, first: str, second: str, tmp_path: Path
+) -> None:
+    package = split(tmp_path, model, (batch(),), cut=cut)
+    for index, made in enumerate((first, second)):
+        text = (package.path / f"stage_{index}.py").read_text()
+        assert f"class Stage{index}(nn.Sequential):" in text
+        assert made in text and "def forward" not in text
+    assert differences(package, model, (batch(),), train=True) == []
+    assert [name for index in range(2) for name in package.load_stage(index).state_dict()] == list(model.state_dict())
+
+
+class Pair(nn.Module):
+    """Two modules, with an operation between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).sin())
+
+
+def test_a_stage_that_begins_inside_a_sequentials_module_takes_the_others_by_their_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Pair(), *(Block() for _ in range(4)))
+    package = split(tmp_path, model, (batch(),), cut="1.second")
+    assert "class Stage1(nn.ModuleDict):" in (package.path / "stage_1.py").read_text()
+    assert 'self["1"] = PairEnd()' in (package.path / "stage_1.py").read_text()
+    assert "self.update({str(i): Block() for i in range(2, 6)})" in (package.path / "stage_1.py").read_text()
+    assert forward_lines(package, 1)[1:] == [
+        "for i in range(2, 6):",
+        "    input = self[str(i)](input)",
+        "return input",
+    ]
+    assert differences(package, model, (batch(),), train=True) == []
+    names = [name for index in range(2) for name in package.load_stage(index).state_dict()]
+    assert names == list(model.state_dict())
+
+
+@pytest.mark.parametrize("frozen", ["0", "6"])
+def test_a_sequential_with_frozen_modules(frozen: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(5)), nn.Linear(8, 8))
+    model.get_submodule(frozen).requires_grad_(False)
+    package = split(tmp_path, model, (batch(),), cut="3")
+    assert differences(package, model, (batch(),), train=True) == []
+    stages = map(package.load_stage, range(2))
+    trained = [name for stage in stages for name, each in stage.named_parameters() if each.requires_grad]
+    assert trained == [name for name, each in model.named_parameters() if each.requires_grad]

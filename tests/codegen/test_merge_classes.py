@@ -161,7 +161,7 @@ def test_a_name_that_reads_like_a_class_stays_a_name(tmp_path: Path) -> None:
     model = Row([Windowed(0), Windowed(1), Named(4), Named(5)])
     package = split(tmp_path, model, (batch(),), cut="layers.2")
     assert differences(package, model, (batch(),)) == []
-    assert 'self.add_module("Windowed2()", nn.Linear(8, out_features))' in blocks(tmp_path)
+    assert 'self["Windowed2()"] = nn.Linear(8, out_features)' in blocks(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import NoneType
 
 from torch import fx, nn
 
+from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
 from pipegraph.codegen.expressions.module_tree import (
@@ -32,7 +31,7 @@ from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, call, literal
+from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, call
 from pipegraph.codegen.syntax.statements import Assign, ClassSource
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
@@ -252,7 +251,8 @@ class BlockClasses:
             numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
             kept = (Assign((Attribute(SELF, name),), value) for name, value in numbers.used.items())
-            return {"init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
+            base = f"nn.{modules.container.__name__}"
+            return {"base": base, "init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
 
         return self._add(called, structure, parts), modules_of(contents, modules)
 
@@ -267,7 +267,7 @@ class BlockClasses:
         """
         module = self._captured.modules[called.tree.fqn]
         structure = (module.class_name, *structure)
-        attributes = _attributes(module.module)
+        attributes = module_attributes(module.module)
         if structure in self._by_structure:
             known = self._by_structure[structure]
             common = {name: value for name, value in known.attributes.items() if attributes.get(name) == value}
@@ -337,14 +337,3 @@ def modules_of(contents: ClassContents, tree: ModuleTree) -> Modules:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _attributes(module: nn.Module) -> dict[str, Expression]:
-    """The numbers, texts and None among the attributes of a module. Arguments of the constructor come first."""
-    values = {
-        name: literal(value)
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, NoneType)) and name != "training" and not name.startswith("_")
-    }
-    order = (*inspect.signature(type(module).__init__).parameters, *values)
-    return {name: values[name] for name in order if name in values}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
+
+from torch import nn
 
 from pipegraph.codegen.classes.merge_bodies import Statements
 from pipegraph.codegen.classes.unify import NONE, Difference, InitArgument
@@ -222,3 +226,14 @@ class MergedArguments:
     def ordered(self) -> list[str]:
         """The parameters; those with a default come last."""
         return sorted(self.values, key=lambda name: name in self.defaults)
+
+
+def module_attributes(module: nn.Module) -> dict[str, Expression]:
+    """The numbers, texts and None among the attributes of a module. Arguments of the constructor come first."""
+    values = {
+        name: literal(value)
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, NoneType)) and name != "training" and not name.startswith("_")
+    }
+    order = (*inspect.signature(type(module).__init__).parameters, *values)
+    return {name: values[name] for name in order if name in values}

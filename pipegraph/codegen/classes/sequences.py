@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.torch_modules import module_constructor
-from pipegraph.codegen.forward.items import ModuleCall, Step
+from pipegraph.codegen.forward.items import ClassContents, ModuleCall, ModuleLoop, Step
+from pipegraph.codegen.names.identifiers import relative
 from pipegraph.codegen.syntax.expressions import FunctionCall
 from pipegraph.graph.calls import CallValues
 
@@ -42,3 +44,25 @@ def constructors_in_sequence(
             return None
         constructors[name] = constructor
     return None if calls or passed != called.makes else constructors
+
+
+def constructors_of_stage(
+    module: nn.Module, contents: ClassContents, tree: ModuleTree
+) -> dict[str, FunctionCall] | None:
+    """The constructors in a stage of a model that is an ``nn.Sequential``, by name.
+
+    None if the model is none, or if the stage is more than a call of each in turn.
+    """
+    if type(module).forward is not nn.Sequential.forward or tree.state:
+        return None
+    passed, constructors = contents.inputs, {}
+    for item in contents.items:
+        if not isinstance(item, (ModuleCall, ModuleLoop)):
+            return None
+        for run in item.calls if isinstance(item, ModuleLoop) else (item,):
+            if run.arguments is not None or len(passed) != 1 or run.reads != passed:
+                return None
+            constructors[relative(run.fqn, contents.prefix)] = run.constructor
+            passed = run.makes
+    is_whole = passed == contents.outputs and list(constructors) == list(tree.children)
+    return constructors if is_whole and constructors else None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import fx
+from torch import fx, nn
 
 from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
-from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements
+from pipegraph.codegen.classes.sequences import constructors_of_stage
+from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements, repeated_sequence
 from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
@@ -39,17 +40,22 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
     parameters = _parameters(blocks, stage, names)
     captured = plan.captured
     forward = write_forward(contents, tree, parameters, blocks.source, {node: names[node] for node in stage.outputs})
+    refused = tuple(_refused_mode(captured))
+    settings = (
+        *_ties(captured, stage, tree),
+        *_frozen(captured, stage, tree),
+        *_modes(captured, modules_of(contents, tree).made, tree),
+    )
+    model = captured.modules[""].module
+    in_turn = None if refused or settings else constructors_of_stage(model, contents, tree)
     return ClassSource(
         name=f"Stage{stage.index}",
         docstring=_docstring(plan, stage, parameters, forward.results),
-        init=(
-            *init_statements(tree),
-            *_ties(captured, stage, tree),
-            *_frozen(captured, stage, tree),
-            *_modes(captured, modules_of(contents, tree).made, tree),
-        ),
+        base=f"nn.{(tree.container if in_turn is None else nn.Sequential).__name__}",
+        children=repeated_sequence(in_turn) if in_turn is not None else (),
+        init=(*init_statements(tree), *settings) if in_turn is None else (),
         parameters=tuple(parameters),
-        forward=(*_refused_mode(captured), *forward.statements),
+        forward=(*refused, *forward.statements) if in_turn is None else (),
     )
 
 

@@ -58,9 +58,12 @@ class ModuleTree:
 
         It is the model's own container if the names of the children allow that. Otherwise it is a ModuleList for 0, 1,
         …, a ``nn.Module`` for identifiers, and a ModuleDict for all other names. Some parameters of a list are a
-        ParameterDict.
+        ParameterDict. Of the generated class itself it is the base.
         """
-        names = [] if self.is_class or self.state else list(self.children)
+        if self.is_class:
+            is_free = not any(hasattr(nn.ModuleDict, name) for name in (*self.children, *self.state))
+            return nn.Module if all(map(is_plain, self.children)) or not is_free else nn.ModuleDict
+        names = [] if self.state else list(self.children)
         if self.model_class in _OF_PARAMETERS:
             if self.children or not all(entry.kind == "parameter" for entry in self.state.values()):
                 return nn.Module
@@ -86,7 +89,7 @@ class ModuleTree:
 
     def child(self, owner: Expression, name: str) -> Expression:
         """The expression for a child: ``owner[0]``, ``owner["0"]`` or ``owner.name``."""
-        if self.container is nn.Module:
+        if self.container is nn.Module or (self.is_class and is_plain(name)):
             return attribute(owner, name)
         return Subscript(owner, (Literal(name, is_number=True) if self.is_indexed else string(name),))
 
@@ -149,6 +152,8 @@ def _descend(tree: ModuleTree, path: Sequence[str]) -> ModuleTree:
 
 # Up to this number, modules of two classes are listed one by one.
 _LISTED = 4
+# From this number on, equal modules among others are a comprehension.
+_REPEATED = 3
 _INDEX = Name("i")
 
 
@@ -156,16 +161,23 @@ def init_statements(tree: ModuleTree, owner: Expression = SELF) -> Iterator[Stat
     """The statements of ``__init__`` that make modules, parameters and buffers, in the model's order."""
     for name, entry in tree.state.items() if tree.container not in _OF_PARAMETERS else ():
         yield _register_state(owner, name, entry)
-    for name, child in tree.children.items():
-        if tree.container is nn.Module:
-            yield _register_module(owner, name, _container(child) if isinstance(child, ModuleTree) else child)
-        if isinstance(child, ModuleTree):
-            yield from init_statements(child, tree.child(owner, name))
+    names = list(tree.children)
+    made = [_container(child) if isinstance(child, ModuleTree) else child for child in tree.children.values()]
+    for start, stop in _runs(made, names):
+        is_update = tree.is_class and tree.container is nn.ModuleDict and stop - start >= _REPEATED
+        if is_update:
+            yield Evaluate(method(owner, "update", _numbered(made[start], list(map(int, names[start:stop])))))
+        for name, constructor in zip(names[start:stop], made[start:stop], strict=True):
+            if not is_update and (tree.is_class or tree.container is nn.Module):
+                yield _register_module(tree, owner, name, constructor)
+            child = tree.children[name]
+            if isinstance(child, ModuleTree):
+                yield from init_statements(child, tree.child(owner, name))
 
 
-def _register_module(owner: Expression, name: str, constructor: Expression) -> Statement:
-    if is_plain(name):
-        return Assign((Attribute(owner, name),), constructor)
+def _register_module(tree: ModuleTree, owner: Expression, name: str, constructor: Expression) -> Statement:
+    if is_plain(name) or tree.container is nn.ModuleDict:
+        return Assign((tree.child(owner, name),), constructor)
     return Evaluate(method(owner, "add_module", string(name), constructor))
 
 
@@ -217,37 +229,77 @@ def _container(tree: ModuleTree) -> FunctionCall:
         every = dictionary(items)
         # It sorts the names of a dictionary that is not said to be in order.
         return call("nn.ParameterDict", every if list(items) == sorted(items) else call("OrderedDict", every))
-    element = _element([int(name) for name in items if is_number(name)], list(items.values()))
+    numbers = [int(name) for name in items if is_number(name)]
+    element = _element(numbers, list(items.values()))
     kind = f"nn.{tree.container.__name__}"
     if tree.container is nn.Sequential:
         return call(kind, *repeated_sequence(items))
     if tree.is_indexed:
-        every = Collection(tuple(items.values()), "[]") if element is None else _comprehension(element, items)
+        every = Collection(_in_order(list(items.values())), "[]") if element is None else _comprehension(element, items)
         return call(kind, every)
-    if element is None:
-        return call(kind, dictionary(items))
-    first, *_, last = map(int, items)
-    counted = call("range", *([literal(first)] if first else []), literal(last + 1))
-    return call(kind, Template("{{str(i): {} for i in {}}}", (element, counted)))
+    return call(kind, dictionary(items) if element is None else _numbered(element, numbers))
 
 
 def sequence(children: Mapping[str, Expression]) -> tuple[Expression, ...]:
     """The arguments of the constructor of a ``nn.Sequential``: modules, or a dictionary of them if they have names."""
     if list(children) == [str(index) for index in range(len(children))]:
-        return tuple(children.values())
+        return _in_order(list(children.values()))
     return (call("OrderedDict", dictionary(children)),)
 
 
 def dictionary(items: Mapping[str, Expression]) -> Expression:
-    """A dictionary by name, in braces."""
-    return Collection(tuple(Template("{}: {}", (string(name), item)) for name, item in items.items()), "{}")
+    """A dictionary by name, in braces: ``{"1": Embed(), **{str(i): Block() for i in range(2, 6)}}``."""
+    entries: list[Expression] = []
+    names, values = list(items), list(items.values())
+    for start, stop in _runs(values, names):
+        if stop - start < _REPEATED or not is_number(names[start]):
+            entries += [Template("{}: {}", (string(names[at]), values[at])) for at in range(start, stop)]
+        else:
+            entries.append(Template("**{}", (_numbered(values[start], list(map(int, names[start:stop]))),)))
+    return Collection(tuple(entries), "{}")
+
+
+def _in_order(values: Sequence[Expression]) -> tuple[Expression, ...]:
+    """The elements of a list: ``Embed(), *[Block() for _ in range(6)], Head()``."""
+    elements: list[Expression] = []
+    for start, stop in _runs(values):
+        count = stop - start
+        if count < _REPEATED:
+            elements += values[start:stop]
+        else:
+            elements.append(Template("*[{} for _ in {}]", (values[start], call("range", literal(count)))))
+    return tuple(elements)
+
+
+def _runs(values: Sequence[Expression], names: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
+    """(Start, stop) of each run of equal values; with names, of those that are numbered one after the other."""
+    start = 0
+    for at in range(1, len(values) + 1):
+        if at < len(values) and values[at] == values[start]:
+            pair = names[at - 1 : at + 1]
+            if not pair or (all(map(is_number, pair)) and int(pair[1]) == int(pair[0]) + 1):
+                continue
+        if start < at:
+            yield start, at
+        start = at
 
 
 def repeated_sequence(children: Mapping[str, FunctionCall]) -> tuple[Expression, ...]:
     """The same, with a comprehension for equal modules: ``*[Block() for _ in range(6)]``."""
     numbers = [int(name) for name in children if is_number(name)]
-    element = _element(numbers, list(children.values())) if numbers[:1] == [0] else None
-    return sequence(children) if element is None else (Template("*{}", (_comprehension(element, children),)),)
+    element = _element(numbers, list(children.values()))
+    if element is None:
+        return sequence(children)
+    if numbers[0] == 0:
+        return (Template("*{}", (_comprehension(element, children),)),)
+    return (call("OrderedDict", _numbered(element, numbers)),)
+
+
+def _numbered(element: Expression, numbers: Sequence[int]) -> Expression:
+    """``{str(i): Block() for i in range(2, 6)}``."""
+    first, *_, last = numbers
+    counted = call("range", *([literal(first)] if first else []), literal(last + 1))
+    return Template("{{str(i): {} for i in {}}}", (element, counted))
 
 
 def _comprehension(element: Expression, children: Mapping[str, FunctionCall]) -> Expression:
@@ -259,13 +311,15 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
     """The expression that makes each module of a comprehension: ``Block()`` or, for many modules of two classes,
     ``Block() if i % 2 else Other()``.
 
-    None if the modules are not numbered consecutively, or if no test of ``i`` separates their constructors.
+    None if the modules are not numbered consecutively, if no test of ``i`` separates their constructors, or if one
+    stands before or behind equal ones.
     """
     if len(numbers) != len(constructors) or len(numbers) < 2 or numbers != list(range(numbers[0], numbers[-1] + 1)):
         return None
     if len(set(constructors)) == 1:
         return constructors[0]
-    separation = separating_test(numbers, constructors) if len(constructors) > _LISTED else None
+    is_one_apart = len(set(constructors[1:])) == 1 or len(set(constructors[:-1])) == 1
+    separation = separating_test(numbers, constructors) if len(constructors) > _LISTED and not is_one_apart else None
     if separation is None:
         return None
     test, chosen = separation

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipegraph.graph.captured import Captured, by_mode, in_training, runs_in_training
-from pipegraph.graph.operators import index_bound
+from pipegraph.graph.index_bounds import index_bound
 from pipegraph.kernels.graphs.regions import placed
 
 

@@ -168,15 +168,17 @@ class InputSizes:
             return None
         return bool(renamed) if isinstance(value, torch.SymBool) else float(renamed)
 
-    def guards(self) -> SizeGuards:
+    def guards(self, also: Iterable[sympy.Basic] = ()) -> SizeGuards:
         """What the program takes for granted of the sizes.
+
+        Args:
+            also: relations that the program does not say, in its sizes' own symbols.
 
         Raises:
             FixedSizeNeededError: a package cannot hold what is taken for granted.
         """
-        guards = SizeGuards(
-            self._captured, (guard.xreplace(self._names).xreplace(self._equal) for guard in self._guards)
-        )
+        own = (guard.xreplace(self._names).xreplace(self._equal) for guard in self._guards)
+        guards = SizeGuards(self._captured, (*own, *also))
         for relation in guards.required:
             if not isinstance(relation, Relational):
                 raise self._fixed_size_needed(relation.free_symbols)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,8 +21,10 @@ from pipegraph.graph.export.input_sizes import InputSizes
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
 from pipegraph.graph.export.torch_export import Exported, export
+from pipegraph.graph.index_bounds import RangeLimit, range_limits
 from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import state_of
+from pipegraph.graph.nodes import source_line
 from pipegraph.graph.symbolic_size import InputDimension, SizeLimits
 
 
@@ -95,7 +97,7 @@ class Trace:
             sizes[symbol] = size
         if wanted and not self.is_model_at(sizes):
             given = ", ".join(f"--{name} {size}" for name, _, size in wanted)
-            needed = " and ".join(limits_of(self.guards, self.comparison).conditions) or "other sizes"
+            needed = _what_holds(limits_of(self.guards, self.comparison)) or "other sizes"
             raise CaptureError(f"The model does not take {given}.\nTry: {needed}.")
         return sizes
 
@@ -133,13 +135,29 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
             exported, fixed = exported._replace(computed=computed), exported.fixed
             state, tensors = state_of(model)
             graph, sizes = flatten(exported.program, state, tensors, wanted.names)
-            guards = sizes.guards()
+            limits = tuple(range_limits(graph))
+            guards = sizes.guards(limit.relation for limit in limits)
             break
         except FixedSizeNeededError as error:
             fixed = None if fixed is None or error.dimensions <= fixed else fixed | error.dimensions
             computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
+    _check_tables(limits, sizes.of(example))
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
     return Trace(example, exported, graph, state, tensors, sizes, guards, comparison)
+
+
+def _check_tables(limits: Iterable[RangeLimit], captured: Sizes) -> None:
+    """Raise CaptureError if a table has fewer rows than the example reads. Nothing notices it where values are fake."""
+    for limit in limits:
+        length = int(limit.length.xreplace({symbol: sympy.Integer(size) for symbol, size in captured.items()}))
+        if length > limit.rows:
+            allowed = (
+                f"{limit.relation.lhs} of at most {limit.relation.rhs}" if limit.relation.args else "smaller sizes"
+            )
+            raise CaptureError(
+                f"The model reads row {length - 1} of a table that has {limit.rows} rows.\n"
+                f"  at {source_line(limit.node)}\nTry: an example with {allowed}, or a larger table."
+            )
 
 
 def _trace_doubled(
@@ -186,6 +204,14 @@ def _sizes_of_one(example: Example, wanted: WantedSizes) -> Iterator[frozenset[I
             yield asked | {batch[0]}
     elif asked:
         yield asked
+
+
+def _what_holds(limits: SizeLimits) -> str:
+    """``tokens_1 from 2 to 64 and tokens_1 % 4 == 0``."""
+    bounded = [name for name in limits.captured if name in limits.lowest or name in limits.highest]
+    ends = ((name, limits.lowest.get(name, 1), limits.highest.get(name)) for name in bounded)
+    bounds = (f"{name} from {low} to {high}" if high else f"{name} of {low} or more" for name, low, high in ends)
+    return " and ".join((*bounds, *limits.conditions))
 
 
 def limits_of(guards: SizeGuards, comparison: ProgramComparison) -> SizeLimits:
