@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pipegraph.kernels.blocks.divided_function import reason_of
+from pipegraph.kernels.blocks.divided_function import text_of
 from pipegraph.kernels.cuda_graphs.kept_gradients import KeptGradients
 from pipegraph.kernels.cuda_graphs.microbatch_graphs import Backward, MicrobatchGraphs, Values
 from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder, Recorder
@@ -146,6 +146,6 @@ class StageGraphs:
         self._graphs.pop(key, None)  # microbatches in flight still hold theirs
         warnings.warn(
             f"{self._name} cannot be recorded as a CUDA graph, and its kernels are launched one by one: "
-            f"{reason_of(error)}",
+            f"{text_of(error)}",
             stacklevel=2,
         )

@@ -271,7 +271,9 @@ def repeated_layers(stage: nn.Module) -> list[nn.Module]:
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and any(True for _ in child.children()):
+            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and any(
+                True for _ in child.children()
+            ):
                 found.append(child)
             else:
                 walk(child)

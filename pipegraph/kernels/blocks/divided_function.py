@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.debug import dump, verifying
+from pipegraph.errors import user_line
 from pipegraph.kernels import internals
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
@@ -29,11 +30,21 @@ from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
 from pipegraph.recompute import OFFLOAD
 
+# What torch raises where Python asks for the value of a tensor without memory.
+_NUMBER_TAKEN = "DataDependentOutputException", "GuardOnDataDependentSymNode"
+
 
 def reason_of(error: Exception) -> str:
-    """Why something cannot be traced, in one line."""
-    reason = str(error).strip().partition("\n")[0] or "no reason given"
-    return f"{type(error).__name__}: {reason}"
+    """Why something cannot be traced, in one line, with the line of the user's source that did it."""
+    is_number = type(error).__name__ in _NUMBER_TAKEN
+    reason = "a number is taken out of a tensor, as .item() and branches on values do" if is_number else text_of(error)
+    line = user_line(error)
+    return f"{reason}, at {line}" if line else reason
+
+
+def text_of(error: Exception) -> str:
+    """The type and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no reason given'}"
 
 
 class DividedFunction:
