@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from pipegraph.codegen.forward.short_forms import shortened
 from pipegraph.codegen.initial_values import InitialValues
 from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
@@ -117,7 +118,7 @@ def _function_lines(source: FunctionSource) -> list[str]:
     counts = {_result_count(node) for node in source.walk() if isinstance(node, Return)}
     parameters = [f"{name}: Tensor" for name in source.parameters]
     docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
-    return [*_signature(source.name, parameters, counts, 0), *docstring, *lines(source.statements, 4)]
+    return [*_signature(source.name, parameters, counts, 0), *docstring, *lines(shortened(source.statements), 4)]
 
 
 def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
@@ -138,7 +139,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         *head,
         *separator,
         *_forward_signature(source, classes),
-        *lines(source.body, 8),
+        *lines(shortened(source.body), 8),
     ]
 
 

@@ -170,14 +170,15 @@ class StatementLoopWriter:
         self._leave(item, lists, carried)
         for of_this_loop in (self.names, self._third, self._second, self._varying, self._calls):
             of_this_loop.clear()
-        loop = self._headers.statement(item, body)
+        loop = replace(self._headers.statement(item, body), list_name=item.source.list_name)
         loop = with_inner_loops(loop, item.inner_sources, values.taken() | {*values.variables}, self._number)
         values.statements.append(((), self._with_tuple(item, loop)))
 
     def _list_names(self, item: StatementLoop) -> list[str]:
         """The names of the source, if it appends to as many lists; else the names of the elements, with an s."""
-        if len(item.source.lists) == len(item.collected):
-            return list(item.source.lists)
+        lists = (item.source.list_name,) if item.source.list_name else item.source.lists
+        if len(lists) == len(item.collected):
+            return list(lists)
         names = (self._name(_maker(item, nodes[1]), nodes[1]) for nodes in item.collected)
         return ["results" if name.endswith("s") else f"{name}s" for name in names]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from pipegraph.codegen.names.source_files import source_tree
@@ -19,6 +19,8 @@ class SourceLoop:
             ``for expert in self.experts``; "" if it has none.
         lists: the names of the lists to which it appends, in the order of the source.
         iterable: what it goes over; None for a ``while``.
+        list_name: of a comprehension, the variable that it is assigned to; "" if it is a part of a longer expression.
+            None for any other loop.
     """
 
     file: str
@@ -27,6 +29,7 @@ class SourceLoop:
     element: str = ""
     lists: tuple[str, ...] = ()
     iterable: ast.expr | None = field(default=None, compare=False, repr=False)
+    list_name: str | None = None
 
 
 def loops_at(file: str, line: int) -> tuple[SourceLoop, ...]:
@@ -38,19 +41,23 @@ def loops_at(file: str, line: int) -> tuple[SourceLoop, ...]:
 def _loops(file: str, tree: ast.Module) -> dict[int, tuple[SourceLoop, ...]]:
     found: dict[int, tuple[SourceLoop, ...]] = {}
     waiting: list[tuple[ast.AST, tuple[SourceLoop, ...]]] = [(tree, ())]
+    assigned: dict[ast.AST, str] = {}  # comprehension → the variable that it is assigned to
     while waiting:
         node, around = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             around = ()
         body: list[ast.AST] = []
         inside = around
+        if isinstance(node, ast.Assign) and isinstance(node.targets[-1], ast.Name):
+            assigned[node.value] = node.targets[-1].id
         if isinstance(node, (ast.For, ast.While)):
             body += node.body
             target, iterable = (node.target, node.iter) if isinstance(node, ast.For) else (None, None)
             inside = (*around, _loop(file, node.lineno, target, iterable, _appended(node.body)))
         elif isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             body.append(node.elt)
-            inside = (*around, _loop(file, node.lineno, node.generators[0].target, node.generators[0].iter, ()))
+            loop = _loop(file, node.lineno, node.generators[0].target, node.generators[0].iter, ())
+            inside = (*around, replace(loop, list_name=assigned.get(node, "")))
         for part in body:
             assert isinstance(part, (ast.stmt, ast.expr))
             found |= dict.fromkeys(range(part.lineno, (part.end_lineno or part.lineno) + 1), inside)
