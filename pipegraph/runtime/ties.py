@@ -74,12 +74,17 @@ class TiedParameter:
         self._holders = tuple(placement[stage] for stage in tie.stages)
         self._here = [stage for stage in tie.stages if placement[stage] in ranks]
         self.adds_by_stage = len(self._here) > 1
+        self._is_summed_whole = False
         self._sums: dict[int, Tensor | None] = {}
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """The rank of each gradient that is added up, in the order of the stages."""
-        return self._holders if self.adds_by_stage else tuple(dict.fromkeys(self._holders))
+        """The rank of each gradient that is added up, in the order of the stages: the same on every rank."""
+        return tuple(dict.fromkeys(self._holders)) if self._is_summed_whole else self._holders
+
+    def add_up_together(self) -> None:
+        """Add the gradients of all stages of each rank up in one sum."""
+        self.adds_by_stage, self._is_summed_whole = False, True
 
     def begin(self, stage: int) -> None:
         """Let `.grad` be that of a stage."""
@@ -169,7 +174,7 @@ class TiedWeights:
         """Add the gradients of all stages of this process up in one sum, which collectives take as it grows."""
         self._by_stage.clear()
         for each in self._tied:
-            each.adds_by_stage = False
+            each.add_up_together()
 
     @contextmanager
     def adding(self, stage: int) -> Iterator[None]:

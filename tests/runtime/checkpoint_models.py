@@ -19,11 +19,16 @@ FROZEN = "layers.1.0.weight"
 
 
 def perceptrons(
-    stages: int, width: int = WIDTH, tied: bool = True, dropout: float = 0.0, shared: bool = False
+    stages: int,
+    width: int = WIDTH,
+    tied: bool = True,
+    dropout: float = 0.0,
+    shared: bool = False,
+    first_shared: int = 0,
 ) -> Sketch:
     """Eight layers with the same names however they are cut. Stages start as nobody else's: seeds are their numbers.
 
-    With `shared` one more layer is called after every two of them.
+    With `shared` one more layer is called after every two of them, in all stages from `first_shared` on.
     """
     each = LAYERS // stages
     layer = f"nn.Sequential(nn.Linear({width}, {width}), nn.Tanh(), nn.Dropout({dropout}))"
@@ -36,7 +41,7 @@ def perceptrons(
         taken = "tokens" if index == 0 else f"h{index - 1}"
         body = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
         body += "for name, layer in self.layers.items():\n    x = x + layer(x)\n"
-        if shared:
+        if shared and index >= first_shared:
             init += f"self.shared = nn.Linear({width}, {width})\n"
             body += "    if int(name) % 2:\n        x = x + torch.tanh(self.shared(x))\n"
         init += f"self.embed = nn.Embedding({WORDS}, {width})\n" if index == 0 else ""

@@ -34,7 +34,9 @@ def load_stage(index, device="cpu", weights=True):
     manifest = json.loads((folder / "pipeline.json").read_text())
     shard = manifest["stages"][index]["weights"]
     stored = load_file(folder / shard) if shard else {{}}
-    shared = load_file(folder / "stage-0.safetensors")
+    shared = {{}}
+    for each in (folder / "stage-0.safetensors", folder / "stage-1.safetensors"):
+        shared |= load_file(each) if each.exists() else {{}}
     first = {{name: group[0] for group in manifest["tied"] for name in group}}
     for name, tensor in [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()]:
         name = first.get(name, name)

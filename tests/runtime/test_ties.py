@@ -52,6 +52,16 @@ def test_gradients_are_added_up_in_the_order_of_stages_whichever_ranks_have_them
         assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_a_rank_with_one_of_the_stages_and_a_rank_with_several(schedule: str, tmp_path: Path) -> None:
+    package = write(models.perceptrons(4, shared=True, first_shared=1), tmp_path / "late")
+    expected = tie_ranks.gradients(0, str(package), "1f1b", None, SEED)
+    expected["head.weight"] = expected["embed.weight"]
+    for found in ranks.run(tie_ranks.gradients, 2, str(package), schedule, {"pp": 2}, SEED):
+        assert "shared.weight" in found
+        assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("schedule", ["zb-v", "gpipe", pytest.param("interleaved-1f1b", marks=pytest.mark.slow)])
 def test_one_process_adds_them_up_in_that_order(packages: Path, schedule: str) -> None:
     expected = tie_ranks.gradients(0, str(packages / "4"), "1f1b", None, SEED)
