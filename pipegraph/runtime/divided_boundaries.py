@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.kernels.internals import fake_tensors
 from pipegraph.package import Manifest, Value
+from pipegraph.runtime.running_modules import failed_in, running_modules
 from pipegraph.runtime.wiring import torch_dtype, zeros_for
 
 Shapes = dict[str, list[int]]
@@ -73,19 +74,27 @@ def _run(index: int, stage: nn.Module, manifest: Manifest, shapes: Shapes) -> Sh
     with fake_tensors(), torch.no_grad():
         taken = [values[name] for name in entry.inputs]
         inputs = [zeros_for(value, shapes[value.name], torch_dtype(value), device) for value in taken]
-        try:
-            returned = stage(*inputs)
-        except PipegraphError:
-            raise
-        except Exception as error:  # whatever an operation raises on a part of a tensor
-            raise ArgumentError(
-                f"stage {index} does not run with its parameters divided along tp: "
-                f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
-                f"Try: a tp that divides the numbers of heads, key-value heads and features."
-            ) from error
+        with running_modules(stage) as running:
+            try:
+                returned = stage(*inputs)
+            except PipegraphError:
+                raise
+            except Exception as error:  # whatever an operation raises on a part of a tensor
+                raise ArgumentError(_refusal(index, running, error)) from error
     outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
     named = zip(entry.outputs, outputs, strict=False)
     return {name: list(output.shape) for name, output in named if isinstance(output, Tensor)}
+
+
+def _refusal(index: int, running: list[str], error: Exception) -> str:
+    where = failed_in(running)
+    style = f"a style for {running[-1]} that fits what it takes" if where else "styles that fit each other"
+    return (
+        f"stage {index} does not run with its parameters divided along tp{where}: "
+        f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
+        f'Try: {style}, as "rowwise" fits what "colwise" returns, and all others what "colwise_gather_output" does; '
+        "or a tp that divides the numbers of heads, key-value heads and features."
+    )
 
 
 def _check(value: Value, found: Sequence[int], whole: Sequence[int], index: int, size: int) -> None:

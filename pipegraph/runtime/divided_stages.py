@@ -82,7 +82,8 @@ def divide_tensors(
 
     _together(world, check_plan)
     assert plan is not None
-    check = DivisionCheck(stages, manifest, divisible_sizes(manifest, size), mesh.get_local_rank(), size)
+    parts = {index: tensor_parallel.divided_inputs(stage, plan) for index, stage in stages.items()}
+    check = DivisionCheck(stages, manifest, divisible_sizes(manifest, size), mesh.get_local_rank(), size, parts)
     _together(world, partial(tensor_parallel.parallelize, stages, plan, manifest, mesh))
     _check_ties(stages, manifest, world, "tp_plan")
     divided = divided_boundaries(stages, manifest, size, world.gather_text)

@@ -11,7 +11,7 @@ divided stage ─ run ─▶ values of each module ─┴─▶ the first module
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.running_modules import failed_in, running_modules
 from pipegraph.runtime.wiring import from_memory, random_for, shape_in_memory
 
 _COMPARED: Final = 4096
@@ -56,11 +57,19 @@ class DivisionCheck:
         sizes: of the package, at which to run.
         place: of this rank among those that will divide the stages.
         ranks: how many these are.
+        parts: of each stage, the modules of which each rank is to take a part of a tensor → its dimension.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], manifest: Manifest, sizes: Mapping[str, int], place: int, ranks: int
+        self,
+        stages: Mapping[int, nn.Module],
+        manifest: Manifest,
+        sizes: Mapping[str, int],
+        place: int,
+        ranks: int,
+        parts: Mapping[int, Mapping[str, int]],
     ) -> None:
+        self._parts = parts
         self._whole, self._sizes, self._place, self._ranks = manifest, sizes, place, ranks
         self._found: dict[int, dict[Key, _Sample]] = {}
         for index, stage in stages.items():
@@ -82,18 +91,29 @@ class DivisionCheck:
         """
         problems = []
         for index, before in self._found.items():  # all of them on every rank, also behind a problem: they send
-            try:
-                after = self._run(index, stages[index], manifest)
-            except Exception as error:  # which the whole stage did not raise; other ranks must hear of it
-                problems.append(
-                    f"stage {index} does not run with its parameters divided along tp: "
-                    f"{type(error).__name__}: {error}\n"
-                    "Try: another style for the module that this names, or a parallelize_fn."
-                )
-            else:
-                differing = (key for key, found in after.items() if key in before and _differ(before[key], found))
-                problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
+            with running_modules(stages[index]) as running:
+                try:
+                    after = self._run(index, stages[index], manifest)
+                except Exception as error:  # which the whole stage did not raise; other ranks must hear of it
+                    problems.append(
+                        f"stage {index} does not run with its parameters divided along tp{failed_in(running)}: "
+                        f"{type(error).__name__}: {error}\n"
+                        "Try: another style for that module, or a parallelize_fn."
+                    )
+                    continue
+            whole = (name for name, dim in self._parts[index].items() if self._is_whole(name, dim, before, after))
+            problems += [_sentence_of_whole(index, name, self._parts[index][name]) for name in islice(whole, 1)]
+            differing = (key for key, found in after.items() if key in before and _differ(before[key], found))
+            problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
         return problems[0] if problems else None
+
+    def _is_whole(self, name: str, dim: int, before: Mapping[Key, _Sample], after: Mapping[Key, _Sample]) -> bool:
+        """Whether a module that should take a part along a dimension takes all of it."""
+        key = name, "takes", 0, 0
+        if key not in before or key not in after:
+            return False
+        sizes = [found[key].shape[dim : dim + 1] for found in (before, after)]
+        return sizes[0] == sizes[1] and sizes[0] not in ((), (1,))
 
     def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Sample]:
         device = next((each.device for each in stage.parameters()), torch.device("cpu"))
@@ -101,7 +121,8 @@ class DivisionCheck:
         names = manifest.stages[index].inputs
         inputs = [self._input(name, manifest.values[name], generator).to(device) for name in names]
         found: dict[Key, _Sample] = {}
-        with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, partial(self._take, found)):
+        report, parts = partial(self._take, found), self._parts[index]
+        with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, report, parts):
             stage(*inputs)
         return found
 
@@ -150,6 +171,15 @@ def _sentence(index: int, name: str, what: str) -> str:
     )
 
 
+def _sentence_of_whole(index: int, name: str, dim: int) -> str:
+    return (
+        f"tp_plan gives {name} of stage {index} a style for a part of dimension {dim} of what it takes, and it takes "
+        "all of that on each rank: gradients of its parameters would be added up over the ranks, too large.\n"
+        'Try: no style for it, or "replicate"; or in front of it a style that divides the dimension, such as '
+        f"RowwiseParallel(output_layouts=Shard({dim}))."
+    )
+
+
 def _some(tensor: Tensor) -> Tensor:
     """Some numbers of a tensor, the same for every tensor of as many."""
     flat = tensor.detach().reshape(-1)
@@ -160,8 +190,8 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _reported(stage: nn.Module, report: Any) -> Iterator[None]:
-    """Report what modules return, and what linear layers take, as the code around them sees it."""
+def _reported(stage: nn.Module, report: Any, others: Container[str]) -> Iterator[None]:
+    """Report what modules return, and what linear layers and others take, as the code around them sees it."""
     calls: dict[str, int] = {}
 
     def taken(name: str, module: nn.Module, args: Any) -> None:
@@ -173,7 +203,7 @@ def _reported(stage: nn.Module, report: Any) -> Iterator[None]:
 
     handles = []
     for name, module in stage.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or name in others:
             handles.append(module.register_forward_pre_hook(partial(taken, name), prepend=True))
         handles.append(module.register_forward_hook(partial(returned, name)))
     try:

@@ -128,6 +128,19 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
                 raise ArgumentError(f"tp_plan gives {name}, of the class {kind}, a style not for it: {error}") from None
 
 
+def divided_inputs(stage: nn.Module, plan: Plan) -> dict[str, int]:
+    """The modules of a stage whose style takes a plain tensor for a part of a whole → along which dimension."""
+    styles = ((name, _style_of(plan, name)) for name, _ in stage.named_modules())
+    return {name: dim for name, style in styles if (dim := _divided_dimension(style)) is not None}
+
+
+def _divided_dimension(style: Any) -> int | None:
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    made = _styles()[style]() if isinstance(style, str) and style in _styles() else style
+    return int(made.sequence_sharding[0].dim) if isinstance(made, SequenceParallel) else None
+
+
 def tensor_ranks(stages: Mapping[int, nn.Module]) -> int:
     """Return how many ranks along `tp` divide the parameters of stages."""
     parameters: list[Any] = [each for stage in stages.values() for each in stage.parameters()]

@@ -170,7 +170,11 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
         ({"norms1.*": "colwise"}, "norms1.0, of the class LayerNorm, a style not for it"),
         (["colwise"], "tp_plan has a style for each pattern"),
         (None, "nothing says how they divide the model"),
-        ({"layers1.*.0": "colwise"}, "stage 1 does not run with its parameters divided along tp"),
+        ({"layers1.*.0": "colwise"}, r"stage 1 does not run with .* divided along tp, in layers1\.\d\.2: "),
+        (
+            {"norms1.*": "sequence_parallel"},
+            r"norms1\.\d of stage 1 a style for a part of dimension 1 of what it takes, and it takes all of that",
+        ),
         ({"head": "colwise"}, "stage 1 returns logits as .* on each of 2 ranks, and the whole is"),
         (
             {"embed": "embedding_colwise", "head": "colwise_gather_output"},
