@@ -29,6 +29,7 @@ from pipegraph.runtime.fully_sharded import (
 )
 from pipegraph.runtime.internals import sharding_policy, sharding_ranks
 from pipegraph.runtime.parameters import computed_in, owner_of
+from pipegraph.runtime.precision import check_batch_norms
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.ties import find_ties
@@ -135,6 +136,7 @@ def shard_stages(
                     "and neither fsdp nor precision."
                 )
             else:
+                check_batch_norms(stage, (options or {}).get("mp_policy"))
                 groups[index] = fully_shard_stage(stage, mesh, options or {})
 
     _together(world, shard)

@@ -134,12 +134,17 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
         mesh: of one dimension, or of two, along the first of which parts are replicated.
         options: those of `fully_shard`.
 
+    A parameter without dimensions cannot be divided. Every rank has all of it, and its gradient is added up.
+
     Raises:
         ArgumentError: a parameter has a hook, which its part would lose, or is divided already where it would be again.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = options.get("mp_policy", MixedPrecisionPolicy())
+    scalars = {parameter for parameter in stage.parameters() if not parameter.dim()}
+    if scalars:
+        options = {**options, "ignored_params": scalars | set(options.get("ignored_params") or ())}
     options = {**options, "shard_placement_fn": _placement_function(stage, mesh, options.get("shard_placement_fn"))}
     hooked = next((name for name, parameter in stage.named_parameters() if has_hooks(parameter)), None)
     if hooked is not None:

@@ -188,3 +188,21 @@ def sharding_options(
         param_dtype=precision.computed, reduce_dtype=precision.stored, cast_forward_inputs=False
     )
     return {**(options or {}), "mp_policy": policy}
+
+
+def check_batch_norms(stage: nn.Module, policy: Any) -> None:
+    """Raise ArgumentError for a batch norm that does not run: its statistics keep their dtype, and not its weight."""
+    for name, module in stage.named_modules():
+        weight, mean = getattr(module, "weight", None), getattr(module, "running_mean", None)
+        if policy is None or policy.param_dtype is None or not isinstance(module, _BATCH_NORMS) or weight is None:
+            continue
+        scale = torch.zeros_like(weight, dtype=policy.param_dtype)
+        statistics = [None if each is None else each.clone() for each in (mean, module.running_var)]
+        try:
+            nn.functional.batch_norm(scale.expand(2, -1), *statistics, scale, scale, training=True)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"the mp_policy of fsdp computes in {policy.param_dtype}, and the batch norm {name}, whose statistics "
+                f"keep {statistics[0].dtype if statistics[0] is not None else None}, does not run in it.\n"
+                "Try: dp_replicate in place of dp_shard, or an mp_policy without param_dtype."
+            ) from error
