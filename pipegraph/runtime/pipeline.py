@@ -167,7 +167,8 @@ class Pipeline(PipelineState, PipelineRanks):
                 world.open()
             self.package = package if isinstance(package, Package) else Package.open(package)
             count = len(self.package.manifest.stages)
-            self.schedule = resolve_schedule(schedule, microbatches, count, len(world.pipeline) if world else None)
+            processes, sharing = (len(world.pipeline), world.grid.size // len(world.pipeline)) if world else (None, 1)
+            self.schedule = resolve_schedule(schedule, microbatches, count, processes, sharing=sharing)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
@@ -313,8 +314,7 @@ class Pipeline(PipelineState, PipelineRanks):
     def observe(self, observer: Observer, evals: bool = True) -> RemovableHandle:
         """Show an observer every action of the steps to come: when it begins, when it ends, and what is saved.
 
-        Any number of observers may look at once. The first one added begins first and ends last. Without one nothing is
-        looked at, and nothing takes longer.
+        Any number of observers may look at once. The first one added begins first and ends last.
 
         Args:
             observer: has the methods of `pipegraph.runtime.measurements.Observer`.

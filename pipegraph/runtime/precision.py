@@ -197,12 +197,12 @@ def check_batch_norms(stage: nn.Module, policy: Any) -> None:
         if policy is None or policy.param_dtype is None or not isinstance(module, _BATCH_NORMS) or weight is None:
             continue
         scale = torch.zeros_like(weight, dtype=policy.param_dtype)
-        statistics = [None if each is None else each.clone() for each in (mean, module.running_var)]
+        statistics = None if mean is None else mean.clone()
         try:
-            nn.functional.batch_norm(scale.expand(2, -1), *statistics, scale, scale, training=True)
+            nn.functional.batch_norm(scale.expand(2, -1), statistics, statistics, scale, scale, training=True)
         except RuntimeError as error:
             raise ArgumentError(
                 f"the mp_policy of fsdp computes in {policy.param_dtype}, and the batch norm {name}, whose statistics "
-                f"keep {statistics[0].dtype if statistics[0] is not None else None}, does not run in it.\n"
+                f"keep {mean.dtype if mean is not None else None}, does not run in it.\n"
                 "Try: dp_replicate in place of dp_shard, or an mp_policy without param_dtype."
             ) from error

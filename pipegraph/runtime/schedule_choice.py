@@ -19,6 +19,7 @@ def resolve_schedule(
     stages: int,
     processes: int | None,
     ranks: int | None = None,
+    sharing: int = 1,
 ) -> Schedule:
     """The schedule for a package's stages.
 
@@ -28,6 +29,7 @@ def resolve_schedule(
         microbatches: 1 by default, or those of a ready schedule.
         processes: how many run it, one per rank; None for one process with as many virtual ranks as it likes.
         ranks: for a name that allows any number of stages on a rank, if there are no processes to go by.
+        sharing: how many processes of the mesh share the stages of each of these, itself included.
 
     Raises:
         ScheduleError: the numbers do not fit together.
@@ -44,11 +46,17 @@ def resolve_schedule(
             f"{resolved.name} has {resolved.microbatches} microbatches; microbatches={microbatches} was given.\n"
             "Try: leave it out."
         )
-    if processes not in (None, resolved.ranks):
+    if processes is not None and processes != resolved.ranks:
+        needed, others = resolved.ranks, other_names(stages, processes)
+        on = f"{resolved.name} runs the package's {stages} stages on {needed} ranks, and"
+        if sharing > 1:
+            raise ScheduleError(
+                f"{on} the mesh has {processes} along pp.\n"
+                f"Try: {needed} along pp, which takes {needed * sharing} processes.{others}"
+            )
         raise ScheduleError(
-            f"{resolved.name} runs the package's {stages} stages on {resolved.ranks} ranks, and {processes} processes "
-            f"were started. Start {resolved.ranks} (--nproc-per-node {resolved.ranks}), or run without torchrun: one "
-            f"process then holds all stages.{other_names(stages, processes)}"
+            f"{on} {processes} processes were started. Start {needed} (--nproc-per-node {needed}), or run without "
+            f"torchrun: one process then holds all stages.{others}"
         )
     return resolved
 

@@ -132,3 +132,9 @@ def test_what_does_not_fit_is_refused_with_what_would(
     with pytest.raises(ScheduleError) as caught:
         resolve_schedule(name, None if "microbatch" in message else 12, stages, processes)
     assert message in str(caught.value)
+
+
+def test_a_mesh_with_too_few_ranks_along_the_pipeline_says_how_many_processes_it_takes() -> None:
+    with pytest.raises(ScheduleError, match=r"on 2 ranks, and the mesh has 1 along pp") as caught:
+        resolve_schedule("1f1b", 2, 2, 1, sharing=4)
+    assert "Try: 2 along pp, which takes 8 processes. With 2 stages on 1 rank run interleaved" in str(caught.value)
