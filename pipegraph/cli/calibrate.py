@@ -25,6 +25,7 @@ def calibrate(
         typer.Option(
             metavar="N",
             min=1,
+            max=1024,
             show_default=False,
             help="Threads of a rank. [default: as `pipegraph run` starts them: OMP_NUM_THREADS, or cores ÷ ranks]",
         ),
@@ -34,6 +35,7 @@ def calibrate(
         typer.Option(
             metavar="N",
             min=1,
+            max=1024,
             show_default=False,
             help="Processes whose links are measured; 1 assumes links through the host. [default: 2; 1 with one GPU]",
         ),

@@ -124,6 +124,10 @@ def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:
                 f"The model returns {what}, which is neither a tensor nor None.\nTry: return tensors only."
             )
         leaves.append(None if value is None else label_of(value))
+    if not any(leaves):
+        raise CaptureError(
+            "The model returns no tensor, so that there is nothing to train.\nTry: a return at the end of its forward."
+        )
     return plain_containers(pytree.tree_unflatten(leaves, spec))
 
 

@@ -45,7 +45,7 @@ def compute_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) ->
             "loss_fn returned a tensor without a gradient, so nothing would be trained.\n"
             "Try: compute it from the output with tensor operations, without detach() or no_grad."
         )
-    _check_loss(value)
+    check_loss(value)
     for name, metric in metrics.items():
         _check_metric(name, metric)
     # A metric may be memory that the next microbatch writes to, such as a buffer.
@@ -78,13 +78,18 @@ def divide_loss(returned: Any) -> tuple[Any, dict[Any, Any]]:
     loss, metrics = returned
     if not isinstance(metrics, dict):
         raise PipegraphError(
-            f"loss_fn returned (loss, metrics) with a {type(metrics).__name__} for metrics.\n"
+            f"loss_fn returned (loss, metrics) with a {_kind(metrics)} for metrics.\n"
             f'Try: a dict of tensors, such as {{"accuracy": …}}.'
         )
     return loss, metrics
 
 
-def _check_loss(value: Any) -> None:
+def _kind(value: Any) -> str:
+    """The class of a value; of a tensor that stands for one while kernels are traced, the tensor's."""
+    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_loss(value: Any) -> None:
     """Raise PipegraphError unless it is one real number in a tensor."""
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return

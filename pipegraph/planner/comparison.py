@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipegraph.arguments import argument
+from pipegraph.arguments import argument, for_asker
 from pipegraph.cost import SegmentCost
 from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
@@ -136,10 +136,12 @@ def compare_plans(
     fewest = min(plans, key=lambda plan: plan.chunks)
     if ranks * fewest.chunks > segments:
         possible = segments // fewest.chunks
+        each = max(1, segments // ranks)
+        fewer = for_asker(f"chunks={each}", f"--stages-per-rank {each}")
         raise PlanError(
             f"The model can be cut into {format_number_of('segment', segments)}, and {fewest.schedule} has "
             f"{ranks * fewest.chunks} stages on {ranks} ranks.\n"
-            f"Try: {argument('ranks', possible)}{' or fewer' if possible > 1 else ''}."
+            f"Try: {argument('ranks', possible) + (' or fewer' if possible > 1 else '') if possible else fewer}."
         )
     estimates, refused = _first_estimates(costs, options, ranks, plans)
     if not estimates:

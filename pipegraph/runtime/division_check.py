@@ -101,19 +101,11 @@ class DivisionCheck:
                         "Try: another style for that module, or a parallelize_fn."
                     )
                     continue
-            whole = (name for name, dim in self._parts[index].items() if self._is_whole(name, dim, before, after))
+            whole = (name for name in self._parts[index] if _is_whole(before, after, (name, "takes", 0, 0)))
             problems += [_sentence_of_whole(index, name, self._parts[index][name]) for name in islice(whole, 1)]
             differing = (key for key, found in after.items() if key in before and _differ(before[key], found))
             problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
         return problems[0] if problems else None
-
-    def _is_whole(self, name: str, dim: int, before: Mapping[Key, _Sample], after: Mapping[Key, _Sample]) -> bool:
-        """Whether a module that should take a part along a dimension takes all of it."""
-        key = name, "takes", 0, 0
-        if key not in before or key not in after:
-            return False
-        sizes = [found[key].shape[dim : dim + 1] for found in (before, after)]
-        return sizes[0] == sizes[1] and sizes[0] not in ((), (1,))
 
     def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Sample]:
         device = next((each.device for each in stage.parameters()), torch.device("cpu"))
@@ -147,6 +139,11 @@ class DivisionCheck:
                 found[name, what, number, place] = _Sample(value.shape, _some(value), part, tolerance)
 
 
+def _is_whole(before: Mapping[Key, _Sample], after: Mapping[Key, _Sample], key: Key) -> bool:
+    """Whether a value is on each rank all of what it is in the whole model: some heads are not, or some tokens."""
+    return key in before and key in after and before[key].shape == after[key].shape
+
+
 def _differ(before: _Sample, after: _Sample) -> bool:
     """Whether a value is another one. Parts whose place in the whole is not known are not compared."""
     if before.shape == after.shape:
@@ -173,9 +170,9 @@ def _sentence(index: int, name: str, what: str) -> str:
 
 def _sentence_of_whole(index: int, name: str, dim: int) -> str:
     return (
-        f"tp_plan gives {name} of stage {index} a style for a part of dimension {dim} of what it takes, and it takes "
-        "all of that on each rank: gradients of its parameters would be added up over the ranks, too large.\n"
-        'Try: no style for it, or "replicate"; or in front of it a style that divides the dimension, such as '
+        f"tp_plan gives {name} of stage {index} a style for a part of a tensor on each rank, and each rank gives it "
+        "the whole: gradients of its parameters would be added up over the ranks, too large.\n"
+        'Try: no style for it, or "replicate"; or in front of it a style that divides what it takes, such as '
         f"RowwiseParallel(output_layouts=Shard({dim}))."
     )
 

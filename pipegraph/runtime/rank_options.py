@@ -36,9 +36,9 @@ def check_options(
     recompute: Any,
 ) -> None:
     """Raise ArgumentError, on every rank, unless all of them were given the same. Collective."""
-    grid = world.grid
+    grid, count = world.grid, len(manifest.stages)
     options = {
-        "package": f"{manifest.model.class_name} of {manifest.model.source}, {len(manifest.stages)} stages",
+        "package": ", ".join(filter(None, (manifest.model.class_name, manifest.model.source, f"{count} stages"))),
         "mesh": dict(zip(grid.names, grid.shape, strict=True)),
         "microbatches": schedule.microbatches,
         "schedule": schedule.name,

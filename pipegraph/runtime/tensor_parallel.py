@@ -129,7 +129,8 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
 
 
 def divided_inputs(stage: nn.Module, plan: Plan) -> dict[str, int]:
-    """The modules of a stage whose style takes a plain tensor for a part of a whole → along which dimension."""
+    """The modules of a stage whose style takes a plain tensor for a part of a whole → along which dimension, but for
+    norms of heads, which may be at another one."""
     styles = ((name, _style_of(plan, name)) for name, _ in stage.named_modules())
     return {name: dim for name, style in styles if (dim := _divided_dimension(style)) is not None}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite, isinf, nan
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from pipegraph.cost.model_output import output_tensors
 from pipegraph.errors import PipegraphError, SourceError, user_line
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.kernels.loss import divide_loss
+from pipegraph.kernels.loss import check_loss, divide_loss
 from pipegraph.runtime.loss_reduction import LossFunction
 
 TOLERANCE = 1e-5
@@ -76,7 +77,7 @@ def run_model(
         if nudged:
             _nudge([*model.parameters(), *output_tensors([args, kwargs]).values()])
         output = model(*args, **kwargs)
-        loss, _ = divide_loss(loss_fn(output, target))
+        loss = _loss(source, loss_fn, output, target)
         if backward and loss.requires_grad:
             loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -88,6 +89,21 @@ def run_model(
             with torch.no_grad():
                 evaluated = output_tensors(model.eval()(*args, **kwargs))
     return StepTensors(output_tensors(output), loss.detach(), gradients, buffers, evaluated)
+
+
+def _loss(source: ModelSource, loss_fn: Callable[..., Any], output: Any, target: Any) -> Tensor:
+    """The loss of an output. Raises PipegraphError for what is none, or what `loss_fn` raises."""
+    try:
+        returned = loss_fn(output, target)
+    except Exception as error:
+        where = user_line(error)
+        raise SourceError(
+            f"loss_fn of {source.name} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}\n"
+            "Try: loss_fn(output, example_target) in Python, with what the model returns for its example_inputs."
+        ) from error
+    loss, _ = divide_loss(returned)
+    check_loss(loss)
+    return loss
 
 
 @contextmanager

@@ -173,7 +173,7 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
         ({"layers1.*.0": "colwise"}, r"stage 1 does not run with .* divided along tp, in layers1\.\d\.2: "),
         (
             {"norms1.*": "sequence_parallel"},
-            r"norms1\.\d of stage 1 a style for a part of dimension 1 of what it takes, and it takes all of that",
+            r"norms1\.\d of stage 1 a style for a part of a tensor on each rank, and each rank gives it the whole",
         ),
         ({"head": "colwise"}, "stage 1 returns logits as .* on each of 2 ranks, and the whole is"),
         (

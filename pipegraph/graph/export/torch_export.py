@@ -305,7 +305,7 @@ def explanation(model: nn.Module, error: Exception, mode: str = "") -> str:
         return f"{type(model).__name__} cannot be captured{mode}. {error}"
     where = user_line(error)
     advice = (
-        "model(*example_inputs) in Python. If that fails too, mend the inputs or the model; if not, "
+        "the model on its example inputs in Python. If that fails too, mend the inputs or the model; if not, "
         f"{'the line above' if where else 'something in it'} is Python that torch.export cannot follow"
     )
     if _depends_on_values(error):
