@@ -22,15 +22,20 @@ _GainOf = Callable[[float], float]  # of a makespan
 
 @dataclass(frozen=True)
 class CommandNames:
-    """What commands are given: the package's folder, and the model that was split; empty if unknown."""
+    """What commands are given: the package's folder, and the model that was split; empty if unknown.
+
+    `mesh` has the options of the dimensions beside `pp`, ``--dp-shard 2``.
+    """
 
     package: str = ""
     model: str = ""
+    mesh: str = ""
 
     def run(self, schedule: str, microbatches: int) -> str:
         """Return the command that runs the package under a schedule."""
         model = f" --model {shlex.quote(self.model)}" if self.model.partition(":")[0].endswith(".py") else ""
-        return f"pipegraph run {self._package}{model} --schedule {schedule} --microbatches {microbatches}"
+        mesh = f" {self.mesh}" if self.mesh else ""
+        return f"pipegraph run {self._package}{model} --schedule {schedule} --microbatches {microbatches}{mesh}"
 
     def split(self, *options: str) -> str:
         """Return the command that splits the model again, into the same folder."""

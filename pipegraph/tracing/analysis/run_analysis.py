@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipegraph.errors import PipegraphError
 from pipegraph.planner.run_comparison import PredictedAndMeasured
+from pipegraph.runtime.processes.rank_grid import PIPELINE
 from pipegraph.schedule import CollectiveKind, Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, CommandNames, advise
 from pipegraph.tracing.analysis.idle_causes import (
@@ -159,7 +160,10 @@ def _with_collectives(times: Times, taken: Mapping[tuple[int, CollectiveKind], f
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
     """Advise on changes only if all stages were measured: that is about how they compare."""
-    names = CommandNames(run.info.package_folder, _model_named(run.manifest.model.source) if run.manifest else "")
+    others = (name for name in run.grid.names if name != PIPELINE and run.grid.length(name) > 1)
+    mesh = " ".join(f"--{name.replace('_', '-')} {run.grid.length(name)}" for name in others)
+    model = _model_named(run.manifest.model.source) if run.manifest else ""
+    names = CommandNames(run.info.package_folder, model, mesh)
     step = 0.0 if run.shares_process else _median(steps)
     took = step or simulate(run.schedule, times.times).makespan
     expected = run.prediction.timeline.makespan if run.prediction and run.prediction.timeline else 0.0
