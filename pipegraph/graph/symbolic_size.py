@@ -28,11 +28,12 @@ class UnknownSizeError(Exception):
 
     Attributes:
         size: the size.
+        whole: the one that it is a part of, if that is known.
     """
 
-    def __init__(self, size: sympy.Expr) -> None:
+    def __init__(self, size: sympy.Expr, whole: sympy.Expr | None = None) -> None:
         super().__init__(str(size))
-        self.size = size
+        self.size, self.whole = size, whole
 
 
 InputDimension = tuple[int, int]

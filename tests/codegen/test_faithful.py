@@ -129,3 +129,28 @@ def test_state_dicts_go_both_ways(sequence: tuple[Package, nn.Module]) -> None:
     model.load_state_dict(pipe.state_dict())
     stages = [set(package.load_stage(index).state_dict()) for index in range(2)]
     assert stages[0] | stages[1] == set(state) and not stages[0] & stages[1]
+
+
+class Widened(nn.Module):
+    """The first of several takes the model's dtype, and makes float32, which all others take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x).float()
+        return x + h * F.softmax(self.lin(x), dim=-1, dtype=torch.float32)
+
+
+def test_a_cast_that_says_something_in_one_layer_stays_in_all(tmp_path: Path) -> None:
+    model = nn.Sequential(Widened(), Widened(), Widened(), nn.Linear(8, 8))
+    package = split(tmp_path, model, (batch(),), cut="2")
+    text = (package.path / "blocks.py").read_text()
+    assert text.count("class Widened") == 1
+    assert "self.lin(x).to(torch.float32)" in text
+    assert "dim=-1, dtype=torch.float32)" in text
+    stages = [package.load_stage(index) for index in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = model(batch()), stages[1](stages[0](batch()))
+    assert torch.equal(found, expected)

@@ -299,3 +299,41 @@ def test_sizes_of_inputs_that_no_signature_names_vary(tmp_path: Path) -> None:
     others = {name: torch.randn(2, 5, 8) for name in inputs}
     pipe = pipegraph.Pipeline(package, microbatches=1, kernels="autograd")
     torch.testing.assert_close(pipe.eval(**others), model(**others))
+
+
+class Flattened(nn.Module):
+    """Flattens an image, and makes one of it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, channels, *spatial = x.shape
+        x = x.reshape(rows, channels, -1)
+        return (x + self.conv(x)).reshape(rows, channels, *spatial)
+
+
+class Strided(nn.Module):
+    """The sides of its images follow from those of the input: no tensor behind the first layer has these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 3, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Flattened()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_size_is_read_whole_where_no_value_has_its_parts(tmp_path: Path) -> None:
+    model = Strided()
+    package = split(tmp_path, model, (torch.randn(BATCH, 3, 8, 8),), cut="blocks.1.1")
+    assert "size = x.shape[3]" in source(package)
+    assert differences(package, model, (torch.randn(BATCH, 3, 8, 8),)) == []
+    other = torch.randn(2, 3, 10, 14)
+    pipe = pipegraph.Pipeline(package, microbatches=1, kernels="autograd")
+    torch.testing.assert_close(pipe.eval(other), model(other))

@@ -24,6 +24,7 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
 from pipegraph.graph.nodes import follows_model, on_meta, shape_of
+from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
 TRAINING = Attribute(SELF, "training")
@@ -150,7 +151,7 @@ def _bind(node: fx.Node) -> dict[str, Any]:
         if argument.name == "pin_memory" or (argument.name == "layout" and value == torch.strided):
             continue
         bound[argument.name] = TRAINING if follows_mode(node, argument.name, value) else value
-    is_fixed = any(map(follows_model, node.all_input_nodes))
+    is_fixed = any(map(follows_model, node.all_input_nodes)) or operator_of(node).optional_dtype  # a pass decided
     if bound.get("dtype") in _DEFAULT_DTYPES and not is_fixed and _has_dtype_without(node, bound):
         del bound["dtype"]
     return bound

@@ -16,7 +16,7 @@ from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, 
 from pipegraph.codegen.syntax.statements import Statement
 from pipegraph.graph.captured import model_dtype, model_number
 from pipegraph.graph.nodes import dimension_of, dtypes_of
-from pipegraph.graph.symbolic_size import FUNCTIONS, SymbolicSize, fold
+from pipegraph.graph.symbolic_size import FUNCTIONS, SymbolicSize, UnknownSizeError, fold
 
 OF_MODEL_DTYPE = (model_dtype, model_number)
 """What such a node of a graph calls."""
@@ -42,14 +42,17 @@ class SizeVariables:
         Raises:
             UnknownSizeError: no value has a size from which it follows.
         """
-        return fold(size.expression, self._read, _combined)
+        try:
+            return fold(size.expression, self._read, _combined)
+        except UnknownSizeError as error:
+            raise UnknownSizeError(error.size, size.expression) from error
 
     def keep(self) -> None:
         """Write ``seq = x.shape[1]`` for the waiting sizes that a value has."""
         for size in list(self._waiting):
             found = self._read(size)
             if found is not None:
-                self._variables[size] = self._values.keep(str(size), found)
+                self._variables[size] = self._values.keep(str(size) if size.is_Symbol else "size", found)
                 self._waiting.remove(size)
 
     def _read(self, size: sympy.Expr) -> Expression | None:

@@ -51,9 +51,11 @@ def write_forward(
         except ReplacedInputError as error:
             kept[error.place] = error.name
         except UnknownSizeError as error:
-            if error.size in sizes:
+            # Of `(rows - 1) // 2 + 1` no value may have `rows`, and an input the whole.
+            asked = next((each for each in (error.size, error.whole) if each not in (None, *sizes)), None)
+            if asked is None:
                 raise
-            sizes.append(error.size)
+            sizes.append(asked)
         except UnrolledLoopError as error:
             contents = replace(contents, items=tuple(expanded(contents.items, error.loop)))
         else:

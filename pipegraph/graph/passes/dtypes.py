@@ -18,6 +18,7 @@ from pipegraph.graph.nodes import (
     dtypes_of,
     follows_model,
     path_of,
+    source_line,
 )
 from pipegraph.graph.operators import operator_of
 
@@ -178,17 +179,24 @@ def drop_redundant_dtypes(graph: fx.Graph) -> None:
     """Leave out the argument ``dtype`` if it is the dtype of the first argument.
 
     After ``.to(torch.bfloat16)`` it would no longer be, and the cast back, which did nothing at capture, is gone. On
-    bfloat16 these operations compute in float32 without being asked.
+    bfloat16 these operations compute in float32 without being asked. It stays where the same line of the source says
+    something elsewhere.
 
     before:  softmax(x, -1, torch.float32)                   with a float32 x
     after:   softmax(x, -1)
     """
-    for node in graph.nodes:
-        if not operator_of(node).optional_dtype:
-            continue
-        source = node.args[0].meta["val"]
-        follows = OTHER_DTYPE not in node.meta or node.meta[OTHER_DTYPE] == node.args[0].meta.get(OTHER_DTYPE)
-        if follows and source.is_floating_point() and arguments_of(node).get("dtype") == source.dtype:
+    given = [each for each in graph.nodes if operator_of(each).optional_dtype and arguments_of(each).get("dtype")]
+    said = {source_line(node) for node in given if not _is_its_own(node)} - {""}
+    for node in given:
+        if _is_its_own(node) and source_line(node) not in said:
             position = [argument.name for argument in schema_arguments(node.target)].index("dtype")
             node.args = node.args[:position]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
+
+
+def _is_its_own(node: fx.Node) -> bool:
+    """Return whether the argument ``dtype`` is the dtype of the first argument, in both dtypes of the model."""
+    source = node.all_input_nodes[0]
+    value = source.meta["val"]
+    follows = OTHER_DTYPE not in node.meta or node.meta[OTHER_DTYPE] == source.meta.get(OTHER_DTYPE)
+    return bool(follows and value.is_floating_point() and arguments_of(node).get("dtype") == value.dtype)
