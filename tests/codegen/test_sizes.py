@@ -301,7 +301,7 @@ def test_sizes_of_inputs_that_no_signature_names_vary(tmp_path: Path) -> None:
     torch.testing.assert_close(pipe.eval(**others), model(**others))
 
 
-class Flattened(nn.Module):
+class Unrolled(nn.Module):
     """Flattens an image, and makes one of it again."""
 
     def __init__(self) -> None:
@@ -320,7 +320,7 @@ class Strided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Conv2d(3, 3, 3, stride=2, padding=1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Flattened()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Unrolled()) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(x)

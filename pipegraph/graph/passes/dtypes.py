@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -179,19 +180,39 @@ def drop_redundant_dtypes(graph: fx.Graph) -> None:
     """Leave out the argument ``dtype`` if it is the dtype of the first argument.
 
     After ``.to(torch.bfloat16)`` it would no longer be, and the cast back, which did nothing at capture, is gone. On
-    bfloat16 these operations compute in float32 without being asked. It stays where the same line of the source says
-    something elsewhere.
+    bfloat16 these operations compute in float32 without being asked. It stays if it says something in
+    another call of the module.
 
     before:  softmax(x, -1, torch.float32)                   with a float32 x
     after:   softmax(x, -1)
     """
     given = [each for each in graph.nodes if operator_of(each).optional_dtype and arguments_of(each).get("dtype")]
-    said = {source_line(node) for node in given if not _is_its_own(node)} - {""}
+    said = said_elsewhere(node for node in given if not _is_its_own(node))
     for node in given:
-        if _is_its_own(node) and source_line(node) not in said:
+        if _is_its_own(node) and not said(node):
             position = [argument.name for argument in schema_arguments(node.target)].index("dtype")
             node.args = node.args[:position]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}
+
+
+def said_elsewhere(speaking: Iterable[fx.Node]) -> Callable[[fx.Node], bool]:
+    """What tells of an operation whether another call of its module has it among these: with the same dtype, from the
+    same line of the source."""
+    calls: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
+    for node in speaking:
+        if RELATIVE_DTYPE not in node.meta:
+            calls.setdefault(_place(node), set()).add(tuple(path_of(node)))
+
+    def is_said(node: fx.Node) -> bool:
+        if not isinstance(node.target, OpOverload) or RELATIVE_DTYPE in node.meta:
+            return False
+        return bool(calls.get(_place(node), set()) - {tuple(path_of(node))})
+
+    return is_said
+
+
+def _place(node: fx.Node) -> tuple[object, ...]:
+    return node.target, arguments_of(node).get("dtype"), source_line(node)
 
 
 def _is_its_own(node: fx.Node) -> bool:

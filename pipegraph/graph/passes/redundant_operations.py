@@ -9,9 +9,9 @@ from torch import fx
 
 from pipegraph.graph.aliasing import is_stable, is_written, viewed_by
 from pipegraph.graph.calls import replace_node
-from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, arguments_of, shape_of, source_line
+from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, shape_of
 from pipegraph.graph.operators import operator_of
-from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
+from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER, said_elsewhere
 from pipegraph.grouped_mm import register_grouped_mm
 
 aten = torch.ops.aten
@@ -21,27 +21,21 @@ def drop_identities(graph: fx.Graph) -> None:
     """Replace each operation that returns its argument: a cast to the dtype it has, a full slice, ``x + 0``, one of
     ``broadcast_tensors`` of equal shapes.
 
-    A cast that does something in a model of another dtype stays, and so does one of the same line of the source as
-    another one that does something: of equal layers, the first may take the model's dtype, and all others float32.
+    A cast that does something in a model of another dtype stays, and so does one that does something in another call
+    of its module: of equal layers, the first may take the model's dtype, and all others float32.
 
     before:  a = to(x, torch.float32);  b = mul(a, 2)        with a float32 x
     after:   b = mul(x, 2)
     """
-    casts = [(node, node.args[0]) for node in graph.find_nodes(op="call_function", target=aten.to.dtype)]
-    said = {_cast(node) for node, source in casts if not _is_identity(node, source)} - {None}
+    casts = graph.find_nodes(op="call_function", target=aten.to.dtype)
+    said = said_elsewhere(node for node in casts if not _is_identity(node, node.all_input_nodes[0]))
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = _broadcast(node) or node.args[0]
         unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
-        if unseen and _is_identity(node, source) and not (said and _cast(node) in said):
+        if unseen and _is_identity(node, source) and not said(node):
             replace_node(node, source)
-
-
-def _cast(node: fx.Node) -> tuple[str, object] | None:
-    """The line of the source and the dtype of a cast to a fixed one; None for any other operation."""
-    is_fixed = node.target is aten.to.dtype and RELATIVE_DTYPE not in node.meta
-    return (source_line(node), node.args[1]) if is_fixed and source_line(node) else None
 
 
 def _broadcast(node: fx.Node) -> fx.Node | None:
