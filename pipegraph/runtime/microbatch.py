@@ -222,7 +222,7 @@ def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
             most = f"to {limits.max}" if limits.max is not None else "or more"
             raise BatchError(
                 f"{name}, {_place_of(manifest, name)}, is {size}; the stages are the model for {limits.min} {most}.\n"
-                f"Try: {limits.min} {most}, or capture the model with {name} {size}."
+                f"Try: {limits.min} {most}, or capture the model with {name} {size}, if it takes that."
             )
     for condition in manifest.conditions:
         if not holds(condition, sizes):
