@@ -180,8 +180,8 @@ def drop_redundant_dtypes(graph: fx.Graph) -> None:
     """Leave out the argument ``dtype`` if it is the dtype of the first argument.
 
     After ``.to(torch.bfloat16)`` it would no longer be, and the cast back, which did nothing at capture, is gone. On
-    bfloat16 these operations compute in float32 without being asked. It stays if it says something in
-    another call of the module.
+    bfloat16 these operations compute in float32 without being asked. It stays if it says something in another call of
+    the module.
 
     before:  softmax(x, -1, torch.float32)                   with a float32 x
     after:   softmax(x, -1)
@@ -204,7 +204,7 @@ def said_elsewhere(speaking: Iterable[fx.Node]) -> Callable[[fx.Node], bool]:
             calls.setdefault(_place(node), set()).add(tuple(path_of(node)))
 
     def is_said(node: fx.Node) -> bool:
-        if not isinstance(node.target, OpOverload) or RELATIVE_DTYPE in node.meta:
+        if not calls or not isinstance(node.target, OpOverload) or RELATIVE_DTYPE in node.meta:
             return False
         return bool(calls.get(_place(node), set()) - {tuple(path_of(node))})
 
