@@ -18,6 +18,7 @@ from pipegraph.package.json_errors import clipped, shortened
 from pipegraph.package.json_file import KEY, Entry, FileKind, Name, Text, json_text
 from pipegraph.package.manifest_entries import (
     CALLER,
+    BatchEntry,
     CheckpointNames,
     ModelEntry,
     PlanEntry,
@@ -62,6 +63,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
         tp_plan: glob of module names → style of tensor parallelism.
         recompute: what backwards compute again if no plan says it: what the model checkpoints, as
             `pipegraph.recompute.Recompute` reads it.
+        batch: what is known of the rows of a batch.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -84,6 +86,7 @@ class Manifest(Entry, frozen=True, kw_only=True):
     checkpoint: CheckpointNames = CheckpointNames()
     tp_plan: dict[Name, Name] = msgspec.field(default_factory=dict)
     recompute: Text = DEFAULT
+    batch: BatchEntry = BatchEntry()
 
     def __post_init__(self) -> None:
         for name in ("args", "kwargs", "outputs", "evaluation_outputs"):
@@ -108,6 +111,8 @@ class Manifest(Entry, frozen=True, kw_only=True):
             del entry["evaluation_outputs"]
         if not self.lists:
             del entry["lists"]
+        if self.batch == BatchEntry():
+            del entry["batch"]
         if self.plan.prediction is not None:
             entry["plan"]["prediction"] = self.plan.prediction.to_dict()
         # Sorted, but for what the model takes and returns: a loss may unpack a dict's values in the model's order.
@@ -265,6 +270,10 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield f"{place}.shape", str(error)
         if value.batch_dim is not None and value.batch_dim >= len(value.shape):
             yield f"{place}.batch_dim", f"it is {value.batch_dim}, and the value has {len(value.shape)} dimensions"
+        if value.role is not UNSET and (
+            value.producer != CALLER or (value.role == "rows") != (value.batch_dim is not None)
+        ):
+            yield f"{place}.role", f'it is "{value.role}", and batch_dim is {value.batch_dim}'
         if value.dim_order is not UNSET and sorted(value.dim_order) != [*range(len(value.shape))]:
             yield (
                 f"{place}.dim_order",

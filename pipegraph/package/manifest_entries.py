@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -17,6 +17,9 @@ CALLER: Final = -1
 
 Constant = bool | int | float | str | None
 
+Role = Literal["rows", "whole", "list"]
+"""How an input is given to microbatches: cut along a dimension, unchanged, or as a list with one value for each."""
+
 
 class Value(Entry, frozen=True, rename={"name": KEY}):
     """One value that crosses a boundary, for one microbatch: a tensor, or a constant fixed at capture.
@@ -29,7 +32,8 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
         consumers: the stages that take it, ascending.
         requires_grad: whether a gradient comes back for it.
         bound: an exclusive upper bound for integers.
-        batch_dim: the dimension along which it is cut into microbatches; None if each takes the whole.
+        batch_dim: the dimension along which it is cut into microbatches, or joined from them; None if it has no rows.
+        role: of an input; UNSET for other values. Use `batch_role`, which also reads packages of older versions.
         constant: the constant; UNSET for a tensor.
         keeps_dtype: True if it has this dtype even if the model is converted to another one.
         dim_order: its dimensions as they lie in memory, outermost first, as in `torch.Tensor.dim_order`; UNSET for a
@@ -47,6 +51,14 @@ class Value(Entry, frozen=True, rename={"name": KEY}):
     constant: Constant | UnsetType = UNSET
     keeps_dtype: bool | UnsetType = UNSET
     dim_order: tuple[Count, ...] | UnsetType = UNSET
+    role: Role | UnsetType = UNSET
+
+    @property
+    def batch_role(self) -> Role:
+        """The role of an input."""
+        if self.role is not UNSET:
+            return self.role
+        return "whole" if self.batch_dim is None else "rows"
 
     @property
     def is_constant(self) -> bool:
@@ -147,6 +159,37 @@ class ModelEntry(Entry, frozen=True, rename={"class_name": "class"}):
     source: Text = ""
     class_name: Text = ""
     sha256: Text = ""
+
+
+class RowOperator(Entry, frozen=True):
+    """An operator whose result in one row depends on other rows of the batch.
+
+    Attributes:
+        operator: what it is: ``cumsum``, ``batch norm``.
+        line: its line in the model's source: ``model.py:12``; "" if it is not known.
+    """
+
+    operator: Text
+    line: Text = ""
+
+    def __str__(self) -> str:
+        return f"{self.operator} ({self.line})" if self.line else self.operator
+
+
+class BatchEntry(Entry, frozen=True):
+    """What is known of the rows of a batch.
+
+    Attributes:
+        proof: how the roles of the inputs were proved: "rules" (operator by operator), "values" (the whole batch was
+            compared with its halves), "declared" (by the user alone); "" in packages of older versions.
+        per_microbatch: operators that mix rows by design, such as batch norm, and are computed for each microbatch.
+        mixing: operators that mix rows otherwise. A batch is not cut into several microbatches then; lists of
+            microbatches are right.
+    """
+
+    proof: Literal["", "rules", "values", "declared"] = ""
+    per_microbatch: tuple[RowOperator, ...] = ()
+    mixing: tuple[RowOperator, ...] = ()
 
 
 class PlanEntry(Entry, frozen=True):
