@@ -23,6 +23,7 @@ from pipegraph.codegen.render import render_blocks, render_init, render_stage, r
 from pipegraph.codegen.syntax.statements import ClassSource, FunctionSource, functions_called
 from pipegraph.codegen.weights import shard_name, shard_plan
 from pipegraph.errors import CaptureError
+from pipegraph.graph.batch_report import BatchReport
 from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.internals import OpOverload, pytree
@@ -33,11 +34,13 @@ from pipegraph.graph.sources.huggingface import checkpoint_names, tp_plan_of
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.package import (
+    BatchEntry,
     Buffer,
     CheckpointNames,
     Manifest,
     ModelEntry,
     PlanEntry,
+    RowOperator,
     StageEntry,
     Value,
     sequences,
@@ -152,7 +155,7 @@ def _manifest(
 
     sizes = _sizes(captured)
     shards = shard_plan(captured, plan.stages, weights)
-    values = {names[boundary]: _value(names[boundary], boundary, sizes) for boundary in plan.boundaries}
+    values = {names[boundary]: _value(names[boundary], boundary, sizes, captured.batch) for boundary in plan.boundaries}
     for name, constant in captured.constants.items():
         values[name] = Value(name, "", (), -1, (), constant=constant)
     untrained = untrained_parameters(captured)
@@ -197,6 +200,17 @@ def _manifest(
         checkpoint=CheckpointNames(**checkpoint_names(captured.modules[""].module)),
         tp_plan=dict((source.tp_plan if source is not None else None) or tp_plan_of(captured.modules[""].module)),
         recompute=str(own_recompute(captured)),
+        batch=_batch_entry(captured.batch),
+    )
+
+
+def _batch_entry(report: BatchReport) -> BatchEntry:
+    return BatchEntry(
+        proof=report.proof,
+        per_microbatch=tuple(RowOperator(each.operator, each.line) for each in report.per_microbatch),
+        mixing=tuple(RowOperator(each.operator, each.line) for each in report.mixing),
+        suggestion=report.suggestion,
+        target_dim=report.target_dim,
     )
 
 
@@ -219,7 +233,13 @@ def _sizes(captured: Captured) -> dict[str, Size]:
     }
 
 
-def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size]) -> Value:
+def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size], batch: BatchReport) -> Value:
+    role = batch.roles.get(label_of(boundary.node)) if boundary.producer < 0 else None
+    if role is not None:
+        dim = role.dim
+    else:
+        usual = batch_dim(shape_of(boundary.node), sizes)
+        dim = batch.dims.get(boundary.node, usual)
     tensor = tensor_of(boundary.node)
     integer = boundary.producer < 0 and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
     return Value(
@@ -229,7 +249,8 @@ def _value(name: str, boundary: Boundary, sizes: Mapping[str, Size]) -> Value:
         producer=boundary.producer,
         consumers=boundary.consumers,
         requires_grad=boundary.requires_grad,
-        batch_dim=batch_dim(shape_of(boundary.node), sizes),
+        batch_dim=dim,
+        role=UNSET if role is None else role.kind,
         keeps_dtype=(boundary.producer >= 0 and keeps_dtype(boundary.node)) or UNSET,
         bound=index_bound(boundary.node) if integer else None,
         dim_order=(boundary.producer >= 0 and _dim_order(tensor)) or UNSET,
@@ -249,8 +270,8 @@ def _dim_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def batch_dim(shape: Sequence[int], sizes: Collection[str]) -> int | None:
-    """The dimension along which a value is cut: the first that follows from the batch. If the model fixes its batch, it
-    is dimension 0.
+    """The dimension along which a value is cut of whose rows nothing is known: the first that follows from the batch.
+    If the model fixes its batch, it is dimension 0.
 
     Args:
         shape: of the value.

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 from msgspec import structs
 
-from pipegraph.codegen.draft import Draft, Source, batch_dim, written_shape
+from pipegraph.codegen.draft import Draft, Source, written_shape
 from pipegraph.codegen.names.model_names import prose
 from pipegraph.graph.captured import OtherSize
 from pipegraph.graph.symbolic_size import SymbolicSize, expression_text
@@ -111,10 +111,7 @@ def _symbol(size: OtherSize) -> sympy.Symbol:
 
 def _manifest(own: Manifest, general: Sequence[OtherSize], shapes: Shapes) -> Manifest:
     sizes = own.sizes | {each.name: Size(captured=each.size, min=each.lowest) for each in general}
-    values = {
-        name: structs.replace(own.values[name], shape=written_shape(shape), batch_dim=batch_dim(shape, sizes))
-        for name, shape in shapes.items()
-    }
+    values = {name: structs.replace(own.values[name], shape=written_shape(shape)) for name, shape in shapes.items()}
     return structs.replace(own, sizes=sizes, values=own.values | values)
 
 

@@ -13,14 +13,17 @@ from torch import nn
 from pipegraph.debug import dump
 from pipegraph.errors import CaptureError
 from pipegraph.garbage import rare_collection
+from pipegraph.graph.batch.report import report_rows
+from pipegraph.graph.batch.roles import DeclaredRoles, InputTensor, RoleAssignment, assign_roles, declared_roles
+from pipegraph.graph.batch.value_proof import compare_halves
 from pipegraph.graph.captured import BRANCH, Captured, OtherSize
 from pipegraph.graph.evaluation_mode import OtherModeError, add_evaluation_mode
-from pipegraph.graph.export.dynamic_shapes import WantedSizes, wanted_sizes
+from pipegraph.graph.export.dynamic_shapes import BATCH, WantedSizes, wanted_sizes
 from pipegraph.graph.export.input_sizes import fixed_sizes
 from pipegraph.graph.export.isolation import attributes_restored
 from pipegraph.graph.export.operation_record import device_branch
 from pipegraph.graph.export.other_dtype import mark_dtypes
-from pipegraph.graph.export.trace import Example, trace
+from pipegraph.graph.export.trace import Example, Trace, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK, pytree
@@ -48,6 +51,7 @@ def capture(
     *,
     allow_derivative: bool = False,
     dynamic_shapes: Any = None,
+    batch_dims: Mapping[str, Any] | None = None,
 ) -> Captured:
     """Capture ``model`` on the inputs of one microbatch.
 
@@ -65,8 +69,13 @@ def capture(
         allow_derivative: whether to take the derivative of the forward of a ``torch.autograd.Function`` whose own
             backward is another one, which ``torch.export`` drops.
         dynamic_shapes: the sizes that may vary, in the form of ``torch.export``; a text in place of a ``Dim`` names a
-            size, too. None lets every size vary that the model lets vary, False fixes all. The size called ``batch`` is
-            the one that is cut into microbatches; without one, it is the first dimension of the first tensor.
+            size, too, and equal names are one size. None lets every size vary that the model lets vary, False fixes
+            all. The size called ``batch`` is the one that is cut into microbatches; without one, it is the first
+            dimension of the first tensor.
+        batch_dims: the role of inputs, by name: the dimension of their rows, None if every microbatch takes the whole,
+            "list" if the caller gives one value for each microbatch. A tensor inside an argument is named
+            ``argument.key``; "target" is that of the loss. Other roles are found. All roles are proved: what mixes
+            the rows of a batch is in ``Captured.batch``.
 
     Raises:
         CaptureError: ``torch.export`` cannot trace it, or a backward would be lost, or what it does in evaluation mode
@@ -85,7 +94,9 @@ def capture(
     example = Example(args, dict(kwargs or {}))
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
-        return _capture(model, example, wanted_sizes(model, *example, dynamic_shapes), allow_derivative)
+        declared = declared_roles(model, *example, batch_dims)
+        wanted = wanted_sizes(model, *example, dynamic_shapes, declared.rows)
+        return _capture(model, example, wanted, declared, allow_derivative)
 
 
 def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
@@ -97,8 +108,9 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
     model, example = source.model, Example(source.args, source.kwargs)
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
-        wanted = wanted_sizes(model, *example, source.dynamic_shapes)
-        return _capture(model, example, wanted, allow_derivative, source.batch, source.seq)
+        declared = declared_roles(model, *example, source.batch_dims)
+        wanted = wanted_sizes(model, *example, source.dynamic_shapes, declared.rows)
+        return _capture(model, example, wanted, declared, allow_derivative, source.batch, source.seq)
 
 
 def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False) -> Captured:
@@ -116,8 +128,9 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
         example, shapes, batch, seq = Example((), source.inputs_of(rows)), False, None, None
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
-        wanted = wanted_sizes(model, *example, shapes)
-        return _capture(model, example, wanted, allow_derivative, batch, seq, is_written=False)
+        declared = declared_roles(model, *example, source.batch_dims)
+        wanted = wanted_sizes(model, *example, shapes, declared.rows)
+        return _capture(model, example, wanted, declared, allow_derivative, batch, seq, is_written=False)
 
 
 def _check(model: nn.Module, example: Example) -> None:
@@ -136,6 +149,7 @@ def _capture(
     model: nn.Module,
     example: Example,
     wanted: WantedSizes,
+    declared: DeclaredRoles,
     allow_derivative: bool,
     batch: int | None = None,
     seq: int | None = None,
@@ -154,7 +168,8 @@ def _capture(
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments", "other sizes"))
     next(phases)
     modules = modules_of(model)
-    traced = trace(model, example, wanted, allow_derivative, trains=not not_trained)
+    traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
+    roles, traced = _with_roles(model, traced, declared)
     (args, kwargs), exported, graph = traced.example, traced.exported, traced.graph
     state, tensors = traced.state, traced.tensors
     sizes = traced.sizes_of(example, batch, seq)
@@ -163,19 +178,19 @@ def _capture(
     next(phases)
     training = exported.mode[model]
     if is_written:
-        mark_dtypes(graph, exported, model, args, kwargs)
+        mark_dtypes(graph, exported, model, args, kwargs, traced.names)
     run_all_passes(graph, state)
     next(phases)
     if training and not (is_written and may_differ_by_mode(graph, modules)):
         run_passes(graph, [partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)], state)
     elif training:
         try:
-            add_evaluation_mode(graph, model, args, kwargs, exported, wanted.names, modules, state, tensors)
+            add_evaluation_mode(graph, model, args, kwargs, exported, traced.names, modules, state, tensors)
         except OtherModeError as error:
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
             return _capture(
-                model, example, wanted, allow_derivative, batch, seq, is_written, error.difference, only_once
+                model, example, wanted, declared, allow_derivative, batch, seq, is_written, error.difference, only_once
             )
     if sizes != traced.sizes.of(traced.example):
         run_passes(graph, [partial(resize, sizes=sizes)], state)
@@ -199,6 +214,7 @@ def _capture(
         training=training,
         not_trained="" if training else not_trained or exported.training_error,
         device_branch=device_branch(model, exported.mode, args, kwargs),
+        batch=report_rows(graph, roles, declared, partial(compare_halves, model, exported.mode, traced.example)),
     )
     check_keys("output", captured.outputs)
     if captured.not_trained:
@@ -216,12 +232,25 @@ def _capture(
     def again(other: Example) -> Captured:
         first, own = (each.tensors()[0][1].shape[1:2] for each in (other, example))
         tokens = seq if first == own else None
-        return _capture(model, other, wanted, allow_derivative, batch, tokens, not_trained=not_trained, only_once=True)
+        return _capture(model, other, wanted, declared, allow_derivative, batch, tokens, True, not_trained, True)
 
     by_user = wanted.fixed  # stays fixed
     fixed = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in by_user}
-    others = _other_sizes(captured, model, exported.mode, example, fixed, wanted.names, again)
+    others = _other_sizes(captured, model, exported.mode, example, fixed, traced.names.by_dimension, again)
     return replace(captured, other_sizes=tuple(others))
+
+
+def _with_roles(model: nn.Module, traced: Trace, declared: DeclaredRoles) -> tuple[RoleAssignment, Trace]:
+    """The roles of the inputs, and the trace with one name for the sizes of all rows."""
+    inputs = [
+        InputTensor(node, traced.sizes.position_of(str(node.target)))
+        for node in traced.graph.find_nodes(op="placeholder")
+    ]
+    names = traced.names.by_dimension if traced.names.by_user else {}
+    roles = assign_roles(traced.graph, inputs, traced.sizes.captured, declared, names)
+    if any(str(traced.sizes.symbol_of(dimension)) != BATCH for dimension in roles.names):
+        traced = traced.renamed(model, traced.names.with_rows(roles.names))
+    return roles.renamed(traced.sizes.captured), traced
 
 
 def _other_sizes(

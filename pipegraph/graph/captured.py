@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.errors import one_line
+from pipegraph.graph.batch_report import BatchReport
 from pipegraph.graph.initialisation import Initialisation
 from pipegraph.graph.internals import call_name
 from pipegraph.graph.nodes import path_of
@@ -132,6 +133,7 @@ class Captured:
             way is right for every size.
         device_branch: what the model does otherwise on another kind of device than here, with the lines; empty if it
             does the same. The stages do what it does here.
+        batch: the roles of the inputs, and what is known of the rows of a batch.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -150,6 +152,7 @@ class Captured:
     segments: tuple[Segment, ...] = ()
     other_sizes: tuple[OtherSize, ...] = field(default=(), repr=False)
     device_branch: str = ""
+    batch: BatchReport = field(default=BatchReport(), repr=False)
 
     def __repr__(self) -> str:
         weights = (entry for entry in self.state.values() if entry.kind == "parameter" and entry.fqn == entry.canonical)

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from pipegraph.debug import InvalidGraphError
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import ModuleEntry, StateEntry
+from pipegraph.graph.export.dynamic_shapes import SizeNames
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import same_in_both_modes
@@ -42,7 +43,7 @@ def add_evaluation_mode(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     exported: Exported,
-    names: Mapping[InputDimension, str],
+    names: SizeNames,
     modules: Mapping[str, ModuleEntry],
     state: dict[str, StateEntry],
     tensors: dict[str, Tensor],
@@ -76,7 +77,7 @@ def _evaluation_graph(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fixed: frozenset[InputDimension] | None,
-    names: Mapping[InputDimension, str],
+    names: SizeNames,
     state: dict[str, StateEntry],
     tensors: dict[str, Tensor],
 ) -> fx.Graph:
@@ -89,7 +90,7 @@ def _evaluation_graph(
     try:
         exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
         graph, _ = flatten(exported.program, state, tensors, names)
-        mark_dtypes(graph, exported, model, args, kwargs)
+        mark_dtypes(graph, exported, model, args, kwargs, names)
         run_all_passes(graph, state, prefix="evaluation_")
     except InvalidGraphError:
         raise

@@ -185,11 +185,15 @@ class BatchEntry(Entry, frozen=True):
         per_microbatch: operators that mix rows by design, such as batch norm, and are computed for each microbatch.
         mixing: operators that mix rows otherwise. A batch is not cut into several microbatches then; lists of
             microbatches are right.
+        suggestion: ``batch_dims`` with which nothing mixes rows, if there is such a dimension.
+        target_dim: the dimension of the rows of a target; None for that of the outputs.
     """
 
     proof: Literal["", "rules", "values", "declared"] = ""
     per_microbatch: tuple[RowOperator, ...] = ()
     mixing: tuple[RowOperator, ...] = ()
+    suggestion: Text = ""
+    target_dim: Count | None = None
 
 
 class PlanEntry(Entry, frozen=True):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import sympy
 import torch
@@ -29,18 +29,38 @@ _LARGEST = 64
 
 
 @dataclass(frozen=True)
+class SizeNames:
+    """Names of sizes of inputs, in place of the usual ones. Two dimensions of one name are one size.
+
+    Attributes:
+        by_dimension: dimension → the name of its size.
+        by_user: whether the user named sizes, and so says which of them are the same.
+    """
+
+    by_dimension: Mapping[InputDimension, str] = field(default_factory=dict)
+    by_user: bool = False
+
+    def with_rows(self, dimensions: Iterable[InputDimension]) -> SizeNames:
+        """The same, with the name of the batch for the rows of inputs."""
+        return replace(self, by_dimension={**self.by_dimension, **dict.fromkeys(dimensions, BATCH)})
+
+
+USUAL_NAMES: Final = SizeNames()
+
+
+@dataclass(frozen=True)
 class WantedSizes:
     """Which sizes of inputs may vary, and how they are called.
 
     Attributes:
         fixed: the dimensions whose sizes do not vary; None for all.
-        names: dimension → the name of its size.
+        names: of sizes.
         bounds: name of a size → its smallest and its largest value; None if it has none.
         places: the dimensions that have to vary → where they are: ``tokens.shape[1]``.
     """
 
     fixed: frozenset[InputDimension] | None = frozenset()
-    names: Mapping[InputDimension, str] = field(default_factory=dict)
+    names: SizeNames = USUAL_NAMES
     bounds: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
     places: Mapping[InputDimension, str] = field(default_factory=dict)
 
@@ -73,12 +93,17 @@ class WantedSizes:
 
 
 def wanted_sizes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    rows: Sequence[InputDimension] = (),
 ) -> WantedSizes:
     """Read ``dynamic_shapes``.
 
     Args:
         model, args, kwargs: the model and the inputs of its example.
+        rows: the dimensions that are declared to have the rows of the batch.
         dynamic_shapes: None lets every size vary that the model lets vary; False fixes all. Else as ``torch.export``
             takes it: for each argument, by its name or in the order of ``args``, the dimensions that vary, each with
             a ``Dim``, ``Dim.AUTO`` or a name; nested as the arguments are. All other dimensions are fixed.
@@ -87,14 +112,11 @@ def wanted_sizes(
         CaptureError: it does not fit the arguments.
     """
     if dynamic_shapes is None:
-        return WantedSizes()
+        return WantedSizes(names=SizeNames().with_rows(rows))
     if dynamic_shapes is False:
         return WantedSizes(fixed=None)
     by_name = dict(kwargs)
-    try:
-        names = list(inspect.signature(model.forward).bind(*args).arguments)
-    except (TypeError, ValueError):
-        names = []
+    names = argument_names(model, args)
     if isinstance(dynamic_shapes, Mapping):
         by_name = {**dict(zip(names, args, strict=False)), **by_name}
         unknown = next((name for name in dynamic_shapes if name not in by_name), None)
@@ -110,8 +132,7 @@ def wanted_sizes(
         specs, keyword_specs = list(dynamic_shapes), dict.fromkeys(kwargs)
     else:
         raise CaptureError(f"dynamic_shapes does not have an entry for each of {len(args)} arguments.\nTry: {_FORM}.")
-    labels = names if len(names) == len(args) else [f"args[{index}]" for index in range(len(args))]
-    entries = [*zip(labels, args, specs, strict=True), *((name, kwargs[name], keyword_specs[name]) for name in kwargs)]
+    entries = [*zip(names, args, specs, strict=True), *((name, kwargs[name], keyword_specs[name]) for name in kwargs)]
     found = [tensor for entry in entries for tensor in _tensors(*entry)]
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -125,7 +146,16 @@ def wanted_sizes(
         for position, (place, tensor, wanted) in zip(positions, found, strict=True)
         for dim in range(tensor.dim())
     ]
-    return _wanted(wanted_by_dimension, first=(positions[0], 0) if positions else (0, 0))
+    return _wanted(wanted_by_dimension, rows, first=(positions[0], 0) if positions else (0, 0))
+
+
+def argument_names(model: nn.Module, args: tuple[Any, ...]) -> list[str]:
+    """The names of positional arguments; ``args[0]`` where the model has none."""
+    try:
+        names = list(inspect.signature(model.forward).bind(*args).arguments)
+    except (TypeError, ValueError):
+        names = []
+    return names if len(names) == len(args) else [f"args[{index}]" for index in range(len(args))]
 
 
 def _tensors(place: str, value: Any, spec: Any) -> Iterator[tuple[str, torch.Tensor, Mapping[int, Any]]]:
@@ -152,7 +182,9 @@ def _by_dimension(place: str, tensor: torch.Tensor, spec: Any) -> Mapping[int, A
     raise CaptureError(f"dynamic_shapes has {spec!r} for {place}, which has {tensor.dim()} dimensions.\nTry: {_FORM}.")
 
 
-def _wanted(found: Iterable[tuple[InputDimension, str, Any]], first: InputDimension) -> WantedSizes:
+def _wanted(
+    found: Iterable[tuple[InputDimension, str, Any]], rows: Sequence[InputDimension], first: InputDimension
+) -> WantedSizes:
     fixed: set[InputDimension] = set()
     names: dict[InputDimension, str] = {}
     bounds: dict[str, tuple[int | None, int | None]] = {}
@@ -171,10 +203,19 @@ def _wanted(found: Iterable[tuple[InputDimension, str, Any]], first: InputDimens
             places[dimension] = place
         elif wanted != Dim.AUTO:
             raise CaptureError(f"dynamic_shapes has {wanted!r} for {place}.\nTry: {_FORM}.")
-    if BATCH not in names.values() and first in names:  # whatever the user calls it, it is cut into microbatches
-        bounds[BATCH] = bounds.pop(names[first])
-        names[first] = BATCH
-    return WantedSizes(frozenset(fixed), names, bounds, places)
+    for dimension in rows or (() if BATCH in names.values() else (first,)):
+        if (name := names.get(dimension, BATCH)) != BATCH:  # whatever the user calls it, it is cut into microbatches
+            bounds[BATCH] = bounds.pop(name)
+            names |= {other: BATCH for other in names if names[other] == name}
+    declared = dict(rows)
+    for (position, dim), name in names.items():
+        if name == BATCH and declared.get(position, dim) != dim:
+            raise CaptureError(
+                f"dynamic_shapes calls {places[position, dim]} {BATCH}, and batch_dims says that the rows lie along "
+                f"dimension {declared[position]}.\nTry: one of the two, or another name in dynamic_shapes."
+            )
+    own = SizeNames(names, by_user=bool(names)).with_rows(row for row in rows if row not in fixed)
+    return WantedSizes(frozenset(fixed), own, bounds, places)
 
 
 def _upper(bound: Any) -> int | None:
@@ -269,28 +310,19 @@ def _is_evident(relation: sympy.Basic) -> bool:
 def same_sizes(
     guards: Iterable[sympy.Basic],
     varying: Iterable[tuple[sympy.Symbol, int, int]],
-    returned_rows: Container[sympy.Symbol],
 ) -> dict[sympy.Symbol, sympy.Symbol]:
-    """The sizes that are taken for earlier ones, because a guard compares the same expression of both, or because both
-    are numbers of rows, also of what is returned, and the same in the example.
+    """The sizes that are taken for earlier ones, because a guard compares the same expression of both.
 
     What flattens tokens and targets, and compares them, asks for ``batch * length == targets_0 * targets_1`` alone.
-    What returns features of images and of texts asks for nothing. A table with as many rows as the batch is none of
-    the batch, because nothing is returned for each of its rows.
 
     Args:
         guards: of a program.
         varying: (symbol, dimension, size in the example) of the inputs' sizes that vary, in the order of the inputs.
-        returned_rows: the sizes of the first dimension of what the program returns.
     """
     sizes: dict[sympy.Symbol, int] = {}
     same: dict[sympy.Symbol, sympy.Symbol] = {}
-    rows: sympy.Symbol | None = None
-    for symbol, dim, size in varying:
-        rows = symbol if not sizes and dim == 0 else rows
+    for symbol, _, size in varying:
         sizes.setdefault(symbol, size)
-        if symbol in returned_rows and rows not in (symbol, None) and dim == 0 and size == sizes[rows]:
-            same[symbol] = rows
     for guard in (each.xreplace(same) for each in guards):
         if not isinstance(guard, sympy.Eq):
             continue

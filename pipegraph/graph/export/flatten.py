@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +15,12 @@ from torch.export.graph_signature import InputKind, InputSpec
 from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import copy_places
 from pipegraph.graph.captured import PIPE_SPLITS, STRUCTURE, VALUE, StateEntry
+from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import number_of, source_line
 from pipegraph.graph.operators import operator_of
-from pipegraph.graph.symbolic_size import InputDimension
 
 aten = torch.ops.aten
 
@@ -46,7 +45,7 @@ def flatten(
     exported: ExportedProgram,
     state: dict[str, StateEntry],
     tensors: dict[str, torch.Tensor],
-    names: Mapping[InputDimension, str] = MappingProxyType({}),
+    names: SizeNames = USUAL_NAMES,
 ) -> tuple[fx.Graph, InputSizes]:
     """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state, and the sizes that vary.
 
@@ -58,7 +57,7 @@ def flatten(
     computes them is left out.
 
     Args:
-        names: of sizes of inputs, in place of the usual ones.
+        names: of sizes of inputs.
 
     Raises:
         CaptureError: the graph holds what a stage's source cannot: a custom object, control flow, an unknown shape.

@@ -11,7 +11,8 @@ import torch
 from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 
-from pipegraph.graph.export.dynamic_shapes import BATCH, SizeGuards, WantedSizes, same_sizes
+from pipegraph.errors import CaptureError
+from pipegraph.graph.export.dynamic_shapes import BATCH, USUAL_NAMES, SizeGuards, SizeNames, WantedSizes, same_sizes
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
@@ -33,10 +34,14 @@ class InputSizes:
 
     Args:
         exported: the program.
-        names: other names, by the dimension.
+        size_names: other names. Dimensions of one name are one size.
+
+    Raises:
+        CaptureError: dimensions of one name have different sizes in the example.
     """
 
-    def __init__(self, exported: ExportedProgram, names: Mapping[InputDimension, str]) -> None:
+    def __init__(self, exported: ExportedProgram, size_names: SizeNames = USUAL_NAMES) -> None:
+        names = size_names.by_dimension
         inputs = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         values = {node.name: node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")}
         self._names: dict[sympy.Expr, sympy.Symbol] = {}
@@ -51,8 +56,9 @@ class InputSizes:
         self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
         same: dict[sympy.Symbol, sympy.Symbol] = {}
-        if not names:  # else the user says which sizes are the same
-            same = same_sizes(self._guards, _varying(map(values.get, inputs), examples), _returned_rows(exported))
+        if not size_names.by_user:  # else the user says which sizes are the same
+            same = same_sizes(self._guards, _varying(map(values.get, inputs), examples))
+        named: dict[str, sympy.Symbol] = {}
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
             sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
             expressions = [symbolic_expression(size) if is_symbolic(size) else sympy.Integer(size) for size in sizes]
@@ -60,9 +66,17 @@ class InputSizes:
                 if isinstance(expression, sympy.Symbol) and expression not in self._names:
                     is_batch = dim == 0 and name == first and BATCH not in names.values()
                     usual = BATCH if is_batch else f"{name}_{dim}"
-                    symbol = self._names.get(same.get(expression)) or self._symbol(
-                        names.get((position, dim), usual), dim
-                    )
+                    wanted = names.get((position, dim))
+                    symbol = named.get(wanted) if wanted else self._names.get(same.get(expression))
+                    if symbol is None:
+                        symbol = self._symbol(wanted or usual, dim)
+                    elif self._captured[symbol] != example.shape[dim]:
+                        raise CaptureError(
+                            f"{name}.shape[{dim}] is {example.shape[dim]}, and another input has {symbol} "
+                            f"{self._captured[symbol]}: dimensions of one name are one size.\n"
+                            "Try: an example in which they are equal, or two names."
+                        )
+                    named |= {wanted: symbol} if wanted else {}
                     self._names[expression] = symbol
                     self._captured[symbol] = example.shape[dim]
                 self._learn_stride(values[name].stride()[dim], example.stride()[dim])
@@ -81,6 +95,15 @@ class InputSizes:
         while sympy.Symbol(label, integer=True, positive=True) in self._captured:
             label += "_"
         return sympy.Symbol(label, integer=True, positive=True)
+
+    @property
+    def captured(self) -> dict[str, int]:
+        """Size → its number in the example."""
+        return {str(symbol): number for symbol, number in self._captured.items()}
+
+    def position_of(self, name: str) -> int:
+        """The position of an input among the leaves of the arguments."""
+        return self._inputs.index(name)
 
     def fixed(self) -> Iterator[tuple[str, InputDimension, int]]:
         """The sizes of inputs that do not vary: (input, dimension, size)."""
@@ -240,13 +263,6 @@ def _varying(values: Iterable[Any], examples: Iterable[Any]) -> Iterator[tuple[s
         for dim, size in enumerate(shape):
             if is_symbolic(size) and symbolic_expression(size).is_Symbol:
                 yield symbolic_expression(size), dim, example.shape[dim]
-
-
-def _returned_rows(exported: ExportedProgram) -> set[sympy.Symbol]:
-    """The symbols that are the size of the first dimension of an output."""
-    values = (node.meta.get("val") for node in exported.graph.output_node().all_input_nodes)
-    rows: list[Any] = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()]
-    return {symbolic_expression(size) for size in rows if is_symbolic(size)}
 
 
 def is_symbolic(value: Any) -> bool:

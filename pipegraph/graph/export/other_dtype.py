@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.internals import OpOverload, pytree
@@ -32,7 +33,12 @@ _PLACE = ("path", "regions", "in_every_mode", "stack_trace")
 
 
 def mark_dtypes(
-    graph: fx.Graph, exported: Exported, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    graph: fx.Graph,
+    exported: Exported,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: SizeNames = USUAL_NAMES,
 ) -> None:
     """Export the model again in the same way, as ``model.to(dtype)`` would leave it, and mark what differs.
 
@@ -59,7 +65,7 @@ def mark_dtypes(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the model's own were shown when it was exported
                 program = export_in(exported.mode, model, args, kwargs, other, fixed=fixed)
-                twin, _ = flatten(program, *state_of(model))
+                twin, _ = flatten(program, *state_of(model), names)
         except Exception:  # whatever the model raises in a dtype that it was not written for
             return
         comparison = _DtypeComparison(TwinGraphs(graph, twin, own, other))

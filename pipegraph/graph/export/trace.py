@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import sympy
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from pipegraph.errors import CaptureError, is_user_file
 from pipegraph.graph.captured import StateEntry
-from pipegraph.graph.export.dynamic_shapes import SizeGuards, Sizes, WantedSizes
+from pipegraph.graph.export.dynamic_shapes import SizeGuards, SizeNames, Sizes, WantedSizes
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import InputSizes
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError
@@ -26,6 +27,8 @@ from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import state_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.symbolic_size import InputDimension, SizeLimits
+
+NO_ROLES: Final[Mapping[int, int | None]] = MappingProxyType({})
 
 
 class Example(NamedTuple):
@@ -51,6 +54,7 @@ class Trace:
         sizes: those of the inputs that vary.
         guards: what the program takes for granted of them.
         comparison: of the program and the model.
+        names: of the sizes.
     """
 
     example: Example
@@ -61,6 +65,15 @@ class Trace:
     sizes: InputSizes
     guards: SizeGuards
     comparison: ProgramComparison
+    names: SizeNames
+
+    def renamed(self, model: nn.Module, names: SizeNames) -> Trace:
+        """The same program with other names of sizes."""
+        state, tensors = state_of(model)
+        graph, sizes = flatten(self.exported.program, state, tensors, names)
+        guards = sizes.guards(limit.relation for limit in range_limits(graph))
+        comparison = ProgramComparison(self.exported, sizes, model, *self.example)
+        return Trace(self.example, self.exported, graph, state, tensors, sizes, guards, comparison, names)
 
     def is_model_at(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
         """Return whether the program does what the model does, at other sizes than those of the example."""
@@ -103,7 +116,12 @@ class Trace:
 
 
 def trace(
-    model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool = True
+    model: nn.Module,
+    example: Example,
+    wanted: WantedSizes,
+    allow_derivative: bool,
+    trains: bool = True,
+    roles: Mapping[int, int | None] = NO_ROLES,
 ) -> Trace:
     """Export a model, with every size that may vary.
 
@@ -112,11 +130,12 @@ def trace(
 
     Args:
         trains: whether to try training mode.
+        roles: position of an input whose role is declared → the dimension of its rows; None if it has none.
 
     Raises:
         CaptureError: the model cannot be exported.
     """
-    for ones in _sizes_of_one(example, wanted):
+    for ones in _sizes_of_one(example, wanted, roles):
         made = _trace_doubled(model, example, ones, wanted, allow_derivative, trains)
         if made is not None:
             return made
@@ -143,7 +162,7 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
             computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
     _check_tables(limits, sizes.of(example))
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
-    return Trace(example, exported, graph, state, tensors, sizes, guards, comparison)
+    return Trace(example, exported, graph, state, tensors, sizes, guards, comparison, wanted.names)
 
 
 def _check_tables(limits: Iterable[RangeLimit], captured: Sizes) -> None:
@@ -190,18 +209,23 @@ def _trace_doubled(
     return made
 
 
-def _sizes_of_one(example: Example, wanted: WantedSizes) -> Iterator[frozenset[InputDimension]]:
+def _sizes_of_one(
+    example: Example, wanted: WantedSizes, roles: Mapping[int, int | None]
+) -> Iterator[frozenset[InputDimension]]:
     """The dimensions of size 1 that may stand for a batch, or have to vary: those of all tensors, then of the first."""
     if wanted.fixed is None:
         return
     tensors = example.tensors()
     ones = [(at, dim) for at, leaf in tensors for dim, size in enumerate(leaf.shape) if size == 1]
     asked = frozenset(wanted.places).intersection(ones)
-    batch = [(at, dim) for at, dim in ones if dim == 0 and (at, dim) not in wanted.fixed]
-    if batch and batch[0] == (tensors[0][0], 0):
+    batch = [(at, dim) for at, dim in ones if dim == roles.get(at, 0) and (at, dim) not in wanted.fixed]
+    rows = [(at, dim) for at, dim in roles.items() if dim is not None]
+    first = rows[0] if rows else (tensors[0][0], 0) if tensors else None
+    if first in batch:
         yield asked.union(batch)
-        if len(batch) > 1:
-            yield asked | {batch[0]}
+        certain = {first, *rows}.intersection(batch)
+        if len(batch) > len(certain):
+            yield asked | certain
     elif asked:
         yield asked
 

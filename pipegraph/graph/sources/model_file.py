@@ -40,6 +40,7 @@ def load_file(model: str, weights: bool) -> ModelSource:
         loss_fn=getattr(module, "loss_fn", None),
         example_target=_call_if_function(getattr(module, "example_target", None), path, "example_target"),
         dynamic_shapes=getattr(module, "dynamic_shapes", None),
+        batch_dims=getattr(module, "batch_dims", None),
         tp_plan=_tp_plan(module, path),
         rebuild=lambda: load_file(model, weights).model,
         training=TrainingFunctions(

@@ -42,6 +42,7 @@ class ModelSource:
 
     Attributes:
         args, kwargs: the example, one microbatch.
+        batch_dims: name of an input → its role, as `pipegraph.capture` takes it.
         tp_plan: pattern of module names → style of tensor parallelism.
         batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
         rebuild: builds the same model anew.
@@ -57,6 +58,7 @@ class ModelSource:
     loss_fn: Callable[..., torch.Tensor] | None = None
     example_target: Any = field(default=None, repr=False)
     dynamic_shapes: Any = field(default=None, repr=False)
+    batch_dims: Mapping[str, Any] | None = field(default=None, repr=False)
     tp_plan: Mapping[str, str] = field(default_factory=dict, repr=False)
     batch: int | None = None
     seq: int | None = None

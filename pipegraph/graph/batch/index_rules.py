@@ -1,0 +1,196 @@
+"""Rules for operators that read or write at indices.
+
+A row may be read by its own number: ``mask[torch.arange(batch), positions]`` reads the mask of the row itself. Any other
+number of a row is another row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from pipegraph.graph.batch.operator_call import OperatorCall
+from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.batch.shape_rules import Rule, source
+
+
+def embedding(call: OperatorCall) -> State:
+    """For rows of a table at indices."""
+    state = call.state(call["indices"])
+    if call.rows(call["weight"]) is not None:
+        raise NoRuleError
+    return _read_whole(state)
+
+
+def _read_whole(state: State) -> State:
+    """The rows of what indices read from a whole tensor."""
+    if isinstance(state, Rows) and state.content is Content.NUMBERS:
+        raise RowsMixError  # row 3 of the batch reads row 3 of a table
+    return state
+
+
+def index(call: OperatorCall) -> State:
+    """For elements at indices of several dimensions, which are broadcast together."""
+    indices = list(call["indices"])
+    state = call.state(source(call))
+    read = _broadcast(call, indices)
+    place = _place(indices)
+    count = max(len(call.shape_of(node)) for node in indices if node is not None)
+    if not isinstance(state, Rows):
+        read = _read_whole(read)
+        return Rows(place + read.dim, read.inner, read.content) if isinstance(read, Rows) else WHOLE
+    at_rows = indices[state.dim] if state.dim < len(indices) else None
+    if at_rows is None:
+        if isinstance(read, Rows):
+            raise RowsMixError  # each row reads at the indices of all rows
+        before = sum(node is None for node in indices[: state.dim]) + max(0, state.dim - len(indices))
+        slots = [dim for dim in range(len(call.shape)) if not place <= dim < place + count]
+        return Rows(slots[before], state.inner, state.content)
+    rows = call.state(at_rows)
+    if not call.sizes.vary:
+        raise NoRuleError  # the numbers of rows that do not vary are those of any range
+    if not (isinstance(rows, Rows) and rows.content is Content.NUMBERS) or state.inner != 1:
+        raise RowsMixError
+    if call.shape_of(source(call))[state.dim] != call.sizes.rows:
+        raise NoRuleError
+    dim = rows.dim + count - len(call.shape_of(at_rows))
+    if isinstance(read, Rows) and read.dim != dim:
+        raise RowsMixError
+    return Rows(place + dim, 1, state.content)
+
+
+def _broadcast(call: OperatorCall, indices: list[Any]) -> State:
+    """The rows of indices together. Raises NoRuleError for a mask, which reads as many elements as it is true."""
+    nodes = [node for node in indices if node is not None]
+    count = max(len(call.shape_of(node)) for node in nodes)
+    common: State = WHOLE
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
+            raise NoRuleError
+        state = call.state(node)
+        if not isinstance(state, Rows):
+            continue
+        moved = Rows(state.dim + count - len(call.shape_of(node)), state.inner, state.content)
+        if isinstance(common, Rows) and common.dim != moved.dim:
+            raise RowsMixError
+        if not isinstance(common, Rows) or moved.content is Content.NUMBERS:
+            common = moved
+    return common
+
+
+def _place(indices: list[Any]) -> int:
+    """The dimension of the result at which those of the indices begin: in front, unless the indices are side by side."""
+    used = [dim for dim, node in enumerate(indices) if node is not None]
+    return used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+
+
+def gather(call: OperatorCall) -> State:
+    """For elements at the indices of one dimension, each at the place of its index in the others."""
+    dim = call.dim("dim", source(call))
+    state, index = call.rows(source(call)), call.rows(call["index"] if call["index"] is not None else call["indices"])
+    if state is not None and state.dim == dim:
+        raise RowsMixError
+    if index is not None and index.dim == dim and state is None:
+        return index
+    if state is None or index is None:
+        raise NoRuleError
+    if state.dim != index.dim or state.inner != index.inner:
+        raise RowsMixError
+    return state
+
+
+def index_select(call: OperatorCall) -> State:
+    """For the entries of one dimension at a list of indices."""
+    dim = call.dim("dim", source(call))
+    state, index = call.rows(source(call)), call.state(call["index"])
+    if state is None:
+        read = _read_whole(index)
+        return Rows(dim, read.inner) if isinstance(read, Rows) else WHOLE
+    if state.dim == dim or isinstance(index, Rows):
+        raise RowsMixError
+    return state
+
+
+def scatter(call: OperatorCall) -> State:
+    """For elements that are written at the indices of one dimension, each at the place of its index in the others."""
+    dim = call.dim("dim", source(call))
+    nodes = [node for node in (source(call), call["index"], call["src"]) if isinstance(node, fx.Node)]
+    state = call.aligned((node, lambda place: place) for node in nodes)
+    if state is None:
+        return WHOLE
+    if state.dim == dim:
+        raise RowsMixError
+    return Rows(state.dim, state.inner)
+
+
+def index_add(call: OperatorCall) -> State:
+    """For entries that are written at a list of indices of one dimension."""
+    dim = call.dim("dim", source(call))
+    if call.rows(call["index"]) is not None:
+        raise RowsMixError
+    state = call.aligned((node, lambda place: place) for node in (source(call), call["source"]))
+    if state is not None and state.dim == dim:
+        raise RowsMixError
+    return Rows(state.dim, state.inner) if state is not None else WHOLE
+
+
+def index_put(call: OperatorCall) -> State:
+    """For elements that are written at indices of several dimensions, or where a mask is true."""
+    indices, target = list(call["indices"]), source(call)
+    state = call.rows(target)
+    used = [node for node in indices if node is not None]
+    if len(used) == 1 and used[0].meta["val"].dtype == torch.bool:
+        if indices[0] is None or call.state(call["values"]) != WHOLE or call.shape_of(call["values"]) not in ((), (1,)):
+            raise NoRuleError
+        mask = call.rows(used[0])
+        if state is None or (mask is not None and (mask.dim, mask.inner) != (state.dim, state.inner)):
+            raise NoRuleError
+        return state
+    if state is None:
+        raise RowsMixError if isinstance(call.state(call["values"]), Rows) else NoRuleError
+    at_rows = indices[state.dim] if state.dim < len(indices) else None
+    place, count = _place(indices), max(len(call.shape_of(node)) for node in used)
+    read = _broadcast(call, indices)
+    if at_rows is None and isinstance(read, Rows):
+        raise RowsMixError
+    if at_rows is None:
+        slots = [dim for dim in range(_written_dims(call, indices, count)) if not place <= dim < place + count]
+        dim = slots[sum(node is None for node in indices[: state.dim]) + max(0, state.dim - len(indices))]
+    else:
+        rows = call.state(at_rows)
+        if not (isinstance(rows, Rows) and rows.content is Content.NUMBERS) or state.inner != 1:
+            raise RowsMixError
+        dim = place + rows.dim + count - len(call.shape_of(at_rows))
+    offset = _written_dims(call, indices, count) - len(call.shape_of(call["values"]))
+    written = call.aligned(_moved(call["values"], offset))
+    if written is not None and written.dim != dim:
+        raise RowsMixError
+    return Rows(state.dim, state.inner)
+
+
+def _moved(node: Any, offset: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
+    yield node, lambda dim: dim + offset
+
+
+def _written_dims(call: OperatorCall, indices: list[Any], count: int) -> int:
+    """How many dimensions the written values have, broadcast."""
+    return len(call.shape_of(source(call))) - sum(node is not None for node in indices) + count
+
+
+INDEX_RULES: Final[dict[str, Rule]] = {
+    name: rule
+    for names, rule in (
+        ("embedding", embedding),
+        ("index _unsafe_index", index),
+        ("gather take_along_dim", gather),
+        ("index_select", index_select),
+        ("scatter scatter_add scatter_reduce", scatter),
+        ("index_add index_copy", index_add),
+        ("index_put _unsafe_index_put", index_put),
+    )
+    for name in names.split()
+}

@@ -1,0 +1,204 @@
+"""One call of an operator, as the rules for rows read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+from torch import Tensor, fx
+
+from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.export.dynamic_shapes import BATCH
+from pipegraph.graph.internals import OpOverload, operator_name, pytree, schema_arguments
+from pipegraph.graph.nodes import arguments_of, shape_of
+from pipegraph.graph.symbolic_size import SymbolicSize
+
+PROOF_ROWS = 2**4 * 3**2 * 5 * 7 * 1_000_003
+"""The rows at which shapes are computed. No other size has this prime factor, so that a size which is a multiple of it
+has rows; the small factors let expressions such as ``batch // 2`` be exact."""
+
+
+def size_symbol(name: str) -> sympy.Symbol:
+    """The symbol of a size."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+class RowSizes:
+    """The sizes of a graph for a number of rows that no other size is a multiple of.
+
+    Args:
+        captured: size → its number at capture.
+        batch: the sizes that are the number of rows.
+        fixed_rows: the number of rows if it does not vary.
+
+    Attributes:
+        rows: the number of rows.
+        vary: whether it varies.
+    """
+
+    def __init__(self, captured: Mapping[str, int], batch: Collection[str], fixed_rows: int | None = None) -> None:
+        self._batch = frozenset(map(size_symbol, batch))
+        self.rows = PROOF_ROWS if batch or not fixed_rows else fixed_rows
+        self.vary = bool(batch)
+        self._sizes = {size_symbol(name): PROOF_ROWS if name in batch else size for name, size in captured.items()}
+
+    def renamed(self, captured: Mapping[str, int]) -> RowSizes:
+        """The same for a graph in which the number of rows is called ``batch``."""
+        return RowSizes(captured, {BATCH})
+
+    def number(self, size: int) -> int:
+        """A size as a number."""
+        return size.at(self._sizes) if isinstance(size, SymbolicSize) else int(size)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """The shape of a value."""
+        return tuple(map(self.number, shape_of(node)))
+
+    def has_rows(self, size: int) -> bool:
+        """Return whether a size is a multiple of the number of rows."""
+        return self.vary and size > 0 and size % self.rows == 0
+
+    def is_batch(self, size: object) -> bool:
+        """Return whether a size depends on the number of rows."""
+        return isinstance(size, SymbolicSize) and not self._batch.isdisjoint(size.symbols)
+
+
+class OperatorCall:
+    """A call of an operator.
+
+    Args:
+        node: the call.
+        states: of the values before it.
+        sizes: of the graph.
+
+    Attributes:
+        name: of the operator: ``softmax``.
+        arguments: by the names of the schema, without defaults.
+        shape: of the result, or of the first of several.
+    """
+
+    def __init__(self, node: fx.Node, states: Mapping[fx.Node, State], sizes: RowSizes) -> None:
+        assert isinstance(node.target, OpOverload)
+        self.node, self._states, self.sizes = node, states, sizes
+        self.name, self.overload = operator_name(node.target)
+        self.arguments = arguments_of(node)
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument, or its default."""
+        if name in self.arguments:
+            return self.arguments[name]
+        assert isinstance(self.node.target, OpOverload)
+        schema = next((each for each in schema_arguments(self.node.target) if each.name == name), None)
+        return None if schema is None else schema.default_value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.result_shape(0)
+
+    def result_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of one of the results. Raises NoRuleError if nothing reads it."""
+        if isinstance(self.node.meta.get("val"), Tensor):
+            return self.sizes.shape(self.node)
+        for user in self.node.users:
+            if len(user.args) == 2 and user.args[1] == index:
+                return self.sizes.shape(user)
+        raise NoRuleError
+
+    @property
+    def results(self) -> int | None:
+        """How many results there are; None for a single tensor."""
+        value = self.node.meta.get("val")
+        return len(value) if isinstance(value, (tuple, list)) else None
+
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """The arguments that are tensors, in order."""
+        leaves = pytree.tree_leaves((self.node.args, self.node.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and leaf in self._states]
+
+    def with_rows(self, *, but: str = "") -> list[fx.Node]:
+        """The arguments that have rows, without one."""
+        other = self.arguments.get(but)
+        return [node for node in self.tensors if isinstance(self.state(node), Rows) and node is not other]
+
+    def state(self, node: Any) -> State:
+        """The state of an argument. What is no tensor is whole."""
+        return self._states[node] if isinstance(node, fx.Node) else WHOLE
+
+    def rows(self, node: Any) -> Rows | None:
+        """The rows of an argument; None if it has none. Raises NoRuleError if its elements are numbers of rows."""
+        state = self.state(node)
+        if not isinstance(state, Rows):
+            return None
+        if state.content is Content.NUMBERS:
+            raise NoRuleError
+        return state
+
+    def shape_of(self, node: Any) -> tuple[int, ...]:
+        """The shape of an argument; that of a number is empty."""
+        return self.sizes.shape(node) if isinstance(node, fx.Node) else ()
+
+    def numbers(self, sizes: Sequence[Any]) -> list[int]:
+        """Sizes as numbers."""
+        return [self.sizes.number(size) for size in sizes]
+
+    def dim(self, name: str, node: Any, default: int | None = None) -> int:
+        """An argument that names a dimension of a value, counted from the first. Raises NoRuleError if it has none."""
+        number = self.arguments.get(name, default)
+        if number is None:
+            raise NoRuleError
+        return int(number) % max(len(self.shape_of(node)), 1)
+
+    def dims(self, name: str, node: Any) -> set[int]:
+        """An argument that names dimensions of a value; all of them if it is left out or empty."""
+        count = len(self.shape_of(node))
+        value = self.arguments.get(name)
+        if value is None or value == []:
+            return set(range(count))
+        return {int(dim) % max(count, 1) for dim in (value if isinstance(value, (list, tuple)) else [value])}
+
+    def every(self, state: State) -> State | tuple[State, ...]:
+        """A state for every result."""
+        return state if self.results is None else (state,) * self.results
+
+    def aligned(self, positions: Iterator[tuple[Any, Callable[[int], int]]]) -> Rows | None:
+        """The rows that arguments have in common; None if none of them has rows.
+
+        Args:
+            positions: each argument, and which dimension of the result one of its dimensions is.
+
+        Raises:
+            RowsMixError: two arguments have their rows along other dimensions, so that each row meets all.
+        """
+        common: Rows | None = None
+        for node, place in positions:
+            rows = self.rows(node)
+            if rows is None:
+                continue
+            moved = Rows(place(rows.dim), rows.inner, rows.content)
+            if common is None or (common.content is Content.UNIFORM and common.dim == moved.dim):
+                common = moved
+            elif common.dim != moved.dim or (common.inner != moved.inner and moved.is_data):
+                raise RowsMixError
+        return common
+
+    def broadcast(self, nodes: Sequence[Any], shape: Sequence[int]) -> State:
+        """The rows of what is computed element by element from arguments that are broadcast to a shape."""
+
+        def positions() -> Iterator[tuple[Any, Callable[[int], int]]]:
+            for node in nodes:
+                offset = len(shape) - len(self.shape_of(node))
+                yield node, lambda dim, offset=offset: dim + offset  # type: ignore[misc]
+
+        return self.aligned(positions()) or WHOLE
+
+
+def uniform_rows(shape: Sequence[int], sizes: RowSizes) -> State:
+    """The rows of a tensor of one number. Raises NoRuleError if several of its dimensions have rows."""
+    dims = [dim for dim, size in enumerate(shape) if sizes.has_rows(size)]
+    if not dims:
+        return WHOLE
+    if len(dims) > 1:
+        raise NoRuleError
+    return Rows(dims[0], shape[dims[0]] // sizes.rows, Content.UNIFORM)

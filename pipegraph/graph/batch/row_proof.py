@@ -1,0 +1,212 @@
+"""The rows of every value of a graph, found operator by operator from the roles of the inputs.
+
+inputs, each rows | whole | list ─▶ rule of the operator ─▶ rows | whole | list | mixed
+                                                             └─▶ outputs: independent rows, or the operators that mix them
+
+The rules say for one operator what vmap's batching rules and DTensor's sharding rules say: that it may be computed for
+each part of a dimension alone. Both of these libraries answer another question (how to compute it for a new dimension,
+and what to send so that it can be computed), and neither keeps the place of rows in merged dimensions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipegraph.graph.batch.compute_rules import COMPUTE_RULES, elementwise
+from pipegraph.graph.batch.index_rules import INDEX_RULES
+from pipegraph.graph.batch.operator_call import OperatorCall, RowSizes
+from pipegraph.graph.batch.row_state import (
+    LISTED,
+    WHOLE,
+    Content,
+    Listed,
+    Mixed,
+    NoRuleError,
+    Rows,
+    RowsMixError,
+    State,
+)
+from pipegraph.graph.batch.shape_rules import SHAPE_RULES, Rule, factory
+from pipegraph.graph.captured import by_mode
+from pipegraph.graph.internals import OpOverload, operator_name
+from pipegraph.graph.nodes import named_sizes
+from pipegraph.graph.operators import operator_of
+
+Result = State | tuple[State, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RowProof:
+    """What was found.
+
+    Attributes:
+        states: of every tensor of the graph.
+        certain: operators on whose mixed rows an output depends.
+        undecided: operators without a rule on which an output depends.
+        scalars: operators that mix rows for outputs of one number, such as a loss.
+        updates: operators that mix rows for what is written into a buffer.
+    """
+
+    states: Mapping[fx.Node, State]
+    certain: tuple[fx.Node, ...]
+    undecided: tuple[fx.Node, ...]
+    scalars: tuple[fx.Node, ...]
+    updates: tuple[fx.Node, ...]
+
+    def batch_dim(self, node: fx.Node) -> int | None:
+        """The dimension along which a value is cut; None if it has no rows, or nothing is known of them."""
+        state = self.states.get(node)
+        return state.dim if isinstance(state, Rows) else None
+
+
+def prove_rows(graph: fx.Graph, inputs: Mapping[str, State], sizes: RowSizes) -> RowProof:
+    """Find the rows of every value.
+
+    Args:
+        graph: of a model.
+        inputs: name of a placeholder → its state.
+        sizes: of the graph.
+    """
+    results: dict[fx.Node, Result] = {}
+    states: dict[fx.Node, State] = {}
+    memory = {node.name: node for node in graph.nodes}
+    updates: list[Mixed] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            result: Result = inputs.get(str(node.target), WHOLE)
+        elif node.op == "get_attr":
+            result = WHOLE
+        else:
+            result = _result(node, states, results, sizes)
+        results[node] = result
+        if not isinstance(result, tuple):
+            states[node] = result
+            _write(node, result, memory, states, updates)
+    (output,) = graph.find_nodes(op="output")
+    kinds: dict[bool, Mixed] = {True: Mixed(), False: Mixed()}
+    for node in output.all_input_nodes:
+        state = states.get(node)
+        if isinstance(state, Mixed):
+            is_number = node.meta["val"].dim() == 0
+            kinds[is_number] = kinds[is_number].union(state)
+    other, numbers, written = kinds[False], kinds[True], Mixed()
+    for update in updates:
+        written = written.union(update)
+    return RowProof(
+        states,
+        other.certain,
+        other.undecided,
+        (*numbers.certain, *numbers.undecided),
+        (*written.certain, *written.undecided),
+    )
+
+
+def _write(
+    node: fx.Node, state: State, memory: Mapping[str, fx.Node], states: dict[fx.Node, State], updates: list[Mixed]
+) -> None:
+    """Note what an in-place operation writes: later operations may read it from the tensor that it writes into."""
+    target = memory.get(node.meta.get("writes", ""))
+    if target is None:
+        return
+    before = states.get(target)
+    if isinstance(state, Mixed):
+        states[target] = state.union(before) if isinstance(before, Mixed) else state
+        if target.op == "get_attr":
+            updates.append(state)
+    elif isinstance(state, Listed):
+        states[target] = state
+    elif isinstance(state, Rows) and isinstance(before, Rows) and state.dim == before.dim:
+        states[target] = Rows(before.dim, state.inner if not before.is_data else before.inner)
+
+
+def _result(
+    node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[fx.Node, Result], sizes: RowSizes
+) -> Result:
+    """The state of what an operation gives."""
+    if node.target is operator.getitem:
+        part = results[node.args[0]]  # type: ignore[index]
+        return part[node.args[1]] if isinstance(part, tuple) else part  # type: ignore[index]
+    inputs = [states[each] for each in node.all_input_nodes if each in states]
+    inputs += [part for each in node.all_input_nodes if isinstance(results.get(each), tuple) for part in results[each]]  # type: ignore[union-attr]
+    if any(isinstance(state, Listed) for state in inputs):
+        return LISTED
+    mixed = Mixed()
+    for state in inputs:
+        if isinstance(state, Mixed):
+            mixed = mixed.union(state)
+    is_factory = operator_of(node).factory and isinstance(node.target, OpOverload)
+    if mixed != Mixed() and not is_factory:
+        return mixed
+    try:
+        if mixed != Mixed():
+            return factory(OperatorCall(node, states, sizes))
+        if node.target is by_mode:
+            return _joined(inputs)
+        return _computed(node, states, inputs, sizes)
+    except RowsMixError:
+        return Mixed(certain=(node,))
+    except (NoRuleError, AssertionError, LookupError, TypeError, ValueError):
+        # A rule that does not fit a call says nothing of it.
+        return Mixed(undecided=(node,))
+
+
+def _joined(inputs: list[State]) -> State:
+    """The state of a value that the modes compute in two ways."""
+    first, *others = dict.fromkeys(inputs)
+    if not others:
+        return first
+    if all(isinstance(state, Rows) for state in inputs):
+        places = {(state.dim, state.inner) for state in inputs if isinstance(state, Rows) and state.is_data}
+        if len(places) == 1:
+            return next(state for state in inputs if isinstance(state, Rows) and state.is_data)
+    raise NoRuleError
+
+
+def _computed(node: fx.Node, states: Mapping[fx.Node, State], inputs: list[State], sizes: RowSizes) -> Result:
+    is_whole = all(state == WHOLE for state in inputs)
+    has_batch = any(map(sizes.is_batch, named_sizes(node)))
+    if is_whole and not has_batch:
+        return WHOLE
+    if not isinstance(node.target, OpOverload):
+        raise NoRuleError
+    name, rule = operator_name(node.target)[0], _rule(node.target)
+    if rule is None:
+        raise NoRuleError
+    if has_batch and rule not in _READ_SIZES:
+        raise RowsMixError  # it computes with the number of rows
+    call = OperatorCall(node, states, sizes)
+    if is_whole and rule is not factory and rule not in _OF_SIZES:
+        raise RowsMixError if name == "select" else NoRuleError
+    if rule not in _KEEP_NUMBERS and any(isinstance(each, Rows) and each.content is Content.NUMBERS for each in inputs):
+        raise NoRuleError
+    return rule(call)
+
+
+def _rule(target: OpOverload) -> Rule | None:
+    name = operator_name(target)[0]
+    for key in (name, name.rstrip("_")):
+        for table in (SHAPE_RULES, INDEX_RULES, COMPUTE_RULES):
+            if key in table:
+                return table[key]
+    return elementwise if torch.Tag.pointwise in target.tags or name == "type_as" else None
+
+
+_READ_SIZES = frozenset(SHAPE_RULES.values()) | {COMPUTE_RULES["affine_grid_generator"]}
+"""Rules of operators that take the number of rows for a shape."""
+
+_OF_SIZES = frozenset(
+    SHAPE_RULES[name] for name in ("expand", "repeat", "reshape", "arange", "slice", "repeat_interleave")
+)
+"""Rules that give rows to a result of whole tensors, whose shape has the number of rows."""
+
+_KEEP_NUMBERS = frozenset(
+    SHAPE_RULES[name] for name in ("to", "reshape", "permute", "expand", "zeros", "unbind", "select", "slice", "repeat")
+) | frozenset(INDEX_RULES.values())
+"""Rules of operators whose results are numbers of rows again, or are read at them."""

@@ -1,0 +1,153 @@
+"""Compare what a model returns for a batch with what it returns for its halves, where no rule decides.
+
+rows that differ, masks that are not all ones ─┬─▶ model(batch) ─────────────────────┐
+                                               └─▶ model(half), model(other half) ───┴─ equal: rows are independent
+
+Random numbers, batch norm and updates of buffers are left out: each microbatch has its own by design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pipegraph.graph.batch_report import BatchRole
+from pipegraph.graph.distinct_rows import distinct_rows
+from pipegraph.graph.internals import pytree
+
+_ROWS: Final = 4
+_TOLERANCE: Final = 1e-4
+"""Relative, in float32: sums of another order differ by less, and other rows by more."""
+_MOST_BYTES: Final = 2**28
+"""Parameters on the meta device up to this size get random values for the comparison."""
+
+
+def compare_halves(
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    roles: Mapping[str, BatchRole],
+) -> bool | None:
+    """Return whether a model gives the same for a batch as for its halves, in both modes.
+
+    Args:
+        model: with real parameters, or small ones on the meta device.
+        mode: whether each module is in training mode in the graph.
+        example: the inputs of the capture.
+        roles: of the tensors among them, in order.
+
+    Returns:
+        None if it cannot be computed: parameters have no values, or the model refuses the batch.
+    """
+    state = _values(model)
+    leaves, form = pytree.tree_flatten(example)
+    tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if state is None or any(leaves[at].is_meta for at in tensors):
+        return None
+    dims = [None] * len(leaves)
+    for at, role in zip(tensors, roles.values(), strict=True):
+        dims[at] = role.dim
+    batch = distinct_rows(leaves, dims, _ROWS)
+
+    def part(start: int, stop: int) -> Any:
+        cut = [
+            leaf
+            if dim is None
+            else leaf.narrow(dim, start * (leaf.shape[dim] // _ROWS), (stop - start) * (leaf.shape[dim] // _ROWS))
+            for leaf, dim in zip(batch, dims, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(cut, form)
+        own = {name: value.clone() for name, value in state.items()}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _WithoutRandom():
+            return functional_call(model, own, args, kwargs)
+
+    modes = [dict(mode), dict.fromkeys(mode, False)]
+    try:
+        return all(_same_in_mode(model, flags, part) for flags in (modes if modes[0] != modes[1] else modes[:1]))
+    except Exception:  # whatever the model raises for other rows
+        return None
+
+
+def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], part: Callable[[int, int], Any]) -> bool:
+    fixed = {module: training and not isinstance(module, _PER_BATCH) for module, training in flags.items()}
+    with _in_mode(model, fixed):
+        whole, first, second = part(0, _ROWS), part(0, _ROWS // 2), part(_ROWS // 2, _ROWS)
+    outputs = zip(*(pytree.tree_leaves(each) for each in (whole, first, second)), strict=True)
+    return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor) and tensors[0].dim())
+
+
+_PER_BATCH: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+
+
+@contextmanager
+def _in_mode(model: nn.Module, flags: Mapping[nn.Module, bool]) -> Iterator[None]:
+    before = {module: module.training for module in model.modules()}
+    try:
+        for module in before:
+            module.training = flags.get(module, False)
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _is_joined(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Return whether an output is those of the halves along some dimension, or the same for all."""
+    if whole.shape == first.shape == second.shape:
+        return _close(whole, first) and _close(whole, second)
+    differing = [dim for dim in range(whole.dim()) if whole.shape[dim] != first.shape[dim]]
+    return len(differing) == 1 and _close(whole, torch.cat([first, second], differing[0]))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    scale = one.abs().nan_to_num(0, 0, 0).max() if one.numel() else torch.zeros(())
+    epsilon = max(_TOLERANCE, 64 * torch.finfo(one.dtype).eps)
+    return bool(torch.allclose(one, other, rtol=0, atol=float(scale) * epsilon, equal_nan=True))
+
+
+def _values(model: nn.Module) -> dict[str, Tensor] | None:
+    """The parameters and buffers of a model; random ones for small parameters without values, else None."""
+    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = {name: tensor for name, tensor in state.items() if tensor.is_meta}
+    if sum(tensor.nbytes for tensor in missing.values()) > _MOST_BYTES:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in missing.items():
+        values = torch.randn(tensor.shape, generator=generator) * tensor.shape[-1:].numel() ** -0.5
+        state[name] = values.to(tensor.dtype)
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+class _WithoutRandom(TorchFunctionMode):
+    """Leaves dropout out, also that of functions, which a model calls with ``training=self.training``."""
+
+    def __torch_function__(self, function: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if function is functional.scaled_dot_product_attention:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+            args = args[:4]
+        return function(*args, **kwargs)
+
+
+_DROPOUTS: Final = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+)

@@ -1,0 +1,60 @@
+"""What a capture knows of the batch: the role of each input, where rows lie in each value, and what mixes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class BatchRole:
+    """How an input is given to microbatches.
+
+    Attributes:
+        kind: "rows", "whole" or "list".
+        dim: of the rows, along which the input is cut; None for other kinds.
+        declared: whether the user said so.
+    """
+
+    kind: str
+    dim: int | None = None
+    declared: bool = False
+
+
+@dataclass(frozen=True)
+class RowOperator:
+    """An operator whose result in one row depends on other rows.
+
+    Attributes:
+        operator: its name: ``cumsum``.
+        line: its line in the model's source: ``model.py:12``; "" if it is not known.
+    """
+
+    operator: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """The batch of a captured model.
+
+    Attributes:
+        roles: label of an input → its role.
+        dims: value of the graph → the dimension of its rows; None if it has none. Values that mix rows are left out.
+        target_dim: the dimension of the rows of a target, if it was declared.
+        proof: "rules", "values" or "declared", as in the manifest.
+        per_microbatch: operators that mix rows by design, and are computed for each microbatch.
+        mixing: operators that mix rows otherwise, so that a batch may not be cut.
+        suggestion: ``batch_dims`` with which nothing mixes rows, if there is such a dimension.
+    """
+
+    roles: Mapping[str, BatchRole] = field(default_factory=dict)
+    dims: Mapping[fx.Node, int | None] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    target_dim: int | None = None
+    proof: str = ""
+    per_microbatch: tuple[RowOperator, ...] = ()
+    mixing: tuple[RowOperator, ...] = ()
+    suggestion: str = ""
