@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 from torch import fx
+
+Kind = Literal["rows", "whole", "list"]
+Proof = Literal["", "rules", "values", "declared"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class BatchRole:
         declared: whether the user said so.
     """
 
-    kind: str
+    kind: Kind
     dim: int | None = None
     declared: bool = False
 
@@ -54,7 +58,7 @@ class BatchReport:
     roles: Mapping[str, BatchRole] = field(default_factory=dict)
     dims: Mapping[fx.Node, int | None] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     target_dim: int | None = None
-    proof: str = ""
+    proof: Proof = ""
     per_microbatch: tuple[RowOperator, ...] = ()
     mixing: tuple[RowOperator, ...] = ()
     suggestion: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from pipegraph.graph.batch.operator_call import OperatorCall
+from pipegraph.graph.batch.operator_call import OperatorCall, Place, moved_by
 from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, rows_of, source
 from pipegraph.graph.internals import pytree
@@ -54,22 +54,22 @@ def linear(call: OperatorCall) -> State:
     """For a product with a weight, along the last dimension."""
     if call.with_rows(but="input"):
         raise NoRuleError
-    return _on_last(call, lambda _: 1)
+    return _on_last(call, lambda _: 1, weights=True)
 
 
 def on_last(count: int) -> Rule:
     """The rule for an operator that computes on the last ``count`` dimensions of every argument."""
-    return lambda call: call.every(_on_last(call, lambda node: count))
+    return lambda call: call.every(_on_last(call, lambda _: count))
 
 
 def but_first(call: OperatorCall) -> State | tuple[State, ...]:
     """For an operator that computes on all dimensions but the first."""
-    return call.every(_on_last(call, lambda node: len(call.shape_of(node)) - 1))
+    return call.every(_on_last(call, lambda node: max(len(call.shape_of(node)) - 1, 1)))
 
 
 def normalized(call: OperatorCall) -> State | tuple[State, ...]:
     """For a normalization over the last dimensions, those of ``normalized_shape``."""
-    return call.every(_on_last(call, lambda _: len(call["normalized_shape"])))
+    return call.every(_on_last(call, lambda _: len(call["normalized_shape"]), weights=True))
 
 
 def convolution(call: OperatorCall) -> State:
@@ -77,24 +77,30 @@ def convolution(call: OperatorCall) -> State:
     if call.with_rows(but="input"):
         raise NoRuleError
     count = len(call.shape_of(call["weight"])) - 1
-    return _on_last(call, lambda _: count)
+    return _on_last(call, lambda _: count, weights=True)
 
 
-def _on_last(call: OperatorCall, count: Callable[[Any], int]) -> State:
-    """The rows of what is computed on the last dimensions of each argument, for all indices of those before them."""
+def _on_last(call: OperatorCall, count: Callable[[Any], int], weights: bool = False) -> State:
+    """The rows of what is computed on the last dimensions of each argument, for all indices of those before them.
+
+    Args:
+        count: of an argument: how many dimensions these are.
+        weights: whether the other arguments are weights.
+    """
     first = source(call)
     leading = len(call.shape_of(first)) - count(first)
 
-    def positions() -> Iterator[tuple[Any, Callable[[int], int]]]:
-        for node in call.with_rows():
+    def places() -> Iterator[tuple[Any, Place]]:
+        for node in [first] if weights else call.tensors:
             before = len(call.shape_of(node)) - count(node)
-            state = call.state(node)
-            assert isinstance(state, Rows)
-            if state.dim >= before:
-                raise RowsMixError
-            yield node, lambda dim, before=before: dim + leading - before  # type: ignore[misc]
+            yield node, _leading(before, leading - before)
 
-    return call.aligned(positions()) or WHOLE
+    return call.aligned(places()) or WHOLE
+
+
+def _leading(before: int, offset: int) -> Place:
+    """The place of the dimensions that an operator does not compute on, the first ones."""
+    return lambda dim: dim + offset if dim < before else -1
 
 
 def batch_norm(call: OperatorCall) -> State | tuple[State, ...]:
@@ -112,45 +118,21 @@ def attention(call: OperatorCall) -> State | tuple[State, ...]:
 
 
 def product(call: OperatorCall) -> State:
-    """For a product of matrices, or of their batches."""
-    first, second = call.node.args[-2:] if call.name not in _SUMMED else call.node.args[1:3]
-    state = _product(call, first, second)
-    if call.name in _SUMMED and isinstance(state, Rows):
-        places = ((call.node.args[0], len(call.shape) - len(call.shape_of(call.node.args[0]))),)
-        added = call.aligned((node, lambda dim, offset=offset: dim + offset) for node, offset in places)  # type: ignore[misc]
-        if added is not None and added.dim != state.dim:
-            raise RowsMixError
-    elif call.name in _SUMMED and call.rows(call.node.args[0]) is not None:
+    """For a product of matrices, or of their batches, to which ``addmm`` adds its first argument."""
+    added = call.node.args[:1] if call.name.startswith(("add", "badd")) else ()
+    first, second = call.node.args[len(added) : len(added) + 2]
+    left, right, count = call.shape_of(first), call.shape_of(second), len(call.shape)
+    if len(left) == 1:
         raise NoRuleError
-    return state
+    places = [(first, _factor(len(left), count + (len(right) == 1), -2))]
+    places.append((second, _factor(len(right), count, -1) if len(right) > 1 else lambda _: -1))
+    places += [(node, moved_by(count - len(call.shape_of(node)))) for node in added]
+    return call.aligned(places) or WHOLE
 
 
-_SUMMED: Final = ("addmm", "baddbmm", "addmv")
-
-
-def _product(call: OperatorCall, first: Any, second: Any) -> State:
-    left, right = call.shape_of(first), call.shape_of(second)
-    count = len(call.shape)
-    vectors = (len(left) == 1) + (len(right) == 1)
-    if vectors:
-        if vectors == 2 or len(left) == 1:
-            raise NoRuleError
-        rows = call.rows(first)
-        if rows is None or rows.dim == len(left) - 1 or call.rows(second) is not None:
-            raise RowsMixError
-        return rows
-
-    def positions() -> Iterator[tuple[Any, Callable[[int], int]]]:
-        for node, shape, kept in ((first, left, -2), (second, right, -1)):
-            state = call.rows(node)
-            if state is None:
-                continue
-            from_last = state.dim - len(shape)
-            if from_last >= -2 and from_last != kept:
-                raise RowsMixError  # summed over the rows
-            yield node, lambda _, at=count + from_last: at  # type: ignore[misc]
-
-    return call.aligned(positions()) or WHOLE
+def _factor(count: int, result: int, kept: int) -> Place:
+    """The place of the dimensions of a factor: of its matrices only one is kept, and the other is summed over."""
+    return lambda dim: -1 if dim - count >= -2 and dim - count != kept else dim - count + result
 
 
 def einsum(call: OperatorCall) -> State:
@@ -159,17 +141,13 @@ def einsum(call: OperatorCall) -> State:
     if "..." in equation or "->" not in equation:
         raise NoRuleError
     inputs, result = equation.split("->")
-    letters = {}
-    for node, names in zip(call["tensors"], inputs.split(","), strict=True):
-        rows = call.rows(node)
-        if rows is not None and rows.content is not Content.UNIFORM:
-            letters[names[rows.dim]] = rows
-    if not letters:
-        raise NoRuleError
-    if len(letters) > 1 or not {*letters} <= {*result}:
-        raise RowsMixError
-    ((letter, rows),) = letters.items()
-    return Rows(result.index(letter), rows.inner)
+    factors = [*zip(call["tensors"], inputs.split(","), strict=True)]
+    return call.aligned(((node, _letters(names, result)) for node, names in factors), broadcasts=False) or WHOLE
+
+
+def _letters(names: str, result: str) -> Place:
+    """The place of dimensions that an equation names."""
+    return lambda dim: result.find(names[dim])
 
 
 def recurrent(call: OperatorCall) -> tuple[State, ...]:
@@ -188,6 +166,27 @@ def recurrent(call: OperatorCall) -> tuple[State, ...]:
     if rows is None or any(call.rows(node) is None for node in states):
         raise NoRuleError
     return (rows, *(Rows(1, rows.inner),) * ((call.results or 1) - 1))
+
+
+def cell(call: OperatorCall) -> State | tuple[State, ...]:
+    """For one step of a recurrent layer, of ``[batch, …]``."""
+    tensors = [source(call), *pytree.tree_leaves(call["hx"])]
+    if any(node not in tensors for node in call.with_rows()):
+        raise NoRuleError
+    state = call.aligned(((node, _leading(1, 0)) for node in tensors), broadcasts=False)
+    return call.every(state or WHOLE)
+
+
+def bags(call: OperatorCall) -> State | tuple[State, ...]:
+    """For sums of entries of a table, one for each row: the indices of all rows are one after the other, and offsets
+    say where each row begins."""
+    indices, offsets = call.state(call["indices"]), call.state(call["offsets"])
+    if not isinstance(indices, Rows) or not isinstance(offsets, Rows) or call.rows(call["weight"]) is not None:
+        raise NoRuleError
+    step = call["offsets"].args[-1]
+    if offsets.content is not Content.STARTS or indices.is_index or call.sizes.number(step) != indices.inner:
+        raise NoRuleError
+    return call.every(Rows(0))
 
 
 def loss(call: OperatorCall) -> State:
@@ -254,7 +253,7 @@ COMPUTE_RULES: Final[dict[str, Rule]] = {
             ("linear", linear),
             ("layer_norm native_layer_norm rms_norm _fused_rms_norm", normalized),
             ("group_norm native_group_norm instance_norm grid_sampler grid_sampler_2d grid_sampler_3d", but_first),
-            ("channel_shuffle native_channel_shuffle embedding_bag affine_grid_generator", but_first),
+            ("channel_shuffle native_channel_shuffle affine_grid_generator", but_first),
             ("batch_norm native_batch_norm _native_batch_norm_legit", batch_norm),
             ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", convolution),
             ("scaled_dot_product_attention", attention),
@@ -270,6 +269,8 @@ COMPUTE_RULES: Final[dict[str, Rule]] = {
             ("matmul bmm mm mv addmm baddbmm addmv", product),
             ("einsum", einsum),
             ("lstm gru rnn_tanh rnn_relu", recurrent),
+            ("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", cell),
+            ("embedding_bag _embedding_bag", bags),
             ("cross_entropy_loss nll_loss_nd mse_loss l1_loss smooth_l1_loss huber_loss kl_div", loss),
             ("binary_cross_entropy binary_cross_entropy_with_logits soft_margin_loss poisson_nll_loss", loss),
             ("one_hot", appended),
@@ -279,7 +280,8 @@ COMPUTE_RULES: Final[dict[str, Rule]] = {
             ),
             ("fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift", transform),
             ("bucketize dropout native_dropout bernoulli normal alpha_dropout feature_dropout", elementwise),
-            ("where masked_fill copy isin view_as_real view_as_complex real imag", elementwise),
+            ("where masked_fill copy isin real imag", elementwise),
+            ("__and__ __or__ __xor__ __lshift__ __rshift__ bitwise_and bitwise_or bitwise_xor", elementwise),
         )
         for name in names.split()
     },

@@ -1,18 +1,17 @@
 """Rules for operators that read or write at indices.
 
-A row may be read by its own number: ``mask[torch.arange(batch), positions]`` reads the mask of the row itself. Any other
-number of a row is another row.
+A row may be read by its own number: ``mask[torch.arange(batch), positions]`` reads the mask of the row itself. Any
+other number of a row is another row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from pipegraph.graph.batch.operator_call import OperatorCall
+from pipegraph.graph.batch.operator_call import OperatorCall, moved_by
 from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, source
 
@@ -65,25 +64,26 @@ def index(call: OperatorCall) -> State:
 def _broadcast(call: OperatorCall, indices: list[Any]) -> State:
     """The rows of indices together. Raises NoRuleError for a mask, which reads as many elements as it is true."""
     nodes = [node for node in indices if node is not None]
+    if any(node.meta["val"].dtype in (torch.bool, torch.uint8) for node in nodes):
+        raise NoRuleError
     count = max(len(call.shape_of(node)) for node in nodes)
-    common: State = WHOLE
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
-            raise NoRuleError
-        state = call.state(node)
-        if not isinstance(state, Rows):
+    states = [(call.state(node), count - len(call.shape_of(node))) for node in nodes]
+    moved = [
+        Rows(state.dim + offset, state.inner, state.content) for state, offset in states if isinstance(state, Rows)
+    ]
+    if len({(rows.dim, rows.inner) for rows in moved}) > 1:
+        raise RowsMixError
+    for node, (state, offset) in zip(nodes, states, strict=True):
+        if isinstance(state, Rows) or not moved or not call.sizes.vary or moved[0].dim < offset:
             continue
-        moved = Rows(state.dim + count - len(call.shape_of(node)), state.inner, state.content)
-        if isinstance(common, Rows) and common.dim != moved.dim:
+        if call.shape_of(node)[moved[0].dim - offset] != 1:
             raise RowsMixError
-        if not isinstance(common, Rows) or moved.content is Content.NUMBERS:
-            common = moved
-    return common
+    numbers = [rows for rows in moved if rows.content is Content.NUMBERS]
+    return next(iter((*numbers, *moved)), WHOLE)
 
 
 def _place(indices: list[Any]) -> int:
-    """The dimension of the result at which those of the indices begin: in front, unless the indices are side by side."""
+    """The dimension of the result at which those of the indices begin: the first, unless the indices are adjacent."""
     used = [dim for dim, node in enumerate(indices) if node is not None]
     return used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
@@ -91,16 +91,14 @@ def _place(indices: list[Any]) -> int:
 def gather(call: OperatorCall) -> State:
     """For elements at the indices of one dimension, each at the place of its index in the others."""
     dim = call.dim("dim", source(call))
-    state, index = call.rows(source(call)), call.rows(call["index"] if call["index"] is not None else call["indices"])
-    if state is not None and state.dim == dim:
-        raise RowsMixError
-    if index is not None and index.dim == dim and state is None:
+    indices = call["index"] if call["index"] is not None else call["indices"]
+    state, index = call.rows(source(call)), call.rows(indices)
+    if state is None and index is not None and index.dim == dim:
         return index
-    if state is None or index is None:
-        raise NoRuleError
-    if state.dim != index.dim or state.inner != index.inner:
+    common = call.aligned((node, moved_by(0)) for node in (source(call), indices))
+    if common is not None and common.dim == dim:
         raise RowsMixError
-    return state
+    return WHOLE if common is None else Rows(common.dim, common.inner)
 
 
 def index_select(call: OperatorCall) -> State:
@@ -119,7 +117,7 @@ def scatter(call: OperatorCall) -> State:
     """For elements that are written at the indices of one dimension, each at the place of its index in the others."""
     dim = call.dim("dim", source(call))
     nodes = [node for node in (source(call), call["index"], call["src"]) if isinstance(node, fx.Node)]
-    state = call.aligned((node, lambda place: place) for node in nodes)
+    state = call.aligned(((node, moved_by(0)) for node in nodes), broadcasts=False)
     if state is None:
         return WHOLE
     if state.dim == dim:
@@ -132,7 +130,7 @@ def index_add(call: OperatorCall) -> State:
     dim = call.dim("dim", source(call))
     if call.rows(call["index"]) is not None:
         raise RowsMixError
-    state = call.aligned((node, lambda place: place) for node in (source(call), call["source"]))
+    state = call.aligned(((node, moved_by(0)) for node in (source(call), call["source"])), broadcasts=False)
     if state is not None and state.dim == dim:
         raise RowsMixError
     return Rows(state.dim, state.inner) if state is not None else WHOLE
@@ -166,14 +164,10 @@ def index_put(call: OperatorCall) -> State:
             raise RowsMixError
         dim = place + rows.dim + count - len(call.shape_of(at_rows))
     offset = _written_dims(call, indices, count) - len(call.shape_of(call["values"]))
-    written = call.aligned(_moved(call["values"], offset))
+    written = call.aligned([(call["values"], moved_by(offset))])
     if written is not None and written.dim != dim:
         raise RowsMixError
     return Rows(state.dim, state.inner)
-
-
-def _moved(node: Any, offset: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
-    yield node, lambda dim: dim + offset
 
 
 def _written_dims(call: OperatorCall, indices: list[Any], count: int) -> int:

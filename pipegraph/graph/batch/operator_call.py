@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
 from torch import Tensor, fx
 
-from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.batch.row_state import WHOLE, Content, Counts, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.export.dynamic_shapes import BATCH
 from pipegraph.graph.internals import OpOverload, operator_name, pytree, schema_arguments
 from pipegraph.graph.nodes import arguments_of, shape_of
@@ -62,6 +62,10 @@ class RowSizes:
     def is_batch(self, size: object) -> bool:
         """Return whether a size depends on the number of rows."""
         return isinstance(size, SymbolicSize) and not self._batch.isdisjoint(size.symbols)
+
+
+Place = Callable[[int], int]
+"""A dimension of an argument → that of the result which it is."""
 
 
 class OperatorCall:
@@ -127,17 +131,16 @@ class OperatorCall:
         return self._states[node] if isinstance(node, fx.Node) else WHOLE
 
     def rows(self, node: Any) -> Rows | None:
-        """The rows of an argument; None if it has none. Raises NoRuleError if its elements are numbers of rows."""
+        """The rows of an argument; None if it has none. Raises NoRuleError if its elements are indices."""
         state = self.state(node)
-        if not isinstance(state, Rows):
-            return None
-        if state.content is Content.NUMBERS:
+        if isinstance(state, Counts) or (isinstance(state, Rows) and state.is_index):
             raise NoRuleError
-        return state
+        return state if isinstance(state, Rows) else None
 
     def shape_of(self, node: Any) -> tuple[int, ...]:
         """The shape of an argument; that of a number is empty."""
-        return self.sizes.shape(node) if isinstance(node, fx.Node) else ()
+        is_tensor = isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+        return self.sizes.shape(node) if is_tensor else ()
 
     def numbers(self, sizes: Sequence[Any]) -> list[int]:
         """Sizes as numbers."""
@@ -162,36 +165,48 @@ class OperatorCall:
         """A state for every result."""
         return state if self.results is None else (state,) * self.results
 
-    def aligned(self, positions: Iterator[tuple[Any, Callable[[int], int]]]) -> Rows | None:
+    def aligned(self, places: Iterable[tuple[Any, Place]], broadcasts: bool = True) -> Rows | None:
         """The rows that arguments have in common; None if none of them has rows.
 
         Args:
-            positions: each argument, and which dimension of the result one of its dimensions is.
+            places: each argument, and which dimension of the result one of its dimensions is; −1 for none.
+            broadcasts: whether a dimension of size 1 fits any other one.
 
         Raises:
-            RowsMixError: two arguments have their rows along other dimensions, so that each row meets all.
+            RowsMixError: two arguments have their rows along other dimensions, so that each row meets all; or one has
+                a size of its own there.
         """
         common: Rows | None = None
-        for node, place in positions:
+        whole: list[tuple[Any, Place]] = []
+        for node, place in places:
             rows = self.rows(node)
             if rows is None:
+                whole.append((node, place))
                 continue
             moved = Rows(place(rows.dim), rows.inner, rows.content)
-            if common is None or (common.content is Content.UNIFORM and common.dim == moved.dim):
-                common = moved
-            elif common.dim != moved.dim or (common.inner != moved.inner and moved.is_data):
+            if moved.dim < 0:
                 raise RowsMixError
+            if common is None or (common.is_constant and common.dim == moved.dim):
+                common = moved
+            elif common.dim != moved.dim or (common.inner != moved.inner and not moved.is_constant):
+                raise RowsMixError
+            elif common.content != moved.content and not moved.is_constant:
+                raise NoRuleError
+        for node, place in whole if common is not None and self.sizes.vary else ():
+            for dim, size in enumerate(self.shape_of(node)):
+                if place(dim) == common.dim and not (broadcasts and size == 1):  # type: ignore[union-attr]
+                    raise RowsMixError
         return common
 
     def broadcast(self, nodes: Sequence[Any], shape: Sequence[int]) -> State:
         """The rows of what is computed element by element from arguments that are broadcast to a shape."""
+        offsets = ((node, len(shape) - len(self.shape_of(node))) for node in nodes)
+        return self.aligned((node, moved_by(offset)) for node, offset in offsets) or WHOLE
 
-        def positions() -> Iterator[tuple[Any, Callable[[int], int]]]:
-            for node in nodes:
-                offset = len(shape) - len(self.shape_of(node))
-                yield node, lambda dim, offset=offset: dim + offset  # type: ignore[misc]
 
-        return self.aligned(positions()) or WHOLE
+def moved_by(offset: int) -> Place:
+    """The place of dimensions that lie so much further on in a result."""
+    return lambda dim: dim + offset
 
 
 def uniform_rows(shape: Sequence[int], sizes: RowSizes) -> State:

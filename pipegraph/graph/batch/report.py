@@ -1,4 +1,4 @@
-"""The report on the rows of a batch: what the rules prove, and what the values of a model decide where there is no rule."""
+"""The report on the rows of a batch: what the rules prove, and what values decide for operators without a rule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from pipegraph.graph.batch.roles import DeclaredRoles, RoleAssignment
 from pipegraph.graph.batch.row_proof import RowProof
 from pipegraph.graph.batch.row_state import Rows, Whole
-from pipegraph.graph.batch_report import BatchReport, BatchRole, RowOperator
+from pipegraph.graph.batch_report import BatchReport, BatchRole, Proof, RowOperator
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import arguments_of, source_line
 from pipegraph.graph.operators import Loop, operator_of
@@ -37,7 +37,8 @@ def report_rows(graph: fx.Graph, roles: RoleAssignment, declared: DeclaredRoles,
         compare: decides what the rules cannot.
     """
     proof = roles.prove(graph)
-    mixing, kind = tuple(_operators(proof.certain)), "rules"
+    mixing = tuple(_operators(proof.certain))
+    kind: Proof = "rules"
     by_design = [*_by_design(graph), *_operators((*proof.scalars, *proof.updates), "for one number or a buffer")]
     if proof.undecided and not proof.certain:
         equal = compare(roles.roles)

@@ -103,10 +103,11 @@ def _flat(roles: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _leaf_names(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[list[str], Any]]:
-    """For each leaf of the inputs, the names under which it may be declared: that of its argument first, its own last."""
+    """For each leaf of the inputs, the names under which it may be declared: its argument's first, its own last."""
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
-        kind, first, *rest = (getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path)
-        parts = [names[first] if kind == 0 else str(first), *map(str, rest)]
+        keys: list[Any] = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
+        is_positional, first, rest = keys[0] == 0, keys[1], keys[2:]
+        parts = [names[first] if is_positional else str(first), *map(str, rest)]
         yield [*(".".join(parts[:end]) for end in range(1, len(parts))), "_".join(parts), ".".join(parts)], leaf
 
 
@@ -243,7 +244,7 @@ class _Assigner:
         for roles in itertools.islice(itertools.product(*options), _MOST):
             assignment = self._assignment(roles)
             proof = assignment.prove(self._graph)
-            score = len(proof.certain), len(proof.undecided)
+            score = len(proof.certain), int(bool(proof.undecided))
             if found is None or score < found[1]:
                 found = assignment, score
             if score == (0, 0):

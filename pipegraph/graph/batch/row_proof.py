@@ -1,7 +1,7 @@
 """The rows of every value of a graph, found operator by operator from the roles of the inputs.
 
 inputs, each rows | whole | list ─▶ rule of the operator ─▶ rows | whole | list | mixed
-                                                             └─▶ outputs: independent rows, or the operators that mix them
+                                                            └─▶ outputs: independent, or the operators that mix rows
 
 The rules say for one operator what vmap's batching rules and DTensor's sharding rules say: that it may be computed for
 each part of a dimension alone. Both of these libraries answer another question (how to compute it for a new dimension,
@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from pipegraph.graph.batch.compute_rules import COMPUTE_RULES, elementwise
+from pipegraph.graph.batch.expert_rules import EXPERT_RULES
 from pipegraph.graph.batch.index_rules import INDEX_RULES
 from pipegraph.graph.batch.operator_call import OperatorCall, RowSizes
 from pipegraph.graph.batch.row_state import (
     LISTED,
     WHOLE,
-    Content,
+    Counts,
     Listed,
     Mixed,
     NoRuleError,
@@ -48,7 +51,7 @@ class RowProof:
         states: of every tensor of the graph.
         certain: operators on whose mixed rows an output depends.
         undecided: operators without a rule on which an output depends.
-        scalars: operators that mix rows for outputs of one number, such as a loss.
+        scalars: reductions over rows for outputs of one number, such as a loss.
         updates: operators that mix rows for what is written into a buffer.
     """
 
@@ -99,13 +102,9 @@ def prove_rows(graph: fx.Graph, inputs: Mapping[str, State], sizes: RowSizes) ->
     other, numbers, written = kinds[False], kinds[True], Mixed()
     for update in updates:
         written = written.union(update)
-    return RowProof(
-        states,
-        other.certain,
-        other.undecided,
-        (*numbers.certain, *numbers.undecided),
-        (*written.certain, *written.undecided),
-    )
+    reduced = tuple(node for node in numbers.certain if _rule(node.target) in _TO_ONE_NUMBER)
+    mixed = other.union(Mixed(tuple(node for node in numbers.certain if node not in reduced), numbers.undecided))
+    return RowProof(states, mixed.certain, mixed.undecided, reduced, (*written.certain, *written.undecided))
 
 
 def _write(
@@ -120,10 +119,10 @@ def _write(
         states[target] = state.union(before) if isinstance(before, Mixed) else state
         if target.op == "get_attr":
             updates.append(state)
-    elif isinstance(state, Listed):
+    elif isinstance(state, Listed) or (
+        isinstance(state, Rows) and isinstance(before, Rows) and state.dim == before.dim
+    ):
         states[target] = state
-    elif isinstance(state, Rows) and isinstance(before, Rows) and state.dim == before.dim:
-        states[target] = Rows(before.dim, state.inner if not before.is_data else before.inner)
 
 
 def _result(
@@ -163,9 +162,9 @@ def _joined(inputs: list[State]) -> State:
     if not others:
         return first
     if all(isinstance(state, Rows) for state in inputs):
-        places = {(state.dim, state.inner) for state in inputs if isinstance(state, Rows) and state.is_data}
-        if len(places) == 1:
-            return next(state for state in inputs if isinstance(state, Rows) and state.is_data)
+        data = {state for state in inputs if isinstance(state, Rows) and not state.is_constant}
+        if len(data) == 1:
+            return data.pop()
     raise NoRuleError
 
 
@@ -177,19 +176,25 @@ def _computed(node: fx.Node, states: Mapping[fx.Node, State], inputs: list[State
     if not isinstance(node.target, OpOverload):
         raise NoRuleError
     name, rule = operator_name(node.target)[0], _rule(node.target)
+    call = OperatorCall(node, states, sizes)
+    if name.strip("_") in EXPERT_RULES or name in EXPERT_RULES:
+        with suppress(NoRuleError):
+            return EXPERT_RULES.get(name, EXPERT_RULES.get(name.strip("_")))(call)  # type: ignore[misc]
     if rule is None:
         raise NoRuleError
     if has_batch and rule not in _READ_SIZES:
         raise RowsMixError  # it computes with the number of rows
-    call = OperatorCall(node, states, sizes)
     if is_whole and rule is not factory and rule not in _OF_SIZES:
         raise RowsMixError if name == "select" else NoRuleError
-    if rule not in _KEEP_NUMBERS and any(isinstance(each, Rows) and each.content is Content.NUMBERS for each in inputs):
+    is_index = any(isinstance(state, Counts) or (isinstance(state, Rows) and state.is_index) for state in inputs)
+    if is_index and rule not in _KEEP_NUMBERS:
         raise NoRuleError
     return rule(call)
 
 
-def _rule(target: OpOverload) -> Rule | None:
+def _rule(target: Any) -> Rule | None:
+    if not isinstance(target, OpOverload):
+        return None
     name = operator_name(target)[0]
     for key in (name, name.rstrip("_")):
         for table in (SHAPE_RULES, INDEX_RULES, COMPUTE_RULES):
@@ -197,6 +202,9 @@ def _rule(target: OpOverload) -> Rule | None:
                 return table[key]
     return elementwise if torch.Tag.pointwise in target.tags or name == "type_as" else None
 
+
+_TO_ONE_NUMBER = frozenset({COMPUTE_RULES["mean"], COMPUTE_RULES["mse_loss"]})
+"""Rules of operators that compute one number from independent rows."""
 
 _READ_SIZES = frozenset(SHAPE_RULES.values()) | {COMPUTE_RULES["affine_grid_generator"]}
 """Rules of operators that take the number of rows for a shape."""

@@ -1,8 +1,8 @@
 """What is known of the rows of a value: where they are, or why it depends on several of them at once.
 
-A batch of ``B`` rows is cut along a dimension of each input. A value has rows if cutting it along ``dim`` gives what the
-graph computes from the cut inputs. Dimensions may be merged: in ``[B * heads, tokens, width]`` the row of an element of
-dimension 0 is ``(index // heads) % B``, and ``inner`` is ``heads``.
+A batch of ``B`` rows is cut along a dimension of each input. A value has rows if cutting it along ``dim`` gives what
+the graph computes from the cut inputs. Dimensions may be merged: in ``[B * heads, tokens, width]`` the row of an
+element of dimension 0 is ``(index // heads) % B``, and ``inner`` is ``heads``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,26 @@ class Content(Enum):
     """What the elements of a value with rows are."""
 
     DATA = "data"
-    UNIFORM = "the same number everywhere, which has the rows of whatever it is combined with"
+    UNIFORM = "the same number everywhere"
+    EQUAL = "equal along the dimension of the rows"
     NUMBERS = "the numbers of the rows"
+    POSITIONS = "the numbers of all elements"
+    STARTS = "the number of the first element of each row"
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The elements are in the order of a key, as `expert_rules` has it.
+
+    Attributes:
+        kind: "values" in this order, the "order" itself, or the "places" of the elements in it.
+        keys: the value that they are sorted by.
+        step: of an order: the number that its elements are divided by.
+    """
+
+    kind: str
+    keys: fx.Node
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -32,12 +50,18 @@ class Rows:
 
     dim: int
     inner: int = 1
-    content: Content = Content.DATA
+    content: Content | Sorted = Content.DATA
 
     @property
-    def is_data(self) -> bool:
-        """Whether the rows have data of their own."""
-        return self.content is Content.DATA
+    def is_constant(self) -> bool:
+        """Whether elements are equal along the dimension, so that their rows are those of what they meet."""
+        return self.content in (Content.UNIFORM, Content.EQUAL)
+
+    @property
+    def is_index(self) -> bool:
+        """Whether the elements are numbers of rows, tokens or places, with which nothing may be computed."""
+        is_values = isinstance(self.content, Sorted) and self.content.kind == "values"
+        return not is_values and self.content is not Content.DATA and not self.is_constant
 
 
 @dataclass(frozen=True)
@@ -60,11 +84,18 @@ class Mixed:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """The value is how often each key occurs in the whole batch, or the sums of these numbers."""
+
+    keys: fx.Node
+
+
+@dataclass(frozen=True)
 class Listed:
     """The value depends on an input that the caller gives for each microbatch."""
 
 
-State = Whole | Rows | Mixed | Listed
+State = Whole | Rows | Counts | Mixed | Listed
 
 WHOLE = Whole()
 LISTED = Listed()

@@ -10,13 +10,13 @@ x.view(B * heads, tokens, width)                 dim 0, inner = heads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from pipegraph.graph.batch.operator_call import OperatorCall, uniform_rows
-from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.batch.operator_call import OperatorCall, moved_by, uniform_rows
+from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, Sorted, State
 from pipegraph.graph.internals import pytree
 
 Rule = Callable[[OperatorCall], State | tuple[State, ...]]
@@ -50,6 +50,13 @@ def reshape(call: OperatorCall) -> State:
     if state.content is Content.UNIFORM:
         return uniform_rows(shape, call.sizes)
     before = call.shape_of(source(call))
+    if state.content is Content.EQUAL:
+        kept = math.prod(shape[state.dim + 1 :]) == math.prod(before[state.dim + 1 :])
+        if kept and len(shape) > state.dim and shape[state.dim] == before[state.dim]:
+            return state
+        state = Rows(state.dim, before[state.dim] // call.sizes.rows)
+    if isinstance(state.content, Sorted) and shape[: state.dim + 1] != before[: state.dim + 1]:
+        raise NoRuleError
     stride = state.inner * math.prod(before[state.dim + 1 :])
     after = 1
     for dim in reversed(range(len(shape))):
@@ -77,19 +84,10 @@ def expand(call: OperatorCall) -> State:
     offset = len(shape) - len(call.shape_of(source(call)))
     if isinstance(state, Rows):
         return Rows(state.dim + offset, state.inner, state.content)
-    return uniform_rows(shape, call.sizes) if not _is_read(call) else _copies(shape, call)
-
-
-def _is_read(call: OperatorCall) -> bool:
-    return bool(call.shape_of(source(call)))
-
-
-def _copies(shape: Sequence[int], call: OperatorCall, inner: Sequence[int] = ()) -> State:
-    """The rows of copies of a whole tensor along the dimension that has as many as there are rows."""
-    dims = [dim for dim, size in enumerate(shape) if call.sizes.has_rows(size)]
-    if len(dims) > 1:
-        raise NoRuleError
-    return Rows(dims[0], inner[dims[0]] if inner else 1) if dims else WHOLE
+    if not call.shape_of(source(call)):
+        return uniform_rows(shape, call.sizes)
+    rows = uniform_rows(shape, call.sizes)
+    return Rows(rows.dim, rows.inner, Content.EQUAL) if isinstance(rows, Rows) else rows
 
 
 def repeat(call: OperatorCall) -> State:
@@ -99,7 +97,11 @@ def repeat(call: OperatorCall) -> State:
     offset = len(shape) - len(before)
     if isinstance(state, Rows):
         return Rows(state.dim + offset, state.inner, state.content)
-    return _copies(shape, call, (*(1,) * offset, *before))
+    rows = uniform_rows(shape, call.sizes)
+    if not isinstance(rows, Rows):
+        return rows
+    inner = (*(1,) * offset, *before)[rows.dim]
+    return Rows(rows.dim, inner, Content.EQUAL if inner == 1 else Content.DATA)
 
 
 def repeat_interleave(call: OperatorCall) -> State:
@@ -163,19 +165,14 @@ def unbind(call: OperatorCall) -> tuple[State, ...]:
 def cat(call: OperatorCall) -> State:
     """For tensors one after the other: along the dimension of the rows, all of them need to have rows."""
     tensors = [node for node in pytree.tree_leaves(source(call)) if call.shape_of(node) != (0,)]
-    state = call.aligned((node, lambda dim: dim) for node in tensors)
-    if state is None:
-        return WHOLE
-    if call.dim("dim", tensors[0], 0) == state.dim and any(call.rows(node) is None for node in tensors):
-        raise RowsMixError
-    return state
+    return call.aligned(((node, moved_by(0)) for node in tensors), broadcasts=False) or WHOLE
 
 
 def stack(call: OperatorCall) -> State:
     """For tensors along a new dimension."""
     tensors = pytree.tree_leaves(source(call))
     dim = int(call["dim"] or 0) % len(call.shape)
-    return call.aligned((node, lambda own: own + (dim <= own)) for node in tensors) or WHOLE
+    return call.aligned(((node, lambda place: place + (dim <= place)) for node in tensors), broadcasts=False) or WHOLE
 
 
 def pad(call: OperatorCall) -> State:
@@ -211,17 +208,22 @@ def factory(call: OperatorCall) -> State:
 
 
 def arange(call: OperatorCall) -> State:
-    """For the numbers of the rows."""
+    """For the numbers of the rows, or of all elements of several dimensions."""
     sizes = [value for value in call.node.args if call.sizes.is_batch(value)]
-    if call.shape != (call.sizes.rows,) or len(sizes) != 1 or call["step"] not in (None, 1) or call["start"]:
+    if not call.sizes.has_rows(call.shape[0]) or len(sizes) != 1 or call["start"]:
         raise NoRuleError
-    return Rows(0, 1, Content.NUMBERS)
+    inner = call.shape[0] // call.sizes.rows
+    if call["step"] not in (None, 1):
+        if inner != 1 or call.sizes.number(sizes[0]) != call.sizes.number(call["step"]) * call.sizes.rows:
+            raise NoRuleError
+        return Rows(0, 1, Content.STARTS)
+    return Rows(0, inner, Content.NUMBERS if inner == 1 else Content.POSITIONS)
 
 
 def slice_scatter(call: OperatorCall) -> State:
     """For a tensor in which a range of a dimension is replaced."""
     dim = call.dim("dim", source(call), 0)
-    state = call.aligned((node, lambda place: place) for node in (source(call), call["src"])) or WHOLE
+    state = call.aligned(((node, moved_by(0)) for node in (source(call), call["src"])), broadcasts=False) or WHOLE
     if isinstance(state, Rows) and state.dim == dim:
         raise RowsMixError
     return state
@@ -230,8 +232,8 @@ def slice_scatter(call: OperatorCall) -> State:
 def select_scatter(call: OperatorCall) -> State:
     """For a tensor in which one index of a dimension is replaced."""
     dim = call.dim("dim", source(call), 0)
-    places = ((source(call), lambda place: place), (call["src"], lambda place: place + (dim <= place)))
-    state = call.aligned(iter(places)) or WHOLE
+    places = ((source(call), moved_by(0)), (call["src"], lambda place: place + (dim <= place)))
+    state = call.aligned(places, broadcasts=False) or WHOLE
     if isinstance(state, Rows) and state.dim == dim:
         raise RowsMixError
     return state
@@ -249,6 +251,7 @@ SHAPE_RULES: Final[dict[str, Rule]] = {
     name: rule
     for names, rule in (
         ("to type_as _to_copy clone contiguous detach alias lift_fresh lift_fresh_copy positive", same),
+        ("view_as_real view_as_complex", same),
         ("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel _unsafe_view", reshape),
         ("transpose permute t numpy_T mT mH matrix_H movedim moveaxis swapaxes swapdims adjoint", permute),
         ("expand expand_as broadcast_to", expand),

@@ -51,7 +51,7 @@ def compare_halves(
     tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if state is None or any(leaves[at].is_meta for at in tensors):
         return None
-    dims = [None] * len(leaves)
+    dims: list[int | None] = [None] * len(leaves)
     for at, role in zip(tensors, roles.values(), strict=True):
         dims[at] = role.dim
     batch = distinct_rows(leaves, dims, _ROWS)
@@ -79,8 +79,8 @@ def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], part: Calla
     fixed = {module: training and not isinstance(module, _PER_BATCH) for module, training in flags.items()}
     with _in_mode(model, fixed):
         whole, first, second = part(0, _ROWS), part(0, _ROWS // 2), part(_ROWS // 2, _ROWS)
-    outputs = zip(*(pytree.tree_leaves(each) for each in (whole, first, second)), strict=True)
-    return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor) and tensors[0].dim())
+    outputs = zip(*(pytree.tree_leaves(output) for output in (whole, first, second)), strict=True)
+    return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor))
 
 
 _PER_BATCH: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
@@ -99,7 +99,10 @@ def _in_mode(model: nn.Module, flags: Mapping[nn.Module, bool]) -> Iterator[None
 
 
 def _is_joined(whole: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Return whether an output is those of the halves along some dimension, or the same for all."""
+    """Return whether an output is those of the halves along some dimension, or the same for all, or one number that
+    is the mean of theirs."""
+    if whole.dim() == 0 and whole.is_floating_point():
+        return _close(whole, (first + second) / 2)
     if whole.shape == first.shape == second.shape:
         return _close(whole, first) and _close(whole, second)
     differing = [dim for dim in range(whole.dim()) if whole.shape[dim] != first.shape[dim]]
