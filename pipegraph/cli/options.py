@@ -5,13 +5,18 @@ The values of options, such as devices, sizes of memory and lists, are read and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipegraph.errors import nearest
 from pipegraph.units import parse_bytes
+
+if TYPE_CHECKING:
+    from pipegraph.graph.sources.model_source import ModelSource
 
 _DEVICES = "cpu", "cuda"
 _ALSO = {"gpu": "cuda", "nvidia": "cuda"}
@@ -76,6 +81,24 @@ def parse_numbers(text: str, option: str) -> list[int]:
     return [int(name) for name in names]
 
 
+def with_batch_dims(source: ModelSource, texts: Sequence[str] | None) -> ModelSource:
+    """The source with the roles that ``--batch-dim`` declares, besides those of a model file."""
+    roles = dict(map(_parse_role, texts or ()))
+    return replace(source, batch_dims={**(source.batch_dims or {}), **roles}) if roles else source
+
+
+def _parse_role(text: str) -> tuple[str, int | str]:
+    """Read ``mask=0``, ``table=whole`` or ``cu_seqlens=list``. Raises typer.BadParameter for another form."""
+    name, equals, role = text.partition("=")
+    is_dim = role.removeprefix("-").isdecimal()
+    if not (name and equals and (is_dim or role in ("whole", "list"))):
+        raise typer.BadParameter(
+            f"{text!r} is not the name of an input and its role.\nTry: tokens=0, table=whole or cu_seqlens=list",
+            param_hint="--batch-dim",
+        )
+    return name, int(role) if is_dim else role
+
+
 def complete_schedule(incomplete: str) -> list[str]:
     """Return the schedules whose names begin so, for the shell."""
     from pipegraph.schedule import names
@@ -96,6 +119,15 @@ BatchOption = Annotated[
     int | None,
     typer.Option(
         metavar="B", min=1, help="Rows of a microbatch. [default: the example's, 1 for hf:]", show_default=False
+    ),
+]
+BatchDimOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--batch-dim",
+        metavar="NAME=DIM|whole|list",
+        show_default=False,
+        help="Role of an input: the dimension of its rows, or whole or list. Once for each; others are inferred.",
     ),
 ]
 SequenceOption = Annotated[

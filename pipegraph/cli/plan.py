@@ -11,6 +11,7 @@ import typer
 
 from pipegraph.cli.options import (
     AllowDerivativeOption,
+    BatchDimOption,
     BatchOption,
     DebugOption,
     DeviceOption,
@@ -23,6 +24,7 @@ from pipegraph.cli.options import (
     check_measured,
     parse_names,
     parse_numbers,
+    with_batch_dims,
 )
 from pipegraph.cli.output import check_target, print_drawing, print_json, print_text, write_target
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
@@ -83,6 +85,7 @@ def plan(
     ] = None,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    batch_dim: BatchDimOption = None,
     allow_derivative: AllowDerivativeOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
     wide: WideOption = False,
@@ -133,7 +136,7 @@ def plan(
             else candidates(ranks, names, counts, chunks, _choices(recompute or ["none,min-cut,block"]))
         )
         profile = Hardware.load(hardware)
-        source = load(model, weights=False, batch=batch, seq=seq)
+        source = with_batch_dims(load(model, weights=False, batch=batch, seq=seq), batch_dim)
         options = PlanOptions(
             balance,
             ranks=ranks,

@@ -11,6 +11,7 @@ import typer
 from pipegraph.cli.options import (
     AllowDerivativeOption,
     BalanceOption,
+    BatchDimOption,
     BatchOption,
     CheckOption,
     DebugOption,
@@ -33,6 +34,7 @@ from pipegraph.cli.options import (
     StagesOption,
     WrittenCheckpointOption,
     check_measured,
+    with_batch_dims,
 )
 from pipegraph.cli.output import print_json, print_text
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
@@ -63,6 +65,7 @@ def split(
     no_weights: NoWeightsOption = False,
     batch: BatchOption = None,
     seq: SequenceOption = None,
+    batch_dim: BatchDimOption = None,
     allow_derivative: AllowDerivativeOption = False,
     relay_skips: RelayOption = False,
     dry_run: DryRunOption = False,
@@ -109,6 +112,7 @@ def split(
             require_package(folder) if check else require_writable(folder, overwrite)
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
         source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
+        source = with_batch_dims(source, batch_dim)
     planned = _planned(source, points, stages, file, memory, settings, allow_derivative, debug)
     planned = planned.with_relays() if relay_skips else planned
     if check and folder is not None:
@@ -216,6 +220,7 @@ def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: 
 
 def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
     from pipegraph.errors import one_line
+    from pipegraph.report.text.batch_lines import batch_lines
     from pipegraph.report.text.package_tables import manifest_dict
     from pipegraph.report.text.plan_tables import layout_lines, render_prediction_summary, stage_lines
 
@@ -227,6 +232,7 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     lines = [*stage_lines(planned.describe()), *fixed]
     if planned.captured.device_branch:
         lines.append(one_line(f"The model {planned.captured.device_branch}. The stages do what it does here."))
+    lines += batch_lines(manifest)
     lines += layout_lines(planned.layout)
     if planned.prediction is not None:
         lines.append(render_prediction_summary(planned.prediction))

@@ -52,7 +52,7 @@ class BatchReport:
         proof: "rules", "values" or "declared", as in the manifest.
         per_microbatch: operators that mix rows by design, and are computed for each microbatch.
         mixing: operators that mix rows otherwise, so that a batch may not be cut.
-        suggestion: ``batch_dims`` with which nothing mixes rows, if there is such a dimension.
+        suggestion: the role ``name=dimension`` with which nothing mixes rows, if there is such a dimension.
     """
 
     roles: Mapping[str, BatchRole] = field(default_factory=dict)

@@ -185,7 +185,7 @@ class BatchEntry(Entry, frozen=True):
         per_microbatch: operators that mix rows by design, such as batch norm, and are computed for each microbatch.
         mixing: operators that mix rows otherwise. A batch is not cut into several microbatches then; lists of
             microbatches are right.
-        suggestion: ``batch_dims`` with which nothing mixes rows, if there is such a dimension.
+        suggestion: the role ``name=dimension`` with which nothing mixes rows, if there is such a dimension.
         target_dim: the dimension of the rows of a target; None for that of the outputs.
     """
 

@@ -149,7 +149,7 @@ class RoleAssignment:
         roles: label of an input → its role.
         names: dimension of an input → ``batch``, for all that have rows and vary.
         sizes: at which rows are told apart.
-        suggestion: ``batch_dims`` with which no operator mixes rows, if there is such a dimension and this one does.
+        suggestion: the role ``name=dimension`` with which no operator mixes rows, if there is such a dimension.
     """
 
     roles: Mapping[str, BatchRole]
@@ -198,7 +198,7 @@ def assign_roles(
         for dim in range(1, len(shape_of(inputs[0].node))):
             other = _Assigner(graph, inputs, captured, declared, named, (position, dim))
             if other.varies and other.best()[1] == (0, 0):
-                suggestion = f'batch_dims={{"{inputs[0].label}": {dim}}}'
+                suggestion = f"{inputs[0].label}={dim}"
                 return RoleAssignment(best.roles, best.names, best.sizes, suggestion)
     return best
 

@@ -216,5 +216,5 @@ _OF_SIZES = frozenset(
 
 _KEEP_NUMBERS = frozenset(
     SHAPE_RULES[name] for name in ("to", "reshape", "permute", "expand", "zeros", "unbind", "select", "slice", "repeat")
-) | frozenset(INDEX_RULES.values())
+) | frozenset((*INDEX_RULES.values(), COMPUTE_RULES["embedding_bag"]))
 """Rules of operators whose results are numbers of rows again, or are read at them."""

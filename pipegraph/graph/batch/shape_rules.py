@@ -214,7 +214,7 @@ def arange(call: OperatorCall) -> State:
         raise NoRuleError
     inner = call.shape[0] // call.sizes.rows
     if call["step"] not in (None, 1):
-        if inner != 1 or call.sizes.number(sizes[0]) != call.sizes.number(call["step"]) * call.sizes.rows:
+        if inner != 1 or call.sizes.number(call["end"]) != call.sizes.number(call["step"]) * call.sizes.rows:
             raise NoRuleError
         return Rows(0, 1, Content.STARTS)
     return Rows(0, inner, Content.NUMBERS if inner == 1 else Content.POSITIONS)

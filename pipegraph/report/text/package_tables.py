@@ -13,6 +13,7 @@ from rich.text import Text
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, StageCost, StageEntry, Value
 from pipegraph.report.text import Table, clip, short_modules, table
+from pipegraph.report.text.batch_lines import batch_dict, batch_lines
 from pipegraph.report.text.plan_tables import layout_lines, render_prediction_summary
 from pipegraph.report.text.schedule_report import render_grid, render_legend, schedule_title
 from pipegraph.schedule import Schedule, Times, simulate
@@ -34,6 +35,7 @@ def render_package(
         table(*boundary_table(manifest), width, ("gradient", "from")),
     ]
     parts += ["\n".join([*explain_cuts(manifest), *layout_lines(manifest.plan.layout or "")])]
+    parts += ["\n".join(batch_lines(manifest))]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
     changes = {**_changes(package), "damaged, or changed since it was written": damaged}
     parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in changes.items() if files]
@@ -87,6 +89,7 @@ def manifest_dict(manifest: Manifest) -> dict[str, Any]:
             for value in _crossing(manifest)
         ],
         "tied": [list(group) for group in manifest.tied],
+        "batch": batch_dict(manifest),
     }
 
 
