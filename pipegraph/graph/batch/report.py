@@ -93,7 +93,8 @@ def _by_design(graph: fx.Graph) -> Iterator[RowOperator]:
         row = operator_of(node)
         if _NAMES.get(operator_name(node.target)[0]) and _trains(node):
             norms.append(node)
-        is_dropout = row.dropout or bool(arguments_of(node).get("dropout_p"))
+        named = arguments_of(node)
+        is_dropout = bool(named.get("p") if row.dropout else named.get("dropout_p"))
         random = random or is_dropout or row.loop is Loop.RANDOM
     yield from _operators(norms)
     if random:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from torch import Tensor, fx
 
 from pipegraph.errors import CaptureError, nearest
+from pipegraph.graph.batch.conventions import conventional_roles
 from pipegraph.graph.batch.operator_call import RowSizes
 from pipegraph.graph.batch.row_proof import RowProof, prove_rows
 from pipegraph.graph.batch.row_state import LISTED, WHOLE, Rows, State
@@ -44,8 +45,8 @@ class DeclaredRoles:
 
     @property
     def rows(self) -> list[InputDimension]:
-        """The dimensions of inputs that have rows."""
-        return [(at, role.dim) for at, role in self.roles.items() if role.dim is not None]
+        """The dimensions of inputs that have rows because the user says so."""
+        return [(at, role.dim) for at, role in self.roles.items() if role.dim is not None and role.declared]
 
     @property
     def dims(self) -> dict[int, int | None]:
@@ -67,7 +68,7 @@ def declared_roles(
         CaptureError: it names no input, or a dimension that the input does not have.
     """
     places = list(_leaf_names(argument_names(model, args), args, kwargs))
-    roles: dict[int, BatchRole] = {}
+    roles = dict(conventional_roles(model, [(names[-1], leaf) for names, leaf in places]))
     target_dim: int | None = None
     if batch_dims is not None and not isinstance(batch_dims, Mapping):
         raise CaptureError(f"batch_dims is a {type(batch_dims).__name__}; it has a role for each input.\nTry: {_FORM}.")
