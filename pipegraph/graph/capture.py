@@ -170,6 +170,10 @@ def _capture(
     modules = modules_of(model)
     traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
     roles, traced = _with_roles(model, traced, declared)
+    if roles.fixed and wanted.fixed is not None:
+        wanted = wanted.with_fixed_rows(roles.fixed)
+        traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
+        roles, traced = _with_roles(model, traced, declared)
     (args, kwargs), exported, graph = traced.example, traced.exported, traced.graph
     state, tensors = traced.state, traced.tensors
     sizes = traced.sizes_of(example, batch, seq)

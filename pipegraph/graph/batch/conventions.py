@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipegraph.graph.batch_report import BatchRole
 
 _LISTS: Final = frozenset(
-    "image_grid_thw video_grid_thw pixel_values_videos cu_seq_lens_q cu_seq_lens_k cu_seqlens".split()
+    ["image_grid_thw", "video_grid_thw", "pixel_values_videos", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"]
 )
 """Arguments that describe the parts of one flat stream: no dimension of theirs is that of the rows."""
 
@@ -19,8 +19,8 @@ _LISTS: Final = frozenset(
 def conventional_roles(model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[int, BatchRole]]:
     """(Position, role) of inputs of a model of transformers whose names say their role.
 
-    Patches of images are one flat stream if their grids are given beside them. Positions of several axes are
-    ``[axes, batch, length]``.
+    Patches of images are one flat stream if their grids are given beside them; else there is one image for each row of
+    text, if there are equally many. Positions of several axes are ``[axes, batch, length]``.
 
     Args:
         leaves: the name and the value of each leaf of the inputs.
@@ -29,6 +29,8 @@ def conventional_roles(model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> I
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
     names = {name for name, _ in leaves}
+    texts = (leaf for name, leaf in leaves if name in ("input_ids", "inputs_embeds") and isinstance(leaf, Tensor))
+    rows = next((len(text) for text in texts), None)
     for position, (name, leaf) in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -37,3 +39,5 @@ def conventional_roles(model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> I
             yield position, BatchRole("list")
         elif name == "position_ids" and leaf.dim() == 3:
             yield position, BatchRole("rows", 1)
+        elif name == "pixel_values" and leaf.shape[0] == rows:
+            yield position, BatchRole("rows", 0)

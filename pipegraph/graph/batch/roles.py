@@ -150,12 +150,14 @@ class RoleAssignment:
         roles: label of an input → its role.
         names: dimension of an input → ``batch``, for all that have rows and vary.
         sizes: at which rows are told apart.
+        fixed: the dimensions of rows, if those of one input do not vary, so that those of no other may.
         suggestion: the role ``name=dimension`` with which no operator mixes rows, if there is such a dimension.
     """
 
     roles: Mapping[str, BatchRole]
     names: Mapping[InputDimension, str]
     sizes: RowSizes
+    fixed: frozenset[InputDimension] = frozenset()
     suggestion: str = ""
 
     def renamed(self, captured: Mapping[str, int]) -> RoleAssignment:
@@ -200,7 +202,7 @@ def assign_roles(
             other = _Assigner(graph, inputs, captured, declared, named, (position, dim))
             if other.varies and other.best()[1] == (0, 0):
                 suggestion = f"{inputs[0].label}={dim}"
-                return RoleAssignment(best.roles, best.names, best.sizes, suggestion)
+                return replace(best, suggestion=suggestion)
     return best
 
 
@@ -269,8 +271,8 @@ class _Assigner:
             dim
             for dim, size in enumerate(shape)
             if int(size) == self._rows
-            and isinstance(size, SymbolicSize) == self.varies
-            and (not self.varies or not others & set(map(str, size.symbols)))  # type: ignore[attr-defined]
+            and (isinstance(size, SymbolicSize) or not self.varies)
+            and (not isinstance(size, SymbolicSize) or not others & set(map(str, size.symbols)))
             and self._named.get((tensor.position, dim), BATCH) == BATCH
         ]
         return [*(BatchRole("rows", dim) for dim in dims), BatchRole("whole")]
@@ -292,5 +294,16 @@ class _Assigner:
             if role.dim is not None and isinstance(size, SymbolicSize) and size.expression.is_Symbol and self.varies:
                 names[tensor.position, role.dim] = BATCH
                 symbols.add(str(size.expression))
-        sizes = RowSizes(self._captured, symbols, self._rows)
-        return RoleAssignment({each.label: role for each, role in zip(self._inputs, roles, strict=True)}, names, sizes)
+        sizes = RowSizes(self._captured, symbols if self.varies else (), self._rows)
+        by_label = {tensor.label: role for tensor, role in zip(self._inputs, roles, strict=True)}
+        return RoleAssignment(by_label, names, sizes, self._not_varying(roles))
+
+    def _not_varying(self, roles: Sequence[BatchRole]) -> frozenset[InputDimension]:
+        """The dimensions of rows, if some of them vary and others do not."""
+        rows = [
+            ((tensor.position, role.dim), shape_of(tensor.node)[role.dim])
+            for tensor, role in zip(self._inputs, roles, strict=True)
+            if role.dim is not None
+        ]
+        varying = frozenset(dimension for dimension, size in rows if isinstance(size, SymbolicSize))
+        return frozenset(dict(rows)) if 0 < len(varying) < len(rows) else frozenset()

@@ -22,7 +22,6 @@ from pipegraph.graph.batch_report import BatchRole
 from pipegraph.graph.distinct_rows import distinct_rows
 from pipegraph.graph.internals import pytree
 
-_ROWS: Final = 4
 _TOLERANCE: Final = 1e-4
 """Relative, in float32: sums of another order differ by less, and other rows by more."""
 _MOST_BYTES: Final = 2**28
@@ -54,33 +53,32 @@ def compare_halves(
     dims: list[int | None] = [None] * len(leaves)
     for at, role in zip(tensors, roles.values(), strict=True):
         dims[at] = role.dim
-    batch = distinct_rows(leaves, dims, _ROWS)
+    rows = min((leaves[at].shape[dims[at]] for at in tensors if dims[at] is not None), default=1)
 
-    def part(start: int, stop: int) -> Any:
-        cut = [
-            leaf
-            if dim is None
-            else leaf.narrow(dim, start * (leaf.shape[dim] // _ROWS), (stop - start) * (leaf.shape[dim] // _ROWS))
+    def returned(half: int | None) -> Any:
+        """What the model returns for one half of the batch, or for all of it."""
+        part = [
+            leaf if dim is None or half is None else leaf.chunk(2, dim)[half]
             for leaf, dim in zip(batch, dims, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(cut, form)
-        own = {name: value.clone() for name, value in state.items()}
+        args, kwargs = pytree.tree_unflatten(part, form)
+        values = {name: value.clone() for name, value in state.items()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _WithoutRandom():
-            return functional_call(model, own, args, kwargs)
+            return functional_call(model, values, args, kwargs)
 
-    modes = [dict(mode), dict.fromkeys(mode, False)]
     try:
-        return all(_same_in_mode(model, flags, part) for flags in (modes if modes[0] != modes[1] else modes[:1]))
+        batch = distinct_rows(leaves, dims, 2 * max(rows, 2))
+        modes = dict(mode), dict.fromkeys(mode, False)
+        return all(_same_in_mode(model, flags, returned) for flags in modes[: 1 + (modes[0] != modes[1])])
     except Exception:  # whatever the model raises for other rows
         return None
 
 
-def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], part: Callable[[int, int], Any]) -> bool:
+def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], returned: Callable[[int | None], Any]) -> bool:
     fixed = {module: training and not isinstance(module, _PER_BATCH) for module, training in flags.items()}
     with _in_mode(model, fixed):
-        whole, first, second = part(0, _ROWS), part(0, _ROWS // 2), part(_ROWS // 2, _ROWS)
-    outputs = zip(*(pytree.tree_leaves(output) for output in (whole, first, second)), strict=True)
-    return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor))
+        outputs = zip(*(pytree.tree_leaves(returned(half)) for half in (None, 0, 1)), strict=True)
+        return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor))
 
 
 _PER_BATCH: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)

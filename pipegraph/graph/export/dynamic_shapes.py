@@ -57,12 +57,18 @@ class WantedSizes:
         names: of sizes.
         bounds: name of a size → its smallest and its largest value; None if it has none.
         places: the dimensions that have to vary → where they are: ``tokens.shape[1]``.
+        fixed_rows: of the fixed ones, those of rows that do not vary in another input.
     """
 
     fixed: frozenset[InputDimension] | None = frozenset()
     names: SizeNames = USUAL_NAMES
     bounds: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
     places: Mapping[InputDimension, str] = field(default_factory=dict)
+    fixed_rows: frozenset[InputDimension] = frozenset()
+
+    def with_fixed_rows(self, rows: frozenset[InputDimension]) -> WantedSizes:
+        """The same with a number of rows that does not vary."""
+        return replace(self, fixed=(self.fixed or frozenset()) | rows, fixed_rows=rows)
 
     def limited(self, limits: SizeLimits, fixed: Mapping[InputDimension, FixedSize]) -> SizeLimits:
         """Limits with the bounds that the user gave.

@@ -301,7 +301,9 @@ def fixed_sizes(
     """
     for name, (position, dim), size in sizes.fixed():
         line = exported.lines.get(f"L['{name}'].size()[{dim}]", "")
-        if wanted.fixed is None or (position, dim) in wanted.fixed:
+        if (position, dim) in wanted.fixed_rows:
+            reason = "the model fixes the rows of another input"
+        elif wanted.fixed is None or (position, dim) in wanted.fixed:
             reason = "dynamic_shapes fixes it"
         elif size < 2:
             reason = "the example has no more, and 1 may stand for a size that is broadcast; capture 2 or more"
