@@ -24,9 +24,8 @@ def reduction(call: OperatorCall) -> State | tuple[State, ...]:
     dims = call.dims("dim", source(call))
     if state.dim in dims:
         raise RowsMixError
-    kept = call["keepdim"] is True
-    before = 0 if kept else sum(dim < state.dim for dim in dims)
-    return call.every(Rows(state.dim - before, state.inner, state.content))
+    removed = 0 if call["keepdim"] is True else sum(dim < state.dim for dim in dims)
+    return call.every(Rows(state.dim - removed, state.inner, state.content))
 
 
 def scan(call: OperatorCall) -> State | tuple[State, ...]:
@@ -92,15 +91,15 @@ def _on_last(call: OperatorCall, count: Callable[[Any], int], weights: bool = Fa
 
     def places() -> Iterator[tuple[Any, Place]]:
         for node in [first] if weights else call.tensors:
-            before = len(call.shape_of(node)) - count(node)
-            yield node, _leading(before, leading - before)
+            leading_count = len(call.shape_of(node)) - count(node)
+            yield node, _leading(leading_count, leading - leading_count)
 
     return call.aligned(places()) or WHOLE
 
 
-def _leading(before: int, offset: int) -> Place:
+def _leading(count: int, offset: int) -> Place:
     """The place of the dimensions that an operator does not compute on, the first ones."""
-    return lambda dim: dim + offset if dim < before else -1
+    return lambda dim: dim + offset if dim < count else -1
 
 
 def batch_norm(call: OperatorCall) -> State | tuple[State, ...]:
@@ -121,18 +120,18 @@ def product(call: OperatorCall) -> State:
     """For a product of matrices, or of their batches, to which ``addmm`` adds its first argument."""
     added = call.node.args[:1] if call.name.startswith(("add", "badd")) else ()
     first, second = call.node.args[len(added) : len(added) + 2]
-    left, right, count = call.shape_of(first), call.shape_of(second), len(call.shape)
-    if len(left) == 1:
+    first_shape, second_shape, count = call.shape_of(first), call.shape_of(second), len(call.shape)
+    if len(first_shape) == 1:
         raise NoRuleError
-    places = [(first, _factor(len(left), count + (len(right) == 1), -2))]
-    places.append((second, _factor(len(right), count, -1) if len(right) > 1 else lambda _: -1))
+    places = [(first, _factor(len(first_shape), count + (len(second_shape) == 1), -2))]
+    places.append((second, _factor(len(second_shape), count, -1) if len(second_shape) > 1 else lambda _: -1))
     places += [(node, moved_by(count - len(call.shape_of(node)))) for node in added]
     return call.aligned(places) or WHOLE
 
 
-def _factor(count: int, result: int, kept: int) -> Place:
+def _factor(count: int, result: int, matrix_dim: int) -> Place:
     """The place of the dimensions of a factor: of its matrices only one is kept, and the other is summed over."""
-    return lambda dim: -1 if dim - count >= -2 and dim - count != kept else dim - count + result
+    return lambda dim: -1 if dim - count >= -2 and dim - count != matrix_dim else dim - count + result
 
 
 def einsum(call: OperatorCall) -> State:
@@ -156,7 +155,7 @@ def recurrent(call: OperatorCall) -> tuple[State, ...]:
     states = pytree.tree_leaves(call["hx"])
     is_batched = len(call.shape_of(source(call))) == 3
     batch = (0 if call["batch_first"] else 1) if is_batched else None
-    for node, dim in ((source(call), batch), *((each, 1) for each in states)):
+    for node, dim in ((source(call), batch), *((hidden, 1) for hidden in states)):
         rows = call.rows(node)
         if rows is not None and rows.dim != dim:
             raise RowsMixError

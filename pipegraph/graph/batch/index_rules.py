@@ -45,9 +45,9 @@ def index(call: OperatorCall) -> State:
     if at_rows is None:
         if isinstance(read, Rows):
             raise RowsMixError  # each row reads at the indices of all rows
-        before = sum(node is None for node in indices[: state.dim]) + max(0, state.dim - len(indices))
+        slot = sum(node is None for node in indices[: state.dim]) + max(0, state.dim - len(indices))
         slots = [dim for dim in range(len(call.shape)) if not place <= dim < place + count]
-        return Rows(slots[before], state.inner, state.content)
+        return Rows(slots[slot], state.inner, state.content)
     rows = call.state(at_rows)
     if not call.sizes.vary:
         raise NoRuleError  # the numbers of rows that do not vary are those of any range
@@ -62,7 +62,7 @@ def index(call: OperatorCall) -> State:
 
 
 def _broadcast(call: OperatorCall, indices: list[Any]) -> State:
-    """The rows of indices together. Raises NoRuleError for a mask, which reads as many elements as it is true."""
+    """The rows of indices together. Raises NoRuleError for a mask, whose number of elements depends on values."""
     nodes = [node for node in indices if node is not None]
     if any(node.meta["val"].dtype in (torch.bool, torch.uint8) for node in nodes):
         raise NoRuleError

@@ -93,7 +93,7 @@ class OperatorCall:
         if name in self.arguments:
             return self.arguments[name]
         assert isinstance(self.node.target, OpOverload)
-        schema = next((each for each in schema_arguments(self.node.target) if each.name == name), None)
+        schema = next((argument for argument in schema_arguments(self.node.target) if argument.name == name), None)
         return None if schema is None else schema.default_value
 
     @property
@@ -123,11 +123,11 @@ class OperatorCall:
 
     def with_rows(self, *, but: str = "") -> list[fx.Node]:
         """The arguments that have rows, without one."""
-        other = self.arguments.get(but)
-        return [node for node in self.tensors if isinstance(self.state(node), Rows) and node is not other]
+        excluded = self.arguments.get(but)
+        return [node for node in self.tensors if isinstance(self.state(node), Rows) and node is not excluded]
 
     def state(self, node: Any) -> State:
-        """The state of an argument. What is no tensor is whole."""
+        """The state of an argument. Numbers are whole."""
         return self._states[node] if isinstance(node, fx.Node) else WHOLE
 
     def rows(self, node: Any) -> Rows | None:
@@ -177,11 +177,11 @@ class OperatorCall:
                 a size of its own there.
         """
         common: Rows | None = None
-        whole: list[tuple[Any, Place]] = []
+        without_rows: list[tuple[Any, Place]] = []
         for node, place in places:
             rows = self.rows(node)
             if rows is None:
-                whole.append((node, place))
+                without_rows.append((node, place))
                 continue
             moved = Rows(place(rows.dim), rows.inner, rows.content)
             if moved.dim < 0:
@@ -192,7 +192,7 @@ class OperatorCall:
                 raise RowsMixError
             elif common.content != moved.content and not moved.is_constant:
                 raise NoRuleError
-        for node, place in whole if common is not None and self.sizes.vary else ():
+        for node, place in without_rows if common is not None and self.sizes.vary else ():
             for dim, size in enumerate(self.shape_of(node)):
                 if place(dim) == common.dim and not (broadcasts and size == 1):  # type: ignore[union-attr]
                     raise RowsMixError
@@ -205,7 +205,7 @@ class OperatorCall:
 
 
 def moved_by(offset: int) -> Place:
-    """The place of dimensions that lie so much further on in a result."""
+    """The place of dimensions in a result that has more dimensions in front."""
     return lambda dim: dim + offset
 
 

@@ -67,9 +67,11 @@ def _dims(proof: RowProof) -> dict[fx.Node, int | None]:
     return dims
 
 
-def _operators(nodes: Iterable[fx.Node], what: str = "") -> Iterator[RowOperator]:
+def _operators(nodes: Iterable[fx.Node], purpose: str = "") -> Iterator[RowOperator]:
     """The operators of nodes, each once, as messages name them."""
-    operators = dict.fromkeys(RowOperator(f"{_name(node)}{f', {what}' if what else ''}", _line(node)) for node in nodes)
+    operators = dict.fromkeys(
+        RowOperator(f"{_name(node)}{f', {purpose}' if purpose else ''}", _line(node)) for node in nodes
+    )
     yield from list(operators)[:_MOST]
 
 
@@ -80,8 +82,8 @@ def _name(node: fx.Node) -> str:
 
 def _line(node: fx.Node) -> str:
     """``model.py:12`` of a node: the name of the file, so that a package does not depend on a machine's folders."""
-    path, _, rest = source_line(node).rpartition(".py:")
-    return f"{Path(path).name}.py:{rest.partition(':')[0]}" if path else ""
+    path, _, location = source_line(node).rpartition(".py:")
+    return f"{Path(path).name}.py:{location.partition(':')[0]}" if path else ""
 
 
 def _by_design(graph: fx.Graph) -> Iterator[RowOperator]:

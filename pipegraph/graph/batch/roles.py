@@ -2,7 +2,7 @@
 
 batch_dims={"mask": 0} ──────────────────┐
 names of sizes, sizes that are equal ────┼─▶ a role for each tensor ─▶ proved by `row_proof`
-inputs with as many rows as the example ─┘   (the assignment with which no operator mixes rows)
+inputs with the rows of the example ─────┘   (the assignment with which no operator mixes rows)
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def declared_roles(
             continue
         positions = [at for at, (names, leaf) in enumerate(places) if name in names and isinstance(leaf, Tensor)]
         if not positions:
-            known = list(dict.fromkeys(names[-1] for names, leaf in places if isinstance(leaf, Tensor)))
+            tensors = list(dict.fromkeys(names[-1] for names, leaf in places if isinstance(leaf, Tensor)))
             raise CaptureError(
-                f"batch_dims names {name!r}, which is no tensor of the example.{nearest(name, known)}\n"
-                f"Try: {', '.join(known)}."
+                f"batch_dims names {name!r}, which is no tensor of the example.{nearest(name, tensors)}\n"
+                f"Try: {', '.join(tensors)}."
             )
         for at in positions:
             roles[at] = _role(places[at][0][-1], places[at][1], value)
@@ -107,8 +107,8 @@ def _leaf_names(
     """For each leaf of the inputs, the names under which it may be declared: its argument's first, its own last."""
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
         keys: list[Any] = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
-        is_positional, first, rest = keys[0] == 0, keys[1], keys[2:]
-        parts = [names[first] if is_positional else str(first), *map(str, rest)]
+        is_positional, argument, path_inside = keys[0] == 0, keys[1], keys[2:]
+        parts = [names[argument] if is_positional else str(argument), *map(str, path_inside)]
         yield [*(".".join(parts[:end]) for end in range(1, len(parts))), "_".join(parts), ".".join(parts)], leaf
 
 
@@ -199,8 +199,8 @@ def assign_roles(
     if reference is None and score[0] and inputs:
         position = inputs[0].position
         for dim in range(1, len(shape_of(inputs[0].node))):
-            other = _Assigner(graph, inputs, captured, declared, named, (position, dim))
-            if other.varies and other.best()[1] == (0, 0):
+            alternative = _Assigner(graph, inputs, captured, declared, named, (position, dim))
+            if alternative.varies and alternative.best()[1] == (0, 0):
                 suggestion = f"{inputs[0].label}={dim}"
                 return replace(best, suggestion=suggestion)
     return best
@@ -225,35 +225,39 @@ class _Assigner:
             declared,
             named,
         )
-        tensor = next((each for each in inputs if each.position == reference[0]), None)
+        tensor = next((tensor for tensor in inputs if tensor.position == reference[0]), None)
         shape = () if tensor is None else shape_of(tensor.node)
         size = shape[reference[1]] if reference[1] < len(shape) else None
         self._symbols = set(map(str, size.symbols)) if isinstance(size, SymbolicSize) else set()
         self._rows = None if size is None else int(size)
         self._reference = reference
         for position, dim in declared.rows:  # rows of different names are one size because the user says so
-            other = self._size(position, dim)
-            if isinstance(other, SymbolicSize) and len(other.symbols) == 1 and int(other) == self._rows:
-                self._symbols |= set(map(str, other.symbols))
+            declared_size = self._size(position, dim)
+            if (
+                isinstance(declared_size, SymbolicSize)
+                and len(declared_size.symbols) == 1
+                and int(declared_size) == self._rows
+            ):
+                self._symbols |= set(map(str, declared_size.symbols))
         self.varies = bool(self._symbols)
 
     def _size(self, position: int, dim: int) -> int:
-        return next(shape_of(each.node)[dim] for each in self._inputs if each.position == position)
+        return next(shape_of(tensor.node)[dim] for tensor in self._inputs if tensor.position == position)
 
     def best(self) -> tuple[RoleAssignment, tuple[int, int]]:
         """The assignment with the fewest operators that mix rows, or have no rule, and how many of both there are."""
-        found: tuple[RoleAssignment, tuple[int, int]] | None = None
-        options = [self._options(each) for each in self._inputs]
+        best: tuple[RoleAssignment, tuple[int, int]] | None = None
+        options = [self._options(tensor) for tensor in self._inputs]
         for roles in itertools.islice(itertools.product(*options), _MOST):
             assignment = self._assignment(roles)
             proof = assignment.prove(self._graph)
             score = len(proof.certain), int(bool(proof.undecided))
-            if found is None or score < found[1]:
-                found = assignment, score
+            if best is None or score < best[1]:
+                best = assignment, score
             if score == (0, 0):
                 break
-        assert found is not None
-        return found
+        assert best is not None
+        return best
 
     def _options(self, tensor: InputTensor) -> list[BatchRole]:
         """The roles that an input may have, the likeliest first."""
@@ -266,13 +270,13 @@ class _Assigner:
             of_batch = [dim for dim, size in enumerate(shape) if self._is_batch(size)]
             if of_batch:
                 return [BatchRole("rows", of_batch[0])]
-        others = self._other_sizes()
+        lengths = self._other_sizes()
         dims = [
             dim
             for dim, size in enumerate(shape)
             if int(size) == self._rows
             and (isinstance(size, SymbolicSize) or not self.varies)
-            and (not isinstance(size, SymbolicSize) or not others & set(map(str, size.symbols)))
+            and (not isinstance(size, SymbolicSize) or not lengths & set(map(str, size.symbols)))
             and self._named.get((tensor.position, dim), BATCH) == BATCH
         ]
         return [*(BatchRole("rows", dim) for dim in dims), BatchRole("whole")]
@@ -282,7 +286,7 @@ class _Assigner:
 
     def _other_sizes(self) -> set[str]:
         """The sizes of the first input with rows that are not its rows, such as its length."""
-        shape = next((shape_of(each.node) for each in self._inputs if each.position == self._reference[0]), ())
+        shape = next((shape_of(tensor.node) for tensor in self._inputs if tensor.position == self._reference[0]), ())
         symbols = (map(str, size.symbols) for size in shape if isinstance(size, SymbolicSize))
         return set(itertools.chain.from_iterable(symbols)) - self._symbols
 

@@ -45,7 +45,7 @@ Result = State | tuple[State, ...]
 
 @dataclass(frozen=True, eq=False)
 class RowProof:
-    """What was found.
+    """The rows of a graph.
 
     Attributes:
         states: of every tensor of the graph.
@@ -99,11 +99,11 @@ def prove_rows(graph: fx.Graph, inputs: Mapping[str, State], sizes: RowSizes) ->
         if isinstance(state, Mixed):
             is_number = node.meta["val"].dim() == 0
             kinds[is_number] = kinds[is_number].union(state)
-    other, numbers, written = kinds[False], kinds[True], Mixed()
+    tensors, numbers, written = kinds[False], kinds[True], Mixed()
     for update in updates:
         written = written.union(update)
     reduced = tuple(node for node in numbers.certain if _rule(node.target) in _TO_ONE_NUMBER)
-    mixed = other.union(Mixed(tuple(node for node in numbers.certain if node not in reduced), numbers.undecided))
+    mixed = tensors.union(Mixed(tuple(node for node in numbers.certain if node not in reduced), numbers.undecided))
     return RowProof(states, mixed.certain, mixed.undecided, reduced, (*written.certain, *written.undecided))
 
 
@@ -114,13 +114,13 @@ def _write(
     target = memory.get(node.meta.get("writes", ""))
     if target is None:
         return
-    before = states.get(target)
+    previous = states.get(target)
     if isinstance(state, Mixed):
-        states[target] = state.union(before) if isinstance(before, Mixed) else state
+        states[target] = state.union(previous) if isinstance(previous, Mixed) else state
         if target.op == "get_attr":
             updates.append(state)
     elif isinstance(state, Listed) or (
-        isinstance(state, Rows) and isinstance(before, Rows) and state.dim == before.dim
+        isinstance(state, Rows) and isinstance(previous, Rows) and state.dim == previous.dim
     ):
         states[target] = state
 
@@ -132,8 +132,10 @@ def _result(
     if node.target is operator.getitem:
         part = results[node.args[0]]  # type: ignore[index]
         return part[node.args[1]] if isinstance(part, tuple) else part  # type: ignore[index]
-    inputs = [states[each] for each in node.all_input_nodes if each in states]
-    inputs += [part for each in node.all_input_nodes if isinstance(results.get(each), tuple) for part in results[each]]  # type: ignore[union-attr]
+    inputs = [states[argument] for argument in node.all_input_nodes if argument in states]
+    for argument in node.all_input_nodes:
+        parts = results.get(argument)
+        inputs += parts if isinstance(parts, tuple) else ()
     if any(isinstance(state, Listed) for state in inputs):
         return LISTED
     mixed = Mixed()
@@ -158,8 +160,8 @@ def _result(
 
 def _joined(inputs: list[State]) -> State:
     """The state of a value that the modes compute in two ways."""
-    first, *others = dict.fromkeys(inputs)
-    if not others:
+    first, *remaining = dict.fromkeys(inputs)
+    if not remaining:
         return first
     if all(isinstance(state, Rows) for state in inputs):
         data = {state for state in inputs if isinstance(state, Rows) and not state.is_constant}

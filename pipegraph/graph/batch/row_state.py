@@ -1,4 +1,4 @@
-"""What is known of the rows of a value: where they are, or why it depends on several of them at once.
+"""What is known of the rows of a value: their place, or why it depends on several of them at once.
 
 A batch of ``B`` rows is cut along a dimension of each input. A value has rows if cutting it along ``dim`` gives what
 the graph computes from the cut inputs. Dimensions may be merged: in ``[B * heads, tokens, width]`` the row of an
@@ -76,10 +76,10 @@ class Mixed:
     certain: tuple[fx.Node, ...] = ()
     undecided: tuple[fx.Node, ...] = ()
 
-    def union(self, other: Mixed) -> Mixed:
+    def union(self, second: Mixed) -> Mixed:
         """The operators of both, in order."""
-        certain = tuple(dict.fromkeys((*self.certain, *other.certain)))
-        undecided = tuple(dict.fromkeys((*self.undecided, *other.undecided)))
+        certain = tuple(dict.fromkeys((*self.certain, *second.certain)))
+        undecided = tuple(dict.fromkeys((*self.undecided, *second.undecided)))
         return Mixed(certain[:_MOST], undecided[:_MOST])
 
 

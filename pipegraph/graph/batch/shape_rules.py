@@ -37,7 +37,7 @@ def rows_of(call: OperatorCall) -> Rows:
     return state
 
 
-def same(call: OperatorCall) -> State | tuple[State, ...]:
+def unchanged(call: OperatorCall) -> State | tuple[State, ...]:
     """For a copy or cast of the first argument, whatever the others are."""
     return call.every(call.state(source(call)))
 
@@ -49,20 +49,20 @@ def reshape(call: OperatorCall) -> State:
         return state if not any(map(call.sizes.has_rows, shape)) else uniform_rows(shape, call.sizes)
     if state.content is Content.UNIFORM:
         return uniform_rows(shape, call.sizes)
-    before = call.shape_of(source(call))
+    source_shape = call.shape_of(source(call))
     if state.content is Content.EQUAL:
-        kept = math.prod(shape[state.dim + 1 :]) == math.prod(before[state.dim + 1 :])
-        if kept and len(shape) > state.dim and shape[state.dim] == before[state.dim]:
+        is_in_place = math.prod(shape[state.dim + 1 :]) == math.prod(source_shape[state.dim + 1 :])
+        if is_in_place and len(shape) > state.dim and shape[state.dim] == source_shape[state.dim]:
             return state
-        state = Rows(state.dim, before[state.dim] // call.sizes.rows)
-    if isinstance(state.content, Sorted) and shape[: state.dim + 1] != before[: state.dim + 1]:
+        state = Rows(state.dim, source_shape[state.dim] // call.sizes.rows)
+    if isinstance(state.content, Sorted) and shape[: state.dim + 1] != source_shape[: state.dim + 1]:
         raise NoRuleError
-    stride = state.inner * math.prod(before[state.dim + 1 :])
-    after = 1
+    stride = state.inner * math.prod(source_shape[state.dim + 1 :])
+    block = 1
     for dim in reversed(range(len(shape))):
-        if stride % after == 0 and (after * shape[dim]) % (stride * call.sizes.rows) == 0:
-            return Rows(dim, stride // after, state.content)
-        after *= shape[dim]
+        if stride % block == 0 and (block * shape[dim]) % (stride * call.sizes.rows) == 0:
+            return Rows(dim, stride // block, state.content)
+        block *= shape[dim]
     raise NoRuleError  # the rows themselves are divided, into groups for example
 
 
@@ -93,14 +93,14 @@ def expand(call: OperatorCall) -> State:
 def repeat(call: OperatorCall) -> State:
     """For copies one after the other: rows stay where they are, and copies of a whole tensor are equal rows."""
     state, shape = call.state(source(call)), call.shape
-    before = call.shape_of(source(call))
-    offset = len(shape) - len(before)
+    source_shape = call.shape_of(source(call))
+    offset = len(shape) - len(source_shape)
     if isinstance(state, Rows):
         return Rows(state.dim + offset, state.inner, state.content)
     rows = uniform_rows(shape, call.sizes)
     if not isinstance(rows, Rows):
         return rows
-    inner = (*(1,) * offset, *before)[rows.dim]
+    inner = (*(1,) * offset, *source_shape)[rows.dim]
     return Rows(rows.dim, inner, Content.EQUAL if inner == 1 else Content.DATA)
 
 
@@ -240,7 +240,7 @@ def select_scatter(call: OperatorCall) -> State:
 
 
 def unfold(call: OperatorCall) -> State:
-    """For windows along a dimension, in a dimension behind the others."""
+    """For windows along a dimension, in a new last dimension."""
     state = rows_of(call)
     if call.dim("dimension", source(call)) == state.dim:
         raise RowsMixError
@@ -250,8 +250,8 @@ def unfold(call: OperatorCall) -> State:
 SHAPE_RULES: Final[dict[str, Rule]] = {
     name: rule
     for names, rule in (
-        ("to type_as _to_copy clone contiguous detach alias lift_fresh lift_fresh_copy positive", same),
-        ("view_as_real view_as_complex", same),
+        ("to type_as _to_copy clone contiguous detach alias lift_fresh lift_fresh_copy positive", unchanged),
+        ("view_as_real view_as_complex", unchanged),
         ("view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel _unsafe_view", reshape),
         ("transpose permute t numpy_T mT mH matrix_H movedim moveaxis swapaxes swapdims adjoint", permute),
         ("expand expand_as broadcast_to", expand),

@@ -86,35 +86,35 @@ _PER_BATCH: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._Dropou
 
 @contextmanager
 def _in_mode(model: nn.Module, flags: Mapping[nn.Module, bool]) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
+    flags_of_model = {module: module.training for module in model.modules()}
     try:
-        for module in before:
+        for module in flags_of_model:
             module.training = flags.get(module, False)
         yield
     finally:
-        for module, training in before.items():
+        for module, training in flags_of_model.items():
             module.training = training
 
 
-def _is_joined(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+def _is_joined(batch: Tensor, first: Tensor, second: Tensor) -> bool:
     """Return whether an output is those of the halves along some dimension, or the same for all, or one number that
     is the mean of theirs."""
-    if whole.dim() == 0 and whole.is_floating_point():
-        return _close(whole, (first + second) / 2)
-    if whole.shape == first.shape == second.shape:
-        return _close(whole, first) and _close(whole, second)
-    differing = [dim for dim in range(whole.dim()) if whole.shape[dim] != first.shape[dim]]
-    return len(differing) == 1 and _close(whole, torch.cat([first, second], differing[0]))
+    if batch.dim() == 0 and batch.is_floating_point():
+        return _close(batch, (first + second) / 2)
+    if batch.shape == first.shape == second.shape:
+        return _close(batch, first) and _close(batch, second)
+    differing = [dim for dim in range(batch.dim()) if batch.shape[dim] != first.shape[dim]]
+    return len(differing) == 1 and _close(batch, torch.cat([first, second], differing[0]))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
+def _close(expected: Tensor, actual: Tensor) -> bool:
+    if expected.shape != actual.shape:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    scale = one.abs().nan_to_num(0, 0, 0).max() if one.numel() else torch.zeros(())
-    epsilon = max(_TOLERANCE, 64 * torch.finfo(one.dtype).eps)
-    return bool(torch.allclose(one, other, rtol=0, atol=float(scale) * epsilon, equal_nan=True))
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, actual)
+    scale = expected.abs().nan_to_num(0, 0, 0).max() if expected.numel() else torch.zeros(())
+    epsilon = max(_TOLERANCE, 64 * torch.finfo(expected.dtype).eps)
+    return bool(torch.allclose(expected, actual, rtol=0, atol=float(scale) * epsilon, equal_nan=True))
 
 
 def _values(model: nn.Module) -> dict[str, Tensor] | None:
