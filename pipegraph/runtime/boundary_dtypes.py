@@ -3,7 +3,7 @@
 stage 0 ─ run without memory ─▶ bfloat16 ─ sent to its consumers ─▶ stage 1 ─ run without memory ─▶ …
 
 A receiver has to know the dtype of a message before it comes. It is found at the first call in such a region; all
-ranks make their calls in the same ones, which the header before the first message says.
+ranks make their calls in the same ones, on which they agree before.
 """
 
 from __future__ import annotations

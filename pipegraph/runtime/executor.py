@@ -25,10 +25,11 @@ from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.random_numbers import RandomNumbers
-from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
+from pipegraph.runtime.storage import share_memory
 from pipegraph.runtime.ties import TiedWeights
-from pipegraph.runtime.transport.protocol import Transport, share_memory
+from pipegraph.runtime.transport.protocol import Transport
 from pipegraph.runtime.wiring import StageWiring, Transfer, named_outputs, transfer_of
 from pipegraph.schedule import Action, Collective, Kind, Schedule
 from pipegraph.schedule.action import BACKWARD
@@ -279,7 +280,7 @@ class Executor:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if stage == self._last:
-            own = step.given.loss_gradient(microbatch)
+            own = step.given.scale.gradient(microbatch)
             gradients.append(torch.full_like(step.results.losses[microbatch], own))
         return gradients
 

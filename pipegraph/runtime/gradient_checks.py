@@ -8,11 +8,9 @@ from torch import nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Manifest
-from pipegraph.runtime.gradient_reduction import trained_by
 from pipegraph.runtime.parameters import Stages, parameters_of
 from pipegraph.runtime.processes.rank_grid import TENSOR
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.trained_parameters import TrainedParameters
 from pipegraph.runtime.whole_gradients import WholeGradients
 
 
@@ -24,27 +22,18 @@ class GradientChecks:
     Args:
         manifest: of the package.
         stages: of this process.
-        loss_fn: may have parameters of its own.
         world: the processes of the pipeline.
         seeded: whether random numbers follow from a seed, so that ranks along `tp` draw the same.
     """
 
-    def __init__(self, manifest: Manifest, stages: Stages, loss_fn: object, world: World | None, seeded: bool) -> None:
+    def __init__(self, manifest: Manifest, stages: Stages, world: World | None, seeded: bool) -> None:
         self._stages = stages
-        self._frozen = FrozenPipeline(stages, loss_fn, world)
         self._missing = MissingGradients(manifest)
-        self._trained = None if world is None or world.copies == 1 else TrainedParameters(stages, world)
         is_divided = world is not None and world.grid.length(TENSOR) > 1
         self._whole = WholeGradients(stages, world, seeded) if world is not None and is_divided else None
 
     def before_step(self) -> None:
-        """Raise PipegraphError if no parameter of the pipeline requires a gradient."""
-        self._frozen.check()
-
-    def before_forward(self) -> None:
-        """Raise RuntimeFault if ranks that hold the same stages differ in what they train."""
-        if self._trained is not None:
-            self._trained.agree()
+        """Record the state of this rank's random numbers, if gradients are compared after the step."""
         if self._whole is not None:
             self._whole.before_step()
 
@@ -93,31 +82,3 @@ class MissingGradients:
 
 def _lacks_gradient(parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.grad is None
-
-
-class FrozenPipeline:
-    """Refuses a step if nothing is trained on any rank."""
-
-    def __init__(self, stages: Stages, loss_fn: object, world: World | None) -> None:
-        self._stages, self._loss_fn, self._world = stages, loss_fn, world
-        self._everywhere = self._is_everywhere()
-
-    def check(self) -> None:
-        """Raise PipegraphError if no parameter of the pipeline requires a gradient.
-
-        Collective while that is so. Of several processes none asks the others again once a parameter is trained.
-        """
-        if self._everywhere or self._world is None:
-            self._everywhere = self._is_everywhere()
-        if self._everywhere:
-            raise PipegraphError(
-                "no parameter of any stage requires a gradient, so that a step would train nothing.\n"
-                "Try: requires_grad_() of what is to be trained, or pipe.evaluate(…, target=…) for the loss alone."
-            )
-
-    def _is_everywhere(self) -> bool:
-        trained = any(each.requires_grad for stage in self._stages.values() for each in stage.parameters())
-        trained = trained or bool(trained_by(self._loss_fn))
-        if self._world is None:
-            return not trained
-        return not any(number for (number,) in self._world.gather([float(trained)]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from pipegraph.runtime.transport.protocol import storage_address
+from pipegraph.runtime.storage import storage_address
 from pipegraph.schedule import Action, Collective, CollectiveKind, Kind
 
 COMPUTING: Final = Kind.F, Kind.I, Kind.W, Kind.B

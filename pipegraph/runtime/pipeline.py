@@ -33,8 +33,9 @@ from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import resolve_schedule
 from pipegraph.runtime.stage_kernels import graph_recorder, stage_makers, stage_recompute
-from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult, StepSizes
+from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult
 from pipegraph.runtime.step_runner import StepRunner
+from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.runtime.tensor_parallel import Plan
 from pipegraph.schedule import Schedule, without_transfers
 
@@ -114,6 +115,7 @@ class Pipeline(PipelineState, PipelineRanks):
             everything has float32. By default the dtypes are the package's.
         cuda_graphs: whether the kernels of each action are recorded as a CUDA graph, which is launched at once: faster
             where a GPU waits for the host, for more memory. Not with "offload" or parameters that ranks divide.
+        check_inputs: whether different batches on ranks of one pipeline are an error; on a GPU in the call after.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -149,6 +151,7 @@ class Pipeline(PipelineState, PipelineRanks):
         seed: int | None = None,
         precision: str | None = None,
         cuda_graphs: bool = False,
+        check_inputs: bool = True,
     ) -> None:
         self._reduction = LossReduction.of(loss_reduction, loss_weight)
         self._loss_fn = loss_fn
@@ -194,6 +197,7 @@ class Pipeline(PipelineState, PipelineRanks):
                 self._guard,
                 resident_stages(fsdp, resident, self.package.manifest.prediction),
                 numbers,
+                check_inputs,
             )
         super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
 
@@ -214,12 +218,10 @@ class Pipeline(PipelineState, PipelineRanks):
         """Do one training step over a batch. Gradients of its loss are added to `.grad`.
 
         Takes the model's own arguments, for a batch of any size that the capture allows. Inputs are cut into
-        microbatches along their batch, as evenly as it goes, and so is the target along dimension 0. A batch with fewer
-        rows than microbatches has as many as it has rows. A rank may be given None for inputs that its stages do not
-        take.
-
-        A list in the place of a tensor, or of the target, holds one for each microbatch of a batch that is cut already.
-        They may differ in their rows. What is whole beside lists is cut along the same rows.
+        microbatches along their rows, and the target along dimension 0, as evenly as possible; there are never more
+        than rows. A rank may be given None for inputs that its stages do not take. A list in the place of a tensor, or
+        of the target, has one for each microbatch, which may differ in every dynamic size; outputs of different lengths
+        come back as a list. Outputs without rows come back as they are if they are equal, else as a mean over rows.
 
         Args:
             args, kwargs: the model's.
@@ -244,9 +246,9 @@ class Pipeline(PipelineState, PipelineRanks):
                 "Try: step() outside it, or evaluate()."
             )
         weight = checked_weight(weight, self._reduction)
-        with_loss = self._loss_fn is not None
-        asked = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, weight=weight)
-        result, self.last_sizes = self._run(args, kwargs, asked)
+        has_loss = self._loss_fn is not None
+        request = StepRequest(target, has_loss, return_outputs, return_losses, microbatches, weight=weight)
+        result, self.last_sizes = self._run(args, kwargs, request)
         return result
 
     def check_batch(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> None:
@@ -280,10 +282,7 @@ class Pipeline(PipelineState, PipelineRanks):
         return self._run(args, kwargs, asked)[0]
 
     def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
-        """Run the forward of a batch without a loss: the model's outputs on the rank of the last stage, else None.
-
-        The rest is as for `evaluate`.
-        """
+        """`evaluate` without a loss. Return the model's outputs on the rank of the last stage, else None."""
         return self.evaluate(*args, return_outputs=True, microbatches=microbatches, **kwargs).outputs
 
     @property
@@ -342,9 +341,9 @@ class Pipeline(PipelineState, PipelineRanks):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
     ) -> tuple[StepResult, StepSizes]:
         with self._guard, lost_connections(None, "step() or evaluate()"):
-            given, results = self._runner.run(args, kwargs, request, self._observers)
-            loss, metrics = self._runner.reduced(given, results)
+            inputs, results = self._runner.run(args, kwargs, request, self._observers)
+            loss, metrics = self._runner.reduced(inputs, results)
         losses = results.loss_by_microbatch() if request.return_losses else None
-        outputs = self._runner.batches.join(results, self.stages)
-        weight = None if loss is None else given.scale.divisor
-        return StepResult(loss, losses, outputs, metrics, weight), given.batch.sizes
+        outputs = self._runner.joined(inputs, results) if request.return_outputs else None
+        weight = None if loss is None else inputs.scale.divisor
+        return StepResult(loss, losses, outputs, metrics, weight), inputs.batch.sizes

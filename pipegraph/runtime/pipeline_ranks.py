@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import lost_connections
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS, RankGrid, single
+from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, RankGrid, single
 from pipegraph.runtime.processes.world import LoneProcess, World
 from pipegraph.schedule import Schedule
 
@@ -31,6 +31,18 @@ class PipelineRanks:
         if isinstance(self._processes, World):
             return self._processes.pipeline
         return tuple(range(self.schedule.ranks))
+
+    @property
+    def dp_rank(self) -> int:
+        """The place of this process among the data-parallel ranks, for samplers: which share of a batch it is given."""
+        world = self._processes
+        return world.grid.line(world.rank, *DATA).index(world.rank) if isinstance(world, World) else 0
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks; 1 without a mesh."""
+        world = self._processes
+        return world.grid.length(*DATA) if isinstance(world, World) else 1
 
     def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
         """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pipegraph.errors import PipegraphError, ScheduleError
 from pipegraph.kernels import Maker
-from pipegraph.runtime.batch_shares import BatchShares
+from pipegraph.runtime.batch import bind_batch
 from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor, run_executors
@@ -21,28 +22,31 @@ from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
+from pipegraph.runtime.loss_scale import LossScale
 from pipegraph.runtime.made_kernels import make_kernels
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
-from pipegraph.runtime.microbatch import BatchSplitter
+from pipegraph.runtime.microbatches import BatchLayout, Microbatches, cut, join, local_sizes
 from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
 from pipegraph.runtime.parameters import redistribute_gradients
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, TENSOR
+from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
-from pipegraph.runtime.same_batches import SameBatches
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
-from pipegraph.runtime.step_data import StepInputs, StepRequest
+from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
+from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
-from pipegraph.runtime.wiring import first_senders, rank_pairs, stage_wirings
+from pipegraph.runtime.wiring import rank_pairs, stage_wirings
 from pipegraph.schedule import Schedule
 
 
@@ -63,10 +67,11 @@ class StepRunner:
         guard: the context in which all of this is called.
         resident: how many sharded stages of a rank may be whole at a time; None for all.
         numbers: what random numbers depend on.
+        checks_inputs: whether ranks of one pipeline are compared in what they were given.
 
     Attributes:
         stages: of this process, without a `DistributedDataParallel` around them.
-        batches: cuts batches and joins outputs.
+        layout: of the batches.
         kernels: of each stage.
         executors: of this process.
         ties: the tied weights.
@@ -86,6 +91,7 @@ class StepRunner:
         guard: FaultGuard,
         resident: int | None,
         numbers: RandomNumbers,
+        checks_inputs: bool = True,
     ) -> None:
         manifest, groups, precision = prepared.manifest, prepared.groups, prepared.precision
         self._replicas = Replicas(prepared.modules)
@@ -102,14 +108,11 @@ class StepRunner:
         ranks = (pipeline.index(world.rank),) if world else pipeline  # of the schedule
         self._rank = ranks[0]
         places = [pipeline[rank] for rank in schedule.placement]  # of the world
-        self.batches = BatchSplitter(
-            manifest,
-            stages,
-            device,
-            reduction,
-            self._replicas.count(len(manifest.stages) - 1),
-            None if precision is None else precision.cast_from,
+        self.layout = BatchLayout.from_manifest(
+            manifest, stages, device, None if precision is None else precision.cast_from
         )
+        self._reduction = reduction if self.layout.has_last_stage else LossReduction()  # others have no target
+        self._last_replicas = self._replicas.count(len(manifest.stages) - 1)
         self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
         find_parts(groups, stages)
         self._wiring = wiring = stage_wirings(manifest)
@@ -132,14 +135,12 @@ class StepRunner:
             ],
             self._what_is_collective(world, groups, resident),
         )
-        self._informants = first_senders(wiring[min(stages)], places) if world else []
-        self._shares: BatchShares | None = None
-        self._same_batches = SameBatches(world) if world and world.grid.length(TENSOR) > 1 else None
+        self._data_ranks: Group | None = None
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
 
         are_copied = world is not None and world.grid.length(*DATA) > 1
-        own_loss = loss_fn if self.batches.has_last_stage else None
+        own_loss = loss_fn if self.layout.has_last_stage else None
         self._parameter_checks = ParameterChecks(prepared, stages, self.ties, own_loss, are_copied)
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
@@ -152,7 +153,9 @@ class StepRunner:
             self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
             transport = self._distributed
         self.transport, self._collectives = transport, collectives
-        self._gradient_checks = GradientChecks(manifest, self.stages, loss_fn, world, numbers.seed is not None)
+        self._gradient_checks = GradientChecks(manifest, self.stages, world, numbers.seed is not None)
+        min_rows = self.layout.min_rows
+        self._agreement = StepAgreement(manifest, stages, loss_fn, world, device, min_rows, checks_inputs)
         guard.closing.callback(self.transport.close)
         if world and world.uses_nccl:
             guard.watch(lambda: world.close(abort=True))
@@ -169,68 +172,95 @@ class StepRunner:
         """Run one step, or only its forward. Returns what it took, and the results of its microbatches.
 
         Collective. Raises BatchError for a batch that does not fit, and PipegraphError if there is no loss or nothing
-        to train, or parameters were replaced that other stages or ranks have as well, before anything is sent.
+        to train, or parameters were replaced that other stages or ranks have as well, before anything is computed.
         """
         evaluates = request.evaluates
-        given, asked = self.check(args, kwargs, request)
-        trains = self._trains and not evaluates
+        step, microbatches = self._local_step(args, kwargs, request)
+        trains = step.trains
         self._parameter_checks.before_step(trains)
+        batch, scale = self._agree(step, microbatches, request)
         if trains:
             self._gradient_checks.before_step()
-        self.transport.start("evaluate" if evaluates else "step", given)
-        for ranks in self._informants:
-            if given.unknown:
-                self.transport.learn(ranks, given)
-        if self._same_batches is not None:
-            self._same_batches.agree(given, evaluates)
-        computes_loss = self.batches.has_last_stage and request.with_loss
-        shares = self._shares
-        given.scale_loss(given.own_weight if shares is None else shares.agree(given, evaluates, computes_loss))
-        if trains:
-            self._gradient_checks.before_forward()
-        self._numbers.microbatches = len(given.batch.sizes.microbatches)
-        executors = self.executors.executors(evaluates, self._numbers.microbatches, asked)
+        self.transport.start()
+        self._numbers.microbatches = len(batch.sizes.microbatches)
+        self._numbers.evaluates = evaluates
+        executors = self.executors.executors(evaluates, self._numbers.microbatches, step.microbatches)
         observer = observers.joined(evaluates)
         for executor in executors:
             executor.observer = observer
         results = StepOutputs()
-        self._numbers.evaluates = evaluates
-        if trains:
-            with self._during_step(observer), self.ties.summed_gradients():
-                given.dtypes = self._boundaries.under_autocast(self._distributed)
-                run_executors(executors, given, results)
+        with self._during_step(observer), self.ties.summed_gradients() if trains else nullcontext():
+            dtypes = self._boundaries.under_autocast(self._distributed)
+            inputs = StepInputs(batch, scale, request.with_loss, request.return_outputs, dtypes)
+            run_executors(executors, inputs, results)
+            if trains:
                 redistribute_gradients(self.stages)
                 if self._collectives is not None:
                     self._collectives.finish()
+        if trains:
             if self._collectives is not None:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
             self._gradient_checks.after_step()
-        else:
-            with self._during_step(observer):
-                given.dtypes = self._boundaries.under_autocast(self._distributed)
-                run_executors(executors, given, results)
         self.transport.finish()
         self._numbers.steps += not evaluates
-        return given, results
+        return inputs, results
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> tuple[StepInputs, int]:
-        """Check and cut a batch. Nothing is sent.
-
-        Returns:
-            What a step takes, and how many microbatches it is asked to have.
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> None:
+        """Check a batch, as far as this rank knows its sizes. Nothing is sent.
 
         Raises:
             BatchError, ScheduleError, PipegraphError: as `run` does.
         """
-        trains = self._trains and not request.evaluates
-        if self.batches.has_last_stage and not request.with_loss:
-            self._check_without_loss(trains, request.has_target)
-        passed = self.batches.take(args, kwargs, request)
-        asked = self._count(passed.count, request.microbatches)
-        return self.batches.split(passed, request, asked, trains), asked
+        self._cut(self._local_step(args, kwargs, request)[0])
 
-    def reduced(self, given: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
+    def _local_step(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
+    ) -> tuple[LocalStep, Microbatches | None]:
+        """Check the tensors of a batch, and cut it if its loss needs a weight. Raises as `check` does."""
+        trains, layout = self._trains and not request.evaluates, self.layout
+        if layout.has_last_stage and not request.with_loss:
+            self._check_without_loss(trains, request.has_target)
+        batch = bind_batch(layout.manifest, args, kwargs, request)
+        asked = self._count(batch.count, request.microbatches)
+        sizes, tables = local_sizes(layout, batch, asked, trains)
+        loss = request.with_loss if layout.has_last_stage else None
+        step = LocalStep(batch, sizes, tables, request.evaluates, trains, asked, loss)
+        if not loss or self._reduction.weight_of is None:
+            return step, None
+        microbatches = self._cut(step)
+        weight = None if microbatches is None else self._reduction.weigh(microbatches.targets)
+        return replace(step, needs_weight=True, weight=weight), microbatches
+
+    def _cut(self, step: LocalStep) -> Microbatches | None:
+        """The microbatches of a step; None if this rank does not know all sizes. Raises BatchError."""
+        sizes = self.layout.step_sizes(step.tables)
+        return None if sizes is None else cut(self.layout, step.batch, sizes, step.microbatches)
+
+    def _agree(
+        self, step: LocalStep, microbatches: Microbatches | None, request: StepRequest
+    ) -> tuple[Microbatches, LossScale]:
+        """Agree with all ranks on the microbatches of a step, and on the weight of its loss. Collective."""
+        pending = self._agreement.start(step)
+        try:
+            microbatches = microbatches or self._cut(step)  # while the records are on their way
+        except BaseException:
+            pending.drop()
+            raise
+        agreed = self._agreement.finish(pending)
+        if microbatches is None or agreed.tables != step.tables:
+            microbatches = self._cut(replace(step, tables=agreed.tables))
+            assert microbatches is not None, "the agreement has checked that all sizes are known"
+        rows = microbatches.sizes.rows
+        local, total = float(len(microbatches.sizes.microbatches) if rows is None else rows), agreed.rows
+        if step.needs_weight:
+            local = self._reduction.weigh(microbatches.targets) if step.weight is None else step.weight
+            total = self._agreement.total_weight(local) if agreed.weight is None else agreed.weight
+        divisor, counts_items = request.weight or total, step.needs_weight
+        scale = LossScale(microbatches.sizes, self._reduction, counts_items, local, total, divisor, self._last_replicas)
+        return microbatches, scale
+
+    def reduced(self, inputs: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
         """The loss and the metrics of a step, of the batch of all data-parallel ranks; None without a loss here.
 
         Collective over the data-parallel ranks that have a loss.
@@ -238,12 +268,21 @@ class StepRunner:
         losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
         if losses is None or metrics is None:
             return None, None
-        every = losses, *metrics.values()
-        numbers = [given.reduce(each) for each in every]
-        if self._shares is not None:
-            numbers = self._shares.total(numbers)
-        loss, *others = (total.to(given.reduced_dtype(each)) for total, each in zip(numbers, every, strict=True))
-        return loss, dict(zip(metrics, others, strict=True))
+        columns = losses, *metrics.values()
+        numbers = [inputs.scale.reduce(column) for column in columns]
+        if self._data_ranks is not None:
+            table = torch.stack(numbers)
+            self._data_ranks.all_reduce(table)
+            numbers = list(table)
+        dtypes = map(inputs.scale.reduced_dtype, columns)
+        loss, *reduced_metrics = (number.to(dtype) for number, dtype in zip(numbers, dtypes, strict=True))
+        return loss, dict(zip(metrics, reduced_metrics, strict=True))
+
+    def joined(self, inputs: StepInputs, results: StepOutputs) -> Any:
+        """The model's outputs for the whole batch, which share no memory with it; None if there are none here."""
+        manifest = self.layout.manifest
+        training = bool(results.outputs) and self.stages[len(manifest.stages) - 1].training
+        return join(manifest, results.outputs, inputs.batch, training)
 
     def _what_is_collective(
         self, world: World | None, groups: Mapping[int, Sequence[ShardedGroup]], resident: int | None
@@ -261,7 +300,7 @@ class StepRunner:
                 "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks of its own, "
                 "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
             )
-        self._shares = BatchShares(world)
+        self._data_ranks = world.along(*DATA)
         held = copied_parameters(self.stages, sharded_parameters(groups), loss_fn)
         reduction = GradientReduction(held, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0])
         reduction.make_equal()

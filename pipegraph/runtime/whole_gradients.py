@@ -22,7 +22,6 @@ from pipegraph.runtime.parameters import Stages, parameters_of
 from pipegraph.runtime.processes.rank_grid import TENSOR
 from pipegraph.runtime.processes.world import World, fingerprint
 from pipegraph.runtime.tensor_parallel import mesh_dimensions
-from pipegraph.runtime.trained_parameters import trained_flags
 
 _ROUNDING: Final = 1e-3
 """Norms of equal gradients differ by less than this part: kernels need not add up in the same order."""
@@ -95,6 +94,11 @@ class WholeGradients:
 
     def _current_random_state(self) -> Tensor:
         return torch.cat([*random_states(self._world.rank, self._world.device).values()])
+
+
+def trained_flags(stages: Stages) -> tuple[bool, ...]:
+    """Whether each parameter of these stages is trained, in their order."""
+    return tuple(parameter.requires_grad for stage in stages.values() for parameter in stage.parameters())
 
 
 def _is_whole(parameter: Any) -> bool:

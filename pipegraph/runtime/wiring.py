@@ -111,14 +111,6 @@ def transfer_of(action: Action, wiring: Sequence[StageWiring], placement: Sequen
     return Transfer(sender, receiver, backward, action.microbatch, ranks, values)
 
 
-def first_senders(wiring: StageWiring, placement: Sequence[int]) -> list[tuple[int, int]]:
-    """The (sender, receiver) ranks of the messages for a rank's first stage, which wait for nothing that the rank does.
-
-    From them it learns the sizes that its own inputs do not show.
-    """
-    return list(dict.fromkeys((placement[edge.producer], placement[edge.consumer]) for edge in wiring.arriving))
-
-
 def rank_pairs(schedule: Schedule, processes: Sequence[int]) -> set[tuple[int, int]]:
     """The (sender, receiver) of all transfers of a lowered schedule, each as the process of its rank."""
     places = [processes[rank] for rank in schedule.placement]

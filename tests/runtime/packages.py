@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, ModelEntry, Package, StageEntry, Value
+from pipegraph.package.manifest_entries import Role
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.runtime.model_arguments import fill_structure
 
@@ -72,6 +74,8 @@ class Sketch:
     integers: int = 6
     constants: dict[str, object] = field(default_factory=dict)
     kwargs: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # besides "batch", at capture
+    roles: dict[str, Role] = field(default_factory=dict)  # "whole" and "list"; other values have rows
 
 
 def write(sketch: Sketch, folder: Path, weights: bool = True) -> Path:
@@ -124,7 +128,15 @@ def _manifest(sketch: Sketch, stages: Sequence[StageEntry]) -> Manifest:
         consumers = tuple(stage.index for stage in stages if name in stage.inputs)
         bound = sketch.integers if dtype == "int64" else None
         values[name] = Value(
-            name, dtype, shape, producer, consumers, requires_grad, bound, batch_dim=0 if shape else None
+            name,
+            dtype,
+            shape,
+            producer,
+            consumers,
+            requires_grad,
+            bound,
+            batch_dim=0 if shape and name not in sketch.roles else None,
+            role=sketch.roles.get(name, UNSET) if producer == CALLER else UNSET,
         )
     for name, constant in sketch.constants.items():
         values[name] = Value(name, "", (), CALLER, (), constant=constant)
@@ -135,7 +147,10 @@ def _manifest(sketch: Sketch, stages: Sequence[StageEntry]) -> Manifest:
         args=args,
         kwargs=sketch.kwargs,
         outputs=sketch.outputs,
-        sizes={BATCH: Size(2, min=1)} if any(BATCH in value.shape for value in values.values()) else {},
+        sizes={
+            **({BATCH: Size(2, min=1)} if any(BATCH in value.shape for value in values.values()) else {}),
+            **{name: Size(size, min=1) for name, size in sketch.sizes.items()},
+        },
         values=values,
         stages=tuple(stages),
         tied=sketch.tied,

@@ -20,8 +20,8 @@ from pipegraph.kernels import Forward, maker
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.step_state import ReceivedMessages
+from pipegraph.runtime.storage import share_memory
 from pipegraph.runtime.transport.distributed import BufferPool
-from pipegraph.runtime.transport.protocol import share_memory
 from pipegraph.schedule import What, lifetimes, lower, names
 from pipegraph.schedule.recipes import trains
 from tests.runtime import rank_functions, ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegraph.errors import BatchError
-from pipegraph.runtime.microbatch import join_outputs
+from pipegraph.runtime.microbatches import join_outputs
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.targets import cut_target, placed
 from tests.runtime.packages import Sketch, Stage, loss, write
@@ -122,10 +122,25 @@ def test_nested_arguments(tmp_path: Path) -> None:
         other.evaluate({"pair": (X, Y)}, X, scale=SCALE)
 
 
-def test_outputs_join_along_the_batch() -> None:
-    assert join_outputs([torch.zeros(2, 3), torch.ones(2, 3)]).shape == (4, 3)
-    assert join_outputs([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
-    assert join_outputs([torch.tensor(1.0)]).dim() == 0
+def test_outputs_join_along_their_rows() -> None:
+    halves = [0.5, 0.5]
+    assert join_outputs([torch.zeros(2, 3), torch.ones(2, 3)], 0, halves).shape == (4, 3)
+    assert join_outputs([torch.zeros(3, 2), torch.ones(3, 1)], 1, halves).shape == (3, 3)
+    unequal = [torch.zeros(2, 3), torch.ones(2, 5)]
+    assert join_outputs(unequal, 0, halves) == unequal
+
+
+def test_outputs_without_rows_come_back_as_they_are() -> None:
+    table = torch.rand(5)
+    assert join_outputs([table, table.clone()], None, [0.5, 0.5]) is table
+    assert join_outputs([torch.tensor(2.5), torch.tensor(2.5)], None, [0.9, 0.1]) == 2.5
+    assert join_outputs([torch.tensor(4), torch.tensor(4)], None, [0.5, 0.5]) == 4
+
+
+def test_numbers_of_microbatches_are_weighed_by_rows() -> None:
+    assert join_outputs([torch.tensor(1.0), torch.tensor(2.0)], None, [0.75, 0.25]) == 1.25
+    assert join_outputs([torch.tensor(1.0)], None, [1.0]).dim() == 0
+    assert join_outputs([torch.tensor(1), torch.tensor(2)], None, [0.5, 0.5]).tolist() == [1, 2]
 
 
 class Pair(NamedTuple):

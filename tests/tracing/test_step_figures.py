@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pipegraph.package import Manifest, Package, Value
 from pipegraph.package.sizes import Size
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.step_data import StepSizes
+from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.schedule import build
 from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, parts_of
 from tests.runtime.packages import write
@@ -138,7 +138,7 @@ def test_samples_and_tokens(tmp_path: Path, dtype: str, shape: tuple[int, ...], 
     manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
     (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
     value = replace(manifest.values[name], dtype=dtype, shape=shape, batch_dim=0 if shape else None)
-    assert batch_sizes(_with(manifest, value), StepSizes({}, 4)) == sizes
+    assert batch_sizes(_with(manifest, value), StepSizes.even({}, 4)) == sizes
 
 
 def _with(manifest: Manifest, value: Value) -> Manifest:
@@ -151,4 +151,4 @@ def test_samples_and_tokens_are_those_of_the_batch_at_hand(tmp_path: Path) -> No
     value = replace(manifest.values[name], dtype="int64", shape=("batch", "tokens_1"))
     sizes = {"batch": Size(captured=2), "tokens_1": Size(captured=8)}
     varying = replace(manifest, values={**manifest.values, name: value}, sizes=sizes)
-    assert batch_sizes(varying, StepSizes({"batch": 10, "tokens_1": 7}, 4)) == (10, 70)
+    assert batch_sizes(varying, StepSizes.even({"batch": 10, "tokens_1": 7}, 4)) == (10, 70)

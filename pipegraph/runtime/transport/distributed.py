@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pipegraph.kernels.autocast import autocast_number
 from pipegraph.package import Value
 from pipegraph.runtime.processes.faults import SendFailed
 from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.step_data import StepInputs
-from pipegraph.runtime.transport.headers import DeferredHeaders, OngoingCall
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.transport.messages import IncomingMessages, OutgoingMessages
 from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, SendQueue
@@ -88,7 +86,6 @@ class DistributedReceive:
     def __init__(
         self,
         messages: IncomingMessages,
-        call: OngoingCall,
         values: Sequence[Value],
         shapes: Shapes,
         pool: BufferPool,
@@ -99,7 +96,7 @@ class DistributedReceive:
         self._pool = pool
         self._values = values
         self._tensors = pool.take(tuple(map(shape_in_memory, values, shapes)))
-        self._message = messages.receive(call, [tensor for tensor in self._tensors if tensor.numel()])
+        self._message = messages.receive([tensor for tensor in self._tensors if tensor.numel()])
 
     def ready(self) -> bool:
         return True  # no other executor of this process can make a difference
@@ -124,9 +121,6 @@ class DistributedTransport:
         self._device = world.device
         self._message_device = world.device if world.uses_nccl else torch.device("cpu")  # gloo sends from the host
         self._pools: dict[tuple[int, int, tuple[torch.dtype, ...]], BufferPool] = {}
-        self._calls = 0
-        self._call: OngoingCall | None = None
-        self._deferred = DeferredHeaders() if world.uses_nccl else None
         self._sends: SendQueue = NcclSends() if world.uses_nccl else GlooSends(report, world.timeout)
         self._outgoing: dict[int, OutgoingMessages] = {}  # by the receiver
         self._incoming: dict[int, IncomingMessages] = {}  # by the sender
@@ -142,30 +136,25 @@ class DistributedTransport:
             with lost_connections(peer):
                 (group.send if sender == world.rank else group.receive)(byte, peer).wait()
             if sender == world.rank:
-                self._outgoing[peer] = OutgoingMessages(group, peer, self._message_device, self._sends)
+                self._outgoing[peer] = OutgoingMessages(group, peer, self._sends)
             else:
-                own = self._message_device, self._sends, self._deferred
-                self._incoming[peer] = IncomingMessages(group, peer, *own)
+                self._incoming[peer] = IncomingMessages(group, peer, self._sends)
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         pairs = zip(transfer.values, tensors, strict=True)
         sent = [in_memory(value, tensor).to(self._message_device) for value, tensor in pairs if tensor.numel()]
-        self._outgoing[transfer.ranks[1]].send(self._ongoing, sent, transfer)
-
-    def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
-        call = self._incoming[ranks[0]].learn(self._ongoing)
-        given.learn_numbers(call.sizes, call.rows)
+        self._outgoing[transfer.ranks[1]].send(sent, transfer)
 
     def send_numbers(self, ranks: tuple[int, int], numbers: Sequence[int]) -> None:
         """Send whole numbers to the second rank, before the messages of the call."""
         sent = torch.tensor(numbers, dtype=torch.int64, device=self._message_device)
-        self._outgoing[ranks[1]].send(self._ongoing, [sent])
+        self._outgoing[ranks[1]].send([sent])
 
     def receive_numbers(self, ranks: tuple[int, int], count: int) -> list[int]:
         """Wait for the numbers that the first rank sends, and return them."""
         numbers = torch.zeros(count, dtype=torch.int64, device=self._message_device)
         messages = self._incoming[ranks[0]]
-        messages.wait(messages.receive(self._ongoing, [numbers]))
+        messages.wait(messages.receive([numbers]))
         return numbers.tolist()
 
     def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
@@ -175,17 +164,13 @@ class DistributedTransport:
             self._pools[message] = BufferPool(dtypes, self._message_device)
         shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
         incoming = self._incoming[transfer.ranks[0]]
-        return DistributedReceive(incoming, self._ongoing, transfer.values, shapes, self._pools[message], self._device)
+        return DistributedReceive(incoming, transfer.values, shapes, self._pools[message], self._device)
 
-    def start(self, kind: str, given: StepInputs) -> None:
-        if self._deferred is not None:
-            self._deferred.check()
-        self._calls += 1
-        self._call = OngoingCall(self._calls, kind, given, autocast_number(self._device.type))
+    def start(self) -> None:
+        pass  # a failure ends the connections
 
     def finish(self) -> None:
         self._sends.finish()
-        self._call = None
         for pool in self._pools.values():
             pool.drop_unused()
 
@@ -194,8 +179,3 @@ class DistributedTransport:
         self._sends.drop()
         for incoming in self._incoming.values():
             incoming.drop()
-
-    @property
-    def _ongoing(self) -> OngoingCall:
-        assert self._call is not None
-        return self._call

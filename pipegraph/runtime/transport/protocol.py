@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pipegraph.runtime.step_data import StepInputs
+from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.wiring import Transfer
 
 
@@ -42,16 +42,12 @@ class Transport(Protocol):
         """Start sending and return at once. The tensors are kept until they are sent, and no longer."""
         ...
 
-    def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
-        """Wait for the sizes that come with the first message from one rank to another, and let `given` learn them."""
-        ...
-
     def receive(self, transfer: Transfer, given: StepInputs) -> Receive:
         """Start receiving and return at once."""
         ...
 
-    def start(self, kind: str, given: StepInputs) -> None:
-        """Begin a call, a "step" or an "evaluate", with what it is given. What calls before it left is forgotten."""
+    def start(self) -> None:
+        """Begin a step or an evaluation. Messages that a failed one has left are dropped."""
         ...
 
     def finish(self) -> None:
@@ -75,17 +71,6 @@ def overwrite(tensors: Iterable[Tensor]) -> None:
             tensor.fill_(torch.nan)
         else:
             tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
-
-
-def storage_address(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins: equal for two tensors that share memory. A sparse tensor has none."""
-    return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
-
-
-def share_memory(tensors: Iterable[Any], others: Iterable[Tensor]) -> bool:
-    """Whether one of `tensors` uses the storage of one of the others. Items that are no tensors are skipped."""
-    addresses = set(map(storage_address, others))
-    return any(isinstance(each, Tensor) and storage_address(each) in addresses for each in tensors)
 
 
 _Arrived = dict[tuple[int, int, int], Sequence[Tensor]]
@@ -133,14 +118,11 @@ class LocalTransport:
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         self._arrived[transfer.key] = tensors
 
-    def learn(self, ranks: tuple[int, int], given: StepInputs) -> None:
-        pass  # the process is given every input
-
     def receive(self, transfer: Transfer, given: StepInputs) -> LocalReceive:
         return self._receive(transfer, self._arrived)
 
-    def start(self, kind: str, given: StepInputs) -> None:
-        self._arrived.clear()  # what a step that failed has left
+    def start(self) -> None:
+        self._arrived.clear()
 
     def finish(self) -> None:
         pass

@@ -20,7 +20,7 @@ from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.rank_grid import DATA, PIPELINE
-from pipegraph.runtime.step_data import StepSizes
+from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.tracing.recording.run_folder import RunFolder, run_on_all_ranks, write_error
@@ -198,9 +198,13 @@ def batch_sizes(manifest: Manifest, sizes: StepSizes) -> tuple[int | None, int |
     first = next((each for each in given if each.producer == CALLER and not each.is_constant and each.shape), None)
     if first is None:
         return None, None
-    shape = sizes.shape(first)
-    is_tokens = first.dtype.lstrip("u").startswith("int") and len(shape) == 2
-    return shape[0], math.prod(shape) if is_tokens else None
+    is_tokens = first.dtype.lstrip("u").startswith("int") and len(first.shape) == 2
+    if first.batch_dim is None and first.batch_role != "list":  # all microbatches take the same tensor
+        shapes = [sizes.microbatches[0].shape(first)]
+    else:
+        shapes = [microbatch.shape(first) for microbatch in sizes.microbatches]
+    samples = sum(shape[first.batch_dim or 0] for shape in shapes)
+    return samples, sum(map(math.prod, shapes)) if is_tokens else None
 
 
 class StepSink(Protocol):

@@ -1,0 +1,236 @@
+"""What the caller passed to a step: bound to the model's inputs, and checked against the manifest."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.errors import BatchError
+from pipegraph.package import CALLER, Manifest, Value
+from pipegraph.package.sizes import holds
+from pipegraph.runtime.model_arguments import bind_arguments
+from pipegraph.runtime.step_data import NO_TARGET, StepRequest
+from pipegraph.runtime.step_sizes import KnownSizes, MicrobatchSizes, StepSizes, sizes_of_inputs
+from pipegraph.runtime.targets import check_strided
+from pipegraph.runtime.wiring import dtype_name, torch_dtype
+from pipegraph.units import format_number_of
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of a step: tensors of the whole batch, or lists with one tensor for each microbatch.
+
+    Attributes:
+        inputs: by name, without those that are None.
+        target: None if it was left out.
+        count: the number of microbatches in lists; None without lists.
+    """
+
+    inputs: Mapping[str, Any]
+    target: Any
+    count: int | None
+
+    def tensors(self, name: str) -> list[tuple[str, Any]]:
+        """The tensors of an input, with their names in messages."""
+        value = self.inputs.get(name)
+        if isinstance(value, list):
+            return [(f"{name}[{index}]", item) for index, item in enumerate(value)]
+        return [(name, value)]
+
+
+def bind_batch(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> Batch:
+    """Bind arguments to inputs. Raises BatchError for arguments and lists that do not fit together."""
+    inputs = bind_arguments(manifest, args, kwargs)
+    target = None if request.target is NO_TARGET else request.target
+    lists = [(name, len(value)) for name, value in (*inputs.items(), ("target", target)) if isinstance(value, list)]
+    for name, length in lists:
+        first, count = lists[0]
+        if length != count:
+            raise BatchError(
+                f"{first} is a list of {count} microbatches, and {name} one of {length}.\nTry: lists of equal lengths."
+            )
+        if length == 0 or request.microbatches not in (None, length):
+            request_text = "" if length == 0 else f", and microbatches={request.microbatches} was given"
+            raise BatchError(
+                f"{name} is a list of {length} microbatches{request_text}.\nTry: one item for each microbatch."
+            )
+    return Batch(inputs, target, lists[0][1] if lists else None)
+
+
+def known_sizes(manifest: Manifest, batch: Batch) -> KnownSizes:
+    """The sizes that the inputs show. Their tensors have to be checked by `check_tensors` before."""
+    shapes = [(name, value.shape) for name, value in batch.inputs.items() if not isinstance(value, list)]
+    lists = [(name, value) for name, value in batch.inputs.items() if isinstance(value, list)]
+    by_microbatch = [[(name, tensors[index].shape) for name, tensors in lists] for index in range(batch.count or 0)]
+    return KnownSizes(
+        sizes_of_inputs(manifest, shapes), tuple(sizes_of_inputs(manifest, table) for table in by_microbatch)
+    )
+
+
+def check_tensors(manifest: Manifest, batch: Batch, inputs: Sequence[str], cast_from: torch.dtype | None) -> None:
+    """Raise BatchError unless these inputs are tensors with the dtypes and the numbers of dimensions of the manifest.
+
+    Args:
+        cast_from: tensors of this dtype are cast to that of the manifest.
+    """
+    for name in inputs:
+        for label, tensor in batch.tensors(name):
+            _check_tensor(manifest.values[name], label, tensor, cast_from)
+
+
+def check_gradients(batch: Batch) -> None:
+    """Raise BatchError for an input of a training step that requires a gradient."""
+    for name in batch.inputs:
+        for label, tensor in batch.tensors(name):
+            if tensor.requires_grad:
+                raise BatchError(
+                    f"{label} requires a gradient, and a step gives gradients to parameters alone.\n"
+                    f"Try: pass {label}.detach(), or make what is to be trained a parameter of the model."
+                )
+
+
+def check_batch(manifest: Manifest, batch: Batch, step: StepSizes, microbatches: int) -> None:
+    """Raise BatchError unless the inputs have the shapes of a step of these sizes, and roles that allow it.
+
+    Args:
+        microbatches: the requested number.
+    """
+    for sizes in dict.fromkeys(step.microbatches):
+        _check_limits(manifest, sizes.sizes)
+    several = len(step.microbatches) > 1
+    for name, tensors in batch.inputs.items():
+        value = manifest.values[name]
+        if isinstance(tensors, list):
+            _check_list(value, tensors, step)
+            continue
+        if several:
+            _check_role(manifest, value, len(step.microbatches))
+        if tensors.shape != step.shape(value) or not _is_common(value, step):
+            raise BatchError(_wrong_shape(value, tensors, step, microbatches))
+
+
+def _check_role(manifest: Manifest, value: Value, count: int) -> None:
+    """Raise BatchError for a whole tensor that must not be cut into several microbatches."""
+    if value.batch_role == "list":
+        raise BatchError(
+            f"{value.name} has the role list, and one tensor was passed for {count} microbatches.\n"
+            f"Try: a list with one tensor for each microbatch, {value.name}=[…, …]; or microbatches=1."
+        )
+    mixing = manifest.batch.mixing
+    if mixing and value.batch_role == "rows":
+        further = f", and {format_number_of('more operator', len(mixing) - 1)}" if len(mixing) > 1 else ""
+        raise BatchError(
+            f"{mixing[0]} mixes the rows of a batch{further}, so that {count} microbatches of a batch do not give its "
+            "result.\n"
+            f"Try: declare a role of {value.name} when the model is captured, with batch_dims= or --batch-dim "
+            f"{value.name}=DIM|whole|list; or pass lists of microbatches; or microbatches=1."
+        )
+
+
+def _is_common(value: Value, step: StepSizes) -> bool:
+    """Whether all microbatches agree in the shape of a whole tensor, apart from its rows."""
+    if step.is_even:
+        return True
+    dim = value.batch_dim
+    shapes = (microbatch.shape(value) for microbatch in step.microbatches)
+    return len({shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
+
+
+def _place_of(manifest: Manifest, size: str) -> str:
+    """Where a size is among the inputs: ``dimension 1 of tokens``."""
+    shapes = ((value.name, value.shape) for value in manifest.values.values() if value.producer == CALLER)
+    places = (f"dimension {shape.index(size)} of {name}" for name, shape in shapes if size in shape)
+    return next(places, "a size of the inputs")
+
+
+def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
+    """Raise BatchError for sizes that the model does not take, or for which it may take another branch."""
+    for name, size in sizes.items():
+        limits = manifest.sizes[name]
+        if size < limits.min or (limits.max is not None and size > limits.max):
+            most = f"to {limits.max}" if limits.max is not None else "or more"
+            raise BatchError(
+                f"{name}, {_place_of(manifest, name)}, is {size}; the stages are the model for {limits.min} {most}.\n"
+                f"Try: {limits.min} {most}, or capture the model with {name} {size}, if it takes that."
+            )
+    for condition in manifest.conditions:
+        if not holds(condition, sizes):
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise BatchError(
+                f"the stages are the model where {condition}, and a microbatch has {listed}.\n"
+                "Try: other sizes, or capture the model with these."
+            )
+
+
+def _check_list(value: Value, tensors: Sequence[Tensor], step: StepSizes) -> None:
+    """Raise BatchError unless each tensor has the shape of its microbatch."""
+    for index, (tensor, sizes) in enumerate(zip(tensors, step.microbatches, strict=True)):
+        if tensor.shape != sizes.shape(value):
+            raise BatchError(
+                f"{value.name}[{index}] has the shape {list(tensor.shape)}; with the other inputs of microbatch "
+                f"{index} ({_listed(sizes)}) it is {list(sizes.shape(value))}.\nTry: that shape."
+            )
+
+
+def _check_tensor(value: Value, label: str, tensor: Any, cast_from: torch.dtype | None) -> None:
+    """Raise BatchError unless this is a tensor of the input's number of dimensions and its dtype, or of one that is
+    cast to it."""
+    if not isinstance(tensor, Tensor):
+        text = "missing" if tensor is None else reprlib.repr(tensor)
+        raise BatchError(f"{label} is {text}, and the model takes a tensor.\nTry: a tensor like {value}.")
+    check_strided(label, tensor)
+    if tensor.dim() != len(value.shape):
+        raise BatchError(
+            f"{label} has the shape {list(tensor.shape)}; the captured microbatch is {value}.\n"
+            f"Try: a tensor with {format_number_of('dimension', len(value.shape))}."
+        )
+    dtype = torch_dtype(value)
+    if tensor.dtype != dtype and not (tensor.dtype == cast_from and dtype.is_floating_point):
+        raise BatchError(
+            f"{label} is {dtype_name(tensor)}; the plan has {value}.\nTry: {label}.to(torch.{value.dtype})."
+        )
+
+
+def _listed(sizes: MicrobatchSizes) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items)
+
+
+def _wrong_shape(value: Value, tensor: Tensor, step: StepSizes, microbatches: int) -> str:
+    problem, batch = f"{value.name} has the shape {list(tensor.shape)}", step.shape(value)
+    dim = value.batch_dim
+    if not _is_common(value, step):
+        return (
+            f"{problem} in place of a list, and the sizes of the microbatches differ: {step}.\n"
+            f"Try: a list with one tensor for each microbatch."
+        )
+    if dim is None or [*tensor.shape[:dim], *tensor.shape[dim + 1 :]] != [*batch[:dim], *batch[dim + 1 :]]:
+        sizes = ", ".join(f"{name} {size}" for name, size in step.sizes.items())
+        captured = f"[{', '.join(map(str, value.shape))}]"
+        return (
+            f"{problem}; the captured microbatch is {captured}, and {microbatches} of them make {list(batch)}"
+            f"{f' with {sizes}' if sizes else ''}.\nTry: that shape, or capture the model with another one."
+        )
+    rows, captured_rows = tensor.shape[dim], step.lengths(value)[0]
+    if step.rows is not None:
+        return (
+            f"{problem}: {rows} rows, and another input has {step.rows}.\nTry: {list(batch)}; or, if these are "
+            f'no rows of the batch, capture with another number of them, or with dynamic_shapes={{"{value.name}": '
+            f'{{{dim}: "rows"}}, …}}.'
+        )
+    near = max(rows // captured_rows, 1)
+    divides = near * captured_rows == rows
+    alternative = f"microbatches={near}" if divides else f"{near * captured_rows} rows with microbatches={near}"
+    text = (
+        f"{problem}: {rows} rows for {microbatches} microbatches. The captured microbatch is {captured_rows} rows.\n"
+        f"Try: {batch[dim]} rows, or {alternative}"
+    )
+    varying = next((at for at, size in enumerate(value.shape) if isinstance(size, str)), None)
+    if varying is None:
+        return f"{text}."
+    shapes = f'dynamic_shapes={{"{value.name}": {{{varying}: "batch"}}}}'
+    return f"{text}; or, if the batch is dimension {varying}, which varies, capture with {shapes}."

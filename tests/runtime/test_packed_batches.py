@@ -1,0 +1,78 @@
+"""Lists of microbatches that differ in every dynamic size: rows, lengths, offsets of documents, image patches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipegraph.errors import BatchError
+from pipegraph.schedule import names
+from pipegraph.schedule.recipes import trains
+from tests.runtime import packed_model, ranks
+from tests.runtime.pipelines import pipeline
+
+TRAINING = [name for name in names() if trains(name)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return packed_model.build(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_takes_microbatches_of_other_sizes(schedule: str, folder: str) -> None:
+    pipe = pipeline(folder, schedule, "eager", microbatches=8, loss_fn=packed_model.loss)
+    packed_model.assert_is_the_step_of_the_model(pipe)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kernels", "needed_only"),
+    [("zb-v", "eager", False), ("interleaved-1f1b", "autograd", True)],
+    ids=["every rank has all inputs", "a rank has the inputs of its stages"],
+)
+def test_receivers_know_the_shapes_of_all_messages(schedule: str, kernels: str, needed_only: bool, folder: str) -> None:
+    """The sizes of 8 microbatches fit into the record of a rank."""
+    assert ranks.run(packed_model.step, 2, folder, schedule, kernels, needed_only) == ["equal"] * 2
+
+
+def test_sizes_that_do_not_fit_into_the_record_follow_it(folder: str) -> None:
+    """They are gathered as among many ranks, which do not send to each other directly."""
+    assert ranks.run(step_with_little_room, 2, folder) == ["equal"] * 2
+
+
+def step_with_little_room(rank: int, folder: str) -> str:
+    from pipegraph.runtime import step_record
+    from pipegraph.runtime.processes import group
+
+    step_record.ROOM, group._DIRECT = 3, 1  # type: ignore[misc]
+    return packed_model.step(rank, folder, "zb-v", "autograd", rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [({"dp_replicate": 2}, "interleaved-1f1b"), ({"dp_shard": 2}, "interleaved-1f1b"), ({"tp": 2}, "interleaved-1f1b")],
+    ids=["dp_replicate", "dp_shard", "tp"],
+)
+def test_ranks_of_a_mesh_take_microbatches_of_other_sizes(shape: dict[str, int], schedule: str, folder: str) -> None:
+    for said in ranks.run(packed_model.step_on_a_mesh, 2, folder, shape, schedule):
+        assert said == "equal", said
+
+
+def test_a_list_is_needed_for_several_microbatches(folder: str) -> None:
+    pipe = pipeline(folder, "1f1b", loss_fn=packed_model.loss)
+    inputs, targets = packed_model.batch(1)
+    one = {name: value[0] if isinstance(value, list) else value for name, value in inputs.items()}
+    pipe.step(**one, target=targets[0], microbatches=1)
+    with pytest.raises(BatchError, match=r"patches has the role list, and one tensor .* 2 microbatches.\nTry: a list"):
+        pipe.step(**one, target=targets[0], microbatches=2)
+
+
+def test_a_whole_tensor_has_the_sizes_of_all_microbatches(folder: str) -> None:
+    pipe = pipeline(folder, "1f1b", loss_fn=packed_model.loss)
+    inputs, targets = packed_model.batch(2)
+    with pytest.raises(BatchError, match=r"offsets has the role list"):
+        pipe.step(**{**inputs, "offsets": torch.tensor([0, 8])}, target=targets)
+    with pytest.raises(BatchError, match=r"scale has the shape \[5\]"):
+        pipe.step(**{**inputs, "scale": torch.zeros(5)}, target=targets)
+    with pytest.raises(BatchError, match=r"target\[1\] has 2 rows, and microbatch 1 has "):
+        pipe.step(**inputs, target=[targets[0], targets[0]])

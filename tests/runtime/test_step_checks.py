@@ -1,0 +1,141 @@
+"""The checks of the records of all ranks, which every rank of a step does alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipegraph.errors import BatchError, PipegraphError, RuntimeFault
+from pipegraph.runtime.checksums import ABSENT
+from pipegraph.runtime.processes.rank_grid import RankGrid, single
+from pipegraph.runtime.step_checks import (
+    agreed_tables,
+    check_calls,
+    check_inputs,
+    check_training,
+    trained_error,
+    trained_ranks_that_differ,
+)
+from pipegraph.runtime.step_record import ROOM, RecordLayout, StepRecord
+from pipegraph.runtime.step_sizes import KnownSizes
+
+LAYOUT = RecordLayout(("batch", "seq"), ("x", "mask"))
+PAIR = single(2)
+REPLICAS = RankGrid(("pp", "dp_replicate"), (2, 2))
+RECORD = StepRecord(3, False, 2, sizes=LAYOUT.encode_sizes(KnownSizes({"batch": 5, "seq": 8})), checksums=(1, 2, 3))
+
+
+def sized(sizes: KnownSizes, microbatches: int = 2) -> StepRecord:
+    return replace(RECORD, sizes=LAYOUT.encode_sizes(sizes), microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        RECORD,
+        replace(RECORD, evaluates=True, loss=True, weight=0.0, trained=2**47, trains=False, autocast=2),
+        replace(RECORD, loss=False, weight=1234.5, checksum_call=2, checksums=(ABSENT, -5, 2**62)),
+        sized(KnownSizes({"seq": 3}, ({"batch": 2}, {"batch": 1, "seq": 8}))),
+        sized(KnownSizes()),
+    ],
+)
+def test_a_record_survives_its_vector(record: StepRecord) -> None:
+    vector = LAYOUT.encode(record)
+    assert len(vector) == LAYOUT.length
+    assert LAYOUT.following([vector]) == 0
+    assert LAYOUT.decode(vector) == record
+
+
+def test_sizes_beyond_the_room_of_a_record_follow_it() -> None:
+    long = sized(KnownSizes({}, tuple({"batch": 1, "seq": 5} for _ in range(ROOM))))
+    vectors = [LAYOUT.encode(RECORD), LAYOUT.encode(long)]
+    assert [len(vector) for vector in vectors] == [LAYOUT.length] * 2
+    length = LAYOUT.following(vectors)
+    assert length == len(long.sizes)
+    rows = [[*record.sizes, *[0] * (length - len(record.sizes))] for record in (RECORD, long)]
+    assert [LAYOUT.decode(*pair) for pair in zip(vectors, rows, strict=True)] == [RECORD, long]
+
+
+def test_ranks_are_in_the_same_call() -> None:
+    check_calls([RECORD, RECORD], PAIR)
+    with pytest.raises(RuntimeFault, match=r"a step, on rank 0; its call 3, an evaluation, on rank 1\.\nTry"):
+        check_calls([RECORD, replace(RECORD, evaluates=True)], PAIR)
+    with pytest.raises(RuntimeFault, match="its call 3, a step, on rank 0; its call 4, a step, on rank 1"):
+        check_calls([RECORD, replace(RECORD, number=4)], PAIR)
+    with pytest.raises(RuntimeFault, match=r"torch.autocast: none on rank 0; one of bfloat16 on rank 1"):
+        check_calls([RECORD, replace(RECORD, autocast=2)], PAIR)
+    last, other = replace(RECORD, loss=True), replace(RECORD, loss=False)
+    check_calls([RECORD, RECORD, last, last], REPLICAS)
+    with pytest.raises(RuntimeFault, match=r"a loss on rank 2 .*; no loss on rank 3"):
+        check_calls([RECORD, RECORD, last, other], REPLICAS)
+
+
+def test_ranks_that_hold_the_same_stages_train_the_same() -> None:
+    records = [replace(RECORD, trained=trained) for trained in (1, 1, 2, 3)]
+    assert trained_ranks_that_differ(records[:2], PAIR) == ()
+    assert trained_ranks_that_differ(records, REPLICAS) == (2, 3)
+    error = trained_error((2, 3), ["", "", "a of stage 1\nb of stage 1", "a of stage 1"], REPLICAS)
+    assert str(error).startswith("b of stage 1 requires a gradient on rank 2 (pp 1, dp_replicate 0), and not on rank 3")
+
+
+def test_a_rank_may_train_nothing_and_not_all_ranks() -> None:
+    frozen = replace(RECORD, trains=False)
+    check_training([frozen, RECORD])
+    with pytest.raises(PipegraphError, match="no parameter of any stage requires a gradient"):
+        check_training([frozen, frozen])
+
+
+def test_sizes_are_merged_from_those_that_ranks_know() -> None:
+    whole = KnownSizes({"batch": 5})
+    expected = [{"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}]
+    assert agreed_tables([sized(whole), sized(KnownSizes({"seq": 8}))], PAIR, LAYOUT) == {(0, 1): expected}
+    cut = KnownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}))
+    assert agreed_tables([sized(whole), sized(cut)], PAIR, LAYOUT) == {(0, 1): expected}, "as whole tensors are cut"
+    one_row = agreed_tables([sized(KnownSizes({"batch": 1})), sized(KnownSizes({"seq": 8}))], PAIR, LAYOUT)
+    assert one_row == {(0, 1): [{"batch": 1, "seq": 8}]}, "fewer microbatches than requested"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (KnownSizes({"batch": 6}), r"2 microbatches of \[3, 2\] rows, seq 8 on rank 0; .* \[3, 3\] rows on rank 1"),
+        (KnownSizes({"batch": 1}), r"1 microbatch of \[1\] rows on rank 1"),
+        (KnownSizes({"seq": 9}), "seq 9 on rank 1"),
+        (KnownSizes({}, ({"batch": 4}, {"batch": 1})), r"2 microbatches of \[4, 1\] rows on rank 1"),
+        (KnownSizes({}, ({"seq": 8}, {"seq": 4})), r"seq \[8, 4\] on rank 1"),
+    ],
+)
+def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: KnownSizes, message: str) -> None:
+    with pytest.raises(RuntimeFault, match=f"batches of different sizes: .*{message}"):
+        agreed_tables([RECORD, sized(sizes)], PAIR, LAYOUT)
+    with pytest.raises(RuntimeFault, match="different numbers of microbatches: 2 on rank 0; 3 on rank 1"):
+        agreed_tables([RECORD, replace(RECORD, microbatches=3)], PAIR, LAYOUT)
+
+
+def test_pipelines_have_the_least_number_of_microbatches_of_any() -> None:
+    one, two = sized(KnownSizes({"batch": 1, "seq": 4})), RECORD
+    assert agreed_tables([one, two, one, two], REPLICAS, LAYOUT) == {
+        (0, 2): [{"batch": 1, "seq": 4}],
+        (1, 3): [{"batch": 5, "seq": 8}],
+    }
+    lists = sized(KnownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8})))
+    with pytest.raises(BatchError, match=r"lists of different numbers of microbatches.* 1 on rank 0 .*; 2 on rank 1"):
+        agreed_tables([one, lists, one, lists], REPLICAS, LAYOUT)
+
+
+def test_inputs_are_compared_within_a_pipeline() -> None:
+    record = replace(RECORD, checksum_call=3)
+    names = (*LAYOUT.inputs, "target")
+    other, absent = replace(record, checksums=(1, 9, 3)), replace(record, checksums=(1, ABSENT, ABSENT))
+    check_inputs([record, absent], PAIR, names)
+    check_inputs([record, other, record, other], REPLICAS, names)
+    check_inputs([record, replace(other, checksum_call=0)], PAIR, names)
+    with pytest.raises(
+        RuntimeFault, match="different values of mask, or the same rows in another order: rank 0 against"
+    ):
+        check_inputs([record, other], PAIR, names)
+    with pytest.raises(RuntimeFault, match="values of mask in the call before this one, or"):
+        check_inputs([replace(each, number=4) for each in (record, other)], PAIR, names)
+    with pytest.raises(RuntimeFault, match=r"rank 1 \(pp 0, dp_replicate 1\) against rank 3"):
+        check_inputs([record, record, record, other], REPLICAS, names)
