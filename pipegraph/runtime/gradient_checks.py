@@ -37,9 +37,9 @@ class GradientChecks:
         is_divided = world is not None and world.grid.length(TENSOR) > 1
         self._whole = WholeGradients(stages, world, seeded) if world is not None and is_divided else None
 
-    def before_step(self) -> None:
-        """Raise PipegraphError if no parameter of the pipeline requires a gradient."""
-        self._frozen.check()
+    def before_step(self, inputs_require_grad: bool = False) -> None:
+        """Raise PipegraphError if no parameter of the pipeline, and no input, requires a gradient."""
+        self._frozen.check(inputs_require_grad)
 
     def before_forward(self) -> None:
         """Raise RuntimeFault if ranks that hold the same stages differ in what they train."""
@@ -102,14 +102,14 @@ class FrozenPipeline:
         self._stages, self._loss_fn, self._world = stages, loss_fn, world
         self._everywhere = self._is_everywhere()
 
-    def check(self) -> None:
-        """Raise PipegraphError if no parameter of the pipeline requires a gradient.
+    def check(self, inputs_require_grad: bool = False) -> None:
+        """Raise PipegraphError if no parameter of the pipeline, and no input, requires a gradient.
 
         Collective while that is so. Of several processes none asks the others again once a parameter is trained.
         """
         if self._everywhere or self._world is None:
             self._everywhere = self._is_everywhere()
-        if self._everywhere:
+        if self._everywhere and not self._is_anywhere(inputs_require_grad):
             raise PipegraphError(
                 "no parameter of any stage requires a gradient, so that a step would train nothing.\n"
                 "Try: requires_grad_() of what is to be trained, or pipe.evaluate(…, target=…) for the loss alone."
@@ -118,6 +118,9 @@ class FrozenPipeline:
     def _is_everywhere(self) -> bool:
         trained = any(each.requires_grad for stage in self._stages.values() for each in stage.parameters())
         trained = trained or bool(trained_by(self._loss_fn))
+        return not self._is_anywhere(trained)
+
+    def _is_anywhere(self, is_here: bool) -> bool:
         if self._world is None:
-            return not trained
-        return not any(number for (number,) in self._world.gather([float(trained)]))
+            return is_here
+        return any(number for (number,) in self._world.gather([float(is_here)]))

@@ -102,7 +102,7 @@ class BatchSplitter:
                 raise BatchError(f"{name} is a list of {length} microbatches{given}.\nTry: one for each microbatch.")
         return PassedBatch(inputs, target, lists[0][1] if lists else None)
 
-    def split(self, passed: PassedBatch, request: StepRequest, microbatches: int, trains: bool = False) -> StepInputs:
+    def split(self, passed: PassedBatch, request: StepRequest, microbatches: int) -> StepInputs:
         """Check and cut a batch. Raises BatchError for what does not fit the package.
 
         A batch with too few rows for so many microbatches is cut into fewer, unless the caller has cut it.
@@ -113,11 +113,6 @@ class BatchSplitter:
         for name in sorted(self._needed | passed.inputs.keys()):
             for label, tensor in passed.tensors(name):
                 _check_kind(manifest.values[name], label, tensor, self._cast_from)
-                if trains and tensor.requires_grad:
-                    raise BatchError(
-                        f"{label} requires a gradient, and a step gives gradients to parameters alone.\n"
-                        f"Try: pass {label}.detach(), or make what is to be trained a parameter of the model."
-                    )
         known, rows = passed.sizes(manifest)
         given = StepInputs(
             known,

@@ -22,6 +22,7 @@ from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.pipeline_kernels import PipelineKernels
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
 from pipegraph.runtime.pipeline_text import describe_pipeline
@@ -41,10 +42,8 @@ from pipegraph.schedule import Schedule, without_transfers
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-    from pipegraph.kernels.kernel_report import KernelCount
 
-
-class Pipeline(PipelineState, PipelineRanks):
+class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
     """Runs a package under a schedule.
 
     Under a launcher such as torchrun, or with a process group, every process holds the stages of one rank, and all
@@ -221,6 +220,9 @@ class Pipeline(PipelineState, PipelineRanks):
         A list in the place of a tensor, or of the target, holds one for each microbatch of a batch that is cut already.
         They may differ in their rows. What is whole beside lists is cut along the same rows.
 
+        A tensor of floats with `requires_grad=True` gets its gradient in `.grad` too, on the rank of the first stage
+        that reads it: pass it to every rank. If it is not a leaf, ``x.backward(x.grad)`` continues into its own graph.
+
         Args:
             args, kwargs: the model's.
             target: the second argument of `loss_fn`.
@@ -291,25 +293,6 @@ class Pipeline(PipelineState, PipelineRanks):
         """The schedule with what the ranks that share its stages do together in a step; itself if there are none."""
         collectives = without_transfers(self._runner.executors.training).collectives
         return self.schedule.changed(collectives=collectives) if collectives else self.schedule
-
-    def retrace(self) -> None:
-        """Trace the stages of this process, and the loss, again at their next call. Not collective.
-
-        For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
-        that were compiled are used again for graphs that come out equal.
-        """
-        for kernels in self._runner.kernels.values():
-            kernels.retrace()
-
-    def kernels_report(self) -> list[KernelCount]:
-        """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
-
-        for count in pipe.kernels_report():
-            print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
-        """
-        from pipegraph.kernels.kernel_report import kernels_report
-
-        return kernels_report(self._runner.kernels)
 
     def observe(self, observer: Observer, evals: bool = True) -> RemovableHandle:
         """Show an observer every action of the steps to come: when it begins, when it ends, and what is saved.

@@ -20,6 +20,7 @@ from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
+from pipegraph.runtime.input_gradients import InputGradients
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
 from pipegraph.runtime.made_kernels import make_kernels
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
@@ -133,6 +134,7 @@ class StepRunner:
             self._what_is_collective(world, groups, resident),
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
+        self._input_gradients = InputGradients(manifest, places, world.rank if world else 0, world)
         self._shares: BatchShares | None = None
         self._same_batches = SameBatches(world) if world and world.grid.length(TENSOR) > 1 else None
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
@@ -175,8 +177,9 @@ class StepRunner:
         given, asked = self.check(args, kwargs, request)
         trains = self._trains and not evaluates
         self._parameter_checks.before_step(trains)
+        input_gradients = self._input_gradients.begin(args, kwargs, trains)
         if trains:
-            self._gradient_checks.before_step()
+            self._gradient_checks.before_step(bool(input_gradients))
         self.transport.start("evaluate" if evaluates else "step", given)
         for ranks in self._informants:
             if given.unknown:
@@ -192,7 +195,7 @@ class StepRunner:
         executors = self.executors.executors(evaluates, self._numbers.microbatches, asked)
         observer = observers.joined(evaluates)
         for executor in executors:
-            executor.observer = observer
+            executor.observer, executor.input_gradients = observer, input_gradients
         results = StepOutputs()
         self._numbers.evaluates = evaluates
         if trains:
@@ -205,6 +208,7 @@ class StepRunner:
             if self._collectives is not None:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
+            self._input_gradients.finish(input_gradients)
             self._gradient_checks.after_step()
         else:
             with self._during_step(observer):
@@ -228,7 +232,7 @@ class StepRunner:
             self._check_without_loss(trains, request.has_target)
         passed = self.batches.take(args, kwargs, request)
         asked = self._count(passed.count, request.microbatches)
-        return self.batches.split(passed, request, asked, trains), asked
+        return self.batches.split(passed, request, asked), asked
 
     def reduced(self, given: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
         """The loss and the metrics of a step, of the batch of all data-parallel ranks; None without a loss here.
