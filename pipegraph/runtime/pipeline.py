@@ -26,6 +26,7 @@ from pipegraph.runtime.pipeline_kernels import PipelineKernels
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
 from pipegraph.runtime.pipeline_text import describe_pipeline
+from pipegraph.runtime.planned_schedule import as_planned
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS
@@ -57,8 +58,10 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
 
     Args:
         package: the package, or its folder.
-        schedule: a name, a `Schedule`, or the path of a CSV file.
-        microbatches: how many a batch is cut into; 1 by default, or those of a ready schedule.
+        schedule: a name, a `Schedule`, or the path of a CSV file. By default that of the package's plan; without a plan
+            "1f1b".
+        microbatches: how many a batch is cut into; by default those of a ready schedule or of the package's plan, else
+            1.
         loss_fn: `loss_fn(output, target)` returns the loss of a microbatch, or (loss, metrics) with a dict of tensors:
             one number each, under the same names for every microbatch, and without a gradient.
         device: where the stages of this process are; plain "cuda" is the GPU of the local rank.
@@ -126,7 +129,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
     def __init__(
         self,
         package: Package | str | PathLike[str],
-        schedule: str | PathLike[str] | Schedule = "1f1b",
+        schedule: str | PathLike[str] | Schedule | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         device: str | torch.device = "cpu",
@@ -167,7 +170,8 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
             self.package = package if isinstance(package, Package) else Package.open(package)
             count = len(self.package.manifest.stages)
             processes, sharing = (len(world.pipeline), world.grid.size // len(world.pipeline)) if world else (None, 1)
-            self.schedule = resolve_schedule(schedule, microbatches, count, processes, sharing=sharing)
+            choice = as_planned(self.package.manifest, schedule, microbatches)
+            self.schedule = resolve_schedule(*choice[:2], count, processes, choice.ranks, sharing)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
@@ -184,7 +188,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
             self._runner = StepRunner(
                 prepared,
                 self.schedule,
-                schedule,
+                choice.schedule,
                 makers,
                 loss_fn,
                 self._reduction,
