@@ -222,7 +222,12 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     from pipegraph.errors import one_line
     from pipegraph.report.text.batch_lines import batch_lines
     from pipegraph.report.text.package_tables import manifest_dict
-    from pipegraph.report.text.plan_tables import layout_lines, render_prediction_summary, stage_lines
+    from pipegraph.report.text.plan_tables import (
+        layout_lines,
+        ranks_lines,
+        render_prediction_summary,
+        stage_lines,
+    )
 
     if json:
         print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
@@ -235,7 +240,7 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     lines += batch_lines(manifest)
     lines += layout_lines(planned.layout)
     if planned.prediction is not None:
-        lines.append(render_prediction_summary(planned.prediction))
+        lines += [*ranks_lines(planned.prediction), render_prediction_summary(planned.prediction)]
     if folder is not None:
         lines.append(f"wrote {folder}")
     print_text(lambda width: "\n".join(lines))

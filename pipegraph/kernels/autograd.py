@@ -63,7 +63,9 @@ class AutogradKernels(StageKernels):
     ) -> Forward:
         # Each input becomes a leaf: the graph of this microbatch ends here.
         leaves = tuple(
-            value.detach().requires_grad_() if wanted and differentiable else None
+            value.detach().requires_grad_()
+            if differentiable and (wanted or (isinstance(value, Tensor) and value.requires_grad))
+            else None
             for value, wanted in zip(inputs, self._input_gradients, strict=True)
         )
         with self._drawing(), torch.set_grad_enabled(differentiable):

@@ -30,7 +30,8 @@ Results = tuple[int | tuple[Any], ...]
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage. Of each input: whether its gradient is wanted. Of each output: whether a gradient arrives."""
+    """A stage. Of each input: whether its gradient is always needed; otherwise a call needs it if its tensor requires
+    one. Of each output: whether a gradient arrives."""
 
     module: nn.Module
     input_gradients: tuple[bool, ...]
@@ -48,6 +49,7 @@ class StageCall:
         target_spec: the target's structure; None if it is a tensor.
         with_loss: whether the loss follows.
         differentiable: whether a backward follows.
+        gradients: of each input, whether its tensor requires a gradient.
     """
 
     inputs: int
@@ -55,13 +57,15 @@ class StageCall:
     target_spec: Any
     with_loss: bool
     differentiable: bool
+    gradients: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, inputs: Sequence[Any], target: Any, with_loss: bool, differentiable: bool) -> StageCall:
         """Return the call with these inputs; the target counts only with the loss."""
         target = target if with_loss else None
         leaves, spec = ([target], None) if isinstance(target, Tensor) else internals.tree_flatten(target)
-        return cls(len(inputs), [*inputs, *leaves], spec, with_loss, differentiable)
+        gradients = tuple(differentiable and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
+        return cls(len(inputs), [*inputs, *leaves], spec, with_loss, differentiable, gradients)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -81,7 +85,7 @@ class StageCall:
             (leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else value_signature(leaf)
             for leaf in self.leaves
         )
-        return (self.inputs, leaves, self.target_spec, self.with_loss, self.differentiable)
+        return (self.inputs, leaves, self.target_spec, self.with_loss, self.differentiable, self.gradients)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -259,7 +263,7 @@ def trace(
     wanted = [tensor.requires_grad for tensor in state.tensors()]
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            wanted.append(position < inputs and stage.input_gradients[position])
+            wanted.append(position < inputs and (stage.input_gradients[position] or call.gradients[position]))
     sizes = SymbolicSizes() if layout is None else SymbolicSizes(layout.numbers, layout.names)
     if computed is None:
         computed = [local(tensor) for tensor in state.tensors()]

@@ -35,6 +35,11 @@ class Batch:
     target: Any
     count: int | None
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the gradient of an input is asked for."""
+        return any(tensor.requires_grad for name in self.inputs for _, tensor in self.tensors(name))
+
     def tensors(self, name: str) -> list[tuple[str, Any]]:
         """The tensors of an input, with their names in messages."""
         value = self.inputs.get(name)
@@ -81,17 +86,6 @@ def check_tensors(manifest: Manifest, batch: Batch, inputs: Sequence[str], cast_
     for name in inputs:
         for label, tensor in batch.tensors(name):
             _check_tensor(manifest.values[name], label, tensor, cast_from)
-
-
-def check_gradients(batch: Batch) -> None:
-    """Raise BatchError for an input of a training step that requires a gradient."""
-    for name in batch.inputs:
-        for label, tensor in batch.tensors(name):
-            if tensor.requires_grad:
-                raise BatchError(
-                    f"{label} requires a gradient, and a step gives gradients to parameters alone.\n"
-                    f"Try: pass {label}.detach(), or make what is to be trained a parameter of the model."
-                )
 
 
 def check_batch(manifest: Manifest, batch: Batch, step: StepSizes, microbatches: int) -> None:

@@ -21,6 +21,7 @@ from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
 from pipegraph.runtime.host_memory import HostMemory
+from pipegraph.runtime.input_gradients import StepInputGradients
 from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.processes.faults import ActionFailed
@@ -40,7 +41,8 @@ class Executor:
 
     `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
     the transport knows it. `numbers` seeds the random numbers of each microbatch. `ties` adds up the
-    gradients of tied weights. `collectives` does those of the schedule; without it there are none.
+    gradients of tied weights. `input_gradients` collects those of the caller's inputs. `collectives` does those of the
+    schedule; without it there are none.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Executor:
         self.actions = schedule.actions[rank]
         self.position = 0
         self.observer: Observer | None = None
+        self.input_gradients = StepInputGradients({}, {})
         self._schedule = schedule
         self._trains = schedule.trains
         self._wiring = wiring
@@ -175,7 +178,7 @@ class Executor:
             with self._preparing(stage), rare_collection():
                 self._kernels[stage].prepare(
                     [
-                        given.batch.inputs[value.name][microbatch]
+                        self._caller_input(given, value.name, microbatch)
                         if value.producer == CALLER
                         else given.zeros(value, microbatch, self._device)
                         for value in self._wiring[stage].inputs
@@ -222,7 +225,9 @@ class Executor:
         self._numbers.microbatch = microbatch
         forward = self._kernels[stage].forward(
             [
-                given.batch.inputs[value.name][microbatch] if value.producer == CALLER else arrived.pop(value.name)
+                self._caller_input(given, value.name, microbatch)
+                if value.producer == CALLER
+                else arrived.pop(value.name)
                 for value in wiring.inputs
             ],
             target=given.batch.targets[microbatch] if with_loss else None,
@@ -251,6 +256,9 @@ class Executor:
             step.received[key].keep_shared((*forward.outputs, forward.loss, *forward.metrics.values()))
         if not self._trains:
             step.release(key)
+
+    def _caller_input(self, given: StepInputs, name: str, microbatch: int) -> Any:
+        return self.input_gradients.leaf(name, microbatch, given.batch.inputs[name][microbatch])
 
     def _backward(self, step: StepState, action: Action) -> None:
         saved = step.saved.pop((action.stage, action.microbatch))
@@ -294,6 +302,8 @@ class Executor:
                 # Two receivers of the same memory would each add to it in place.
                 is_shared = bool(by_name) and share_memory([gradient], by_name.values())
                 by_name[value.name] = gradient.clone() if is_shared else gradient
+                if value.producer == CALLER:
+                    self.input_gradients.add(value.name, microbatch, gradient)
         for edge in wiring.arriving:
             if self._is_here(edge.producer):
                 names = [value.name for value in edge.gradients if value.name in by_name]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH
-from pipegraph.runtime.batch import Batch, check_batch, check_gradients, check_tensors, known_sizes
+from pipegraph.runtime.batch import Batch, check_batch, check_tensors, known_sizes
 from pipegraph.runtime.model_arguments import fill_structure
 from pipegraph.runtime.step_sizes import KnownSizes, MicrobatchSizes, StepSizes, microbatch_tables, step_sizes
 from pipegraph.runtime.storage import share_memory
@@ -87,6 +87,15 @@ class BatchLayout:
         return tuple(self.manifest.sizes)
 
     @property
+    def target_dims(self) -> tuple[int, ...]:
+        """The dimensions along which a target may have its rows: the declared one, or that of the outputs, or 0."""
+        declared = self.manifest.batch.target_dim
+        if declared is not None:
+            return (declared,)
+        outputs = {self.manifest.values[name].batch_dim for name in self.manifest.stages[-1].outputs}
+        return tuple(dict.fromkeys((*(dim for dim in outputs if dim is not None and len(outputs) == 1), 0)))
+
+    @property
     def min_rows(self) -> int:
         """The fewest rows of a microbatch."""
         batch = self.manifest.sizes.get(BATCH)
@@ -97,9 +106,7 @@ class BatchLayout:
         return step_sizes(tables, self.size_names, self.microbatch_sizes)
 
 
-def local_sizes(
-    layout: BatchLayout, batch: Batch, microbatches: int, trains: bool
-) -> tuple[KnownSizes, list[dict[str, int]]]:
+def local_sizes(layout: BatchLayout, batch: Batch, microbatches: int) -> tuple[KnownSizes, list[dict[str, int]]]:
     """Check the tensors of a batch. Return the sizes that they show, and by them those of each microbatch.
 
     Inputs that only stages of other processes take are checked as well, so that every process raises the same error.
@@ -111,8 +118,6 @@ def local_sizes(
         BatchError: a tensor does not fit the package.
     """
     check_tensors(layout.manifest, batch, sorted({*layout.inputs, *batch.inputs}), layout.cast_from)
-    if trains:
-        check_gradients(batch)
     sizes = known_sizes(layout.manifest, batch)
     return sizes, microbatch_tables(sizes, microbatches, layout.min_rows)
 
@@ -144,11 +149,13 @@ def _cut_target(layout: BatchLayout, target: Any, sizes: StepSizes) -> Sequence[
     device, count = layout.device if layout.has_last_stage else None, len(sizes.microbatches)
     by_value = [sizes.lengths(value) for value in layout.with_rows]
     if not isinstance(target, list):
-        return cut_target(target, count, device, {sum(lengths): lengths for lengths in by_value})
+        lengths_of_batch = {sum(lengths): lengths for lengths in by_value}
+        return cut_target(target, count, device, lengths_of_batch, dims=layout.target_dims)
     targets: list[Any] = []
     for index, item in enumerate(target):
         lengths = {column[index]: column[index : index + 1] for column in by_value}
-        targets += cut_target(item, 1, device, lengths, f"target[{index}]", f"microbatch {index}")
+        names = f"target[{index}]", f"microbatch {index}"
+        targets += cut_target(item, 1, device, lengths, *names, dims=layout.target_dims)
     return targets
 
 

@@ -22,9 +22,11 @@ from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.pipeline_kernels import PipelineKernels
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
 from pipegraph.runtime.pipeline_text import describe_pipeline
+from pipegraph.runtime.planned_schedule import as_planned
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS
@@ -42,10 +44,8 @@ from pipegraph.schedule import Schedule, without_transfers
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-    from pipegraph.kernels.kernel_report import KernelCount
 
-
-class Pipeline(PipelineState, PipelineRanks):
+class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
     """Runs a package under a schedule.
 
     Under a launcher such as torchrun, or with a process group, every process holds the stages of one rank, and all
@@ -59,8 +59,10 @@ class Pipeline(PipelineState, PipelineRanks):
 
     Args:
         package: the package, or its folder.
-        schedule: a name, a `Schedule`, or the path of a CSV file.
-        microbatches: how many a batch is cut into; 1 by default, or those of a ready schedule.
+        schedule: a name, a `Schedule`, or the path of a CSV file. By default that of the package's plan; without a plan
+            "1f1b".
+        microbatches: how many a batch is cut into; by default those of a ready schedule or of the package's plan, else
+            1.
         loss_fn: `loss_fn(output, target)` returns the loss of a microbatch, or (loss, metrics) with a dict of tensors:
             one number each, under the same names for every microbatch, and without a gradient.
         device: where the stages of this process are; plain "cuda" is the GPU of the local rank.
@@ -129,7 +131,7 @@ class Pipeline(PipelineState, PipelineRanks):
     def __init__(
         self,
         package: Package | str | PathLike[str],
-        schedule: str | PathLike[str] | Schedule = "1f1b",
+        schedule: str | PathLike[str] | Schedule | None = None,
         microbatches: int | None = None,
         loss_fn: LossFunction | None = None,
         device: str | torch.device = "cpu",
@@ -171,7 +173,8 @@ class Pipeline(PipelineState, PipelineRanks):
             self.package = package if isinstance(package, Package) else Package.open(package)
             count = len(self.package.manifest.stages)
             processes, sharing = (len(world.pipeline), world.grid.size // len(world.pipeline)) if world else (None, 1)
-            self.schedule = resolve_schedule(schedule, microbatches, count, processes, sharing=sharing)
+            choice = as_planned(self.package.manifest, schedule, microbatches)
+            self.schedule = resolve_schedule(*choice[:2], count, processes, choice.ranks, sharing)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
             asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
@@ -188,7 +191,7 @@ class Pipeline(PipelineState, PipelineRanks):
             self._runner = StepRunner(
                 prepared,
                 self.schedule,
-                schedule,
+                choice.schedule,
                 makers,
                 loss_fn,
                 self._reduction,
@@ -222,6 +225,9 @@ class Pipeline(PipelineState, PipelineRanks):
         than rows. A rank may be given None for inputs that its stages do not take. A list in the place of a tensor, or
         of the target, has one for each microbatch, which may differ in every dynamic size; outputs of different lengths
         come back as a list. Outputs without rows come back as they are if they are equal, else as a mean over rows.
+
+        A tensor of floats with `requires_grad=True` gets its gradient in `.grad` too, on the rank of the first stage
+        that reads it: pass it to every rank. If it is not a leaf, ``x.backward(x.grad)`` continues into its own graph.
 
         Args:
             args, kwargs: the model's.
@@ -290,25 +296,6 @@ class Pipeline(PipelineState, PipelineRanks):
         """The schedule with what the ranks that share its stages do together in a step; itself if there are none."""
         collectives = without_transfers(self._runner.executors.training).collectives
         return self.schedule.changed(collectives=collectives) if collectives else self.schedule
-
-    def retrace(self) -> None:
-        """Trace the stages of this process, and the loss, again at their next call. Not collective.
-
-        For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
-        that were compiled are used again for graphs that come out equal.
-        """
-        for kernels in self._runner.kernels.values():
-            kernels.retrace()
-
-    def kernels_report(self) -> list[KernelCount]:
-        """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
-
-        for count in pipe.kernels_report():
-            print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
-        """
-        from pipegraph.kernels.kernel_report import kernels_report
-
-        return kernels_report(self._runner.kernels)
 
     def observe(self, observer: Observer, evals: bool = True) -> RemovableHandle:
         """Show an observer every action of the steps to come: when it begins, when it ends, and what is saved.

@@ -182,7 +182,7 @@ class StepAgreement:
             autocast_number(self._device.type),
             step.loss,
             self._trained() if step.trains and world is not None and world.copies > 1 else 0,
-            not step.trains or self._trains_any(),
+            not step.trains or self._trains_any() or step.batch.requires_grad,
             step.weight,
             self._layout.encode_sizes(step.sizes),
             call,

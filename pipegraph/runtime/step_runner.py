@@ -21,6 +21,7 @@ from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
+from pipegraph.runtime.input_gradients import InputGradients
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
 from pipegraph.runtime.loss_scale import LossScale
 from pipegraph.runtime.made_kernels import make_kernels
@@ -136,6 +137,7 @@ class StepRunner:
             self._what_is_collective(world, groups, resident),
         )
         self._data_ranks: Group | None = None
+        self._input_gradients = InputGradients(manifest, places, world.rank if world else 0, world)
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
 
@@ -178,6 +180,7 @@ class StepRunner:
         step, microbatches = self._local_step(args, kwargs, request)
         trains = step.trains
         self._parameter_checks.before_step(trains)
+        input_gradients = self._input_gradients.begin(args, kwargs, trains)
         batch, scale = self._agree(step, microbatches, request)
         if trains:
             self._gradient_checks.before_step()
@@ -187,7 +190,7 @@ class StepRunner:
         executors = self.executors.executors(evaluates, self._numbers.microbatches, step.microbatches)
         observer = observers.joined(evaluates)
         for executor in executors:
-            executor.observer = observer
+            executor.observer, executor.input_gradients = observer, input_gradients
         results = StepOutputs()
         with self._during_step(observer), self.ties.summed_gradients() if trains else nullcontext():
             dtypes = self._boundaries.under_autocast(self._distributed)
@@ -201,6 +204,7 @@ class StepRunner:
             if self._collectives is not None:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
+            self._input_gradients.finish(input_gradients)
             self._gradient_checks.after_step()
         self.transport.finish()
         self._numbers.steps += not evaluates
@@ -223,7 +227,7 @@ class StepRunner:
             self._check_without_loss(trains, request.has_target)
         batch = bind_batch(layout.manifest, args, kwargs, request)
         asked = self._count(batch.count, request.microbatches)
-        sizes, tables = local_sizes(layout, batch, asked, trains)
+        sizes, tables = local_sizes(layout, batch, asked)
         loss = request.with_loss if layout.has_last_stage else None
         step = LocalStep(batch, sizes, tables, request.evaluates, trains, asked, loss)
         if not loss or self._reduction.weight_of is None:

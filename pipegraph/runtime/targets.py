@@ -1,4 +1,4 @@
-"""The target of a step, cut into microbatches along dimension 0."""
+"""The target of a step, cut into microbatches along its rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def cut_target(
     lengths: Mapping[int, Sequence[int]],
     name: str = "target",
     whole: str = "the batch",
+    dims: Sequence[int] = (0,),
 ) -> Sequence[Any]:
-    """Cut the target's tensors along dimension 0, on `device` if given. Everything else repeats in each microbatch.
+    """Cut the target's tensors along their rows, on `device` if given. Everything else repeats in each microbatch.
 
     Containers keep their class, but a Mapping that torch's pytree does not know becomes a dict. Raises BatchError for
     another container that holds tensors, and for a tensor whose rows are not the batch's: the loss would broadcast it
@@ -29,10 +30,12 @@ def cut_target(
     Args:
         lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
         name, whole: of the target and of what has its rows, in messages.
+        dims: along which the rows of a tensor may lie. The first that it has with such a length counts.
     """
     leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
     cuts = [
-        _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", whole) for path, leaf in leaves
+        _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", whole, dims)
+        for path, leaf in leaves
     ]
     if spec.is_leaf():
         return cuts[0]
@@ -70,6 +73,7 @@ def _cut_leaf(
     lengths: Mapping[int, Sequence[int]],
     where: str,
     whole: str,
+    dims: Sequence[int],
 ) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
         if _holds_tensors(leaf):
@@ -83,14 +87,17 @@ def _cut_leaf(
     tensor = placed(leaf, device)
     if tensor.dim() == 0:
         return [tensor] * microbatches
-    if len(tensor) not in lengths:
-        rows = " or ".join(map(str, sorted(lengths)))
+    dim = next((dim for dim in dims if dim < tensor.dim() and tensor.shape[dim] in lengths), None)
+    if dim is None:
+        rows, place = " or ".join(map(str, sorted(lengths))), next((dim for dim in dims if dim < tensor.dim()), 0)
+        along = f" along dimension {place}" if place else ""
         raise BatchError(
-            f"{where} has {len(tensor)} rows, and {whole} has {rows}: the loss would pair the wrong ones.\n"
-            f"Try: a target with {rows} rows, one for each of {whole}.",
+            f"{where} has {tensor.shape[place]} rows{along}, and {whole} has {rows}: the loss would pair the wrong "
+            f"ones.\nTry: a target with {rows} rows, one for each of {whole}; or, if they lie along another dimension, "
+            'capture with batch_dims={"target": DIM}.',
             is_of_target=True,
         )
-    return tensor.split(list(lengths[len(tensor)]))
+    return tensor.split(list(lengths[tensor.shape[dim]]), dim)
 
 
 def _holds_tensors(leaf: Any) -> bool:

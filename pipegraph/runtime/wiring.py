@@ -73,7 +73,8 @@ class StageWiring:
 
     @property
     def input_gradients(self) -> tuple[bool, ...]:
-        """Whether the gradient of each input is wanted. Those of the caller's inputs never are."""
+        """Whether the gradient of each input is always needed. Those of the caller's inputs are if the tensor of a call
+        requires one."""
         return tuple(value.requires_grad and value.producer != CALLER for value in self.inputs)
 
     @property

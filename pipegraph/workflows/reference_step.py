@@ -1,9 +1,9 @@
-"""One step of a model as a whole, and how far the tensors of a package are from its."""
+"""One step of a model without a pipeline, and how far the tensors of a package are from those of the model."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,6 +18,7 @@ from pipegraph.errors import PipegraphError, SourceError, user_line
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.kernels.loss import check_loss, divide_loss
 from pipegraph.runtime.loss_reduction import LossFunction
+from pipegraph.workflows.batch import Batch
 
 TOLERANCE = 1e-5
 """Relative, in float32; eight units in the last place for coarser formats, and none for integers."""
@@ -49,46 +50,97 @@ class StepTensors:
         }
 
 
-def run_model(
-    source: ModelSource,
-    loss_fn: LossFunction,
-    evaluate: bool = False,
-    backward: bool = True,
-    seed: int = 0,
-    nudged: bool = False,
-) -> StepTensors:
-    """Run one step, and the model in evaluation mode after it, on a model of its own.
+@dataclass(frozen=True)
+class ModelStep:
+    """A step of a model, as a whole or microbatch after microbatch.
 
-    Args:
-        source: the model, with its example inputs.
-        loss_fn: the loss of the step.
-        evaluate: run the step in evaluation mode.
-        backward: without it, nothing but the outputs and the loss is made.
-        seed: what random operations draw from.
-        nudged: whether every parameter and input is first moved by one unit in its last place, up or down at random.
-
-    Raises:
-        SourceError: the model or the loss raises an error.
+    Attributes:
+        source: the model.
+        loss_fn: the loss of a microbatch.
+        microbatches: what the model takes, one after the other; the whole batch is a single one.
+        weights: the factor of the loss of each.
+        evaluation: what the model takes after the step, in evaluation mode. If there is a whole batch, it comes first,
+            and outputs without rows are those of the microbatches that follow.
+        output_dims: the batch dimension of each output by its path, of the step and in evaluation mode.
+        evaluate: whether the step runs in evaluation mode.
     """
-    with own_model(source, seed) as model, _errors_named(source):
-        if evaluate:
+
+    source: ModelSource
+    loss_fn: LossFunction
+    microbatches: Sequence[Batch]
+    weights: Sequence[float]
+    evaluation: Sequence[Sequence[Batch]]
+    output_dims: tuple[Mapping[str, int | None], Mapping[str, int | None]]
+    evaluate: bool
+
+    def run(self, backward: bool = True, seed: int = 0, nudged: bool = False) -> StepTensors:
+        """Run the step, and the model in evaluation mode after it, on a new copy of the model.
+
+        Args:
+            backward: without it, only the outputs and the loss are computed.
+            seed: what random operations draw from.
+            nudged: whether every parameter and input is first moved by one unit in its last place, up or down at
+                random.
+
+        Raises:
+            SourceError: the model or the loss raises an error.
+        """
+        with own_model(self.source, seed) as model, _errors_named(self.source):
+            if self.evaluate:
+                model.eval()
+            batches, evaluation = copy.deepcopy((list(self.microbatches), list(self.evaluation)))
+            if nudged:
+                inputs = output_tensors([(each.args, each.kwargs) for each in chain(batches, *evaluation)])
+                _nudge([*model.parameters(), *inputs.values()])
+            outputs, losses = [], []
+            for batch, weight in zip(batches, self.weights, strict=True):
+                output = model(*batch.args, **batch.kwargs)
+                loss = _loss(self.source, self.loss_fn, output, batch.target)
+                if backward and loss.requires_grad:
+                    (loss * weight).backward()
+                outputs.append(_detached(output))
+                losses.append(loss.detach() * weight)
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+            buffers = dict(model.named_buffers(remove_duplicate=False))
+            of_step, of_evaluation = self.output_dims
+            evaluated: dict[str, Tensor] = {}
             model.eval()
-        args, kwargs, target = copy.deepcopy((source.args, source.kwargs, source.example_target))
-        if nudged:
-            _nudge([*model.parameters(), *output_tensors([args, kwargs]).values()])
-        output = model(*args, **kwargs)
-        loss = _loss(source, loss_fn, output, target)
-        if backward and loss.requires_grad:
-            loss.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        evaluated: dict[str, Tensor] = {}
-        if backward:
-            if not nudged:
-                args, kwargs = copy.deepcopy((source.args, source.kwargs))
-            with torch.no_grad():
-                evaluated = output_tensors(model.eval()(*args, **kwargs))
-    return StepTensors(output_tensors(output), loss.detach(), gradients, buffers, evaluated)
+            for group in evaluation if backward else ():
+                with torch.no_grad():
+                    parts = [_detached(model(*each.args, **each.kwargs)) for each in group]
+                outputs_of_group = joined_outputs(parts, of_evaluation)
+                evaluated |= {
+                    name: tensor
+                    for name, tensor in outputs_of_group.items()
+                    if name not in evaluated or of_evaluation.get(name) is None
+                }
+        return StepTensors(
+            joined_outputs(outputs, of_step),
+            torch.stack(losses).sum() if len(losses) > 1 else losses[0],
+            gradients,
+            buffers,
+            evaluated,
+        )
+
+
+def joined_outputs(parts: Sequence[dict[str, Tensor]], dims: Mapping[str, int | None]) -> dict[str, Tensor]:
+    """Join the outputs of microbatches along their batch. Those without rows are stacked.
+
+    Outputs that other microbatches do not have are left out.
+    """
+    if len(parts) < 2:
+        return dict(*parts)
+    joined: dict[str, Tensor] = {}
+    for name in parts[0]:
+        tensors, dim = [part[name] for part in parts if name in part], dims.get(name)
+        if len(tensors) == len(parts):
+            joined[name] = torch.stack(tensors) if dim is None or tensors[0].dim() <= dim else torch.cat(tensors, dim)
+    return joined
+
+
+def _detached(output: Any) -> dict[str, Tensor]:
+    # A later microbatch may write to what this one returned, such as a buffer.
+    return {name: tensor.detach().clone() for name, tensor in output_tensors(output).items()}
 
 
 def _loss(source: ModelSource, loss_fn: Callable[..., Any], output: Any, target: Any) -> Tensor:

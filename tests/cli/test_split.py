@@ -180,3 +180,13 @@ def test_relayed_values_go_to_the_next_stage_alone(pipegraph: Command, tmp_path:
     assert (0, 2) in Package.open(out).manifest.edges()
     assert pipegraph(*command, "--relay-skips", "--overwrite").code == 0
     assert Package.open(out).manifest.edges() == ((0, 1), (1, 2))
+
+
+def test_several_stages_on_a_rank_are_told(pipegraph: Command) -> None:
+    """`--stages 2` with a schedule that places two stages on each rank is a pipeline of one."""
+    command = ("split", "tests/models/chain.py", "--dry-run", "--microbatches", 4)
+    done = pipegraph(*command, "--stages", 2, "--schedule", "zb-v")
+    assert "2 stages on 1 rank under zb-v (for 2 ranks: --stages 4)" in done.out.splitlines(), done.out + done.err
+    done = pipegraph(*command, "--stages", 4, "--schedule", "zb-v")
+    assert "4 stages on 2 ranks under zb-v (for 4 ranks: --stages 8)" in done.out.splitlines()
+    assert " under 1f1b" not in pipegraph(*command, "--stages", 2).out

@@ -106,3 +106,45 @@ def test_a_model_that_raises(pipegraph: Command, chain: Path, tmp_path: Path) ->
     assert done.code == 2
     assert done.err.startswith("error: Odd (model.py) raised RuntimeError: ")
     assert "model.py:4: return x @ x)\nTry: " in done.err
+
+
+def test_a_role_that_was_tampered_with(pipegraph: Command, tmp_path: Path) -> None:
+    """The mask is cut with the rows, and the manifest says that each microbatch gets the whole."""
+    file = tmp_path / "model.py"
+    file.write_text(MASKED)
+    assert pipegraph("split", file, "--points", "last", "-o", tmp_path / "out").code == 0
+    done = pipegraph("verify", tmp_path / "out", file)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[-2] == "batch: 3 rows, all different, in microbatches of 2 and 1"
+    manifest = tmp_path / "out" / "pipeline.json"
+    tampered = json.loads(manifest.read_text())
+    tampered["values"]["mask"] |= {"batch_dim": None}
+    tampered["values"]["mask"].pop("role", None)
+    manifest.write_text(json.dumps(tampered))
+    done = pipegraph("verify", tmp_path / "out", file)
+    assert done.code == 2 and "equal" not in done.out
+    assert "which pipeline.json gives whole to every microbatch" in done.err.replace("\n", " ")
+    assert "--batch-dim mask=0" in done.err
+
+
+MASKED = """
+import torch
+from torch import nn
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        return self.last(self.first(x) * mask[:, None])
+
+
+def build_model():
+    torch.manual_seed(0)
+    return Masked()
+
+
+example_inputs = (torch.randn(2, 8, generator=torch.Generator().manual_seed(0)), torch.ones(2))
+"""

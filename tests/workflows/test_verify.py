@@ -14,6 +14,7 @@ from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.workflows.reference_step import TOLERANCE, TensorComparison, compare, compare_named, within_rounding
+from pipegraph.workflows.verification_batch import verification_batch
 from pipegraph.workflows.verify import Verification, verify
 
 ONE = torch.tensor([1.0, -4.0])
@@ -221,8 +222,10 @@ def test_a_loss_that_is_nearly_zero(tmp_path: Path) -> None:
     _, source = written(tmp_path)
     near = tmp_path / "near"
     near.mkdir()
-    total = source.model(*source.args).sum().item()
-    package, source = written(near, loss=f"output.sum() - {total} + 2e-6")
+    batch = verification_batch(source, Package.open(tmp_path / "out").manifest).whole_batch
+    assert batch is not None
+    mean = source.model(*batch.args).sum(1).mean().item()
+    package, source = written(near, loss=f"output.sum(1).mean() - {mean} + 2e-6")
     found = verify(edited(package, "return ", "return 1.0000002 * "), source)
     assert found.equal, str(found)
     assert found.of("loss")[0].difference > TOLERANCE

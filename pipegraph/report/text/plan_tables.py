@@ -54,6 +54,15 @@ def stage_lines(described: Sequence[str]) -> list[str]:
     return [f"{stage}{colon}{short_modules(modules)}" for stage, colon, modules in halves]
 
 
+def ranks_lines(prediction: Prediction) -> list[str]:
+    """Return the line that says how many ranks a schedule makes of the stages; none if each stage has its own."""
+    stages, ranks = len(prediction.placement), len(set(prediction.placement))
+    if stages == ranks or stages % ranks:
+        return []
+    on = f"{format_number_of('stage', stages)} on {format_number_of('rank', ranks)}"
+    return [f"{on} under {one_line(prediction.schedule)} (for {stages} ranks: --stages {stages * stages // ranks})"]
+
+
 def layout_lines(layout: str) -> list[str]:
     """Return the line that says a layout and its letters; none for an empty one."""
     return [f"layout     {one_line(layout)} (for --points: {_LETTERS})"] if layout else []
