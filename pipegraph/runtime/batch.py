@@ -118,11 +118,14 @@ def _check_role(manifest: Manifest, value: Value, count: int) -> None:
     mixing = manifest.batch.mixing
     if mixing and value.batch_role == "rows":
         further = f", and {format_number_of('more operator', len(mixing) - 1)}" if len(mixing) > 1 else ""
+        name, _, dim = manifest.batch.suggestion.partition("=")
+        role = f"{name}={dim}" if dim else f"{value.name}=DIM|whole|list"
+        python = f'batch_dims={{"{name}": {dim}}}' if dim else "batch_dims="
         raise BatchError(
             f"{mixing[0]} mixes the rows of a batch{further}, so that {count} microbatches of a batch do not give its "
             "result.\n"
-            f"Try: declare a role of {value.name} when the model is captured, with batch_dims= or --batch-dim "
-            f"{value.name}=DIM|whole|list; or pass lists of microbatches; or microbatches=1."
+            f"Try: declare a role when the model is captured, with {python} or --batch-dim {role}; or pass lists of "
+            "microbatches; or microbatches=1."
         )
 
 
