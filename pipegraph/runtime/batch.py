@@ -15,14 +15,14 @@ from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import holds
 from pipegraph.runtime.model_arguments import bind_arguments
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest
-from pipegraph.runtime.step_sizes import KnownSizes, MicrobatchSizes, StepSizes, sizes_of_inputs
+from pipegraph.runtime.step_sizes import MicrobatchSizes, ShownSizes, StepSizes, sizes_of_inputs
 from pipegraph.runtime.targets import check_strided
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
 from pipegraph.units import format_number_of
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """The arguments of a step: tensors of the whole batch, or lists with one tensor for each microbatch.
 
     Attributes:
@@ -48,7 +48,7 @@ class Batch:
         return [(name, value)]
 
 
-def bind_batch(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> Batch:
+def bind_batch(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> StepBatch:
     """Bind arguments to inputs. Raises BatchError for arguments and lists that do not fit together."""
     inputs = bind_arguments(manifest, args, kwargs)
     target = None if request.target is NO_TARGET else request.target
@@ -64,20 +64,20 @@ def bind_batch(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any
             raise BatchError(
                 f"{name} is a list of {length} microbatches{request_text}.\nTry: one item for each microbatch."
             )
-    return Batch(inputs, target, lists[0][1] if lists else None)
+    return StepBatch(inputs, target, lists[0][1] if lists else None)
 
 
-def known_sizes(manifest: Manifest, batch: Batch) -> KnownSizes:
+def known_sizes(manifest: Manifest, batch: StepBatch) -> ShownSizes:
     """The sizes that the inputs show. Their tensors have to be checked by `check_tensors` before."""
     shapes = [(name, value.shape) for name, value in batch.inputs.items() if not isinstance(value, list)]
     lists = [(name, value) for name, value in batch.inputs.items() if isinstance(value, list)]
     by_microbatch = [[(name, tensors[index].shape) for name, tensors in lists] for index in range(batch.count or 0)]
-    return KnownSizes(
+    return ShownSizes(
         sizes_of_inputs(manifest, shapes), tuple(sizes_of_inputs(manifest, table) for table in by_microbatch)
     )
 
 
-def check_tensors(manifest: Manifest, batch: Batch, inputs: Sequence[str], cast_from: torch.dtype | None) -> None:
+def check_tensors(manifest: Manifest, batch: StepBatch, inputs: Sequence[str], cast_from: torch.dtype | None) -> None:
     """Raise BatchError unless these inputs are tensors with the dtypes and the numbers of dimensions of the manifest.
 
     Args:
@@ -88,7 +88,7 @@ def check_tensors(manifest: Manifest, batch: Batch, inputs: Sequence[str], cast_
             _check_tensor(manifest.values[name], label, tensor, cast_from)
 
 
-def check_batch(manifest: Manifest, batch: Batch, step: StepSizes, microbatches: int) -> None:
+def check_batch(manifest: Manifest, batch: StepBatch, step: StepSizes, microbatches: int) -> None:
     """Raise BatchError unless the inputs have the shapes of a step of these sizes, and roles that allow it.
 
     Args:

@@ -1,6 +1,6 @@
 """Microbatches: cut from a batch, and their outputs joined again.
 
-Batch ─ check ─▶ cut ─▶ Microbatches ─▶ executors ─▶ outputs of microbatches ─ join ─▶ outputs of the batch
+StepBatch ─ check ─▶ cut ─▶ Microbatches ─▶ executors ─▶ outputs of microbatches ─ join ─▶ outputs of the batch
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH
-from pipegraph.runtime.batch import Batch, check_batch, check_tensors, known_sizes
+from pipegraph.runtime.batch import StepBatch, check_batch, check_tensors, known_sizes
 from pipegraph.runtime.model_arguments import fill_structure
-from pipegraph.runtime.step_sizes import KnownSizes, MicrobatchSizes, StepSizes, microbatch_tables, step_sizes
+from pipegraph.runtime.step_sizes import MicrobatchSizes, ShownSizes, StepSizes, microbatch_tables, step_sizes
 from pipegraph.runtime.storage import share_memory
 from pipegraph.runtime.targets import cut_target, placed
 from pipegraph.runtime.wiring import torch_dtype
@@ -106,7 +106,7 @@ class BatchLayout:
         return step_sizes(tables, self.size_names, self.microbatch_sizes)
 
 
-def local_sizes(layout: BatchLayout, batch: Batch, microbatches: int) -> tuple[KnownSizes, list[dict[str, int]]]:
+def local_sizes(layout: BatchLayout, batch: StepBatch, microbatches: int) -> tuple[ShownSizes, list[dict[str, int]]]:
     """Check the tensors of a batch. Return the sizes that they show, and by them those of each microbatch.
 
     Inputs that only stages of other processes take are checked as well, so that every process raises the same error.
@@ -122,7 +122,7 @@ def local_sizes(layout: BatchLayout, batch: Batch, microbatches: int) -> tuple[K
     return sizes, microbatch_tables(sizes, microbatches, layout.min_rows)
 
 
-def cut(layout: BatchLayout, batch: Batch, sizes: StepSizes, microbatches: int) -> Microbatches:
+def cut(layout: BatchLayout, batch: StepBatch, sizes: StepSizes, microbatches: int) -> Microbatches:
     """Cut a batch into microbatches of these sizes. Raises BatchError if it does not fit them.
 
     Args:

@@ -15,7 +15,7 @@ from pipegraph.errors import RuntimeFault
 from pipegraph.kernels.autocast import autocast_number
 from pipegraph.package import Manifest
 from pipegraph.package.sizes import BATCH
-from pipegraph.runtime.batch import Batch
+from pipegraph.runtime.batch import StepBatch
 from pipegraph.runtime.checksums import ABSENT, Checksums, checksum
 from pipegraph.runtime.gradient_reduction import trained_by
 from pipegraph.runtime.parameters import Stages, parameters_of
@@ -32,7 +32,7 @@ from pipegraph.runtime.step_checks import (
     trained_ranks_that_differ,
 )
 from pipegraph.runtime.step_record import RecordLayout, StepRecord
-from pipegraph.runtime.step_sizes import KnownSizes
+from pipegraph.runtime.step_sizes import ShownSizes
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class LocalStep:
         tables: the sizes of each microbatch, as far as this rank knows them.
     """
 
-    batch: Batch
-    sizes: KnownSizes
+    batch: StepBatch
+    sizes: ShownSizes
     tables: Sequence[Mapping[str, int]]
     evaluates: bool
     trains: bool
@@ -201,7 +201,7 @@ class StepAgreement:
         table = group.all_gather(sizes).tolist()
         return [self._layout.decode(vector, row) for vector, row in zip(vectors, table, strict=True)]
 
-    def _sums(self, batch: Batch) -> list[torch.Tensor | None]:
+    def _sums(self, batch: StepBatch) -> list[torch.Tensor | None]:
         values = self._manifest.values
         sums = [
             checksum(batch.inputs[name], values[name].batch_dim) if name in batch.inputs else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipegraph.package import CALLER, Manifest
-from pipegraph.runtime.step_sizes import KnownSizes
+from pipegraph.runtime.step_sizes import ShownSizes
 
 ROOM: Final = 96
 """The sizes of microbatches that fit into a record. Longer ones follow it in a message of their own."""
@@ -120,19 +120,19 @@ class RecordLayout:
             tuple(vector[_FIELDS + ROOM :]),
         )
 
-    def encode_sizes(self, sizes: KnownSizes) -> tuple[int, ...]:
+    def encode_sizes(self, sizes: ShownSizes) -> tuple[int, ...]:
         """Sizes as numbers: of microbatches in lists, of whole tensors, of each microbatch in lists; −1 if unknown."""
         tables = sizes.whole, *sizes.lists
         return len(sizes.lists), *(table.get(name, _UNKNOWN) for table in tables for name in self.sizes)
 
-    def decode_sizes(self, numbers: Sequence[int]) -> KnownSizes:
+    def decode_sizes(self, numbers: Sequence[int]) -> ShownSizes:
         """The sizes of the numbers that `encode_sizes` returned."""
         width = len(self.sizes)
         parts = [numbers[1 + place * width : 1 + (place + 1) * width] for place in range(numbers[0] + 1)]
         first, *lists = (
             {name: number for name, number in zip(self.sizes, part, strict=True) if number >= 0} for part in parts
         )
-        return KnownSizes(first, tuple(lists))
+        return ShownSizes(first, tuple(lists))
 
 
 def _bits(number: float) -> int:

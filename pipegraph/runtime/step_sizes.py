@@ -1,6 +1,6 @@
 """The sizes of a step: those that the caller's tensors show, and those of all microbatches.
 
-inputs of a rank ─▶ KnownSizes ─▶ sizes of microbatches ─▶ merged with those of other ranks ─▶ StepSizes
+inputs of a rank ─▶ ShownSizes ─▶ sizes of microbatches ─▶ merged with those of other ranks ─▶ StepSizes
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepSizes:
     @classmethod
     def even(cls, sizes: Mapping[str, int], microbatches: int) -> StepSizes:
         """The sizes of a batch that is cut into microbatches as evenly as possible."""
-        tables = microbatch_tables(KnownSizes(sizes), microbatches)
+        tables = microbatch_tables(ShownSizes(sizes), microbatches)
         return cls(tuple(MicrobatchSizes(tuple(table.items())) for table in tables))
 
     @cached_property
@@ -115,7 +115,7 @@ class StepSizes:
 
 
 @dataclass(frozen=True)
-class KnownSizes:
+class ShownSizes:
     """The sizes that the tensors show which a rank was given.
 
     Attributes:
@@ -127,7 +127,7 @@ class KnownSizes:
     lists: tuple[Mapping[str, int], ...] = ()
 
 
-def microbatch_tables(known: KnownSizes, microbatches: int, min_rows: int = 1) -> list[dict[str, int]]:
+def microbatch_tables(known: ShownSizes, microbatches: int, min_rows: int = 1) -> list[dict[str, int]]:
     """The sizes of each microbatch, as far as they are known.
 
     Rows are cut as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2 and 2. A batch with too few rows for that

@@ -18,15 +18,15 @@ from pipegraph.runtime.step_checks import (
     trained_ranks_that_differ,
 )
 from pipegraph.runtime.step_record import ROOM, RecordLayout, StepRecord
-from pipegraph.runtime.step_sizes import KnownSizes
+from pipegraph.runtime.step_sizes import ShownSizes
 
 LAYOUT = RecordLayout(("batch", "seq"), ("x", "mask"))
 PAIR = single(2)
 REPLICAS = RankGrid(("pp", "dp_replicate"), (2, 2))
-RECORD = StepRecord(3, False, 2, sizes=LAYOUT.encode_sizes(KnownSizes({"batch": 5, "seq": 8})), checksums=(1, 2, 3))
+RECORD = StepRecord(3, False, 2, sizes=LAYOUT.encode_sizes(ShownSizes({"batch": 5, "seq": 8})), checksums=(1, 2, 3))
 
 
-def sized(sizes: KnownSizes, microbatches: int = 2) -> StepRecord:
+def sized(sizes: ShownSizes, microbatches: int = 2) -> StepRecord:
     return replace(RECORD, sizes=LAYOUT.encode_sizes(sizes), microbatches=microbatches)
 
 
@@ -36,8 +36,8 @@ def sized(sizes: KnownSizes, microbatches: int = 2) -> StepRecord:
         RECORD,
         replace(RECORD, evaluates=True, loss=True, weight=0.0, trained=2**47, trains=False, autocast=2),
         replace(RECORD, loss=False, weight=1234.5, checksum_call=2, checksums=(ABSENT, -5, 2**62)),
-        sized(KnownSizes({"seq": 3}, ({"batch": 2}, {"batch": 1, "seq": 8}))),
-        sized(KnownSizes()),
+        sized(ShownSizes({"seq": 3}, ({"batch": 2}, {"batch": 1, "seq": 8}))),
+        sized(ShownSizes()),
     ],
 )
 def test_a_record_survives_its_vector(record: StepRecord) -> None:
@@ -48,7 +48,7 @@ def test_a_record_survives_its_vector(record: StepRecord) -> None:
 
 
 def test_sizes_beyond_the_room_of_a_record_follow_it() -> None:
-    long = sized(KnownSizes({}, tuple({"batch": 1, "seq": 5} for _ in range(ROOM))))
+    long = sized(ShownSizes({}, tuple({"batch": 1, "seq": 5} for _ in range(ROOM))))
     vectors = [LAYOUT.encode(RECORD), LAYOUT.encode(long)]
     assert [len(vector) for vector in vectors] == [LAYOUT.length] * 2
     length = LAYOUT.following(vectors)
@@ -87,26 +87,26 @@ def test_a_rank_may_train_nothing_and_not_all_ranks() -> None:
 
 
 def test_sizes_are_merged_from_those_that_ranks_know() -> None:
-    whole = KnownSizes({"batch": 5})
+    whole = ShownSizes({"batch": 5})
     expected = [{"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}]
-    assert agreed_tables([sized(whole), sized(KnownSizes({"seq": 8}))], PAIR, LAYOUT) == {(0, 1): expected}
-    cut = KnownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}))
+    assert agreed_tables([sized(whole), sized(ShownSizes({"seq": 8}))], PAIR, LAYOUT) == {(0, 1): expected}
+    cut = ShownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}))
     assert agreed_tables([sized(whole), sized(cut)], PAIR, LAYOUT) == {(0, 1): expected}, "as whole tensors are cut"
-    one_row = agreed_tables([sized(KnownSizes({"batch": 1})), sized(KnownSizes({"seq": 8}))], PAIR, LAYOUT)
+    one_row = agreed_tables([sized(ShownSizes({"batch": 1})), sized(ShownSizes({"seq": 8}))], PAIR, LAYOUT)
     assert one_row == {(0, 1): [{"batch": 1, "seq": 8}]}, "fewer microbatches than requested"
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (KnownSizes({"batch": 6}), r"2 microbatches of \[3, 2\] rows, seq 8 on rank 0; .* \[3, 3\] rows on rank 1"),
-        (KnownSizes({"batch": 1}), r"1 microbatch of \[1\] rows on rank 1"),
-        (KnownSizes({"seq": 9}), "seq 9 on rank 1"),
-        (KnownSizes({}, ({"batch": 4}, {"batch": 1})), r"2 microbatches of \[4, 1\] rows on rank 1"),
-        (KnownSizes({}, ({"seq": 8}, {"seq": 4})), r"seq \[8, 4\] on rank 1"),
+        (ShownSizes({"batch": 6}), r"2 microbatches of \[3, 2\] rows, seq 8 on rank 0; .* \[3, 3\] rows on rank 1"),
+        (ShownSizes({"batch": 1}), r"1 microbatch of \[1\] rows on rank 1"),
+        (ShownSizes({"seq": 9}), "seq 9 on rank 1"),
+        (ShownSizes({}, ({"batch": 4}, {"batch": 1})), r"2 microbatches of \[4, 1\] rows on rank 1"),
+        (ShownSizes({}, ({"seq": 8}, {"seq": 4})), r"seq \[8, 4\] on rank 1"),
     ],
 )
-def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: KnownSizes, message: str) -> None:
+def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: ShownSizes, message: str) -> None:
     with pytest.raises(RuntimeFault, match=f"batches of different sizes: .*{message}"):
         agreed_tables([RECORD, sized(sizes)], PAIR, LAYOUT)
     with pytest.raises(RuntimeFault, match="different numbers of microbatches: 2 on rank 0; 3 on rank 1"):
@@ -114,12 +114,12 @@ def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: KnownSizes, mess
 
 
 def test_pipelines_have_the_least_number_of_microbatches_of_any() -> None:
-    one, two = sized(KnownSizes({"batch": 1, "seq": 4})), RECORD
+    one, two = sized(ShownSizes({"batch": 1, "seq": 4})), RECORD
     assert agreed_tables([one, two, one, two], REPLICAS, LAYOUT) == {
         (0, 2): [{"batch": 1, "seq": 4}],
         (1, 3): [{"batch": 5, "seq": 8}],
     }
-    lists = sized(KnownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8})))
+    lists = sized(ShownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8})))
     with pytest.raises(BatchError, match=r"lists of different numbers of microbatches.* 1 on rank 0 .*; 2 on rank 1"):
         agreed_tables([one, lists, one, lists], REPLICAS, LAYOUT)
 

@@ -25,9 +25,6 @@ TIMEOUT: Final = 30 * 60.0
 LONGEST: Final = 1e8
 """Seconds: three years. Torch takes a timeout in milliseconds that fit into 64 bits."""
 
-_DIRECT: Final = 8
-"""The most ranks that send to each other directly to gather a tensor."""
-
 _SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s*ms|timeout|timed out", re.IGNORECASE)
 _GONE: Final = re.compile(r"closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
 _LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECASE)
@@ -109,19 +106,10 @@ class Group:
         return table.max()
 
     def start_all_gather(self, tensor: Tensor) -> PendingGather:
-        """Start to gather the tensors of all ranks of the group, which have one shape. It must not change until then.
-
-        A few ranks send to each other directly: gloo's own collective passes on tensors around a ring, in a thread.
-        """
+        """Start to gather the tensors of all ranks, which have one shape. This one must not change until `wait`."""
         table = tensor.new_empty((len(self.ranks), *tensor.shape))
-        if len(self.ranks) > _DIRECT:
-            with lost_connections(self._other):
-                return PendingGather(table, [(self._other, self._open().allgather([list(table)], [tensor]))])
-        table[self.ranks.index(self.rank)] = tensor
-        peers = [rank for rank in self.ranks if rank != self.rank]
-        works = [(rank, self.send(tensor, rank)) for rank in peers]
-        works += [(rank, self.receive(table[self.ranks.index(rank)], rank)) for rank in peers]
-        return PendingGather(table, works)
+        with lost_connections(self._other):
+            return PendingGather(table, self._open().allgather([list(table)], [tensor]), self._other)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks of the group [ranks, …]."""
@@ -159,24 +147,25 @@ class Group:
 
 
 class PendingGather:
-    """Tensors that are being gathered from all ranks of a group."""
+    """Tensors that are being gathered from all ranks of a group. `peer` is the other rank of two."""
 
-    def __init__(self, table: Tensor, works: Sequence[tuple[int | None, dist.Work]]) -> None:
-        self._table, self._works = table, [*works]
+    def __init__(self, table: Tensor, work: dist.Work, peer: int | None) -> None:
+        self._table, self._peer = table, peer
+        self._work: dist.Work | None = work
 
     def wait(self) -> Tensor:
         """Return the tensors [ranks, …]."""
+        assert self._work is not None, "waited for once"
         try:
-            for peer, work in self._works:
-                with lost_connections(peer):
-                    work.wait()
+            with lost_connections(self._peer):
+                self._work.wait()
         finally:
             self.drop()
         return self._table
 
     def drop(self) -> None:
         """Drop what is not done, because it keeps the connection open."""
-        self._works.clear()
+        self._work = None
 
 
 class _ClosedHere(RuntimeError):
