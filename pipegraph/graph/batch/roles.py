@@ -196,6 +196,8 @@ def assign_roles(
     reference = next(iter(declared.rows), None) or next((at for at, name in named.items() if name == BATCH), None)
     first = _Assigner(graph, inputs, captured, declared, named, reference or (inputs[0].position if inputs else 0, 0))
     best, score = first.best()
+    if score != (0, 0) and not declared.roles:
+        best = replace(best, fixed=frozenset())  # no size is fixed for a role that is not proved
     if reference is None and score[0] and inputs:
         position = inputs[0].position
         for dim in range(1, len(shape_of(inputs[0].node))):
