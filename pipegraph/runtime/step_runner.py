@@ -15,7 +15,8 @@ from pipegraph.kernels import Maker
 from pipegraph.runtime.batch_shares import BatchShares
 from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
-from pipegraph.runtime.executor import Executor, run_executors
+from pipegraph.runtime.executor import Executor
+from pipegraph.runtime.executor_turns import run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
@@ -39,6 +40,7 @@ from pipegraph.runtime.same_batches import SameBatches
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_data import StepInputs, StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
+from pipegraph.runtime.step_losses import StepLosses
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
@@ -134,6 +136,8 @@ class StepRunner:
             self._what_is_collective(world, groups, resident),
         )
         self._informants = first_senders(wiring[min(stages)], places) if world else []
+        self._losses = StepLosses(manifest, stages, loss_fn, reduction, world, bool(self._replicas))
+        self._losses.check_schedule(schedule)
         self._input_gradients = InputGradients(manifest, places, world.rank if world else 0, world)
         self._shares: BatchShares | None = None
         self._same_batches = SameBatches(world) if world and world.grid.length(TENSOR) > 1 else None
@@ -196,6 +200,7 @@ class StepRunner:
         observer = observers.joined(evaluates)
         for executor in executors:
             executor.observer, executor.input_gradients = observer, input_gradients
+            self._losses.prepare(executor, given, trains)
         results = StepOutputs()
         self._numbers.evaluates = evaluates
         if trains:
@@ -209,6 +214,7 @@ class StepRunner:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
             self._input_gradients.finish(input_gradients)
+            self._losses.after_step()
             self._gradient_checks.after_step()
         else:
             with self._during_step(observer):
