@@ -15,13 +15,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pipegraph.errors import RuntimeFault
 from pipegraph.garbage import rare_collection
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
+from pipegraph.runtime.batch_loss import BatchLoss
 from pipegraph.runtime.host_memory import HostMemory
 from pipegraph.runtime.input_gradients import StepInputGradients
+from pipegraph.runtime.loss_check import LossCheck
 from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.processes.faults import ActionFailed
@@ -41,8 +42,9 @@ class Executor:
 
     `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
     the transport knows it. `numbers` seeds the random numbers of each microbatch. `ties` adds up the
-    gradients of tied weights. `input_gradients` collects those of the caller's inputs. `collectives` does those of the
-    schedule; without it there are none.
+    gradients of tied weights. `batch_loss` evaluates the loss of the whole batch, and `loss_check` looks at that of
+    each microbatch. `input_gradients` collects those of the caller's inputs. `collectives` does those of the schedule;
+    without it there are none.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Executor:
         self.position = 0
         self.observer: Observer | None = None
         self.input_gradients = StepInputGradients({}, {})
-        self._schedule = schedule
+        self.batch_loss: BatchLoss | None = None
+        self.loss_check: LossCheck | None = None
+        self.schedule = schedule
         self._trains = schedule.trains
         self._wiring = wiring
         self._kernels = kernels
@@ -98,7 +102,7 @@ class Executor:
     def run(self, given: StepInputs, results: StepOutputs) -> Iterator[None]:
         """Do every action. Yields while another executor of this process has to go on first. Raises ActionFailed."""
         for stage, kernels in self._kernels.items():
-            if self._is_here(stage):
+            if self.has_stage(stage):
                 with self._preparing(stage):
                     kernels.begin()
         step, posted, observer = StepState(given, results), 0, self.observer
@@ -174,7 +178,7 @@ class Executor:
     def _prepare_for(self, given: StepInputs, microbatch: int) -> None:
         """Compile for the sizes of a microbatch, on inputs of zeros."""
         for stage, needed in self._kinds.items():
-            with_loss = stage == self._last and given.with_loss
+            with_loss = self._with_loss(stage, given)
             with self._preparing(stage), rare_collection():
                 self._kernels[stage].prepare(
                     [
@@ -221,15 +225,14 @@ class Executor:
         stage, microbatch = key = action.stage, action.microbatch
         wiring, given, results = self._wiring[stage], step.given, step.results
         arrived = step.inputs.pop(key, {})
-        with_loss = stage == self._last and given.with_loss
+        with_loss = self._with_loss(stage, given)
         self._numbers.microbatch = microbatch
+        inputs = [
+            self._caller_input(given, value.name, microbatch) if value.producer == CALLER else arrived.pop(value.name)
+            for value in wiring.inputs
+        ]
         forward = self._kernels[stage].forward(
-            [
-                self._caller_input(given, value.name, microbatch)
-                if value.producer == CALLER
-                else arrived.pop(value.name)
-                for value in wiring.inputs
-            ],
+            inputs,
             target=given.batch.targets[microbatch] if with_loss else None,
             with_loss=with_loss,
             differentiable=self._trains,
@@ -242,12 +245,17 @@ class Executor:
                 if value.consumers and returned.dtype != outputs[value.name].dtype:
                     step.cast[key][value.name] = returned.dtype
         for edge in wiring.leaving:
-            if self._is_here(edge.consumer):
+            if self.has_stage(edge.consumer):
                 step.inputs[edge.consumer, microbatch].update((name, outputs[name]) for name in edge.names)
             else:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
         if forward.loss is not None:
             results.add_loss(microbatch, forward.loss, forward.metrics)
+            if self.loss_check is not None:
+                sizes = given.batch.sizes.microbatches[microbatch].sizes
+                self.loss_check.add(inputs, forward.outputs, given.batch.targets[microbatch], sizes)
+        if stage == self._last and self.batch_loss is not None:
+            self.batch_loss.add(microbatch, forward.outputs, results)
         if stage == self._last and given.keep_outputs:
             results.outputs[microbatch] = forward.outputs
         if not forward.is_pure:
@@ -256,6 +264,10 @@ class Executor:
             step.received[key].keep_shared((*forward.outputs, forward.loss, *forward.metrics.values()))
         if not self._trains:
             step.release(key)
+
+    def _with_loss(self, stage: int, given: StepInputs) -> bool:
+        """Whether the kernels of a stage compute the loss of each microbatch."""
+        return stage == self._last and given.with_loss and self.batch_loss is None
 
     def _caller_input(self, given: StepInputs, name: str, microbatch: int) -> Any:
         return self.input_gradients.leaf(name, microbatch, given.batch.inputs[name][microbatch])
@@ -282,6 +294,8 @@ class Executor:
     def _output_gradients(self, step: StepState, action: Action) -> list[Tensor | None]:
         """The gradient of each output, summed over its consumers. For the last stage also that of the loss."""
         stage, microbatch = key = action.stage, action.microbatch
+        if stage == self._last and self.batch_loss is not None:
+            return self.batch_loss.gradients(microbatch)
         sums = step.gradients.pop(key, GradientSums())
         for name, dtype in step.cast.pop(key, {}).items():
             if name in sums:
@@ -305,7 +319,7 @@ class Executor:
                 if value.producer == CALLER:
                     self.input_gradients.add(value.name, microbatch, gradient)
         for edge in wiring.arriving:
-            if self._is_here(edge.producer):
+            if self.has_stage(edge.producer):
                 names = [value.name for value in edge.gradients if value.name in by_name]
                 step.gradients[edge.producer, microbatch].add((name, by_name[name]) for name in names)
             elif edge.gradients:
@@ -316,8 +330,9 @@ class Executor:
         if key in step.received:
             step.received[key].keep_shared(gradients)
 
-    def _is_here(self, stage: int) -> bool:
-        return self._schedule.placement[stage] == self.rank
+    def has_stage(self, stage: int) -> bool:
+        """Whether a stage is on the rank of this executor."""
+        return self.schedule.placement[stage] == self.rank
 
 
 # Functions, not methods: an executor that held its own methods would be garbage only for a collector.
@@ -329,27 +344,3 @@ _DO: Final[Mapping[Kind, Callable[[Executor, StepState, Action], None]]] = {
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,
 }
-
-
-def run_executors(executors: Sequence[Executor], given: StepInputs, results: StepOutputs) -> None:
-    """Do one step of every executor of this process: one under a launcher, all of them in turns in a plain process.
-
-    Each goes on until it needs what another of them has yet to send.
-    """
-    runs: list[tuple[Executor, Iterator[Any]]] = [(executor, executor.run(given, results)) for executor in executors]
-    for executor in executors:
-        executor.position = 0  # not where a step that failed has ended
-    try:
-        while runs:
-            before = [executor.position for executor, _ in runs]
-            waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]
-            if len(waiting) == len(runs) and before == [executor.position for executor, _ in waiting]:
-                at = ", ".join(f"rank {each.rank} at {each.actions[each.position]}" for each, _ in waiting)
-                raise RuntimeFault(
-                    f"the schedule deadlocks: every rank waits for another one ({at}).\n"
-                    "Try: pipegraph schedule FILE, which checks it."
-                )
-            runs = waiting
-    finally:
-        for executor in executors:
-            executor.clear()

@@ -329,3 +329,8 @@ def differentiable_part(tensor: Any) -> Tensor:
 pytree = _pytree
 """Torch's nested containers. It has no public module for them, and other libraries do not know the classes that a model
 registered with torch."""
+
+
+def version(tensor: torch.Tensor) -> int:
+    """A number that every write to the tensor changes."""
+    return tensor._version

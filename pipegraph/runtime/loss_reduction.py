@@ -15,6 +15,10 @@ from pipegraph.errors import ArgumentError, BatchError
 LOSS_REDUCTIONS: Final = ("mean", "sum")
 """The mean over microbatches, weighed by their rows, or the sum."""
 
+LOSS_OVER: Final = ("rows", "batch", "microbatch")
+"""A loss of which the rows of a batch are independent, which is checked; one over the whole batch; one over a
+microbatch, however that was cut."""
+
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
 """(output, target) → the loss of one microbatch, or (loss, metrics)"""
 
@@ -29,13 +33,15 @@ class LossReduction:
     Attributes:
         sums: whether the losses of microbatches are added up and divided by nothing.
         weight_of: how many items of a microbatch count; None if its rows do.
+        over: one of `LOSS_OVER`.
     """
 
     sums: bool = False
     weight_of: LossWeight | None = None
+    over: str = "rows"
 
     @classmethod
-    def of(cls, reduction: object, weight_of: LossWeight | None) -> LossReduction:
+    def of(cls, reduction: object, weight_of: LossWeight | None, over: object = "rows") -> LossReduction:
         """The reduction that the arguments of a pipeline ask for. Raises ArgumentError."""
         if reduction not in LOSS_REDUCTIONS:
             raise ArgumentError(
@@ -51,7 +57,17 @@ class LossReduction:
                     'loss_weight divides the sum of losses, and loss_reduction="sum" divides by nothing.\n'
                     "Try: one of the two."
                 )
-        return cls(reduction == "sum", weight_of)
+        if over not in LOSS_OVER:
+            raise ArgumentError(
+                f'loss_over cannot be {over!r}.\nTry: "rows" for a mean over rows, "batch" for a loss that compares '
+                'the rows of a batch, or "microbatch" for one that is taken as it is for each microbatch.'
+            )
+        if over == "batch" and (reduction == "sum" or weight_of is not None):
+            raise ArgumentError(
+                'loss_over="batch" evaluates the loss once, so that no losses are added up, as '
+                f"{'loss_weight' if weight_of is not None else 'loss_reduction'} asks for.\nTry: one of the two."
+            )
+        return cls(reduction == "sum", weight_of, str(over))
 
     def weigh(self, targets: Sequence[Any]) -> float:
         """How many items of microbatches count. Raises BatchError for what is no number of items."""

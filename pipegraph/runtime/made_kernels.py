@@ -39,7 +39,7 @@ def make_kernels(
         ArgumentError: `loss_fn` is no function.
     """
     last = len(wiring) - 1
-    loss = None if loss_fn is None else _packed_loss(manifest, stages.get(last), loss_fn)
+    loss = None if loss_fn is None else packed_loss(manifest, stages.get(last), loss_fn)
     made = {}
     for index, stage in stages.items():
         own = wiring[index]
@@ -54,7 +54,7 @@ def make_kernels(
     return made
 
 
-def _packed_loss(manifest: Manifest, last: nn.Module | None, loss_fn: LossFunction) -> Loss:
+def packed_loss(manifest: Manifest, last: nn.Module | None, loss_fn: LossFunction) -> Loss:
     """Return the loss of the last stage's outputs: `loss_fn` takes them in the model's own structure."""
     kinds = type(None) if isinstance(loss_fn, type) else Callable  # the class of a loss is not yet one
     require_type(loss_fn, kinds, "loss_fn is a function of output and target", "loss_fn=nn.MSELoss()")

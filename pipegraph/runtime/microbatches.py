@@ -37,6 +37,25 @@ class Microbatches:
     targets: Sequence[Any]
 
 
+def target_dims(manifest: Manifest) -> tuple[int, ...]:
+    """The dimensions along which a target may have its rows: the declared one, or that of the outputs, or 0."""
+    declared = manifest.batch.target_dim
+    if declared is not None:
+        return (declared,)
+    outputs = {manifest.values[name].batch_dim for name in manifest.stages[-1].outputs}
+    return tuple(dict.fromkeys((*(dim for dim in outputs if dim is not None and len(outputs) == 1), 0)))
+
+
+def values_with_rows(manifest: Manifest) -> tuple[Value, ...]:
+    """The caller's inputs and the model's outputs that have rows."""
+    outputs = manifest.stages[-1].outputs
+    return tuple(
+        value
+        for value in manifest.values.values()
+        if (value.producer == CALLER or value.name in outputs) and value.batch_dim is not None and not value.is_constant
+    )
+
+
 @dataclass(frozen=True)
 class BatchLayout:
     """What is equal for all batches of a pipeline on this process.
@@ -62,21 +81,14 @@ class BatchLayout:
     def from_manifest(
         cls, manifest: Manifest, stages: Collection[int], device: torch.device, cast_from: torch.dtype | None
     ) -> BatchLayout:
-        values, outputs = manifest.values, manifest.stages[-1].outputs
+        values = manifest.values
         inputs = {name for index in stages for name in manifest.stages[index].inputs}
-        with_rows = [
-            value
-            for value in values.values()
-            if (value.producer == CALLER or value.name in outputs)
-            and value.batch_dim is not None
-            and not value.is_constant
-        ]
         return cls(
             manifest,
             device,
             tuple(sorted(name for name in inputs if values[name].producer == CALLER)),
             len(manifest.stages) - 1 in stages,
-            tuple(with_rows),
+            values_with_rows(manifest),
             cast_from,
             lru_cache(maxsize=1024)(MicrobatchSizes),
         )
@@ -85,15 +97,6 @@ class BatchLayout:
     def size_names(self) -> tuple[str, ...]:
         """All sizes, in the order of the manifest."""
         return tuple(self.manifest.sizes)
-
-    @property
-    def target_dims(self) -> tuple[int, ...]:
-        """The dimensions along which a target may have its rows: the declared one, or that of the outputs, or 0."""
-        declared = self.manifest.batch.target_dim
-        if declared is not None:
-            return (declared,)
-        outputs = {self.manifest.values[name].batch_dim for name in self.manifest.stages[-1].outputs}
-        return tuple(dict.fromkeys((*(dim for dim in outputs if dim is not None and len(outputs) == 1), 0)))
 
     @property
     def min_rows(self) -> int:
@@ -150,12 +153,12 @@ def _cut_target(layout: BatchLayout, target: Any, sizes: StepSizes) -> Sequence[
     by_value = [sizes.lengths(value) for value in layout.with_rows]
     if not isinstance(target, list):
         lengths_of_batch = {sum(lengths): lengths for lengths in by_value}
-        return cut_target(target, count, device, lengths_of_batch, dims=layout.target_dims)
+        return cut_target(target, count, device, lengths_of_batch, dims=target_dims(layout.manifest))
     targets: list[Any] = []
     for index, item in enumerate(target):
         lengths = {column[index]: column[index : index + 1] for column in by_value}
         names = f"target[{index}]", f"microbatch {index}"
-        targets += cut_target(item, 1, device, lengths, *names, dims=layout.target_dims)
+        targets += cut_target(item, 1, device, lengths, *names, dims=target_dims(layout.manifest))
     return targets
 
 

@@ -108,6 +108,10 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         loss_weight: for a loss_fn that returns a sum over the items that count, such as tokens that are not masked:
             `loss_weight(target)` returns how many count in a microbatch. The loss of a step, and each metric, is then
             the sum over microbatches and data-parallel ranks, divided by all that counts there.
+        loss_over: "rows" if the loss is the mean over rows that loss_reduction and loss_weight describe, or their sum:
+            the first step checks it, on two halves of each microbatch. "batch": the loss is evaluated once, on the
+            outputs of all microbatches and the whole target, as a contrastive loss needs it; for schedules whose last
+            stage runs all forwards first, such as "gpipe". "microbatch": the loss of each microbatch as it is.
         seed: what dropout and all other random operations draw from. Their numbers depend on it, the step, the
             microbatch of the whole batch and what draws, and on nothing else: not on cuts, schedule, processes,
             kernels or recompute. By default they come from torch's generators. Parameters of a package without weights
@@ -154,8 +158,9 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         precision: str | None = None,
         cuda_graphs: bool = False,
         check_inputs: bool = True,
+        loss_over: str = "rows",
     ) -> None:
-        self._reduction = LossReduction.of(loss_reduction, loss_weight)
+        self._reduction = LossReduction.of(loss_reduction, loss_weight, loss_over)
         self._loss_fn = loss_fn
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self._observers = ObserverList()

@@ -45,6 +45,7 @@ def check_options(
         "seed": asked.seed,
         "precision": asked.precision,
         "loss_reduction": "sum" if reduction.sums else "mean",
+        "loss_over": reduction.over,
         "tp_plan": asked.tp_plan,
         "fsdp": asked.fsdp,
         "resident": resident,

@@ -16,7 +16,8 @@ from pipegraph.kernels import Maker
 from pipegraph.runtime.batch import bind_batch
 from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
-from pipegraph.runtime.executor import Executor, run_executors
+from pipegraph.runtime.executor import Executor
+from pipegraph.runtime.executor_turns import run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
@@ -43,6 +44,7 @@ from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_inputs import StepInputs
+from pipegraph.runtime.step_losses import StepLosses
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
@@ -137,6 +139,8 @@ class StepRunner:
             self._what_is_collective(world, groups, resident),
         )
         self._data_ranks: Group | None = None
+        self._losses = StepLosses(manifest, stages, loss_fn, reduction, world, bool(self._replicas))
+        self._losses.check_schedule(schedule)
         self._input_gradients = InputGradients(manifest, places, world.rank if world else 0, world)
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
@@ -195,6 +199,8 @@ class StepRunner:
         with self._during_step(observer), self.ties.summed_gradients() if trains else nullcontext():
             dtypes = self._boundaries.under_autocast(self._distributed)
             inputs = StepInputs(batch, scale, request.with_loss, request.return_outputs, dtypes)
+            for executor in executors:
+                self._losses.prepare(executor, inputs, trains)
             run_executors(executors, inputs, results)
             if trains:
                 redistribute_gradients(self.stages)
@@ -205,6 +211,7 @@ class StepRunner:
                 self._collectives.make_buffers_equal()
             self._replicas.reduce()
             self._input_gradients.finish(input_gradients)
+            self._losses.after_step()
             self._gradient_checks.after_step()
         self.transport.finish()
         self._numbers.steps += not evaluates

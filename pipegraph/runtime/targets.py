@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,25 @@ def cut_target(
     if spec.is_leaf():
         return cuts[0]
     return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
+
+
+def join_target(targets: Sequence[Any], lengths: Collection[int], dims: Sequence[int]) -> Any:
+    """Join the targets of microbatches. What has no rows is the same for all of them.
+
+    Args:
+        lengths: rows that the batch may have.
+        dims: along which the rows of a tensor may lie, as in `cut_target`.
+    """
+
+    def joined(*parts: Any) -> Any:
+        first = parts[0]
+        if not isinstance(first, Tensor) or first.dim() == 0 or len(parts) == 1:
+            return first
+        along = (dim for dim in dims if dim < first.dim())
+        dim = next((dim for dim in along if sum(part.shape[dim] for part in parts) in lengths), 0)
+        return torch.cat(parts, dim)
+
+    return pytree.tree_map(joined, *targets)
 
 
 def placed(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None = None) -> Tensor:

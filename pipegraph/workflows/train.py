@@ -106,6 +106,7 @@ class Training:
             schedule,
             loss_fn=loss_with_metrics(source),
             loss_weight=training_function(source, "loss_weight"),
+            loss_over=(source.training.loss_over if source is not None else None) or "rows",
             device=device,
             kernels=kernels,
             timeout=seconds,

@@ -48,8 +48,9 @@ def test_compiled_kernels_return_metrics(tmp_path: Path) -> None:
     assert [count.static for count in pipe.kernels_report()] == [1, 1]
 
 
-def step(folder: Path, loss_fn: Any, kernels: str, microbatches: int = 2) -> Any:
-    pipe, rows = pipeline(folder, kernels=kernels, microbatches=microbatches, loss_fn=loss_fn), 2 * microbatches
+def step(folder: Path, loss_fn: Any, kernels: str, microbatches: int = 2, loss_over: str = "rows") -> Any:
+    options = {"kernels": kernels, "microbatches": microbatches, "loss_fn": loss_fn, "loss_over": loss_over}
+    pipe, rows = pipeline(folder, **options), 2 * microbatches
     return pipe.step(torch.ones(rows, 8), target=torch.zeros(rows, 8))
 
 
@@ -85,7 +86,7 @@ def test_names_of_metrics_do_not_change_between_microbatches(tmp_path: Path) -> 
         return output.mean(), {} if next(numbers) == 2 else {"a": output.sum()}
 
     with pytest.raises(RuntimeFault, match=r"action 0F2, .*: loss_fn returned no metrics for microbatch 2, and t"):
-        step(write(chain(1), tmp_path / "chain"), loss_fn, "autograd", microbatches=4)
+        step(write(chain(1), tmp_path / "chain"), loss_fn, "autograd", microbatches=4, loss_over="microbatch")
 
 
 def test_a_metric_is_what_it_was_when_its_microbatch_ran(tmp_path: Path) -> None:

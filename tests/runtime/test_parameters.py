@@ -13,7 +13,7 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from pipegraph.errors import BatchError, PackageError, PipegraphError, RuntimeFault
+from pipegraph.errors import PackageError, PipegraphError, RuntimeFault
 from pipegraph.package import MANIFEST, Package
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
@@ -96,15 +96,6 @@ def _without_gradient(package: Package | Path, kernels: str = "autograd") -> tup
     layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight, layer.bias.detach())
     (inputs,) = batch(pipe.package.manifest, 2).values()
     return pipe, inputs
-
-
-def test_an_input_that_requires_a_gradient_is_refused(tmp_path: Path) -> None:
-    pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=loss)
-    (inputs,) = batch(pipe.package.manifest, 2).values()
-    inputs.requires_grad_()
-    pipe.evaluate(inputs)
-    with pytest.raises(BatchError, match=r"x requires a gradient.*\nTry: pass x\.detach\(\)"):
-        pipe.step(inputs, target=torch.zeros(len(inputs)))
 
 
 def test_thawing_what_the_package_has_frozen_is_refused(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def gradients_of_failed_step(package: str, action: str = "", ended: bool = False
         fails = not action and calls == 6  # of the second step, after four of the first
         return FailsBackward.apply(loss(output, target), fails)
 
-    run = models.start(package, "gpipe", kernels="autograd", loss_fn=failing)
+    run = models.start(package, "gpipe", kernels="autograd", loss_fn=failing, loss_over="microbatch")
     run.pipe.step(run.batch_of(0)[0], target=run.batch_of(0)[1])
     run.pipe.observe(FailsAt(action, ended))
     with pytest.raises(RuntimeFault, match="broken on purpose"):

@@ -26,6 +26,7 @@ class TrainingFunctions:
         scheduler: ``scheduler(optimizer)``, whose ``step()`` is called after each step.
         metrics: ``metrics(output, target)``, a dict of tensors that are averaged as the loss is.
         loss_weight: ``loss_weight(target)``, how many items of a microbatch count, for a loss that is their sum.
+        loss_over: as in `Pipeline`: "rows", "batch" or "microbatch".
     """
 
     data: Any = None
@@ -34,6 +35,7 @@ class TrainingFunctions:
     scheduler: Any = None
     metrics: Any = None
     loss_weight: Any = None
+    loss_over: Any = None
 
 
 @dataclass(frozen=True)

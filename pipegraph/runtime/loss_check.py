@@ -1,0 +1,279 @@
+"""The check of the first step that a loss is what the pipeline takes it for: a mean over rows, or a sum.
+
+    rows of a microbatch   a a a │ b b b        a mean: loss(a b) = (rows(a) · loss(a) + rows(b) · loss(b)) / rows
+                                                a sum:  loss(a b) = loss(a) + loss(b)
+
+A contrastive loss is neither, nor is the mean over tokens that are not masked, unless each row has equally many.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipegraph.errors import BatchError
+from pipegraph.kernels import Loss
+from pipegraph.kernels.loss import divide_loss, objects_held_by
+from pipegraph.kernels.sharded import is_sharded
+from pipegraph.kernels.trace_guard import unchanged
+from pipegraph.package import Manifest, Value
+from pipegraph.package.sizes import BATCH
+from pipegraph.runtime import internals
+from pipegraph.runtime.internals import pytree
+from pipegraph.runtime.loss_reduction import LossReduction
+from pipegraph.runtime.targets import cut_target, join_target
+
+_ROUNDING: Final = 1e-4
+"""Relative. What differs by more is computed again with float64, in which rounding is out of the question."""
+_ROUNDING_OF_DOUBLES: Final = 1e-6  # of a loss that casts to float32
+
+_LARGEST_STATE: Final = 2**16
+"""Elements of a tensor that a loss may count in. A larger one, such as a table, is not copied."""
+
+
+class _Part(NamedTuple):
+    """Rows of a microbatch: outputs of the last stage, their target, and how many rows they are."""
+
+    outputs: tuple[Any, ...]
+    target: Any
+    rows: int
+
+
+class LossCheck:
+    """Compares the loss of each microbatch with the losses of its parts, in the first training step.
+
+    The first rows of two microbatches are compared together as well, also if they have no other rows. Losses that draw
+    random numbers, or cannot be evaluated on fewer rows, are not compared.
+
+    Args:
+        manifest: of the package.
+        stage: the last one, as a module.
+        loss: of its outputs.
+        reduction: what the pipeline takes the loss for.
+        target_dims: along which a target may have its rows.
+    """
+
+    def __init__(
+        self, manifest: Manifest, stage: nn.Module, loss: Loss, reduction: LossReduction, target_dims: Sequence[int]
+    ) -> None:
+        self._target_dims = target_dims
+        last = manifest.stages[-1]
+        self._inputs = [manifest.values[name] for name in last.inputs]
+        self._outputs = [manifest.values[name] for name in last.outputs]
+        self._batch, self._stage, self._loss = manifest.batch, stage, loss
+        self._is_sum = reduction.sums or reduction.weight_of is not None
+        self._row: _Part | None = None
+        self._problem: tuple[float, float] | None = None
+        self.is_done = False
+
+    def add(self, inputs: Sequence[Any], outputs: Sequence[Any], target: Any, sizes: Mapping[str, int]) -> None:
+        """Compare a microbatch."""
+        rows = self._rows(outputs, sizes)
+        if self.is_done or self._problem is not None or rows is None:
+            return
+        microbatch = _Part(tuple(outputs), target, rows)
+        with torch.no_grad(), _random_state_kept(outputs), self._state_kept():
+            for part, others in self._comparisons(microbatch, inputs):
+                if self._problem is not None or self._writes_to_outputs(others[0]):
+                    return
+                with suppress(Exception):  # the loss does not take so few rows
+                    self._compare(part, others)
+
+    def finish(self) -> None:
+        """End the check after a step. Raises BatchError if a loss differed."""
+        self.is_done, self._row = True, None
+        if self._problem is None:
+            return
+        loss, of_parts = self._problem
+        kind, rule = ("sum", "sum") if self._is_sum else ("mean over rows", "mean, weighted by rows,")
+        raise BatchError(
+            f"loss_fn is not a {kind}: it is {loss:.6g} for a microbatch, and the {rule} of its parts is "
+            f"{of_parts:.6g}. The loss of the step would depend on how the batch is cut.\n"
+            "Try: loss_weight=, with a loss_fn that returns a sum over the items that count, such as tokens that are "
+            'not masked; loss_over="batch", for a loss that compares rows with one another; or '
+            'loss_over="microbatch", to accept the loss of each microbatch as it is.'
+        )
+
+    def _rows(self, outputs: Sequence[Any], sizes: Mapping[str, int]) -> int | None:
+        """The rows of a microbatch; None if its outputs have none."""
+        if BATCH in sizes:
+            return sizes[BATCH]
+        lengths = [
+            output.shape[value.batch_dim]
+            for value, output in zip(self._outputs, outputs, strict=True)
+            if isinstance(output, Tensor) and value.batch_dim is not None
+        ]
+        return min(lengths, default=None)
+
+    def _comparisons(self, whole: _Part, inputs: Sequence[Any]) -> Iterator[tuple[_Part, list[_Part]]]:
+        """Rows, and the parts that they consist of.
+
+        A row and the other rows tell more than halves do, in which equally many tokens may be masked.
+        """
+        outputs = [each for each in whole.outputs if isinstance(each, Tensor)]
+        of_stage = any(each.dim() == 0 and each.is_floating_point() for each in outputs)  # may be the model's loss
+        if of_stage and not self._has_independent_rows():
+            return
+        row = whole
+        for first in sorted({1, (whole.rows + 1) // 2} - {whole.rows}):
+            with suppress(Exception):  # nor does the stage, or the target cannot be cut
+                batch, parts = self._of_stage(whole, inputs, first) if of_stage else self._of_outputs(whole, first)
+                row = parts[0] if first == 1 else row
+                yield batch, parts
+        if of_stage or row.rows > 1:
+            return
+        with suppress(Exception):
+            if self._row is not None:
+                yield self._joined(self._row, row), [self._row, row]
+        self._row = self._row or _Part(tuple(map(_copied, row.outputs)), row.target, 1)
+
+    def _joined(self, first: _Part, second: _Part) -> _Part:
+        pairs = zip(self._outputs, zip(first.outputs, second.outputs, strict=True), strict=True)
+        outputs = [
+            torch.cat(pair, value.batch_dim) if isinstance(pair[0], Tensor) and value.batch_dim is not None else pair[0]
+            for value, pair in pairs
+        ]
+        target = join_target([first.target, second.target], {first.rows + second.rows}, self._target_dims)
+        return _Part(tuple(outputs), target, first.rows + second.rows)
+
+    def _of_outputs(self, whole: _Part, first: int) -> tuple[_Part, list[_Part]]:
+        """The rows of a microbatch, and its first rows and the others."""
+        return whole, self._halves(whole, self._cut(self._outputs, whole.outputs, whole.rows, first), first)
+
+    def _has_independent_rows(self) -> bool:
+        """Whether rows are known not to mix in the last stage, which this rank can run alone."""
+        mixes = not self._batch.proof or self._batch.per_microbatch or self._batch.mixing
+        return not mixes and not any(is_sharded(parameter) for parameter in self._stage.parameters())
+
+    def _of_stage(self, whole: _Part, inputs: Sequence[Any], first: int) -> tuple[_Part, list[_Part]]:
+        """The same from a run of the last stage. Raises RuntimeError if it changes its buffers."""
+        before = [buffer.clone() for buffer in self._stage.buffers()]
+        halves = self._cut(self._inputs, inputs, whole.rows, first)
+        returned = [self._stage(*copy.deepcopy(tuple(map(_detached, half)))) for half in (tuple(inputs), *halves)]
+        if not all(map(torch.equal, before, self._stage.buffers())):
+            for buffer, value in zip(self._stage.buffers(), before, strict=True):
+                buffer.copy_(value)
+            raise RuntimeError("the stage depends on the number of its calls")
+        outputs = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in returned]
+        return _Part(outputs[0], whole.target, whole.rows), self._halves(whole, outputs[1:], first)
+
+    def _cut(self, values: Sequence[Value], tensors: Sequence[Any], rows: int, first: int) -> list[list[Any]]:
+        """The tensors of the first rows, and those of the others. Raises ValueError for what is not whole rows."""
+        halves: list[list[Any]] = [[], []]
+        for value, tensor in zip(values, tensors, strict=True):
+            dim = value.batch_dim
+            if not isinstance(tensor, Tensor) or dim is None:
+                pair = tensor, tensor
+            elif tensor.shape[dim] % rows:
+                raise ValueError(f"{value.name} has {tensor.shape[dim]} entries for {rows} rows")
+            else:
+                entries = tensor.shape[dim] // rows
+                pair = tensor.split([first * entries, (rows - first) * entries], dim)
+            for half, part in zip(halves, pair, strict=True):
+                half.append(part)
+        return halves
+
+    def _halves(self, whole: _Part, outputs: Sequence[Sequence[Any]], first: int) -> list[_Part]:
+        """The halves of a microbatch with these outputs, of which one has the first rows."""
+        lengths = {whole.rows: [first, whole.rows - first]}
+        for value, output in zip(self._outputs, whole.outputs, strict=True):
+            if isinstance(output, Tensor) and value.batch_dim is not None:
+                length = output.shape[value.batch_dim]
+                lengths[length] = [first * length // whole.rows, length - first * length // whole.rows]
+        targets = cut_target(whole.target, 2, None, lengths, dims=self._target_dims)
+        rows = first, whole.rows - first
+        return [_Part(tuple(half), target, count) for half, target, count in zip(outputs, targets, rows, strict=True)]
+
+    def _compare(self, whole: _Part, parts: Sequence[_Part]) -> None:
+        """Note a problem if the loss of all rows does not follow from those of the parts."""
+        before = _random_states(whole.outputs)
+        loss = self._value(whole)
+        if not all(map(torch.equal, before, _random_states(whole.outputs))):
+            return  # it draws random numbers
+        losses = self._combined(whole, parts)
+        if not _differ(loss, losses, _ROUNDING):
+            return
+        try:
+            doubles = _double(whole), [_double(part) for part in parts]
+            loss, losses = self._value(doubles[0]), self._combined(*doubles)
+        except Exception:  # the loss takes its own dtype alone
+            is_problem = _differ(loss, losses, 10 * _ROUNDING)
+        else:
+            is_problem = _differ(loss, losses, _ROUNDING_OF_DOUBLES)
+        if is_problem:
+            self._problem = loss, losses[0]
+
+    def _writes_to_outputs(self, part: _Part) -> bool:
+        """Whether the loss changes what it is given, which the backward may read."""
+        copies = tuple(map(_copied, part.outputs))
+        versions = [internals.version(each) for each in copies if isinstance(each, Tensor)]
+        with suppress(Exception):
+            self._value(part._replace(outputs=copies))
+        return versions != [internals.version(each) for each in copies if isinstance(each, Tensor)]
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """A context after which what the loss counts, or collects, is as before."""
+        objects = [each for each in objects_held_by(self._loss) if not isinstance(each, nn.Module)]
+        tensors = [each for each in objects if isinstance(each, Tensor) and each.numel() <= _LARGEST_STATE]
+        copies = [(tensor, internals.version(tensor), tensor.detach().clone()) for tensor in tensors]
+        with suppress(RuntimeError), unchanged([each for each in objects if not isinstance(each, Tensor)]):
+            yield
+        for tensor, version, copy_of in copies:
+            if internals.version(tensor) != version:
+                tensor.detach().copy_(copy_of)
+
+    def _combined(self, whole: _Part, parts: Sequence[_Part]) -> tuple[float, float]:
+        """What the losses of the parts come to, and the largest of them."""
+        losses = [self._value(part) for part in parts]
+        weights = [1.0 if self._is_sum else part.rows / whole.rows for part in parts]
+        largest = max(map(abs, losses))
+        return math.fsum(weight * loss for weight, loss in zip(weights, losses, strict=True)), largest
+
+    def _value(self, part: _Part) -> float:
+        # A loss may write to its target, and a backward may read that.
+        return float(divide_loss(self._loss(part.outputs, pytree.tree_map(_copied, part.target)))[0])
+
+
+def _differ(loss: float, losses: tuple[float, float], tolerance: float) -> bool:
+    combined, largest = losses
+    if not math.isfinite(loss):
+        return False
+    # The mean over no token at all is nan.
+    return not math.isfinite(largest) or abs(loss - combined) > tolerance * max(abs(loss), largest)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _double(part: _Part) -> _Part:
+    def double(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return _Part(tuple(map(double, part.outputs)), pytree.tree_map(double, part.target), part.rows)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _random_state_kept(outputs: Sequence[Any]) -> Iterator[None]:
+    """A context after which the random generators are as before."""
+    with torch.random.fork_rng(devices=_gpus(outputs)):
+        yield
+
+
+def _random_states(outputs: Sequence[Any]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(outputs))]
+
+
+def _gpus(outputs: Sequence[Any]) -> list[int]:
+    return sorted({output.get_device() for output in outputs if isinstance(output, Tensor) and output.is_cuda})
