@@ -121,6 +121,9 @@ BatchOption = Annotated[
         metavar="B", min=1, help="Rows of a microbatch. [default: the example's, 1 for hf:]", show_default=False
     ),
 ]
+AttentionMaskOption = Annotated[
+    bool, typer.Option("--attention-mask", help="For hf: the stages take a mask, and so padded batches.")
+]
 BatchDimOption = Annotated[
     list[str] | None,
     typer.Option(

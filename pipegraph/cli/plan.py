@@ -11,6 +11,7 @@ import typer
 
 from pipegraph.cli.options import (
     AllowDerivativeOption,
+    AttentionMaskOption,
     BatchDimOption,
     BatchOption,
     DebugOption,
@@ -86,6 +87,7 @@ def plan(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     batch_dim: BatchDimOption = None,
+    attention_mask: AttentionMaskOption = False,
     allow_derivative: AllowDerivativeOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
     wide: WideOption = False,
@@ -136,7 +138,7 @@ def plan(
             else candidates(ranks, names, counts, chunks, _choices(recompute or ["none,min-cut,block"]))
         )
         profile = Hardware.load(hardware)
-        source = with_batch_dims(load(model, weights=False, batch=batch, seq=seq), batch_dim)
+        source = with_batch_dims(load(model, False, batch, seq, attention_mask=attention_mask), batch_dim)
         options = PlanOptions(
             balance,
             ranks=ranks,

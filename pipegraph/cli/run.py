@@ -243,7 +243,8 @@ def _source(model: str | None, batch: int | None, seq: int | None, package: Pack
     from pipegraph.graph.sources import load
     from pipegraph.workflows.batch import planned_rows
 
-    return load(model, weights=False, batch=batch or planned_rows(package.manifest), seq=seq)
+    has_mask = "attention_mask" in package.manifest.kwargs
+    return load(model, False, batch or planned_rows(package.manifest), seq, attention_mask=has_mask)
 
 
 def _prepare_profile(folder: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from pipegraph.cli.options import (
     AllowDerivativeOption,
+    AttentionMaskOption,
     BalanceOption,
     BatchDimOption,
     BatchOption,
@@ -66,6 +67,7 @@ def split(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     batch_dim: BatchDimOption = None,
+    attention_mask: AttentionMaskOption = False,
     allow_derivative: AllowDerivativeOption = False,
     relay_skips: RelayOption = False,
     dry_run: DryRunOption = False,
@@ -111,7 +113,8 @@ def split(
         if folder is not None:
             require_package(folder) if check else require_writable(folder, overwrite)
         weights = not no_weights if checkpoint is None else checkpoint_folder(checkpoint)
-        source = load(model, weights=weights is True and not (dry_run or check), batch=batch, seq=seq)
+        has_values = weights is True and not (dry_run or check)
+        source = load(model, has_values, batch, seq, attention_mask=attention_mask)
         source = with_batch_dims(source, batch_dim)
     planned = _planned(source, points, stages, file, memory, settings, allow_derivative, debug)
     planned = planned.with_relays() if relay_skips else planned

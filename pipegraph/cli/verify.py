@@ -54,7 +54,7 @@ def verify(
         from pipegraph.graph.sources import load
         from pipegraph.workflows.verify import verify as compare
 
-        source = load(model, weights=True, batch=batch, seq=seq)
+        source = load(model, True, batch, seq, attention_mask="attention_mask" in package.manifest.kwargs)
     with progress("comparing"):
         found = compare(package, source, weights, check_weights)
     if json:

@@ -15,7 +15,13 @@ def find_source(model: str) -> Path:
     return config_file(model) if model.startswith("hf:") else model_file(model)
 
 
-def load(model: str, weights: bool = True, batch: int | None = None, seq: int | None = None) -> ModelSource:
+def load(
+    model: str,
+    weights: bool = True,
+    batch: int | None = None,
+    seq: int | None = None,
+    attention_mask: bool = False,
+) -> ModelSource:
     """Load MODEL of the command line.
 
     Args:
@@ -24,9 +30,11 @@ def load(model: str, weights: bool = True, batch: int | None = None, seq: int | 
         weights: real parameters; otherwise they are on the meta device and cost no memory.
         batch, seq: rows and tokens of a microbatch; None for those of the example, which are 1 and 128 for ``hf:``.
 
+        attention_mask: whether the inputs of ``hf:`` have a mask, so that stages take padded batches.
+
     Raises:
         SourceError: the file is missing or fails, or lacks a model or example inputs.
     """
     if model.startswith("hf:"):
-        return load_config(model, weights=weights, batch=batch or 1, seq=seq or 128)
+        return load_config(model, weights=weights, batch=batch or 1, seq=seq or 128, attention_mask=attention_mask)
     return replace(load_file(model, weights), batch=batch, seq=seq)

@@ -21,11 +21,14 @@ from pipegraph.machine import require_room
 from pipegraph.regular_file import read_regular_file
 
 
-def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
+def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask: bool = False) -> ModelSource:
     """Build the architecture that ``hf:DIR`` or ``hf:CONFIG.json`` names, with inputs of ``batch`` × ``seq`` tokens.
 
     Weights are read from the folder's safetensors if it holds any; otherwise they are the architecture's own
     initialisation under seed 0, so that two loads give the same model.
+
+    Args:
+        attention_mask: whether the inputs have a mask, of ones.
     """
     path = config_file(model)
     try:
@@ -63,9 +66,9 @@ def load_config(model: str, weights: bool, batch: int, seq: int) -> ModelSource:
         sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         model=built,
         args=(),
-        kwargs=_example_inputs(built, config, path, batch, seq),
+        kwargs=_example_inputs(built, config, path, batch, seq, attention_mask),
         rebuild=lambda: load_config(model, weights, batch, seq).model,
-        inputs_of=lambda rows: _example_inputs(built, config, path, rows, seq),
+        inputs_of=lambda rows: _example_inputs(built, config, path, rows, seq, attention_mask),
         config={**fields, "architectures": [builder.__name__]},
     )
 
@@ -129,8 +132,11 @@ def _architecture(transformers: Any, config: Any, path: Path) -> Any:
     raise SourceError(f"{path}: no model class for {type(config).__name__}.\nTry: name one in its architectures.")
 
 
-def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -> dict[str, Any]:
-    """One microbatch: token ids [batch, seq] int64, or pixels [batch, channels, size, size] float32.
+def _example_inputs(
+    model: Any, config: Any, path: Path, batch: int, seq: int, attention_mask: bool = False
+) -> dict[str, Any]:
+    """One microbatch: token ids [batch, seq] int64, with a mask of ones if it is asked for, or pixels [batch, channels,
+    size, size] float32.
 
     Raises SourceError for a model that takes something else, such as sound, and ArgumentError for more than there is
     room for.
@@ -152,6 +158,8 @@ def _example_inputs(model: Any, config: Any, path: Path, batch: int, seq: int) -
     inputs = {"input_ids": torch.randint(0, vocabulary, (batch, seq), generator=generator)}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.randint(0, vocabulary, (batch, seq), generator=generator)
+    if attention_mask:
+        inputs |= {name.replace("input_ids", "attention_mask"): torch.ones_like(ids) for name, ids in inputs.items()}
     return inputs
 
 
