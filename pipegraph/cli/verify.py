@@ -33,7 +33,8 @@ def verify(
 ) -> None:
     """Compare a package with the unsplit model.
 
-    Its weights, outputs, loss and gradients are compared. Exit code 1: they differ.
+    Its weights, outputs, loss and gradients, of two microbatches of rows that all differ, are compared with those of
+    the model on the whole batch. Exit code 1: they differ.
 
     \b
     Example:

@@ -63,7 +63,7 @@ class BatchLoss:
 
     def gradients(self, microbatch: int) -> list[Tensor | None]:
         """The gradient of the loss with respect to each output of a microbatch. Called once for each."""
-        return [each.grad if isinstance(each, Tensor) else None for each in self._outputs.pop(microbatch)]
+        return [output.grad if isinstance(output, Tensor) else None for output in self._outputs.pop(microbatch)]
 
     def _leaf(self, output: Any) -> Any:
         if not isinstance(output, Tensor):
@@ -91,10 +91,10 @@ def require_forwards_first(schedule: Schedule) -> None:
     fitting = []
     for name in schedules.names():
         try:
-            other = schedule_for_stages(name, schedule.stages, schedule.microbatches, schedule.ranks)
+            candidate = schedule_for_stages(name, schedule.stages, schedule.microbatches, schedule.ranks)
         except ScheduleError:
             continue
-        if other.ranks == schedule.ranks and other.trains and forwards_first(other):
+        if candidate.ranks == schedule.ranks and candidate.trains and forwards_first(candidate):
             fitting.append(name)
     raise ScheduleError(
         f'loss_over="batch" needs the outputs of all {schedule.microbatches} microbatches before the first backward, '

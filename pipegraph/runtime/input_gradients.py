@@ -154,7 +154,7 @@ class InputGradients:
             return _UNREAD
         if name not in gradients:
             return _CONSTANT
-        return _UNUSED if all(each is None for each in gradients[name]) else _COMPUTED
+        return _UNUSED if all(gradient is None for gradient in gradients[name]) else _COMPUTED
 
     def _move(
         self, name: str, sender: int, step: StepInputGradients, gradients: dict[str, list[Tensor | None]]

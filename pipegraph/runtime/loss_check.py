@@ -79,11 +79,11 @@ class LossCheck:
             return
         microbatch = _Part(tuple(outputs), target, rows)
         with torch.no_grad(), _random_state_kept(outputs), self._state_kept():
-            for part, others in self._comparisons(microbatch, inputs):
-                if self._problem is not None or self._writes_to_outputs(others[0]):
+            for part, parts in self._comparisons(microbatch, inputs):
+                if self._problem is not None or self._writes_to_outputs(parts[0]):
                     return
-                with suppress(Exception):  # the loss does not take so few rows
-                    self._compare(part, others)
+                with suppress(Exception):  # the loss may need more rows
+                    self._compare(part, parts)
 
     def finish(self) -> None:
         """End the check after a step. Raises BatchError if a loss differed."""
@@ -111,19 +111,23 @@ class LossCheck:
         ]
         return min(lengths, default=None)
 
-    def _comparisons(self, whole: _Part, inputs: Sequence[Any]) -> Iterator[tuple[_Part, list[_Part]]]:
+    def _comparisons(self, microbatch: _Part, inputs: Sequence[Any]) -> Iterator[tuple[_Part, list[_Part]]]:
         """Rows, and the parts that they consist of.
 
         A row and the other rows tell more than halves do, in which equally many tokens may be masked.
         """
-        outputs = [each for each in whole.outputs if isinstance(each, Tensor)]
-        of_stage = any(each.dim() == 0 and each.is_floating_point() for each in outputs)  # may be the model's loss
+        outputs = [tensor for tensor in microbatch.outputs if isinstance(tensor, Tensor)]
+        of_stage = any(
+            tensor.dim() == 0 and tensor.is_floating_point() for tensor in outputs
+        )  # may be the model's loss
         if of_stage and not self._has_independent_rows():
             return
-        row = whole
-        for first in sorted({1, (whole.rows + 1) // 2} - {whole.rows}):
+        row = microbatch
+        for first in sorted({1, (microbatch.rows + 1) // 2} - {microbatch.rows}):
             with suppress(Exception):  # nor does the stage, or the target cannot be cut
-                batch, parts = self._of_stage(whole, inputs, first) if of_stage else self._of_outputs(whole, first)
+                batch, parts = (
+                    self._of_stage(microbatch, inputs, first) if of_stage else self._of_outputs(microbatch, first)
+                )
                 row = parts[0] if first == 1 else row
                 yield batch, parts
         if of_stage or row.rows > 1:
@@ -142,26 +146,28 @@ class LossCheck:
         target = join_target([first.target, second.target], {first.rows + second.rows}, self._target_dims)
         return _Part(tuple(outputs), target, first.rows + second.rows)
 
-    def _of_outputs(self, whole: _Part, first: int) -> tuple[_Part, list[_Part]]:
+    def _of_outputs(self, microbatch: _Part, first: int) -> tuple[_Part, list[_Part]]:
         """The rows of a microbatch, and its first rows and the others."""
-        return whole, self._halves(whole, self._cut(self._outputs, whole.outputs, whole.rows, first), first)
+        return microbatch, self._halves(
+            microbatch, self._cut(self._outputs, microbatch.outputs, microbatch.rows, first), first
+        )
 
     def _has_independent_rows(self) -> bool:
         """Whether rows are known not to mix in the last stage, which this rank can run alone."""
         mixes = not self._batch.proof or self._batch.per_microbatch or self._batch.mixing
         return not mixes and not any(is_sharded(parameter) for parameter in self._stage.parameters())
 
-    def _of_stage(self, whole: _Part, inputs: Sequence[Any], first: int) -> tuple[_Part, list[_Part]]:
+    def _of_stage(self, microbatch: _Part, inputs: Sequence[Any], first: int) -> tuple[_Part, list[_Part]]:
         """The same from a run of the last stage. Raises RuntimeError if it changes its buffers."""
-        before = [buffer.clone() for buffer in self._stage.buffers()]
-        halves = self._cut(self._inputs, inputs, whole.rows, first)
+        values = [buffer.clone() for buffer in self._stage.buffers()]
+        halves = self._cut(self._inputs, inputs, microbatch.rows, first)
         returned = [self._stage(*copy.deepcopy(tuple(map(_detached, half)))) for half in (tuple(inputs), *halves)]
-        if not all(map(torch.equal, before, self._stage.buffers())):
-            for buffer, value in zip(self._stage.buffers(), before, strict=True):
+        if not all(map(torch.equal, values, self._stage.buffers())):
+            for buffer, value in zip(self._stage.buffers(), values, strict=True):
                 buffer.copy_(value)
             raise RuntimeError("the stage depends on the number of its calls")
-        outputs = [tuple(each) if isinstance(each, (tuple, list)) else (each,) for each in returned]
-        return _Part(outputs[0], whole.target, whole.rows), self._halves(whole, outputs[1:], first)
+        outputs = [tuple(result) if isinstance(result, (tuple, list)) else (result,) for result in returned]
+        return _Part(outputs[0], microbatch.target, microbatch.rows), self._halves(microbatch, outputs[1:], first)
 
     def _cut(self, values: Sequence[Value], tensors: Sequence[Any], rows: int, first: int) -> list[list[Any]]:
         """The tensors of the first rows, and those of the others. Raises ValueError for what is not whole rows."""
@@ -179,28 +185,28 @@ class LossCheck:
                 half.append(part)
         return halves
 
-    def _halves(self, whole: _Part, outputs: Sequence[Sequence[Any]], first: int) -> list[_Part]:
+    def _halves(self, microbatch: _Part, outputs: Sequence[Sequence[Any]], first: int) -> list[_Part]:
         """The halves of a microbatch with these outputs, of which one has the first rows."""
-        lengths = {whole.rows: [first, whole.rows - first]}
-        for value, output in zip(self._outputs, whole.outputs, strict=True):
+        lengths = {microbatch.rows: [first, microbatch.rows - first]}
+        for value, output in zip(self._outputs, microbatch.outputs, strict=True):
             if isinstance(output, Tensor) and value.batch_dim is not None:
                 length = output.shape[value.batch_dim]
-                lengths[length] = [first * length // whole.rows, length - first * length // whole.rows]
-        targets = cut_target(whole.target, 2, None, lengths, dims=self._target_dims)
-        rows = first, whole.rows - first
+                lengths[length] = [first * length // microbatch.rows, length - first * length // microbatch.rows]
+        targets = cut_target(microbatch.target, 2, None, lengths, dims=self._target_dims)
+        rows = first, microbatch.rows - first
         return [_Part(tuple(half), target, count) for half, target, count in zip(outputs, targets, rows, strict=True)]
 
-    def _compare(self, whole: _Part, parts: Sequence[_Part]) -> None:
+    def _compare(self, microbatch: _Part, parts: Sequence[_Part]) -> None:
         """Note a problem if the loss of all rows does not follow from those of the parts."""
-        before = _random_states(whole.outputs)
-        loss = self._value(whole)
-        if not all(map(torch.equal, before, _random_states(whole.outputs))):
+        states = _random_states(microbatch.outputs)
+        loss = self._value(microbatch)
+        if not all(map(torch.equal, states, _random_states(microbatch.outputs))):
             return  # it draws random numbers
-        losses = self._combined(whole, parts)
+        losses = self._combined(microbatch, parts)
         if not _differ(loss, losses, _ROUNDING):
             return
         try:
-            doubles = _double(whole), [_double(part) for part in parts]
+            doubles = _double(microbatch), [_double(part) for part in parts]
             loss, losses = self._value(doubles[0]), self._combined(*doubles)
         except Exception:  # the loss takes its own dtype alone
             is_problem = _differ(loss, losses, 10 * _ROUNDING)
@@ -212,27 +218,27 @@ class LossCheck:
     def _writes_to_outputs(self, part: _Part) -> bool:
         """Whether the loss changes what it is given, which the backward may read."""
         copies = tuple(map(_copied, part.outputs))
-        versions = [internals.version(each) for each in copies if isinstance(each, Tensor)]
+        versions = [internals.version(tensor) for tensor in copies if isinstance(tensor, Tensor)]
         with suppress(Exception):
             self._value(part._replace(outputs=copies))
-        return versions != [internals.version(each) for each in copies if isinstance(each, Tensor)]
+        return versions != [internals.version(tensor) for tensor in copies if isinstance(tensor, Tensor)]
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """A context after which what the loss counts, or collects, is as before."""
-        objects = [each for each in objects_held_by(self._loss) if not isinstance(each, nn.Module)]
-        tensors = [each for each in objects if isinstance(each, Tensor) and each.numel() <= _LARGEST_STATE]
+        objects = [item for item in objects_held_by(self._loss) if not isinstance(item, nn.Module)]
+        tensors = [item for item in objects if isinstance(item, Tensor) and item.numel() <= _LARGEST_STATE]
         copies = [(tensor, internals.version(tensor), tensor.detach().clone()) for tensor in tensors]
-        with suppress(RuntimeError), unchanged([each for each in objects if not isinstance(each, Tensor)]):
+        with suppress(RuntimeError), unchanged([item for item in objects if not isinstance(item, Tensor)]):
             yield
         for tensor, version, copy_of in copies:
             if internals.version(tensor) != version:
                 tensor.detach().copy_(copy_of)
 
-    def _combined(self, whole: _Part, parts: Sequence[_Part]) -> tuple[float, float]:
+    def _combined(self, microbatch: _Part, parts: Sequence[_Part]) -> tuple[float, float]:
         """What the losses of the parts come to, and the largest of them."""
         losses = [self._value(part) for part in parts]
-        weights = [1.0 if self._is_sum else part.rows / whole.rows for part in parts]
+        weights = [1.0 if self._is_sum else part.rows / microbatch.rows for part in parts]
         largest = max(map(abs, losses))
         return math.fsum(weight * loss for weight, loss in zip(weights, losses, strict=True)), largest
 

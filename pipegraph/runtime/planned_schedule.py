@@ -41,7 +41,7 @@ def as_planned(
 
 
 def _name_of(plan: Prediction) -> str:
-    """The name of the plan's schedule; that of the default one if the plan has an order of its own."""
+    """The name of the plan's schedule; that of the default one if the plan has another order."""
     ranks = len(set(plan.placement))
     try:
         schedule = build(plan.schedule, ranks, plan.microbatches, len(plan.placement) // ranks)

@@ -110,7 +110,8 @@ def _loaded(
             microbatches=len(steps.batch.rows),
             loss_fn=steps.loss_fn,
             loss_weight=steps.loss_weight,
-            loss_over="microbatch",  # a loss that is not a mean over rows is a note, and not an error
+            # A loss that is not a mean over rows is a note, and not an error.
+            loss_over="batch" if source.training.loss_over == "batch" and steps.has_whole_batch else "microbatch",
             kernels="eager",
             weights=weights,
             check_weights=check_weights,

@@ -239,3 +239,16 @@ def test_outputs_without_rows(tmp_path: Path) -> None:
     source = source_of(Scaled(), data(4, 8))
     comparison = verify(written(source, tmp_path), source)
     assert comparison.equal, str(comparison)
+
+
+def test_a_loss_over_the_batch(tmp_path: Path) -> None:
+    """With `loss_over` in the model file, the loss is that of the whole batch."""
+
+    def contrastive(output: Tensor) -> Tensor:
+        rows = F.normalize(output.flatten(1), dim=1)
+        return F.cross_entropy(rows @ rows.t(), torch.arange(len(rows)))
+
+    source = source_of(Masked(), data(2, 5, 8), torch.ones(2, 5, dtype=torch.long), loss_fn=contrastive)
+    source = replace(source, training=TrainingFunctions(loss_over="batch"))
+    comparison = verify(written(source, tmp_path), source)
+    assert comparison.equal and comparison.notes == (), str(comparison)
