@@ -200,7 +200,9 @@ class InputSizes:
         Raises:
             FixedSizeNeededError: a package cannot hold what is taken for granted.
         """
-        own = (guard.xreplace(self._names).xreplace(self._equal) for guard in self._guards)
+        # A guard on a stride is about the memory of the example, which is another one in every microbatch.
+        of_sizes = (guard for guard in self._guards if not guard.free_symbols & self._strides.keys())
+        own = (guard.xreplace(self._names).xreplace(self._equal) for guard in of_sizes)
         guards = SizeGuards(self._captured, (*own, *also))
         for relation in guards.required:
             if not isinstance(relation, Relational):
