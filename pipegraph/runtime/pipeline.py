@@ -22,6 +22,7 @@ from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.pipeline_kernels import PipelineKernels
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
@@ -122,6 +123,9 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         cuda_graphs: whether the kernels of each action are recorded as a CUDA graph, which is launched at once: faster
             where a GPU waits for the host, for more memory. Not with "offload" or parameters that ranks divide.
         check_inputs: whether different batches on ranks of one pipeline are an error; on a GPU in the call after.
+        pad_to: name of a size → a multiple that it is rounded up to, so that static kernels serve more lengths: inputs
+            end in zeros, labels in -100, and outputs keep the padded length. The model must not let padding change
+            other positions: it is causal, or has a mask among its inputs, which is padded with zeros, too.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -158,6 +162,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         precision: str | None = None,
         cuda_graphs: bool = False,
         check_inputs: bool = True,
+        pad_to: Mapping[str, int] | None = None,
         loss_over: str = "rows",
     ) -> None:
         self._reduction = LossReduction.of(loss_reduction, loss_weight, loss_over)
@@ -189,6 +194,8 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
             prepared = prepare_stages(self.package, own, self.device, world, asked)
             self.stages = prepared.modules
             self.package = replace(self.package, manifest=prepared.manifest)
+            padding = Padding(dict(pad_to or {}))
+            padding.check(prepared.manifest)
             again = stage_recompute(recompute, self.package, self.stages)
             self.recompute = describe_stages(again)
             recorder = graph_recorder(cuda_graphs, kernels, self.device, again, self.stages)
@@ -206,6 +213,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
                 resident_stages(fsdp, resident, self.package.manifest.prediction),
                 numbers,
                 check_inputs,
+                padding,
             )
         super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
 

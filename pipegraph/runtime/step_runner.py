@@ -28,6 +28,7 @@ from pipegraph.runtime.loss_scale import LossScale
 from pipegraph.runtime.made_kernels import make_kernels
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
 from pipegraph.runtime.microbatches import BatchLayout, Microbatches, cut, join, local_sizes
+from pipegraph.runtime.padding import NO_PADDING, Padding
 from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
 from pipegraph.runtime.parameters import redistribute_gradients
@@ -95,10 +96,11 @@ class StepRunner:
         resident: int | None,
         numbers: RandomNumbers,
         checks_inputs: bool = True,
+        padding: Padding = NO_PADDING,
     ) -> None:
         manifest, groups, precision = prepared.manifest, prepared.groups, prepared.precision
         self._replicas = Replicas(prepared.modules)
-        self._numbers = numbers
+        self._numbers, self._padding = numbers, padding
         if self._replicas and reduction.weight_of is not None:
             raise PipegraphError(
                 "loss_weight counts items over all ranks, and DistributedDataParallel takes the mean of its replicas' "
@@ -232,7 +234,7 @@ class StepRunner:
         trains, layout = self._trains and not request.evaluates, self.layout
         if layout.has_last_stage and not request.with_loss:
             self._check_without_loss(trains, request.has_target)
-        batch = bind_batch(layout.manifest, args, kwargs, request)
+        batch = self._padding.pad(layout.manifest, bind_batch(layout.manifest, args, kwargs, request))
         asked = self._count(batch.count, request.microbatches)
         sizes, tables = local_sizes(layout, batch, asked)
         loss = request.with_loss if layout.has_last_stage else None
