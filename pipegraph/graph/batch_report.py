@@ -29,7 +29,7 @@ class BatchRole:
 
 
 @dataclass(frozen=True)
-class RowOperator:
+class MixingOperator:
     """An operator whose result in one row depends on other rows.
 
     Attributes:
@@ -59,6 +59,6 @@ class BatchReport:
     dims: Mapping[fx.Node, int | None] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     target_dim: int | None = None
     proof: Proof = ""
-    per_microbatch: tuple[RowOperator, ...] = ()
-    mixing: tuple[RowOperator, ...] = ()
+    per_microbatch: tuple[MixingOperator, ...] = ()
+    mixing: tuple[MixingOperator, ...] = ()
     suggestion: str = ""

@@ -46,7 +46,9 @@ class StepLosses:
         has_replicas: bool,
     ) -> None:
         self._over_batch = loss_fn is not None and reduction.over == "batch"
-        if self._over_batch and (has_replicas or (world is not None and world.grid.length(*DATA) > 1)):
+        self._is_shared = has_replicas or (world is not None and world.grid.length(*DATA) > 1)
+        self._is_checked = False
+        if self._over_batch and self._is_shared:
             raise PipegraphError(
                 'loss_over="batch" evaluates the loss on the rank of the last stage, and the outputs of the batch are '
                 "divided between data-parallel ranks.\n"
@@ -85,9 +87,11 @@ class StepLosses:
                 trains,
             )
         elif trains and self._check is not None and not self._check.is_done:
-            executor.loss_check = self._check
+            # One microbatch of one rank is the whole batch, whatever its loss is.
+            self._is_checked = self._is_shared or len(batch.batch.sizes.microbatches) > 1
+            executor.loss_check = self._check if self._is_checked else None
 
     def after_step(self) -> None:
         """End the check of the first step. Raises BatchError if the loss is not what the pipeline takes it for."""
-        if self._check is not None and not self._check.is_done:
+        if self._check is not None and self._is_checked and not self._check.is_done:
             self._check.finish()

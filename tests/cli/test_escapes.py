@@ -69,6 +69,8 @@ def test_a_package(pipegraph: Command, tmp_path: Path) -> None:
         "unit",
         "shape",
         "sizes",
+        "batch",
+        "role",
     )
     (copied / "pipeline.json").write_text(content)
     for arguments in (

@@ -57,7 +57,8 @@ def test_every_input_with_rows_that_are_returned_is_cut(tmp_path: Path) -> None:
     images, texts = torch.randn(4 * BATCH, 6), torch.randn(4 * BATCH, 4)
     model = Towers()
     package = split(tmp_path, model, (images[:BATCH], texts[:BATCH]), cut="text")
-    pipe = pipegraph.Pipeline(package, microbatches=4, loss_fn=similarity, kernels="eager")
+    options = {"loss_fn": similarity, "loss_over": "microbatch", "kernels": "eager"}
+    pipe = pipegraph.Pipeline(package, microbatches=4, **options)
     loss = torch.stack([similarity(model(*pair)) for pair in zip(images.chunk(4), texts.chunk(4), strict=True)])
     torch.testing.assert_close(pipe.step(images, texts).loss, loss.mean().detach())
     with pytest.raises(BatchError, match="dynamic_shapes"):

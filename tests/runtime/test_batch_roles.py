@@ -31,7 +31,7 @@ def test_a_batch_whose_rows_are_mixed_is_not_cut(tmp_path: Path) -> None:
     pipe = pipeline(mixing(tmp_path), microbatches=3, loss_fn=loss)
     message = (
         r"cumsum \(model.py:12\) mixes the rows of a batch, and 1 more operator, so that 3 microbatches .*"
-        r"Try: declare a role of x .*--batch-dim x=DIM\|whole\|list; or pass lists of microbatches; or microbatches=1"
+        r"Try: declare a role .*--batch-dim x=DIM\|whole\|list; or pass lists of microbatches; or microbatches=1"
     )
     for call in (pipe.step, pipe.evaluate, pipe.check_batch):
         with pytest.raises(BatchError, match=f"(?s){message}"):

@@ -30,7 +30,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         turned = self.mixer(x.flatten(2)[..., :6]).transpose(1, 2)
-        x = torch.tanh(self.second(x)) * turned.mean()
+        x = torch.tanh(self.second(x)) * turned.mean((1, 2))[:, None, None, None]
         return self.head(x.mean((2, 3)) + turned.sum(1))
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from pipegraph.graph.batch.operator_call import OperatorCall, Place, moved_by
+from pipegraph.graph.batch.row_call import Place, RowCall, moved_by
 from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, rows_of, source
 from pipegraph.graph.internals import pytree
 
 
-def elementwise(call: OperatorCall) -> State | tuple[State, ...]:
+def elementwise(call: RowCall) -> State | tuple[State, ...]:
     """For a function of the elements at one place of all arguments."""
     return call.every(call.broadcast(call.tensors, call.shape))
 
 
-def reduction(call: OperatorCall) -> State | tuple[State, ...]:
+def reduction(call: RowCall) -> State | tuple[State, ...]:
     """For one number, or one for each of ``keepdim``, from all elements along some dimensions."""
     if "other" in call.arguments:  # the larger of two elements
         return elementwise(call)
@@ -28,7 +28,7 @@ def reduction(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(Rows(state.dim - removed, state.inner, state.content))
 
 
-def scan(call: OperatorCall) -> State | tuple[State, ...]:
+def scan(call: RowCall) -> State | tuple[State, ...]:
     """For a result of the same dimensions that depends on all elements along one of them, the last by default."""
     state = rows_of(call)
     if call.dim("dim", source(call), -1) == state.dim:
@@ -36,7 +36,7 @@ def scan(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(state)
 
 
-def order(call: OperatorCall) -> State | tuple[State, ...]:
+def order(call: RowCall) -> State | tuple[State, ...]:
     """For the order of the elements along a dimension. That of merged rows may be undone later, as experts do."""
     state = rows_of(call)
     if call.dim("dim", source(call), -1) == state.dim:
@@ -44,12 +44,12 @@ def order(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(state)
 
 
-def gated(call: OperatorCall) -> State | tuple[State, ...]:
+def gated(call: RowCall) -> State | tuple[State, ...]:
     """For halves of a dimension that are multiplied."""
     return scan(call)
 
 
-def linear(call: OperatorCall) -> State:
+def linear(call: RowCall) -> State:
     """For a product with a weight, along the last dimension."""
     if call.with_rows(but="input"):
         raise NoRuleError
@@ -61,17 +61,17 @@ def on_last(count: int) -> Rule:
     return lambda call: call.every(_on_last(call, lambda _: count))
 
 
-def but_first(call: OperatorCall) -> State | tuple[State, ...]:
+def but_first(call: RowCall) -> State | tuple[State, ...]:
     """For an operator that computes on all dimensions but the first."""
     return call.every(_on_last(call, lambda node: max(len(call.shape_of(node)) - 1, 1)))
 
 
-def normalized(call: OperatorCall) -> State | tuple[State, ...]:
+def normalized(call: RowCall) -> State | tuple[State, ...]:
     """For a normalization over the last dimensions, those of ``normalized_shape``."""
     return call.every(_on_last(call, lambda _: len(call["normalized_shape"]), weights=True))
 
 
-def convolution(call: OperatorCall) -> State:
+def convolution(call: RowCall) -> State:
     """For a convolution of ``[batch, channels, …]``."""
     if call.with_rows(but="input"):
         raise NoRuleError
@@ -79,7 +79,7 @@ def convolution(call: OperatorCall) -> State:
     return _on_last(call, lambda _: count, weights=True)
 
 
-def _on_last(call: OperatorCall, count: Callable[[Any], int], weights: bool = False) -> State:
+def _on_last(call: RowCall, count: Callable[[Any], int], weights: bool = False) -> State:
     """The rows of what is computed on the last dimensions of each argument, for all indices of those before them.
 
     Args:
@@ -102,7 +102,7 @@ def _leading(count: int, offset: int) -> Place:
     return lambda dim: dim + offset if dim < count else -1
 
 
-def batch_norm(call: OperatorCall) -> State | tuple[State, ...]:
+def batch_norm(call: RowCall) -> State | tuple[State, ...]:
     """For a normalization of each channel: over the batch in training, which `RowProof` reports, and over none in
     evaluation."""
     state = rows_of(call)
@@ -111,12 +111,12 @@ def batch_norm(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(state)
 
 
-def attention(call: OperatorCall) -> State | tuple[State, ...]:
+def attention(call: RowCall) -> State | tuple[State, ...]:
     """For attention of ``[…, heads, tokens, width]``: the mask is broadcast to ``[…, heads, tokens, tokens]``."""
     return call.every(_on_last(call, lambda _: 2))
 
 
-def product(call: OperatorCall) -> State:
+def product(call: RowCall) -> State:
     """For a product of matrices, or of their batches, to which ``addmm`` adds its first argument."""
     added = call.node.args[:1] if call.name.startswith(("add", "badd")) else ()
     first, second = call.node.args[len(added) : len(added) + 2]
@@ -134,7 +134,7 @@ def _factor(count: int, result: int, matrix_dim: int) -> Place:
     return lambda dim: -1 if dim - count >= -2 and dim - count != matrix_dim else dim - count + result
 
 
-def einsum(call: OperatorCall) -> State:
+def einsum(call: RowCall) -> State:
     """For a sum of products: the letter of the rows has to be the same in all factors, and in the result."""
     equation = str(call["equation"]).replace(" ", "")
     if "..." in equation or "->" not in equation:
@@ -149,7 +149,7 @@ def _letters(names: str, result: str) -> Place:
     return lambda dim: result.find(names[dim])
 
 
-def recurrent(call: OperatorCall) -> tuple[State, ...]:
+def recurrent(call: RowCall) -> tuple[State, ...]:
     """For a recurrent layer: its input is ``[time, batch, …]``, or ``[batch, time, …]`` with ``batch_first``, and its
     states are ``[layers, batch, …]``."""
     states = pytree.tree_leaves(call["hx"])
@@ -167,7 +167,7 @@ def recurrent(call: OperatorCall) -> tuple[State, ...]:
     return (rows, *(Rows(1, rows.inner),) * ((call.results or 1) - 1))
 
 
-def cell(call: OperatorCall) -> State | tuple[State, ...]:
+def cell(call: RowCall) -> State | tuple[State, ...]:
     """For one step of a recurrent layer, of ``[batch, …]``."""
     tensors = [source(call), *pytree.tree_leaves(call["hx"])]
     if any(node not in tensors for node in call.with_rows()):
@@ -176,7 +176,7 @@ def cell(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(state or WHOLE)
 
 
-def bags(call: OperatorCall) -> State | tuple[State, ...]:
+def bags(call: RowCall) -> State | tuple[State, ...]:
     """For sums of entries of a table, one for each row: the indices of all rows are one after the other, and offsets
     say where each row begins."""
     indices, offsets = call.state(call["indices"]), call.state(call["offsets"])
@@ -188,7 +188,7 @@ def bags(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(Rows(0))
 
 
-def loss(call: OperatorCall) -> State:
+def loss(call: RowCall) -> State:
     """For a loss: without ``reduction`` it has one number for each element, else it is one number for all rows."""
     if call["reduction"] != 0:
         raise RowsMixError
@@ -200,7 +200,7 @@ def loss(call: OperatorCall) -> State:
     return call.broadcast(call.tensors, call.shape)
 
 
-def transform(call: OperatorCall) -> State | tuple[State, ...]:
+def transform(call: RowCall) -> State | tuple[State, ...]:
     """For a Fourier transform along some dimensions."""
     state = rows_of(call)
     if call.name.endswith("fft") and call.name.rpartition("_")[2] in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
@@ -215,7 +215,7 @@ def transform(call: OperatorCall) -> State | tuple[State, ...]:
     return call.every(state)
 
 
-def appended(call: OperatorCall) -> State:
+def appended(call: RowCall) -> State:
     """For a result that has one more dimension, the last."""
     return rows_of(call)
 

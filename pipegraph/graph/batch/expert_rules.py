@@ -14,7 +14,7 @@ from typing import Final
 
 from torch import fx
 
-from pipegraph.graph.batch.operator_call import OperatorCall
+from pipegraph.graph.batch.row_call import RowCall
 from pipegraph.graph.batch.row_state import (
     WHOLE,
     Content,
@@ -36,7 +36,7 @@ def _order_of(state: State, kind: str) -> Sorted:
     raise NoRuleError
 
 
-def sort(call: OperatorCall) -> State | tuple[State, ...]:
+def sort(call: RowCall) -> State | tuple[State, ...]:
     """For the order of all tokens by a key, or the inverse of such an order."""
     state = call.state(source(call))
     if not isinstance(state, Rows) or len(call.shape_of(source(call))) != 1:
@@ -60,7 +60,7 @@ def _keys(node: fx.Node) -> fx.Node:
     return node
 
 
-def divide(call: OperatorCall) -> State:
+def divide(call: RowCall) -> State:
     """For the tokens of an order of pairs of a token and an expert."""
     state, divisor = call.state(source(call)), call["other"]
     order = _order_of(state, "order")
@@ -70,7 +70,7 @@ def divide(call: OperatorCall) -> State:
     return Rows(0, state.inner, Sorted("order", order.keys, divisor))
 
 
-def index(call: OperatorCall) -> State:
+def index(call: RowCall) -> State:
     """For tokens in the order of their experts, or again in their own."""
     indices = call["indices"]
     if len(indices) != 1:
@@ -88,7 +88,7 @@ def index(call: OperatorCall) -> State:
     raise NoRuleError
 
 
-def inverse(call: OperatorCall) -> State:
+def inverse(call: RowCall) -> State:
     """For positions that are written at an order, which gives its inverse."""
     indices, values = call["indices"], call.state(call["values"])
     if len(indices) != 1 or not isinstance(values, Rows) or values.content is not Content.POSITIONS:
@@ -99,7 +99,7 @@ def inverse(call: OperatorCall) -> State:
     return Rows(0, values.inner, Sorted("places", order.keys))
 
 
-def counts(call: OperatorCall) -> State:
+def counts(call: RowCall) -> State:
     """For how often each expert is chosen."""
     state = call.state(source(call))
     if isinstance(state, Counts):  # their sums
@@ -113,7 +113,7 @@ def counts(call: OperatorCall) -> State:
     return Counts(_keys(source(call)))
 
 
-def grouped_product(call: OperatorCall) -> State:
+def grouped_product(call: RowCall) -> State:
     """For each token and the weights of its expert."""
     state, offsets = call.state(source(call)), call.state(call["offs"])
     order = _order_of(state, "values")

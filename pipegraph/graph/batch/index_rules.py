@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from pipegraph.graph.batch.operator_call import OperatorCall, moved_by
+from pipegraph.graph.batch.row_call import RowCall, moved_by
 from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, source
 
 
-def embedding(call: OperatorCall) -> State:
+def embedding(call: RowCall) -> State:
     """For rows of a table at indices."""
     state = call.state(call["indices"])
     if call.rows(call["weight"]) is not None:
@@ -31,7 +31,7 @@ def _read_whole(state: State) -> State:
     return state
 
 
-def index(call: OperatorCall) -> State:
+def index(call: RowCall) -> State:
     """For elements at indices of several dimensions, which are broadcast together."""
     indices = list(call["indices"])
     state = call.state(source(call))
@@ -61,7 +61,7 @@ def index(call: OperatorCall) -> State:
     return Rows(place + dim, 1, state.content)
 
 
-def _broadcast(call: OperatorCall, indices: list[Any]) -> State:
+def _broadcast(call: RowCall, indices: list[Any]) -> State:
     """The rows of indices together. Raises NoRuleError for a mask, whose number of elements depends on values."""
     nodes = [node for node in indices if node is not None]
     if any(node.meta["val"].dtype in (torch.bool, torch.uint8) for node in nodes):
@@ -88,7 +88,7 @@ def _place(indices: list[Any]) -> int:
     return used[0] if used == list(range(used[0], used[-1] + 1)) else 0
 
 
-def gather(call: OperatorCall) -> State:
+def gather(call: RowCall) -> State:
     """For elements at the indices of one dimension, each at the place of its index in the others."""
     dim = call.dim("dim", source(call))
     indices = call["index"] if call["index"] is not None else call["indices"]
@@ -101,7 +101,7 @@ def gather(call: OperatorCall) -> State:
     return WHOLE if common is None else Rows(common.dim, common.inner)
 
 
-def index_select(call: OperatorCall) -> State:
+def index_select(call: RowCall) -> State:
     """For the entries of one dimension at a list of indices."""
     dim = call.dim("dim", source(call))
     state, index = call.rows(source(call)), call.state(call["index"])
@@ -113,7 +113,7 @@ def index_select(call: OperatorCall) -> State:
     return state
 
 
-def scatter(call: OperatorCall) -> State:
+def scatter(call: RowCall) -> State:
     """For elements that are written at the indices of one dimension, each at the place of its index in the others."""
     dim = call.dim("dim", source(call))
     nodes = [node for node in (source(call), call["index"], call["src"]) if isinstance(node, fx.Node)]
@@ -125,7 +125,7 @@ def scatter(call: OperatorCall) -> State:
     return Rows(state.dim, state.inner)
 
 
-def index_add(call: OperatorCall) -> State:
+def index_add(call: RowCall) -> State:
     """For entries that are written at a list of indices of one dimension."""
     dim = call.dim("dim", source(call))
     if call.rows(call["index"]) is not None:
@@ -136,7 +136,7 @@ def index_add(call: OperatorCall) -> State:
     return Rows(state.dim, state.inner) if state is not None else WHOLE
 
 
-def index_put(call: OperatorCall) -> State:
+def index_put(call: RowCall) -> State:
     """For elements that are written at indices of several dimensions, or where a mask is true."""
     indices, target = list(call["indices"]), source(call)
     state = call.rows(target)
@@ -170,7 +170,7 @@ def index_put(call: OperatorCall) -> State:
     return Rows(state.dim, state.inner)
 
 
-def _written_dims(call: OperatorCall, indices: list[Any], count: int) -> int:
+def _written_dims(call: RowCall, indices: list[Any], count: int) -> int:
     """How many dimensions the written values have, broadcast."""
     return len(call.shape_of(source(call))) - sum(node is not None for node in indices) + count
 

@@ -11,7 +11,7 @@ from torch import fx
 from pipegraph.graph.batch.roles import DeclaredRoles, RoleAssignment
 from pipegraph.graph.batch.row_proof import RowProof
 from pipegraph.graph.batch.row_state import Rows, Whole
-from pipegraph.graph.batch_report import BatchReport, BatchRole, Proof, RowOperator
+from pipegraph.graph.batch_report import BatchReport, BatchRole, MixingOperator, Proof
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import arguments_of, source_line
 from pipegraph.graph.operators import Loop, operator_of
@@ -67,10 +67,10 @@ def _dims(proof: RowProof) -> dict[fx.Node, int | None]:
     return dims
 
 
-def _operators(nodes: Iterable[fx.Node], purpose: str = "") -> Iterator[RowOperator]:
+def _operators(nodes: Iterable[fx.Node], purpose: str = "") -> Iterator[MixingOperator]:
     """The operators of nodes, each once, as messages name them."""
     operators = dict.fromkeys(
-        RowOperator(f"{_name(node)}{f', {purpose}' if purpose else ''}", _line(node)) for node in nodes
+        MixingOperator(f"{_name(node)}{f', {purpose}' if purpose else ''}", _line(node)) for node in nodes
     )
     yield from list(operators)[:_MOST]
 
@@ -86,7 +86,7 @@ def _line(node: fx.Node) -> str:
     return f"{Path(path).name}.py:{location.partition(':')[0]}" if path else ""
 
 
-def _by_design(graph: fx.Graph) -> Iterator[RowOperator]:
+def _by_design(graph: fx.Graph) -> Iterator[MixingOperator]:
     """Batch norm in training, and random numbers: each microbatch has its own."""
     random, norms = False, []
     for node in graph.nodes:
@@ -100,7 +100,7 @@ def _by_design(graph: fx.Graph) -> Iterator[RowOperator]:
         random = random or is_dropout or row.loop is Loop.RANDOM
     yield from _operators(norms)
     if random:
-        yield RowOperator("random numbers")
+        yield MixingOperator("random numbers")
 
 
 def _trains(node: fx.Node) -> bool:

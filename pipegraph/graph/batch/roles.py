@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from pipegraph.errors import CaptureError, nearest
 from pipegraph.graph.batch.conventions import conventional_roles
-from pipegraph.graph.batch.operator_call import RowSizes
+from pipegraph.graph.batch.row_call import RowSizes
 from pipegraph.graph.batch.row_proof import RowProof, prove_rows
 from pipegraph.graph.batch.row_state import LISTED, WHOLE, Rows, State
 from pipegraph.graph.batch_report import BatchRole

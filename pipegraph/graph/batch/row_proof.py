@@ -22,7 +22,7 @@ from torch import fx
 from pipegraph.graph.batch.compute_rules import COMPUTE_RULES, elementwise
 from pipegraph.graph.batch.expert_rules import EXPERT_RULES
 from pipegraph.graph.batch.index_rules import INDEX_RULES
-from pipegraph.graph.batch.operator_call import OperatorCall, RowSizes
+from pipegraph.graph.batch.row_call import RowCall, RowSizes
 from pipegraph.graph.batch.row_state import (
     LISTED,
     WHOLE,
@@ -88,10 +88,9 @@ def prove_rows(graph: fx.Graph, inputs: Mapping[str, State], sizes: RowSizes) ->
             result = WHOLE
         else:
             result = _result(node, states, results, sizes)
-        results[node] = result
         if not isinstance(result, tuple):
-            states[node] = result
-            _write(node, result, memory, states, updates)
+            result = states[node] = _written(node, result, memory, states, updates)
+        results[node] = result
     (output,) = graph.find_nodes(op="output")
     kinds: dict[bool, Mixed] = {True: Mixed(), False: Mixed()}
     for node in output.all_input_nodes:
@@ -107,22 +106,26 @@ def prove_rows(graph: fx.Graph, inputs: Mapping[str, State], sizes: RowSizes) ->
     return RowProof(states, mixed.certain, mixed.undecided, reduced, (*written.certain, *written.undecided))
 
 
-def _write(
+def _written(
     node: fx.Node, state: State, memory: Mapping[str, fx.Node], states: dict[fx.Node, State], updates: list[Mixed]
-) -> None:
-    """Note what an in-place operation writes: later operations may read it from the tensor that it writes into."""
+) -> State:
+    """The state of a result, which later operations may read from the tensor that an in-place operation writes into.
+
+    Buffers, such as running averages, mix rows by design: each microbatch updates and reads them.
+    """
     target = memory.get(node.meta.get("writes", ""))
     if target is None:
-        return
+        return state
+    if isinstance(state, Mixed) and target.op == "get_attr":
+        updates.append(state)
+        states[target] = WHOLE
+        return WHOLE
     previous = states.get(target)
     if isinstance(state, Mixed):
         states[target] = state.union(previous) if isinstance(previous, Mixed) else state
-        if target.op == "get_attr":
-            updates.append(state)
-    elif isinstance(state, Listed) or (
-        isinstance(state, Rows) and isinstance(previous, Rows) and state.dim == previous.dim
-    ):
+    elif isinstance(state, Listed) or (isinstance(previous, Rows) and isinstance(state, Rows)):
         states[target] = state
+    return state
 
 
 def _result(
@@ -147,7 +150,7 @@ def _result(
         return mixed
     try:
         if mixed != Mixed():
-            return factory(OperatorCall(node, states, sizes))
+            return factory(RowCall(node, states, sizes))
         if node.target is by_mode:
             return _joined(inputs)
         return _computed(node, states, inputs, sizes)
@@ -178,7 +181,7 @@ def _computed(node: fx.Node, states: Mapping[fx.Node, State], inputs: list[State
     if not isinstance(node.target, OpOverload):
         raise NoRuleError
     name, rule = operator_name(node.target)[0], _rule(node.target)
-    call = OperatorCall(node, states, sizes)
+    call = RowCall(node, states, sizes)
     if name.strip("_") in EXPERT_RULES or name in EXPERT_RULES:
         with suppress(NoRuleError):
             return EXPERT_RULES.get(name, EXPERT_RULES.get(name.strip("_")))(call)  # type: ignore[misc]

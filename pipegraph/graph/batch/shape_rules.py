@@ -1,6 +1,6 @@
 """Rules for operators that move elements, or make tensors of a shape: views, cuts, joins, factories.
 
-Each rule takes an `OperatorCall` and returns the rows of its result. A view keeps the order of all elements: with
+Each rule takes an `RowCall` and returns the rows of its result. A view keeps the order of all elements: with
 ``stride`` elements between two rows, the row of element ``i`` is ``(i // stride) % B`` before and after it.
 
 x [B, heads, tokens, width], rows along 0        stride = heads * tokens * width
@@ -15,21 +15,21 @@ from typing import Any, Final
 
 import torch
 
-from pipegraph.graph.batch.operator_call import OperatorCall, moved_by, uniform_rows
+from pipegraph.graph.batch.row_call import RowCall, moved_by, uniform_rows
 from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, Sorted, State
 from pipegraph.graph.internals import pytree
 
-Rule = Callable[[OperatorCall], State | tuple[State, ...]]
+Rule = Callable[[RowCall], State | tuple[State, ...]]
 
 _PRIMES: Final = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
-def source(call: OperatorCall) -> Any:
+def source(call: RowCall) -> Any:
     """The first argument, which the operator moves."""
     return call.node.args[0]
 
 
-def rows_of(call: OperatorCall) -> Rows:
+def rows_of(call: RowCall) -> Rows:
     """The rows of the first argument, which has some."""
     state = call.state(source(call))
     if not isinstance(state, Rows):
@@ -37,12 +37,12 @@ def rows_of(call: OperatorCall) -> Rows:
     return state
 
 
-def unchanged(call: OperatorCall) -> State | tuple[State, ...]:
+def unchanged(call: RowCall) -> State | tuple[State, ...]:
     """For a copy or cast of the first argument, whatever the others are."""
     return call.every(call.state(source(call)))
 
 
-def reshape(call: OperatorCall) -> State:
+def reshape(call: RowCall) -> State:
     """For a view of all elements in the same order."""
     state, shape = call.state(source(call)), call.shape
     if not isinstance(state, Rows):
@@ -66,7 +66,7 @@ def reshape(call: OperatorCall) -> State:
     raise NoRuleError  # the rows themselves are divided, into groups for example
 
 
-def permute(call: OperatorCall) -> State:
+def permute(call: RowCall) -> State:
     """For dimensions in another order, which the operator itself says on a tensor whose sizes differ."""
     state = rows_of(call)
     count = len(call.shape_of(source(call)))
@@ -78,7 +78,7 @@ def permute(call: OperatorCall) -> State:
     return Rows(moved.shape.index(_PRIMES[state.dim]), state.inner, state.content)
 
 
-def expand(call: OperatorCall) -> State:
+def expand(call: RowCall) -> State:
     """For a view with larger dimensions: the copies along the batch are equal rows."""
     state, shape = call.state(source(call)), call.shape
     offset = len(shape) - len(call.shape_of(source(call)))
@@ -90,7 +90,7 @@ def expand(call: OperatorCall) -> State:
     return Rows(rows.dim, rows.inner, Content.EQUAL) if isinstance(rows, Rows) else rows
 
 
-def repeat(call: OperatorCall) -> State:
+def repeat(call: RowCall) -> State:
     """For copies one after the other: rows stay where they are, and copies of a whole tensor are equal rows."""
     state, shape = call.state(source(call)), call.shape
     source_shape = call.shape_of(source(call))
@@ -104,7 +104,7 @@ def repeat(call: OperatorCall) -> State:
     return Rows(rows.dim, inner, Content.EQUAL if inner == 1 else Content.DATA)
 
 
-def repeat_interleave(call: OperatorCall) -> State:
+def repeat_interleave(call: RowCall) -> State:
     """For copies of each element side by side."""
     state = call.state(source(call))
     if call.overload != "self_int" or call["dim"] is None or call.sizes.is_batch(call["repeats"]):
@@ -114,7 +114,7 @@ def repeat_interleave(call: OperatorCall) -> State:
     return Rows(state.dim, inner, state.content)
 
 
-def select(call: OperatorCall) -> State:
+def select(call: RowCall) -> State:
     """For one index of a dimension."""
     state, dim = rows_of(call), call.dim("dim", source(call), 0)
     if dim == state.dim:
@@ -122,7 +122,7 @@ def select(call: OperatorCall) -> State:
     return Rows(state.dim - (dim < state.dim), state.inner, state.content)
 
 
-def slice_(call: OperatorCall) -> State:
+def slice_(call: RowCall) -> State:
     """For a range of a dimension: along that of the rows, it has to hold all rows as often as each other."""
     state, dim = call.state(source(call)), call.dim("dim", source(call), 0)
     if not isinstance(state, Rows):
@@ -135,7 +135,7 @@ def slice_(call: OperatorCall) -> State:
     return _part(call, state, start, call.shape[dim], call["step"] in (None, 1))
 
 
-def _part(call: OperatorCall, state: Rows, start: int, length: int, is_dense: bool = True) -> Rows:
+def _part(call: RowCall, state: Rows, start: int, length: int, is_dense: bool = True) -> Rows:
     """The rows of ``length`` elements from ``start`` on along the dimension of the rows."""
     period = state.inner * call.sizes.rows
     if not is_dense or start % period or length % period or not length:
@@ -143,7 +143,7 @@ def _part(call: OperatorCall, state: Rows, start: int, length: int, is_dense: bo
     return state
 
 
-def split(call: OperatorCall) -> tuple[State, ...]:
+def split(call: RowCall) -> tuple[State, ...]:
     """For the parts of a dimension."""
     state, dim = rows_of(call), call.dim("dim", source(call), 0)
     results = call.results or 0
@@ -157,25 +157,25 @@ def split(call: OperatorCall) -> tuple[State, ...]:
     return tuple(parts)
 
 
-def unbind(call: OperatorCall) -> tuple[State, ...]:
+def unbind(call: RowCall) -> tuple[State, ...]:
     """For each index of a dimension."""
     return (select(call),) * (call.results or 0)
 
 
-def cat(call: OperatorCall) -> State:
+def cat(call: RowCall) -> State:
     """For tensors one after the other: along the dimension of the rows, all of them need to have rows."""
     tensors = [node for node in pytree.tree_leaves(source(call)) if call.shape_of(node) != (0,)]
     return call.aligned(((node, moved_by(0)) for node in tensors), broadcasts=False) or WHOLE
 
 
-def stack(call: OperatorCall) -> State:
+def stack(call: RowCall) -> State:
     """For tensors along a new dimension."""
     tensors = pytree.tree_leaves(source(call))
     dim = int(call["dim"] or 0) % len(call.shape)
     return call.aligned(((node, lambda place: place + (dim <= place)) for node in tensors), broadcasts=False) or WHOLE
 
 
-def pad(call: OperatorCall) -> State:
+def pad(call: RowCall) -> State:
     """For elements that are added at the ends of the last dimensions."""
     state = rows_of(call)
     from_last = len(call.shape) - 1 - state.dim
@@ -186,7 +186,7 @@ def pad(call: OperatorCall) -> State:
     return state
 
 
-def other_places(call: OperatorCall) -> State:
+def other_places(call: RowCall) -> State:
     """For elements that change places along some dimensions."""
     state = rows_of(call)
     if call.arguments.get("dims") in (None, []) or state.dim in call.dims("dims", source(call)):
@@ -194,7 +194,7 @@ def other_places(call: OperatorCall) -> State:
     return state
 
 
-def triangle(call: OperatorCall) -> State:
+def triangle(call: RowCall) -> State:
     """For a part of the matrices of the last two dimensions."""
     state = rows_of(call)
     if state.dim >= len(call.shape) - 2:
@@ -202,12 +202,12 @@ def triangle(call: OperatorCall) -> State:
     return state
 
 
-def factory(call: OperatorCall) -> State:
+def factory(call: RowCall) -> State:
     """For a tensor of one number, or of random numbers, which takes from other tensors no more than a shape."""
     return uniform_rows(call.shape, call.sizes)
 
 
-def arange(call: OperatorCall) -> State:
+def arange(call: RowCall) -> State:
     """For the numbers of the rows, or of all elements of several dimensions."""
     sizes = [value for value in call.node.args if call.sizes.is_batch(value)]
     if not call.sizes.has_rows(call.shape[0]) or len(sizes) != 1 or call["start"]:
@@ -220,7 +220,7 @@ def arange(call: OperatorCall) -> State:
     return Rows(0, inner, Content.NUMBERS if inner == 1 else Content.POSITIONS)
 
 
-def slice_scatter(call: OperatorCall) -> State:
+def slice_scatter(call: RowCall) -> State:
     """For a tensor in which a range of a dimension is replaced."""
     dim = call.dim("dim", source(call), 0)
     state = call.aligned(((node, moved_by(0)) for node in (source(call), call["src"])), broadcasts=False) or WHOLE
@@ -229,7 +229,7 @@ def slice_scatter(call: OperatorCall) -> State:
     return state
 
 
-def select_scatter(call: OperatorCall) -> State:
+def select_scatter(call: RowCall) -> State:
     """For a tensor in which one index of a dimension is replaced."""
     dim = call.dim("dim", source(call), 0)
     places = ((source(call), moved_by(0)), (call["src"], lambda place: place + (dim <= place)))
@@ -239,7 +239,7 @@ def select_scatter(call: OperatorCall) -> State:
     return state
 
 
-def unfold(call: OperatorCall) -> State:
+def unfold(call: RowCall) -> State:
     """For windows along a dimension, in a new last dimension."""
     state = rows_of(call)
     if call.dim("dimension", source(call)) == state.dim:

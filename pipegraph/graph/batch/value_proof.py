@@ -81,7 +81,10 @@ def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], returned: C
         return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor))
 
 
-_PER_BATCH: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+_PER_BATCH: Final = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 
 
 @contextmanager

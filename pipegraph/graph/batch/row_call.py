@@ -68,7 +68,7 @@ Place = Callable[[int], int]
 """A dimension of an argument → that of the result which it is."""
 
 
-class OperatorCall:
+class RowCall:
     """A call of an operator.
 
     Args:
