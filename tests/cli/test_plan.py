@@ -112,7 +112,7 @@ def test_plan_json(pipegraph: Command) -> None:
 def test_split_prints_the_predicted_step(pipegraph: Command) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "--microbatches", 6, "--dry-run")
     assert (done.code, done.err) == (0, "")
-    first, second, fixed, layout, predicted, memory = done.out.splitlines()
+    first, second, fixed, _, layout, predicted, memory = done.out.splitlines()
     assert (first[:7], second[:7]) == ("stage 0", "stage 1")
     assert fixed.startswith("x.shape[1] is 8 in every batch: ")
     assert fixed.endswith("tests/models/chain.py:17: x = layer(x)")
@@ -130,7 +130,7 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         done.out.splitlines()[-1] == "largest stage  162 parameters; no other cuts at the 4 places looked at are better"
     )
     done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "uniform", "--dry-run")
-    assert len(done.out.splitlines()) == 4  # two stages, a size that does not vary, and the layout
+    assert len(done.out.splitlines()) == 5  # two stages, a size that does not vary, the batch and the layout
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ CHAIN = "tests/models/chain.py"
 def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
     done = pipegraph("split", CHAIN, "--points", "layers.1,layers.3:end", "-o", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
-    *stages, fixed, layout, wrote = done.out.splitlines()
+    *stages, fixed, batch, layout, wrote = done.out.splitlines()
     assert stages == ["stage 0: layers.0", "stage 1: layers.1 – layers.3", "stage 2: head"]
     assert re.fullmatch(r"x\.shape\[1\] is 8 in every batch: .*chain\.py:\d+: x = layer\(x\)", fixed)
+    assert batch == "batch: x rows (0)"
     assert layout.split()[:2] == ["layout", "t|t*3|L"]
     assert wrote == f"wrote {tmp_path / 'out'}"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -73,13 +74,13 @@ def test_a_number_of_steps_is_said_to_be_fixed_only_if_it_is(pipegraph: Command,
 
 def test_names_are_printed_on_one_line(pipegraph: Command) -> None:
     done = pipegraph("split", "tests/models/hostile_names.py", "--points", "head", "--dry-run")
-    assert (done.code, len(done.out.splitlines())) == (0, 3)
+    assert (done.code, len(done.out.splitlines())) == (0, 4)
     assert "layers.new\\nline" in done.out
 
 
 def test_dry_run_writes_nothing(pipegraph: Command, tmp_path: Path) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--dry-run", "-o", tmp_path / "out")
-    assert (done.code, len(done.out.splitlines())) == (0, 6)  # two stages, a fixed size, the layout, what a step takes
+    assert (done.code, len(done.out.splitlines())) == (0, 7)  # stages, a fixed size, batch, layout, step
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,6 +133,8 @@ def test_show(pipegraph: Command, chain: Path) -> None:
         f"{value:<8}  float32[batch, 8]  stage 0  stage 1       128 B  yes",
         "",
         "layout     tt|ttL (for --points: E what runs before the layers, t a layer, L what runs after them)",
+        "",
+        "batch: x rows (0)",
         "",
         "1f1b: 2 ranks, 2 stages, 3 microbatches",
         "rank 0  0F0 0F1         0B0──── 0F2 0B1────     0B2────",
