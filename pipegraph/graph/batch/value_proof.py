@@ -55,7 +55,7 @@ def compare_halves(
         dims[at] = role.dim
     rows = min((leaves[at].shape[dims[at]] for at in tensors if dims[at] is not None), default=1)
 
-    def returned(half: int | None) -> Any:
+    def returned(half: int | None, seed: int = 0) -> list[Any]:
         """What the model returns for one half of the batch, or for all of it."""
         part = [
             leaf if dim is None or half is None else leaf.chunk(2, dim)[half]
@@ -64,21 +64,28 @@ def compare_halves(
         args, kwargs = pytree.tree_unflatten(part, form)
         values = {name: value.clone() for name, value in state.items()}
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _WithoutRandom():
-            return functional_call(model, values, args, kwargs)
+            torch.manual_seed(seed)
+            return pytree.tree_leaves(functional_call(model, values, args, kwargs))
 
     try:
         batch = distinct_rows(leaves, dims, 2 * max(rows, 2))
         modes = dict(mode), dict.fromkeys(mode, False)
-        return all(_same_in_mode(model, flags, returned) for flags in modes[: 1 + (modes[0] != modes[1])])
+        results = [_same_in_mode(model, flags, returned) for flags in modes[: 1 + (modes[0] != modes[1])]]
     except Exception:  # whatever the model raises for other rows
         return None
+    return False if False in results else True if True in results else None
 
 
-def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], returned: Callable[[int | None], Any]) -> bool:
+def _same_in_mode(model: nn.Module, flags: Mapping[nn.Module, bool], returned: Callable[..., list[Any]]) -> bool | None:
+    """Whether the outputs of a batch are those of its halves; None if they are random in this mode."""
     fixed = {module: training and not isinstance(module, _PER_BATCH) for module, training in flags.items()}
     with _in_mode(model, fixed):
-        outputs = zip(*(pytree.tree_leaves(returned(half)) for half in (None, 0, 1)), strict=True)
-        return all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor))
+        outputs = list(zip(*(returned(half) for half in (None, 0, 1)), strict=True))
+        if all(_is_joined(*tensors) for tensors in outputs if isinstance(tensors[0], Tensor)):
+            return True
+        pairs = zip(outputs, returned(None, seed=1), strict=True)
+        is_random = any(isinstance(again, Tensor) and not _close(first[0], again) for first, again in pairs)
+    return None if is_random else False
 
 
 _PER_BATCH: Final = (

@@ -195,6 +195,23 @@ def test_values_decide_where_no_rule_does() -> None:
     assert [each.operator for each in batch.mixing] == ["reversed_rows"]
 
 
+def test_a_mode_with_random_outputs_decides_nothing() -> None:
+    """Only evaluation mode shows that rows are independent, or are not."""
+
+    class Noisy(nn.Module):
+        def __init__(self, reverse: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.layer, self.reverse = nn.Linear(6, 6), reverse
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return self.reverse(h + torch.randn_like(h) if self.training else h)
+
+    x = torch.randn(3, 6)
+    assert pipegraph.capture(Noisy(reversed_features), (x,)).batch.mixing == ()
+    assert pipegraph.capture(Noisy(reversed_rows), (x,)).batch.mixing
+
+
 def test_without_values_an_operator_without_a_rule_needs_a_declaration() -> None:
     inputs = (torch.empty(3, 4, 6, device="meta"),)
     batch = captured(lambda h: reversed_features(h), *inputs).batch
