@@ -24,7 +24,6 @@ from pipegraph.graph.passes.redundant_operations import (
     drop_identities,
     restore_grouped_products,
 )
-from pipegraph.graph.passes.rows import refuse_flat_bags
 from pipegraph.graph.passes.views import (
     cancel_views,
     drop_contiguous,
@@ -63,7 +62,6 @@ PASSES: tuple[Pass, ...] = (
     mark_gradients,
     relax_attention_views,
     follow_created_dtypes,
-    refuse_flat_bags,
 )
 """The passes over an exported graph, in their order. After them it reads as a person would have written it."""
 

@@ -253,11 +253,14 @@ class Bags(nn.Module):
         return self.dense(dense) + self.bags(indices, offsets)
 
 
-def test_bags_that_cannot_be_cut_along_rows_are_refused() -> None:
-    dense, offsets = torch.randn(4, 3), torch.tensor([0, 2, 3, 7])
-    with pytest.raises(CaptureError, match=r"self\.bags\(indices, offsets\).*\n?.*\nTry: bags of one length"):
-        captured(Bags(), dense, torch.randint(20, (9,)), offsets)
-    assert captured(Bags(), dense, torch.randint(20, (4, 5))).sizes.captured["batch"] == 4
+def test_bags_at_offsets_are_given_as_lists() -> None:
+    """The indices of all rows are one tensor, which is not cut along rows."""
+    inputs = torch.randn(4, 3), torch.randint(20, (9,)), torch.tensor([0, 2, 3, 7])
+    (mixing,) = captured(Bags(), *inputs).batch.mixing
+    assert mixing.operator.startswith("embedding_bag")
+    roles = dict.fromkeys(("dense", "indices", "offsets"), "list")
+    assert pipegraph.capture(Bags(), inputs, batch_dims=roles).batch.mixing == ()
+    assert captured(Bags(), inputs[0], torch.randint(20, (4, 5))).batch.mixing == ()
 
 
 def test_a_failure_leaves_the_model_as_it_was() -> None:
