@@ -207,7 +207,7 @@ def _manifest(
 def _batch_entry(report: BatchReport) -> BatchEntry:
     return BatchEntry(
         proof=report.proof,
-        per_microbatch=tuple(RowOperator(each.operator, each.line) for each in report.per_microbatch),
+        per_microbatch=tuple(RowOperator(each.operator, each.line, each.result) for each in report.per_microbatch),
         mixing=tuple(RowOperator(each.operator, each.line) for each in report.mixing),
         suggestion=report.suggestion,
         target_dim=report.target_dim,

@@ -35,10 +35,12 @@ class MixingOperator:
     Attributes:
         operator: its name: ``cumsum``.
         line: its line in the model's source: ``model.py:12``; "" if it is not known.
+        result: "number" if it gives one number for all rows, such as a loss; "buffer" if it updates a buffer.
     """
 
     operator: str
     line: str = ""
+    result: Literal["rows", "number", "buffer"] = "rows"
 
 
 @dataclass(frozen=True)

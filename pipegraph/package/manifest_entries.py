@@ -167,10 +167,12 @@ class RowOperator(Entry, frozen=True):
     Attributes:
         operator: what it is: ``cumsum``, ``batch norm``.
         line: its line in the model's source: ``model.py:12``; "" if it is not known.
+        result: "number" if it gives one number for all rows, such as a loss; "buffer" if it updates a buffer.
     """
 
     operator: Text
     line: Text = ""
+    result: Literal["rows", "number", "buffer"] = "rows"
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.line})" if self.line else self.operator

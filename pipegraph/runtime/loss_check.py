@@ -154,7 +154,8 @@ class LossCheck:
 
     def _has_independent_rows(self) -> bool:
         """Whether rows are known not to mix in the last stage, which this rank can run alone."""
-        mixes = not self._batch.proof or self._batch.per_microbatch or self._batch.mixing
+        by_design = [operator for operator in self._batch.per_microbatch if operator.result == "rows"]
+        mixes = not self._batch.proof or by_design or self._batch.mixing
         return not mixes and not any(is_sharded(parameter) for parameter in self._stage.parameters())
 
     def _of_stage(self, microbatch: _Part, inputs: Sequence[Any], first: int) -> tuple[_Part, list[_Part]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +40,9 @@ def report_rows(graph: fx.Graph, roles: RoleAssignment, declared: DeclaredRoles,
     proof = roles.prove(graph)
     mixing = tuple(_operators(proof.certain))
     kind: Proof = "rules"
-    by_design = [*_by_design(graph), *_operators((*proof.scalars, *proof.updates), "for one number or a buffer")]
+    by_design = [*_by_design(graph)]
+    by_design += [replace(operator, result="number") for operator in _operators(proof.scalars)]
+    by_design += [replace(operator, result="buffer") for operator in _operators(proof.updates)]
     if proof.undecided and not proof.certain:
         equal = compare(roles.roles)
         kind = "values" if equal is not None else "declared" if declared.rows else ""

@@ -108,7 +108,7 @@ def test_an_output_that_follows_from_no_row_has_no_dimension() -> None:
 def test_a_loss_over_rows_is_computed_for_each_microbatch() -> None:
     found = captured(lambda h: h.square().mean())
     assert found.batch.mixing == ()
-    assert [each.operator for each in found.batch.per_microbatch] == ["mean, for one number or a buffer"]
+    assert [(each.operator, each.result) for each in found.batch.per_microbatch] == [("mean", "number")]
 
 
 def test_a_contrastive_loss_of_the_model_mixes_rows() -> None:
