@@ -201,7 +201,8 @@ class InputSizes:
             FixedSizeNeededError: a package cannot hold what is taken for granted.
         """
         # A guard on a stride is about the memory of the example, which is another one in every microbatch.
-        of_sizes = (guard for guard in self._guards if not guard.free_symbols & self._strides.keys())
+        strides = self._strides.keys() - self._names.keys()
+        of_sizes = (guard for guard in self._guards if not guard.free_symbols & strides)
         own = (guard.xreplace(self._names).xreplace(self._equal) for guard in of_sizes)
         guards = SizeGuards(self._captured, (*own, *also))
         for relation in guards.required:
