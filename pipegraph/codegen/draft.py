@@ -205,13 +205,11 @@ def _manifest(
 
 
 def _batch_entry(report: BatchReport) -> BatchEntry:
-    return BatchEntry(
-        proof=report.proof,
-        per_microbatch=tuple(RowOperator(each.operator, each.line, each.result) for each in report.per_microbatch),
-        mixing=tuple(RowOperator(each.operator, each.line) for each in report.mixing),
-        suggestion=report.suggestion,
-        target_dim=report.target_dim,
+    by_design, mixing = (
+        tuple(RowOperator(operator.operator, operator.line, operator.result) for operator in operators)
+        for operators in (report.per_microbatch, report.mixing)
     )
+    return BatchEntry(report.proof, by_design, mixing, report.suggestion, report.target_dim)
 
 
 def _plan_entry(plan: Plan) -> PlanEntry:

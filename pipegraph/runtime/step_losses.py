@@ -95,3 +95,14 @@ class StepLosses:
         """End the check of the first step. Raises BatchError if the loss is not what the pipeline takes it for."""
         if self._check is not None and self._is_checked and not self._check.is_done:
             self._check.finish()
+
+
+def check_without_loss(schedule: str, trains: bool, has_target: bool) -> None:
+    """Raise PipegraphError if a step needs a loss, or is given a target, and the pipeline has no `loss_fn`."""
+    if trains:
+        raise PipegraphError(f"{schedule} has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…).")
+    if has_target:
+        raise PipegraphError(
+            "a target was given, and this Pipeline has no loss_fn that takes it.\n"
+            "Try: Pipeline(…, loss_fn=…), or leave the target out."
+        )

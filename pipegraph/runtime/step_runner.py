@@ -45,7 +45,7 @@ from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.step_losses import StepLosses
+from pipegraph.runtime.step_losses import StepLosses, check_without_loss
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
@@ -233,7 +233,7 @@ class StepRunner:
         """Check the tensors of a batch, and cut it if its loss needs a weight. Raises as `check` does."""
         trains, layout = self._trains and not request.evaluates, self.layout
         if layout.has_last_stage and not request.with_loss:
-            self._check_without_loss(trains, request.has_target)
+            check_without_loss(self._name, trains, request.has_target)
         batch = self._padding.pad(layout.manifest, bind_batch(layout.manifest, args, kwargs, request))
         asked = self._count(batch.count, request.microbatches)
         sizes, tables = local_sizes(layout, batch, asked)
@@ -344,12 +344,3 @@ class StepRunner:
             return self.executors.check(lists)
         except ScheduleError as error:
             raise ScheduleError(f"the step was given lists of {lists} microbatches: {error}") from None
-
-    def _check_without_loss(self, trains: bool, has_target: bool) -> None:
-        if trains:
-            raise PipegraphError(f"{self._name} has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…).")
-        if has_target:
-            raise PipegraphError(
-                "a target was given, and this Pipeline has no loss_fn that takes it.\n"
-                "Try: Pipeline(…, loss_fn=…), or leave the target out."
-            )

@@ -12,8 +12,9 @@ from sympy.core.relational import Relational
 from torch.export import ExportedProgram
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.export.dynamic_shapes import BATCH, USUAL_NAMES, SizeGuards, SizeNames, WantedSizes, same_sizes
+from pipegraph.graph.export.dynamic_shapes import BATCH, USUAL_NAMES, SizeNames, WantedSizes
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError
+from pipegraph.graph.export.size_guards import SizeGuards, same_sizes
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES

@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 
 from pipegraph.errors import CaptureError, is_user_file
 from pipegraph.graph.captured import StateEntry
-from pipegraph.graph.export.dynamic_shapes import SizeGuards, SizeNames, Sizes, WantedSizes
+from pipegraph.graph.export.dynamic_shapes import SizeNames, WantedSizes
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import InputSizes
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
+from pipegraph.graph.export.size_guards import SizeGuards, Sizes
 from pipegraph.graph.export.torch_export import Exported, export
 from pipegraph.graph.index_bounds import RangeLimit, range_limits
 from pipegraph.graph.internals import pytree

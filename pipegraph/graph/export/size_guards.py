@@ -1,0 +1,164 @@
+"""What an exported program takes for granted of the sizes of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import sympy
+from sympy.core.relational import Ge, Gt, Le, Lt, Ne
+
+from pipegraph.graph.symbolic_size import SizeLimits, expression_text
+
+Sizes = Mapping[sympy.Symbol, int]
+
+# The largest size that is looked for, for which something does not hold.
+_LARGEST = 64
+
+
+class SizeGuards:
+    """The relations that hold wherever an exported program is the model.
+
+    Attributes:
+        captured: size → its value at capture.
+        required: the relations that the program depends on.
+        assumed: relations that say no more than that a size is not 1, which ``torch.export`` takes for granted of each:
+            ``n > 1``, ``m != m * n`` and ``m % (m * n) != 0``. The model may be the same where they do not hold.
+    """
+
+    def __init__(self, captured: Sizes, guards: Iterable[sympy.Basic]) -> None:
+        self.captured = captured
+        found = (relation for guard in guards for relation in self._relations(guard) if relation.free_symbols)
+        relations = [relation for relation in found if not _is_evident(relation)]
+        self.assumed = tuple(dict.fromkeys(filter(_is_about_one, relations)))
+        self.required = tuple(relation for relation in dict.fromkeys(relations) if relation not in self.assumed)
+
+    def allow(self, sizes: Sizes) -> bool:
+        """Return whether the required relations hold for sizes; those left out are as at capture."""
+        return all(self._holds(relation, sizes, if_undefined=False) for relation in self.required)
+
+    def exception(self, relation: sympy.Basic) -> Sizes | None:
+        """Small sizes that are allowed and for which a relation does not hold; None if none were found."""
+        symbols = sorted(relation.free_symbols, key=str)
+        for size in range(1, _LARGEST + 1):
+            for changed in (*([symbol] for symbol in symbols), symbols):
+                sizes = dict.fromkeys(changed, size)
+                if not self._holds(relation, sizes, if_undefined=True) and self.allow(sizes):
+                    return sizes
+        return None
+
+    def limits(self, also: Iterable[sympy.Basic]) -> SizeLimits:
+        """The bounds and conditions that the required relations are, and others."""
+        lowest: dict[str, int] = {}
+        highest: dict[str, int] = {}
+        conditions: dict[str, None] = {}
+        for relation in (*self.required, *also):
+            left, symbol, right = relation.lhs, relation.rel_op, relation.rhs
+            if left.is_Symbol and right.is_Integer and symbol in (">", ">="):
+                lowest[str(left)] = max(lowest.get(str(left), 1), int(right) + (symbol == ">"))
+            elif left.is_Symbol and right.is_Integer and symbol in ("<", "<="):
+                highest[str(left)] = min(highest.get(str(left), 2**62), int(right) - (symbol == "<"))
+            else:
+                conditions[f"{expression_text(left)} {symbol} {expression_text(right)}"] = None
+        captured = {str(symbol): size for symbol, size in self.captured.items()}
+        return SizeLimits(captured, lowest, highest, tuple(conditions))
+
+    def _relations(self, guard: sympy.Basic) -> Iterator[sympy.Basic]:
+        """The relations of a guard, with ``n`` for ``Max(1, n)`` and ``Min(n, n * m)``, because no size is 0.
+
+        Of several, one of which is enough (the ways in which memory may be contiguous), it is the one that holds at
+        capture and says something of the fewest sizes.
+        """
+        if isinstance(guard, sympy.And):
+            for part in guard.args:
+                yield from self._relations(part)
+        elif isinstance(guard, sympy.Or):
+            held = [part for part in guard.args if self._holds(part, {}, if_undefined=False)]
+            if held:
+                yield from self._relations(min(held, key=lambda part: (len(part.free_symbols), str(part))))
+            else:
+                yield guard
+        else:
+            yield guard.replace(_is_size_or_one, _without_one).replace(_is_least, _without_multiples)
+
+    def _holds(self, relation: sympy.Basic, sizes: Sizes, if_undefined: bool) -> bool:
+        """Return whether a relation holds. It is undefined if it divides by a size that would be 0, or divides one that
+        would be negative."""
+        numbers = {symbol: sympy.Integer(size) for symbol, size in {**self.captured, **sizes}.items()}
+        try:
+            return bool(relation.xreplace(numbers))
+        except (ZeroDivisionError, AssertionError):
+            return if_undefined
+
+
+def _is_evident(relation: sympy.Basic) -> bool:
+    """Return whether a guard says no more than ``min(n, 6) <= n``, or ``max(n, 6) >= n``."""
+    if not isinstance(relation, (Le, Ge)):
+        return False
+    smaller, larger = relation.args if isinstance(relation, Le) else reversed(relation.args)
+    is_minimum = type(smaller).__name__ == "Min" and larger in smaller.args
+    return is_minimum or (type(larger).__name__ == "Max" and smaller in larger.args)
+
+
+def same_sizes(
+    guards: Iterable[sympy.Basic],
+    varying: Iterable[tuple[sympy.Symbol, int, int]],
+) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The sizes that are taken for earlier ones, because a guard compares the same expression of both.
+
+    What flattens tokens and targets, and compares them, asks for ``batch * length == targets_0 * targets_1`` alone.
+
+    Args:
+        guards: of a program.
+        varying: (symbol, dimension, size in the example) of the inputs' sizes that vary, in the order of the inputs.
+    """
+    sizes: dict[sympy.Symbol, int] = {}
+    same: dict[sympy.Symbol, sympy.Symbol] = {}
+    for symbol, _, size in varying:
+        sizes.setdefault(symbol, size)
+    for guard in (each.xreplace(same) for each in guards):
+        if not isinstance(guard, sympy.Eq):
+            continue
+        left, right = guard.args
+        own, others = (
+            [size for size in sizes if size in one.free_symbols - other.free_symbols]
+            for one, other in ((left, right), (right, left))
+        )
+        pairs = dict(zip(own, others, strict=False))
+        if [sizes[size] for size in own] != [sizes[size] for size in others]:
+            continue
+        if sympy.expand(left.xreplace(pairs) - right) == 0:
+            order = list(sizes)
+            same |= dict(sorted(pair, key=order.index, reverse=True) for pair in pairs.items())
+    return same
+
+
+def _is_size_or_one(part: sympy.Basic) -> bool:
+    return type(part).__name__ == "Max" and len(part.args) == 2 and sympy.Integer(1) in part.args
+
+
+def _without_one(part: sympy.Basic) -> sympy.Basic:
+    return next(each for each in part.args if each != 1)
+
+
+def _is_least(part: sympy.Basic) -> bool:
+    return type(part).__name__ == "Min"
+
+
+def _without_multiples(part: sympy.Basic) -> sympy.Basic:
+    return part.func(*(each for each in part.args if not any(_is_multiple(each, other) for other in part.args)))
+
+
+def _is_about_one(relation: sympy.Basic) -> bool:
+    """Return whether a guard only says that a size is not 0 or 1, as the program takes for granted of each."""
+    if not isinstance(relation, (Ne, Gt, Ge, Lt, Le)):
+        return False
+    left, right = relation.args
+    if type(left).__name__ in ("Mod", "PythonMod"):
+        return isinstance(relation, sympy.Ne) and right == 0 and _is_multiple(left.args[1], left.args[0])
+    return any(side in (0, 1) for side in (left, right)) or _is_multiple(left, right) or _is_multiple(right, left)
+
+
+def _is_multiple(size: sympy.Expr, other: sympy.Expr) -> bool:
+    """Return whether a size is another one times further sizes."""
+    quotient = size / other
+    return bool(quotient.free_symbols) and quotient.as_numer_denom()[1] == 1
