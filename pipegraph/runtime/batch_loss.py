@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipegraph import schedule as schedules
-from pipegraph.errors import ScheduleError
+from pipegraph.errors import BatchError, ScheduleError
 from pipegraph.kernels import Loss
 from pipegraph.kernels.loss import compute_loss, explained_without_target
 from pipegraph.package import Value
@@ -80,8 +80,20 @@ class BatchLoss:
             loss, metrics = compute_loss(self._loss, outputs, target)
             if self._differentiable:
                 loss.backward()
+                self._check_numbers()
         for microbatch in range(len(self._targets)):  # the mean over microbatches is the loss of the batch
             results.add_loss(microbatch, loss.detach(), metrics)
+
+    def _check_numbers(self) -> None:
+        """Raise BatchError if the loss depends on a number that the model returns for each microbatch."""
+        for place, value in enumerate(self._values):
+            numbers = [outputs[place] for outputs in self._outputs.values()]
+            is_number = isinstance(numbers[0], Tensor) and numbers[0].dim() == 0
+            if is_number and numbers[0].grad is not None and any(not torch.equal(numbers[0], item) for item in numbers):
+                raise BatchError(
+                    f'loss_over="batch" cannot take {value.name}, which the model computes for each microbatch alone.\n'
+                    "Try: a loss_fn of the outputs that have rows, such as logits and the target."
+                )
 
 
 def require_forwards_first(schedule: Schedule) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pipegraph
-from pipegraph.errors import BatchError
+from pipegraph.errors import BatchError, RuntimeFault
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,6 +48,9 @@ def test_the_mean_over_labels_that_count_is_refused(package: tuple[Any, pipegrap
     batch = inputs(6, 4)
     pipe = pipegraph.Pipeline(written, "1f1b", 3, loss_fn=own_loss, kernels="eager")
     with pytest.raises(BatchError, match="loss_weight="):
+        pipe.step(**batch)
+    pipe = pipegraph.Pipeline(written, "gpipe", 3, loss_fn=own_loss, loss_over="batch", kernels="eager")
+    with pytest.raises(RuntimeFault, match="loss_fn of the outputs"):
         pipe.step(**batch)
     pipe = pipegraph.Pipeline(written, "1f1b", 1, loss_fn=own_loss, kernels="eager")
     torch.testing.assert_close(pipe.step(**batch).loss, model(**batch).loss.detach())
