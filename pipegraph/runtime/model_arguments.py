@@ -67,7 +67,7 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
                 f"{where} was None when the model was captured.\nTry: leave it out, or capture the model with it."
             )
     elif isinstance(structure, Mapping):
-        if is_dataclass(passed) and not isinstance(passed, type):
+        if is_dataclass(passed) and not isinstance(passed, (type, Mapping)):  # a ModelOutput has no keys for None
             passed = {entry.name: getattr(passed, entry.name) for entry in fields(passed)}
         if passed is not None and (not isinstance(passed, Mapping) or passed.keys() != structure.keys()):
             other = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
