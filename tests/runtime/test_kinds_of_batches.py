@@ -127,3 +127,22 @@ def test_one_image_for_each_row_of_text(microbatches: int, tmp_path: Path) -> No
     batch = {"input_ids": ids, "pixel_values": images, "attention_mask": mask, "use_cache": False}
     logits, expected = pipe.eval(**batch)["logits"], model(**batch)["logits"]
     torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_output_is_an_argument(tmp_path: Path) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, encoded: dict[str, Tensor]) -> Tensor:
+            return self.second(torch.tanh(self.first(encoded["last_hidden_state"])))
+
+    model, x = Reader(), torch.randn(6, 4)
+    captured = pipegraph.capture(model, kwargs={"encoded": outputs.BaseModelOutput(last_hidden_state=x[:2])})
+    package = pipegraph.write_package(pipegraph.plan(captured, points=["second"]), tmp_path / "out")
+    pipe = pipegraph.Pipeline(package, "gpipe", 3, kernels="autograd")
+    encoded = outputs.BaseModelOutput(last_hidden_state=x)
+    torch.testing.assert_close(pipe.eval(encoded=encoded), model(encoded))
