@@ -26,7 +26,7 @@ import pipegraph
 from pipegraph.codegen.package_files import generate
 from pipegraph.cost.hardware import Hardware, MeasuredRatio
 from pipegraph.errors import PackageError, PipegraphError, SourceError
-from pipegraph.package import CheckpointNames, Manifest
+from pipegraph.package import CheckpointNames, ListedFile, Manifest
 from pipegraph.package.sizes import Size
 from pipegraph.planner.plan_file import PlanFile
 
@@ -81,7 +81,7 @@ def kinds() -> dict[str, Kind]:
         manifest,
         values=manifest.values | {"tokens": tokens},
         sizes=manifest.sizes | {"tokens_1": Size(captured=6, max=64)},
-        shards={"stage-00000-of-00002.safetensors": f"sha256 {64 * 'a'}"},
+        shards={"stage-00000-of-00002.safetensors": ListedFile(9, f"sha256 {64 * 'a'}")},
         checkpoint=CheckpointNames("model", {"embed.weight": ("a", "b.*")}),
         tp_plan={"layers.*": "colwise"},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from pipegraph.codegen.names.model_names import prose
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import OtherSize
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import CONFIG, Manifest
+from pipegraph.package import CONFIG, ListedFile, Manifest
 from pipegraph.package.json_file import json_text
 from pipegraph.planner.plan import Plan
 
@@ -52,8 +51,8 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     files = package.source.files(f"{prose(class_name)} ({prose(model)})")
     if source is not None and source.config is not None:  # for `pipegraph export`
         files[CONFIG] = json_text(dict(source.config)) + "\n"
-    digests = {name: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for name, text in files.items()}
-    return files, structs.replace(package.manifest, files=digests)
+    listed = {name: ListedFile.of_text(text) for name, text in files.items()}
+    return files, structs.replace(package.manifest, files=listed)
 
 
 def _warn_of_guesses(model: str, names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import CONFIG, MANIFEST, WEIGHTS_INDEX, Manifest, Package, checkpoint_folder, file_digest
+from pipegraph.package import CONFIG, MANIFEST, WEIGHTS_INDEX, ListedFile, Manifest, Package, checkpoint_folder
 from pipegraph.package.staged_folder import existing_parent, staged_folder, unwritable
 from pipegraph.planner.plan import Plan
 
@@ -72,7 +72,8 @@ def write_package(
             (staging / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")  # stages are loaded with it
             write_weights(plan.captured, shard_plan(plan.captured, plan.stages, False), staging)
             copy_weights(plan.captured, shards, staging, checkpoint)
-        written = structs.replace(manifest, shards={name: file_digest(staging / name) for name in shards})
+        listed = {name: ListedFile.read(staging / name) for name in (*shards, WEIGHTS_INDEX) if shards}
+        written = structs.replace(manifest, shards=listed)
         (staging / MANIFEST).write_text(written.to_json(), encoding="utf-8")
     return Package.open(folder)
 

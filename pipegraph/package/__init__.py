@@ -7,7 +7,8 @@ Package                    the folder: open, edited, missing, damaged, check_wei
       └── plan: PlanEntry  where it was cut, with the Prediction of a step
 """
 
-from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder, file_digest
+from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
+from pipegraph.package.listed_files import ListedFile
 from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves, sequences
 from pipegraph.package.manifest_entries import (
     CALLER,
@@ -32,6 +33,7 @@ __all__ = [
     "BatchEntry",
     "Buffer",
     "CheckpointNames",
+    "ListedFile",
     "Manifest",
     "ModelEntry",
     "Package",
@@ -42,7 +44,6 @@ __all__ = [
     "StageEntry",
     "Value",
     "checkpoint_folder",
-    "file_digest",
     "leaves",
     "sequences",
 ]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import itertools
 import os
-import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -23,8 +18,9 @@ from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError, nearest, one_line, path_from_here, user_line
 from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
+from pipegraph.package.listed_files import ListedFile, problems_of
 from pipegraph.package.manifest import Manifest, path_problem
-from pipegraph.progress import track
+from pipegraph.package.source_import import ImportedPackage
 from pipegraph.units import format_number_of
 
 if TYPE_CHECKING:
@@ -44,8 +40,6 @@ _ADMIT: Final = (
     "Try: restore the file, or split the model again. If you changed it, check_weights=False (--no-check-weights) "
     "takes it as it is."
 )
-_THREADS: Final = 8  # that read files of weights: hashlib lets other threads run
-_numbers = itertools.count()
 
 
 class WeightsIndex(msgspec.Struct, frozen=True):
@@ -100,8 +94,8 @@ class Package:
     def edited(self) -> tuple[str, ...]:
         """The generated files whose content is no longer what was written."""
         written = sorted(self.manifest.files.items())
-        there = ((name, digest) for name, digest in written if (self.path / name).is_file())
-        return tuple(name for name, digest in there if file_digest(self.path / name) != digest)
+        there = ((name, entry) for name, entry in written if (self.path / name).is_file())
+        return tuple(name for name, entry in there if ListedFile.read(self.path / name).digest != entry.digest)
 
     def missing(self) -> tuple[str, ...]:
         """The generated files and the shards of weights that are gone."""
@@ -110,7 +104,7 @@ class Package:
 
     def damaged(self) -> tuple[str, ...]:
         """The shards of weights whose content is no longer what was written. All of them are read."""
-        return changed_files(self.path, self.manifest.shards)
+        return tuple(problems_of(self.path, self.manifest.shards))
 
     def check_whole(self, damaged: Sequence[str] = ()) -> None:
         """Raise PackageError if files are missing, or some are known to be damaged."""
@@ -124,41 +118,37 @@ class Package:
             raise PackageError(f"{path_from_here(self.path)} is not whole: {'; '.join(found)}.\n{_RESTORE}")
 
     def check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str] = True) -> None:
-        """Check the digests of the shards that `load_stage` reads for these stages.
-
-        Without any digests, as older versions of pipegraph wrote packages, nothing can be checked.
+        """Check the sizes and digests of the files of weights that `load_stage` reads for these stages.
 
         Raises:
-            PackageError: a shard is not what was written.
+            PackageError: a file is not what was written, or the manifest does not list it.
         """
         with self._unreplaced():
-            self._check_digests(stages, weights)
+            self._check_weights(stages, weights)
 
-    def _check_digests(self, stages: Iterable[int], weights: bool | str | PathLike[str]) -> None:
-        digests = self.manifest.shards
-        read = sorted({shard for index in stages for shard in self._read_shards(index, weights)}) if digests else []
-        for shard in read:
-            if shard not in digests:
-                raise PackageError(f"{self.path / shard} holds weights, and {MANIFEST} has no sha256 of it.\n{_ADMIT}")
-        for shard in changed_files(self.path, {shard: digests[shard] for shard in read}):
-            raise PackageError(
-                f"{self.path / shard} is damaged, or was changed: its sha256 is not the one in {MANIFEST}.\n{_ADMIT}"
-            )
+    def _check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str]) -> None:
+        listed = self.manifest.shards
+        shards = sorted({shard for index in stages for shard in self._read_shards(index, weights)})
+        names = [WEIGHTS_INDEX, *shards] if shards else []
+        for name in names:
+            if name not in listed:
+                raise PackageError(f"{self.path / name} would be read, and {MANIFEST} does not list it.\n{_ADMIT}")
+        for name, problem in problems_of(self.path, {name: listed[name] for name in names}).items():
+            raise PackageError(f"{self.path / name} is damaged, or was changed: {problem}.\n{_ADMIT}")
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """FQN → shard file, as `model.safetensors.index.json` says; empty without one."""
         index = self.path / WEIGHTS_INDEX
         if not index.exists():
-            if self._shards:
-                shard = self._shards[0]
+            if shard := next((name for name in self._shards if name != WEIGHTS_INDEX), ""):
                 raise PackageError(f"{index} is missing: without it nothing says what {shard} holds.\n{_RESTORE}")
             return {}
         found = _INDEX.read(index).weight_map
         for file in dict.fromkeys(found.values()):
             if problem := path_problem(file) or self._link_problem(file):
                 raise _INDEX.problem(str(index), f"weight_map: {problem}")
-        for shard in sorted({*self._shards} - {*found.values()}):
+        for shard in sorted({*self._shards} - {*found.values(), WEIGHTS_INDEX}):
             raise _INDEX.problem(str(index), f"weight_map: it has no tensor of {shard}, a shard that {MANIFEST} lists")
         return found
 
@@ -227,7 +217,7 @@ class Package:
     ) -> nn.Module:
         seeded = {"seed": seed} if seed and weights is False else {}  # a package of an older version takes none
         try:
-            stage: nn.Module = self._module.load_stage(index, device=device, weights=weights, **seeded)
+            stage: nn.Module = self._source.module.load_stage(index, device=device, weights=weights, **seeded)
             _check_stage(stage, device)
         except PackageError:
             raise
@@ -237,6 +227,7 @@ class Package:
             raise PackageError(
                 f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\nTry: {advice}"
             ) from error
+        self._source.keep_for(stage)
         return stage
 
     @contextmanager
@@ -252,32 +243,26 @@ class Package:
                 )
 
     @cached_property
-    def _module(self) -> ModuleType:
-        """The folder imported under a name of its own, so that two packages, or two versions of one, do not meet."""
-        name, source = f"_pipegraph_package_{next(_numbers)}", self.path / "__init__.py"
-        spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=[str(self.path)])
-        assert spec is not None and spec.loader is not None  # always so for a file that ends in .py
-        module = importlib.util.module_from_spec(spec)
-        written, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a stale .pyc would hide a quick edit
-        sys.modules[name] = module
+    def _source(self) -> ImportedPackage:
+        """The folder as a Python package. Raises PackageError."""
         try:
-            spec.loader.exec_module(module)
+            source = ImportedPackage(self.path, self.manifest.files)
+        except PackageError:
+            raise
         except (Exception, SystemExit) as error:  # edited source raises anything
-            del sys.modules[name]
             at = (
-                f"{path_from_here(error.filename or source)}:{error.lineno}"
+                f"{path_from_here(error.filename or self.path / '__init__.py')}:{error.lineno}"
                 if isinstance(error, SyntaxError)
                 else user_line(error)
             )
             line = f"{at}: " if at else ""
-            said = str(error).replace(f"{name}.", "")
+            problem = re.sub(r"\b_pipegraph_package_\d+\.?", "", str(error))
             raise PackageError(
-                f"{path_from_here(self.path)} cannot be imported: {line}{type(error).__name__}: {said}.\n"
+                f"{path_from_here(self.path)} cannot be imported: {line}{type(error).__name__}: {problem}.\n"
                 "Try: mend what was edited or is missing (`pipegraph show` lists it), or split the model again."
             ) from error
-        finally:
-            sys.dont_write_bytecode = written
-        return module
+        source.keep_for(self)
+        return source
 
 
 def _check_stage(stage: object, device: str) -> None:
@@ -314,21 +299,6 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
             "Try: save_pretrained of transformers, which writes safetensors."
         )
     return folder
-
-
-def file_digest(path: Path) -> str:
-    """The content of a file as `files` and `shards` of a manifest have it."""
-    with path.open("rb") as file:
-        return f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
-
-
-def changed_files(folder: Path, digests: Mapping[str, str]) -> tuple[str, ...]:
-    """The files of a folder, as named, that are there and have another digest."""
-    there = sorted(name for name in digests if (folder / name).is_file())
-    with ThreadPoolExecutor(_THREADS) as threads:
-        found = [threads.submit(file_digest, folder / name) for name in there]
-        done = zip(there, track("checking weights", found), strict=True)
-        return tuple(name for name, digest in done if digest.result() != digests[name])
 
 
 def first_unlisted(file: Path, listed: Container[str]) -> str | None:

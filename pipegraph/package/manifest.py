@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta
 from pipegraph.errors import PackageError, nearest
 from pipegraph.package.json_errors import clipped, shortened
 from pipegraph.package.json_file import KEY, Entry, FileKind, Name, Text, json_text
+from pipegraph.package.listed_files import ListedFile
 from pipegraph.package.manifest_entries import (
     CALLER,
     BatchEntry,
@@ -29,12 +30,11 @@ from pipegraph.package.prediction import Prediction
 from pipegraph.package.sizes import Condition, Size, holds
 from pipegraph.recompute import DEFAULT
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 _DEEPEST: Final = 32
 _LONGEST_NAME: Final = 255  # bytes, on every common file system
 _ADVICE: Final = "Try: restore the file, or write the package anew: `pipegraph split MODEL -o OUT`."
 
-Digest = Annotated[str, Meta(pattern="^sha256 [0-9a-f]{64}$")]
 Nested = Any
 """Nested objects and lists whose leaves are names of values, or null."""
 
@@ -56,8 +56,8 @@ class Manifest(Entry, frozen=True, kw_only=True):
         values: everything that crosses, by name.
         stages: in order.
         tied: groups of parameters that are one; the weights hold it under the first name.
-        files: generated file → its digest.
-        shards: file of weights → its digest.
+        files: generated file → its size and digest.
+        shards: file of weights, or their index → its size and digest.
         requires: libraries that the package imports.
         checkpoint: names in a Hugging Face checkpoint.
         tp_plan: glob of module names → style of tensor parallelism.
@@ -80,8 +80,8 @@ class Manifest(Entry, frozen=True, kw_only=True):
     stages: tuple[StageEntry, ...]
     tied: tuple[Annotated[tuple[Name, ...], Meta(min_length=1)], ...] = ()
     plan: PlanEntry = PlanEntry()
-    files: dict[Name, Digest] = msgspec.field(default_factory=dict)
-    shards: dict[Name, Digest] = msgspec.field(default_factory=dict)
+    files: dict[Name, ListedFile] = msgspec.field(default_factory=dict)
+    shards: dict[Name, ListedFile] = msgspec.field(default_factory=dict)
     requires: tuple[Name, ...] = ()
     checkpoint: CheckpointNames = CheckpointNames()
     tp_plan: dict[Name, Name] = msgspec.field(default_factory=dict)
@@ -305,7 +305,7 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _prepare(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a file as the structures take it: names beside keys, and a version 1 as a version 2."""
+    """The content of a file as the structures take it: names beside keys, and older versions as this one."""
     values, stages, plan = content.get("values"), content.get("stages"), content.get("plan")
     values = values if isinstance(values, dict) else {}
     for name, value in values.items():
@@ -316,13 +316,17 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
             stage["buffers"] = [{"name": each} if isinstance(each, str) else each for each in stage["buffers"]]
     prediction = plan.get("prediction") if isinstance(plan, dict) else None
     if content["schema_version"] == 1:
-        content["schema_version"] = SCHEMA_VERSION
         for value in values.values():
             if isinstance(value, dict):
                 value["batch_dim"] = 0 if value.get("shape") else None
         if isinstance(plan, dict) and plan.keys() - {"points", "stages"}:
             prediction = {key: plan.pop(key) for key in plan.keys() - {"points", "stages"}}
             plan["prediction"] = prediction
+    if content["schema_version"] < SCHEMA_VERSION:  # versions 1 and 2 listed digests without sizes
+        content["schema_version"] = SCHEMA_VERSION
+        for place in ("files", "shards"):
+            if isinstance(digests := content.get(place), dict):
+                content[place] = {name: {"bytes": None, "digest": digest} for name, digest in digests.items()}
     if isinstance(prediction, dict):
         prediction.pop("gap", None)  # follows from the others
     return content

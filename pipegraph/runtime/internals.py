@@ -167,6 +167,16 @@ def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]
     }
 
 
+def storage_info(path: str, offset: int, length: int, transforms: Sequence[str] | None) -> Any:
+    """Where a part of a tensor is in the files of torch.distributed.checkpoint, as its `FileSystemReader` takes it.
+
+    The class is private, and its module builds it nowhere but in what it unpickles.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length, transforms)
+
+
 def profiler_is_recording() -> bool:
     """Return whether a profiler of this process records. Torch's public profiler knows only of itself."""
     return bool(torch.autograd._profiler_enabled())

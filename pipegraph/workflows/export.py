@@ -18,10 +18,10 @@ from pipegraph.package import CONFIG, Manifest, Package
 from pipegraph.package.staged_folder import staged_folder
 from pipegraph.package.tensor_files import write_tensor_index, write_tensors
 from pipegraph.progress import track
-from pipegraph.runtime.checkpoint import storage
 from pipegraph.runtime.checkpoint.loading import find_newest
 from pipegraph.runtime.checkpoint.model_state import PREFIX, check_same_model, model_tensors
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
+from pipegraph.runtime.checkpoint.storage import StoredTensors
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import LoneProcess, guard_of, join_world
 
@@ -121,7 +121,8 @@ def export(
                 f"{place} was saved without its frozen parameters.\n"
                 "Try: pipe.load of it into the model that it was trained with, and pipe.save of all."
             )
-        tensors = ranks.agree(lambda: _tensors(place, package))
+        storage = ranks.agree(lambda: StoredTensors(place, index.files))
+        tensors = ranks.agree(lambda: _tensors(storage.entries, package))
         shards = _shards(tensors, min(shard_bytes, math.ceil(sum(each.bytes for each in tensors) / ranks.size)))
         files = {f"model-{number:05}-of-{len(shards):05}.safetensors": each for number, each in enumerate(shards, 1)}
         place_of_files = stack.enter_context(ExitStack())
@@ -131,7 +132,7 @@ def export(
 
         folder = Path(ranks.gather(ranks.agree(lambda: make_folder() if ranks.is_first else ""))[0])
         own = dict(list(files.items())[ranks.rank :: ranks.size])
-        written = ranks.agree(lambda: _write(own, place, folder))
+        written = ranks.agree(lambda: _write(own, storage, folder))
         everything = {name: file for part in ranks.gather(written) for name, file in part.items()}
         total = sum(each.bytes for each in tensors)
         config = package.path / CONFIG
@@ -156,9 +157,9 @@ def _is_huggingface(manifest: Manifest) -> bool:
     return bool(manifest.checkpoint.base_model_prefix or manifest.checkpoint.stored)
 
 
-def _tensors(place: Path, package: Package) -> list[_StoredTensor]:
+def _tensors(stored: Mapping[str, Any], package: Package) -> list[_StoredTensor]:
     """The model's tensors in a checkpoint, in the order of its stages. Raises CheckpointError, PackageError."""
-    manifest, stored = package.manifest, storage.stored(place)
+    manifest = package.manifest
     stages = {entry.index: package.load_stage(entry.index, "meta", weights=False) for entry in manifest.stages}
     model = {
         name: tensor.to(stored[name].properties.dtype) if name in stored else tensor  # which dtype is the checkpoint's
@@ -197,12 +198,12 @@ def _shards(tensors: Sequence[_StoredTensor], most: int) -> list[list[_StoredTen
     return shards
 
 
-def _write(files: Mapping[str, Sequence[_StoredTensor]], place: Path, folder: Path) -> dict[str, str]:
+def _write(files: Mapping[str, Sequence[_StoredTensor]], storage: StoredTensors, folder: Path) -> dict[str, str]:
     """Write files one after the other. Returns the file of each tensor."""
     found: dict[str, str] = {}
     for file in track("writing files", files):
         read: dict[str, Any] = {each.source: torch.empty(each.size, dtype=each.dtype) for each in files[file]}
-        storage.read(read, place)
+        storage.read(read)
         tensors = {name: part for each in files[file] for name, part in each.written(read.pop(each.source))}
         write_tensors(tensors, folder / file, _METADATA)
         found |= dict.fromkeys(tensors, file)

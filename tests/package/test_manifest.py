@@ -12,7 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pipegraph.errors import PackageError
-from pipegraph.package import Buffer, Manifest, ModelEntry, PlanEntry, StageEntry, Value, leaves
+from pipegraph.package import Buffer, ListedFile, Manifest, ModelEntry, PlanEntry, StageEntry, Value, leaves
 from pipegraph.package.sizes import Size
 from tests.package.predictions import prediction
 
@@ -37,8 +37,10 @@ MANIFEST = Manifest(
         StageEntry(2, "stage_2", "Stage2", ("k", "angle", "h"), ("logits", "h"), ("output.weight",)),
     ),
     tied=(("embed.weight", "output.weight"),),
-    files={"stage_0.py": f"sha256 {64 * '0'}"},
+    files={"stage_0.py": ListedFile(300, f"sha256 {64 * '0'}")},
 )
+
+LISTED = {"bytes": 9, "digest": f"sha256 {64 * '0'}"}
 
 
 def test_json_and_back_is_the_same() -> None:
@@ -94,11 +96,11 @@ def test_leaves_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (MANIFEST.to_json()[:300], "is not JSON, or truncated: .* at line 8"),
+        (MANIFEST.to_json()[:300], "is not JSON, or truncated: .* at line 7"),
         ("[]", "the whole is a list: a manifest must be an object"),
         ("{}", "has no schema_version"),
-        ('{"schema_version": 3}', "schema_version: it is 3, and this pipegraph reads 1 to 2. A newer pipegraph"),
-        ('{"schema_version": 2}', "json: it lacks generator"),
+        ('{"schema_version": 4}', "schema_version: it is 4, and this pipegraph reads 1 to 3. A newer pipegraph"),
+        ('{"schema_version": 3}', "json: it lacks generator"),
     ],
     ids=["truncated", "another thing", "no version", "newer", "missing key"],
 )
@@ -120,7 +122,7 @@ def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
     ("change", "message"),
     [
         (_set("stages", 0, "weights", to="../weights"), "the path '../weights' leaves the package's folder"),
-        (_set("files", to={"/etc/passwd": f"sha256 {64 * '0'}"}), "the path '/etc/passwd' leaves the package's folder"),
+        (_set("files", to={"/etc/passwd": LISTED}), "the path '/etc/passwd' leaves the package's folder"),
         (_set("stages", 0, "module", to="os; x"), "must be names of Python"),
         (_set("stages", 1, "index", to=5), r"stages: .*\[0, 5, 2\].* numbered from 0"),
         (_set("stages", to=[]), "must be numbered from 0"),
@@ -162,16 +164,19 @@ def test_the_models_own_dicts_keep_their_order() -> None:
 
 
 def test_version_1_is_read() -> None:
-    """Its plan was flat, its shards had no digests, and tensors were cut along dimension 0."""
+    """Its plan was flat, its files had no sizes, its shards no digests, and tensors were cut along dimension 0."""
     planned = replace(MANIFEST, plan=PlanEntry(("layers.1", "layers.2"), ("a", "b", "c"), prediction(3)))
-    entry = json.loads(planned.to_json()) | {"schema_version": 1}
+    digest = f"sha256 {64 * '0'}"
+    entry = json.loads(planned.to_json()) | {"schema_version": 1, "files": {"stage_0.py": digest}}
     for key in ("sizes", "shards", "tp_plan"):
         del entry[key]
     for value in entry["values"].values():
         del value["batch_dim"]
     entry["plan"] |= entry["plan"].pop("prediction")
     cut = {name: replace(value, batch_dim=None if value.is_constant else 0) for name, value in planned.values.items()}
-    assert Manifest.from_json(json.dumps(entry), "pipeline.json") == replace(planned, values=cut)
+    assert Manifest.from_json(json.dumps(entry), "pipeline.json") == replace(
+        planned, values=cut, files={"stage_0.py": ListedFile(None, digest)}
+    )
     del entry["plan"]["value"]
     with pytest.raises(PackageError, match=r"pipeline\.json: plan\.prediction: it lacks value"):
         Manifest.from_json(json.dumps(entry), "pipeline.json")
@@ -204,8 +209,8 @@ def test_shapes_are_expressions_of_sizes() -> None:
             "values.h.dim_order: it is [0, 2, 2], and has to name each of the 3 dimensions once",
         ),
         (_set("values", "h", "name", to="h"), '"name" is not a key here'),
-        (_set("shards", to={"../x": f"sha256 {64 * '0'}"}), "shards: the path '../x' leaves"),
-        (_set("shards", to={"x": "sha256 00"}), 'shards.x: "sha256 00" does not fit'),
+        (_set("shards", to={"../x": LISTED}), "shards: the path '../x' leaves"),
+        (_set("shards", to={"x": {**LISTED, "digest": "sha256 00"}}), 'shards.x.digest: "sha256 00" does not fit'),
         (_set("args", to=[{"a": [1]}]), "args: its leaf 1 must be the name of a value, or null"),
     ],
 )

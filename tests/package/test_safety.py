@@ -96,7 +96,7 @@ def test_a_manifest_cannot_leave_the_folder(where: str, path: str, package: Pack
     if where == "weights":
         entry["stages"][1]["weights"] = path
     else:
-        entry["files"][path] = f"sha256 {64 * '0'}"
+        entry["files"][path] = {"bytes": 9, "digest": f"sha256 {64 * '0'}"}
     (package.path / MANIFEST).write_text(json.dumps(entry))
     with pytest.raises(PackageError, match=r"pipeline.json: .*: the path .*secret.* leaves the package's folder"):
         Package.open(package.path)
@@ -128,7 +128,7 @@ def test_a_name_that_no_file_has(where: str, path: str, package: Package) -> Non
     if where == "weights":
         entry["stages"][1]["weights"] = path
     elif where == "files":
-        entry["files"][path] = f"sha256 {64 * '0'}"
+        entry["files"][path] = {"bytes": 9, "digest": f"sha256 {64 * '0'}"}
     else:
         entry["weight_map"]["layers.2.linear.bias"] = path
     file.write_text(json.dumps(entry))

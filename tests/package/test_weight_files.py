@@ -60,7 +60,7 @@ def pipeline(folder: Path, **options: object) -> pipegraph.Pipeline:
 
 def test_a_flipped_bit_is_an_error(folder: Path) -> None:
     flip_a_bit(folder / SECOND)
-    said = rf"{SECOND} is damaged, or was changed: its sha256 .*\nTry: restore the file.*check_weights=False"
+    said = rf"{SECOND} is damaged, or was changed: its content is not what was written.\nTry: restore the file.*check_weights=False"
     with pytest.raises(PackageError, match=said):
         pipeline(folder)
     assert sorted(pipeline(folder, check_weights=False).stages) == [0, 1]
@@ -92,17 +92,33 @@ def test_the_shard_of_a_tied_weight_is_checked_too(tmp_path: Path) -> None:
         package.check_weights([2])
 
 
-def test_a_package_without_digests_is_read(folder: Path) -> None:
-    """As versions of pipegraph before them wrote it; one that lists some, lists all."""
+@pytest.mark.parametrize("unlisted", [{SECOND}, {WEIGHTS_INDEX}, {FIRST, SECOND, WEIGHTS_INDEX}])
+def test_a_file_that_is_not_listed_is_not_read(unlisted: set[str], folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
-    digest = manifest["shards"].pop(SECOND)
+    manifest["shards"] = {name: entry for name, entry in manifest["shards"].items() if name not in unlisted}
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(PackageError, match=rf"{SECOND} holds weights, and pipeline.json has no sha256 of it.\nTry: "):
+    with pytest.raises(PackageError, match=r"would be read, and pipeline.json does not list it.\nTry: .*check_weights"):
         pipeline(folder)
-    manifest["shards"] = {}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    assert sorted(pipeline(folder).stages) == [0, 1]
-    assert digest.startswith("sha256 ")
+    assert sorted(pipeline(folder, check_weights=False).stages) == [0, 1]
+
+
+def test_a_file_of_another_size_is_not_read(folder: Path) -> None:
+    with (folder / SECOND).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(PackageError, match=rf"{SECOND} is damaged, or was changed: it has .* was written with .*\nTry"):
+        pipeline(folder)
+
+
+def test_a_package_of_a_version_without_sizes(folder: Path) -> None:
+    """It listed digests alone, and not the index."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["shards"][WEIGHTS_INDEX]
+    for place in ("files", "shards"):
+        manifest[place] = {name: entry["digest"] for name, entry in manifest[place].items()}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "schema_version": 2}))
+    with pytest.raises(PackageError, match=rf"{WEIGHTS_INDEX} would be read, and pipeline.json does not list it"):
+        pipeline(folder)
+    assert sorted(pipeline(folder, check_weights=False).stages) == [0, 1]
 
 
 def test_an_empty_index_is_no_random_start(folder: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
 from pipegraph.errors import PipegraphError
-from pipegraph.runtime.checkpoint import storage
+from pipegraph.runtime.checkpoint.folder import read_index
+from pipegraph.runtime.checkpoint.storage import StoredTensors
 from tests.runtime.checkpoint_models import Position, by_depth, start
 
 TP_PLAN = {"layers.*.0": "colwise_gather_output", "embed": "embedding_rowwise", "head": "colwise_gather_output"}
@@ -195,13 +196,19 @@ def fail_beside(rank: int, package: str, folder: str, late: str) -> tuple[bool, 
     return is_whole, said[0], said[1]
 
 
+def stored_tensors(place: Path) -> StoredTensors:
+    """The tensors of a checkpoint."""
+    return StoredTensors(place, read_index(place).files)
+
+
 def content(place: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, but for random states."""
-    stored = storage.stored(place)
+    storage = stored_tensors(place)
+    stored = storage.entries
     tensors = {
         name: torch.zeros(each.size, dtype=each.properties.dtype)
         for name, each in stored.items()
         if name.startswith(("model.", "optimizer."))
     }
-    storage.read(tensors, place)
+    storage.read(tensors)
     return tensors

@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipegraph.package import CALLER, MANIFEST, WEIGHTS_INDEX, Buffer, Manifest, ModelEntry, Package, StageEntry, Value
+from pipegraph.package import (
+    CALLER,
+    MANIFEST,
+    WEIGHTS_INDEX,
+    Buffer,
+    ListedFile,
+    Manifest,
+    ModelEntry,
+    Package,
+    StageEntry,
+    Value,
+)
 from pipegraph.package.manifest_entries import Role
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.runtime.model_arguments import fill_structure
@@ -117,7 +128,10 @@ def write(sketch: Sketch, folder: Path, weights: bool = True) -> Path:
         )
     )
     (folder / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / MANIFEST).write_text(_manifest(sketch, entries).to_json())
+    files = {file.name: ListedFile.read(file) for file in folder.glob("*.py")}
+    shards = {name: ListedFile.read(folder / name) for name in {*weight_map.values(), WEIGHTS_INDEX}}
+    manifest = structs.replace(_manifest(sketch, entries), files=files, shards=shards)
+    (folder / MANIFEST).write_text(manifest.to_json())
     return folder
 
 

@@ -10,10 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
 from pipegraph.errors import CheckpointError
-from pipegraph.runtime.checkpoint import storage
 from pipegraph.workflows.train import evaluating
 from tests.runtime import precision_models as models
 from tests.runtime import ranks, tuned_models
+from tests.runtime.checkpoint_ranks import stored_tensors
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_adapters_alone_are_trained_and_saved(packages: Path, tmp_path: Path) ->
         of_whole.zero_grad()
     losses = tuned_models.train(pipe, optimizer)
     pipe.save(tmp_path, optimizer, step=3, frozen=False)
-    stored = [name for name in storage.stored(tmp_path / "step-00000003") if name.startswith("model.")]
+    stored = [name for name in stored_tensors(tmp_path / "step-00000003").entries if name.startswith("model.")]
     assert {name.rpartition(".")[2] for name in stored} == {"adapter_in", "adapter_out", "shift"}
     other, again = start(4, "zb-h1")
     other.load(tmp_path, again)

@@ -18,23 +18,14 @@ from typing import Final
 import msgspec
 
 from pipegraph.errors import CheckpointError
-from pipegraph.package.folder import file_digest
 from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
-from pipegraph.package.manifest import Digest
+from pipegraph.package.listed_files import ListedFile
 from pipegraph.package.staged_folder import replace_folder
-from pipegraph.units import format_bytes
 
 INDEX: Final = "checkpoint.json"
 
 _STEP: Final = re.compile(r"step-(\d+)")
 _PARTIAL: Final = re.compile(r"\.step-\d+\.partial")
-
-
-class SavedFile(Entry, frozen=True):
-    """A file of a checkpoint as it was written."""
-
-    bytes: Count
-    digest: Digest
 
 
 class SavedExtra(Entry, frozen=True):
@@ -65,7 +56,7 @@ class CheckpointIndex(Entry, frozen=True, kw_only=True):
     mesh: tuple[tuple[Name, Count], ...]
     optimizer: Text | None
     extra: dict[Name, SavedExtra]
-    files: dict[Name, SavedFile]
+    files: dict[Name, ListedFile]
     pipeline_steps: Count | None = None
     without_frozen: bool = False
 
@@ -116,11 +107,6 @@ def file_names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir() if each.name != INDEX)
 
 
-def described(file: Path) -> SavedFile:
-    """A file as the index has it."""
-    return SavedFile(file.stat().st_size, file_digest(file))
-
-
 def finish(partial: Path, place: Path, index: CheckpointIndex) -> None:
     """Write the index, and give the checkpoint its place in one moment, also if there is one already."""
     with (partial / INDEX).open("w") as file:
@@ -151,18 +137,14 @@ def read_index(place: Path) -> CheckpointIndex:
     return _KIND.read(place / INDEX)
 
 
-def find_damage(place: Path, files: Mapping[str, SavedFile], names: Sequence[str]) -> None:
-    """Raise CheckpointError if one of the files `names` is not as it was written."""
+def check_files(place: Path, files: Mapping[str, ListedFile], names: Sequence[str]) -> None:
+    """Raise CheckpointError if one of the files `names` is missing, or not as it was written."""
     for name in names:
-        file, written = place / name, files[name]
+        file = place / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing.")
-        if (size := file.stat().st_size) != written.bytes:
-            raise CheckpointError(
-                f"{file} has {format_bytes(size)}, and was written with {format_bytes(written.bytes)}."
-            )
-        if described(file) != written:
-            raise CheckpointError(f"{file} is damaged: its content is not what was written.")
+        if problem := files[name].problem(file):
+            raise CheckpointError(f"{file} is damaged: {problem}.")
 
 
 def _step(place: Path) -> int:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from pipegraph.errors import CheckpointError
 from pipegraph.package import Manifest
-from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, random_state, storage
+from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, random_state
 from pipegraph.runtime.checkpoint.folder import CheckpointIndex
 from pipegraph.runtime.checkpoint.model_state import check_same_model, frozen_names, model_tensors, parameter_names
 from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
 from pipegraph.runtime.checkpoint.plain_values import decoded
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 from pipegraph.runtime.checkpoint.saving import OPTIMIZER
+from pipegraph.runtime.checkpoint.storage import StoredTensors
 from pipegraph.runtime.processes.rank_grid import RankGrid
 
 
@@ -77,7 +78,7 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
 
 def _checked(place: Path, ranks: CheckpointRanks) -> CheckpointIndex:
     index = folder.read_index(place)
-    folder.find_damage(place, index.files, sorted(index.files)[ranks.rank :: ranks.size])
+    folder.check_files(place, index.files, sorted(index.files)[ranks.rank :: ranks.size])
     return index
 
 
@@ -104,8 +105,10 @@ def load(
     }
     before = RankGrid(tuple(name for name, _ in index.mesh), tuple(length for _, length in index.mesh))
 
-    def plan() -> tuple[dict[str, Any], dict[str, Any], dict[str, str], dict[str, Tensor], OptimizerState | None]:
-        stored = storage.stored(place)
+    storage = ranks.agree(lambda: StoredTensors(place, index.files))
+    stored = storage.entries
+
+    def plan() -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor], OptimizerState | None]:
         model = {name: each for name, each in held.items() if name in stored or name not in frozen}
         check_same_model(
             model, [name for name, is_frozen in everywhere.items() if name in stored or not is_frozen], stored
@@ -123,10 +126,10 @@ def load(
         if before == ranks.grid:
             wanted += [name for name in random_state.stored_names(ranks.rank) if name in stored]
         values = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in wanted}
-        return stored, model, taken, values, state
+        return model, taken, values, state
 
-    stored, model, taken, values, state = ranks.agree(plan)
-    ranks.agree(lambda: storage.read(values, place))
+    model, taken, values, state = ranks.agree(plan)
+    ranks.agree(lambda: storage.read(values))
     shares = ranks.gather(None if state is None else state.share())
 
     def prepare() -> tuple[Any, OptimizerShare | None, dict[str, Any]]:
@@ -138,7 +141,7 @@ def load(
         return state.prepare(stored, saved.plain), saved, read
 
     new, saved, read = ranks.agree(prepare)
-    ranks.agree(lambda: storage.read({**model, **({} if new is None else new.tensors)}, place))
+    ranks.agree(lambda: storage.read({**model, **({} if new is None else new.tensors)}))
 
     def put() -> None:
         if state is not None and saved is not None:

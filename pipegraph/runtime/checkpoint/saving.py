@@ -13,9 +13,9 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from pipegraph.errors import CheckpointError
-from pipegraph.package import Manifest
+from pipegraph.package import ListedFile, Manifest
 from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, storage
-from pipegraph.runtime.checkpoint.folder import CheckpointIndex, SavedFile
+from pipegraph.runtime.checkpoint.folder import CheckpointIndex
 from pipegraph.runtime.checkpoint.model_state import frozen_names, model_tensors, parameter_names
 from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
 from pipegraph.runtime.checkpoint.plain_values import encoded, fingerprint
@@ -150,7 +150,7 @@ def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) ->
     try:
         ranks.agree(lambda: folder.start(partial) if ranks.is_first else None)
         storage.write(collected.tensors, partial, ranks)
-        files = _described(partial, ranks)
+        files = _listed_files(partial, ranks)
         index = structs.replace(collected.index, files=files)
         ranks.agree(lambda: folder.finish(partial, place, index) if ranks.is_first else None)
     except BaseException as error:
@@ -168,7 +168,7 @@ def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) ->
     return place
 
 
-def _described(partial: Path, ranks: CheckpointRanks) -> dict[str, SavedFile]:
+def _listed_files(partial: Path, ranks: CheckpointRanks) -> dict[str, ListedFile]:
     """All files that were written; each rank reads some of them."""
     names = ranks.agree(lambda: folder.file_names(partial))
     views = ranks.gather(names)
@@ -176,7 +176,7 @@ def _described(partial: Path, ranks: CheckpointRanks) -> dict[str, SavedFile]:
         raise CheckpointError(
             f"the ranks do not see the same files in {partial}. \nTry: a folder on a file system that they share."
         )
-    own = ranks.agree(lambda: {name: folder.described(partial / name) for name in names[ranks.rank :: ranks.size]})
+    own = ranks.agree(lambda: {name: ListedFile.read(partial / name) for name in names[ranks.rank :: ranks.size]})
     return {name: each for part in ranks.gather(own) for name, each in sorted(part.items())}
 
 

@@ -8,12 +8,13 @@ in a plain process they warn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from pipegraph.runtime.checkpoint.metadata import read_metadata
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 
 
@@ -62,24 +63,34 @@ def write(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -
     ranks.agree(lambda: None if written is None else writer.finish(metadata, written))
 
 
-def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill tensors with what a folder has under their names. Each rank reads what it needs."""
-    from torch.distributed.checkpoint import FileSystemReader
+class StoredTensors:
+    """The tensors of a checkpoint.
 
-    from pipegraph.runtime.checkpoint.packed_planners import PackedLoadPlanner
+    Args:
+        folder: of the checkpoint.
+        files: the names of the files that it lists; no other one is opened.
 
-    reader, planner = FileSystemReader(folder), PackedLoadPlanner(tensors)
-    metadata = reader.read_metadata()
-    planner.set_up_planner(planner.others, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = reader.prepare_global_plan(plans)
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    Attributes:
+        entries: name of each tensor → its size, dtype and chunks.
 
+    Raises:
+        CheckpointError: as `read_metadata`.
+    """
 
-def stored(folder: Path) -> dict[str, Any]:
-    """What a folder has: DCP's metadata of each tensor, with its size and its dtype."""
-    from torch.distributed.checkpoint import FileSystemReader
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
+        self._folder = folder
+        self._metadata = read_metadata(folder, files)
+        self.entries: dict[str, Any] = self._metadata.state_dict_metadata
 
-    found: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return found
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors with what is stored under their names. Each rank reads what it needs."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        from pipegraph.runtime.checkpoint.packed_planners import PackedLoadPlanner
+
+        reader, planner = FileSystemReader(self._folder), PackedLoadPlanner(tensors)
+        planner.set_up_planner(planner.others, self._metadata, is_coordinator=True)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = reader.prepare_global_plan(plans)
+        reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -1,0 +1,106 @@
+"""Packages on disk, imported under names of their own, so that two of them, or two versions of one, do not meet.
+
+Only files that `pipeline.json` lists are imported, and always from their text: Python would trust an old or foreign
+``.pyc`` of a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import weakref
+from collections.abc import Container, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Final
+
+from pipegraph.errors import PackageError, path_from_here
+
+_numbers = itertools.count()
+
+
+class ImportedPackage:
+    """The Python package in a folder.
+
+    Its modules leave ``sys.modules`` when nothing that `keep_for` was called with is left.
+
+    Args:
+        files: the files that may be imported.
+
+    Attributes:
+        name: of its module.
+        module: what ``__init__.py`` defines.
+
+    Raises:
+        PackageError: a file is not among `files`. Whatever the source raises is raised as it is.
+    """
+
+    def __init__(self, folder: Path, files: Container[str]) -> None:
+        self.name = f"_pipegraph_package_{next(_numbers)}"
+        self._users = 0
+        _FINDER.packages[self.name] = folder, files
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+        try:
+            self.module: ModuleType = importlib.import_module(self.name)
+        except BaseException:
+            self._remove()
+            raise
+
+    def keep_for(self, user: object) -> None:
+        """Keep the modules as long as this object lives, because its methods may import others of them."""
+        self._users += 1
+        weakref.finalize(user, self._release).atexit = False
+
+    def _release(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._remove()
+
+    def _remove(self) -> None:
+        _FINDER.packages.pop(self.name, None)
+        for name in [name for name in sys.modules if name.partition(".")[0] == self.name]:
+            del sys.modules[name]
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the text of a file, and neither reads nor writes a cache."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of imported packages. `packages` has the folder and the listed files of each."""
+
+    def __init__(self) -> None:
+        self.packages: dict[str, tuple[Path, Container[str]]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, inside = fullname.partition(".")
+        if package not in self.packages:
+            return None
+        folder, files = self.packages[package]
+        name = f"{inside.replace('.', '/') or '__init__'}.py"
+        place = folder / name
+        if not place.is_file():
+            return None
+        if name not in files:
+            raise PackageError(
+                f"{path_from_here(place)} would be imported, and pipeline.json does not list it.\n"
+                "Try: its content in a file of the package that is listed, or in a module outside of the package."
+            )
+        loader = _Loader(fullname, str(place))
+        locations = None if inside else [str(folder)]
+        return spec_from_file_location(fullname, place, loader=loader, submodule_search_locations=locations)
+
+
+_FINDER: Final = _Finder()
