@@ -6,9 +6,11 @@ autograd: a torch that changed makes a stage slower, and no stage wrong.
 
 from __future__ import annotations
 
+import linecache
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -280,6 +282,29 @@ def trace(
     with TORCH_LOCK, python_dispatch():
         module: fx.GraphModule = make_fx(function, decomposition_table=decompositions)(*arguments)
     return module
+
+
+class GraphSources:
+    """The sources of the graphs that torch.fx makes from now on, which it keeps for tracebacks and never removes.
+
+    With graphs of several threads at once, a traceback may lack the line of a graph of the other thread.
+    """
+
+    def __init__(self) -> None:
+        from torch.fx import graph_module
+
+        self._kept: dict[str, str] = graph_module._loader.eval_cache
+        self._before = {*self._kept}
+
+    def release_with(self, owner: object) -> None:
+        """Remove those of the graphs that were made until now when this object is gone."""
+        weakref.finalize(owner, _remove_sources, self._kept, self._kept.keys() - self._before).atexit = False
+
+
+def _remove_sources(kept: dict[str, str], names: Iterable[str]) -> None:
+    for name in names:
+        kept.pop(name, None)
+        linecache.cache.pop(name, None)
 
 
 # Running

@@ -205,7 +205,9 @@ class StageVariant:
         return self._programs[kind, mask]
 
     def _compile(self, wanted: list[tuple[str, GradientMask]]) -> None:
+        sources = internals.GraphSources()
         self._programs |= zip(wanted, self._compiler.programs(self.divided, wanted), strict=True)
+        sources.release_with(self)
 
 
 def trace(
@@ -233,6 +235,7 @@ def trace(
     Raises:
         Exception: whatever the stage raises on fake tensors.
     """
+    sources = internals.GraphSources()
     results: list[int | tuple[Any]] = []
     metrics: dict[str, Tensor] = {}
     leaves, inputs = call.leaves, call.inputs
@@ -290,4 +293,6 @@ def trace(
         divided = differentiate(
             function, state, primals, stage.module, has_gradient, options, sizes, regions, outside=LOSS
         )
-    return StageVariant(divided, compiler, tuple(results), tuple(metrics), call, layout)
+    variant = StageVariant(divided, compiler, tuple(results), tuple(metrics), call, layout)
+    sources.release_with(variant)
+    return variant

@@ -42,9 +42,9 @@ class ImportedPackage:
     def __init__(self, folder: Path, files: Container[str]) -> None:
         self.name = f"_pipegraph_package_{next(_numbers)}"
         self._users = 0
-        _FINDER.packages[self.name] = folder, files
-        if _FINDER not in sys.meta_path:
-            sys.meta_path.insert(0, _FINDER)
+        _SOURCE_FINDER.packages[self.name] = folder, files
+        if _SOURCE_FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _SOURCE_FINDER)
         try:
             self.module: ModuleType = importlib.import_module(self.name)
         except BaseException:
@@ -62,12 +62,12 @@ class ImportedPackage:
             self._remove()
 
     def _remove(self) -> None:
-        _FINDER.packages.pop(self.name, None)
+        _SOURCE_FINDER.packages.pop(self.name, None)
         for name in [name for name in sys.modules if name.partition(".")[0] == self.name]:
             del sys.modules[name]
 
 
-class _Loader(SourceFileLoader):
+class _TextLoader(SourceFileLoader):
     """Compiles the text of a file, and neither reads nor writes a cache."""
 
     def get_code(self, fullname: str) -> CodeType:
@@ -76,7 +76,7 @@ class _Loader(SourceFileLoader):
         return code
 
 
-class _Finder(MetaPathFinder):
+class _SourceFinder(MetaPathFinder):
     """Finds the modules of imported packages. `packages` has the folder and the listed files of each."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class _Finder(MetaPathFinder):
                 f"{path_from_here(place)} would be imported, and pipeline.json does not list it.\n"
                 "Try: its content in a file of the package that is listed, or in a module outside of the package."
             )
-        loader = _Loader(fullname, str(place))
+        loader = _TextLoader(fullname, str(place))
         locations = None if inside else [str(folder)]
         return spec_from_file_location(fullname, place, loader=loader, submodule_search_locations=locations)
 
 
-_FINDER: Final = _Finder()
+_SOURCE_FINDER: Final = _SourceFinder()

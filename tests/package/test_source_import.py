@@ -1,0 +1,92 @@
+"""The source of a package: what is imported of it, and how long it stays."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import marshal
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipegraph import Pipeline
+from pipegraph.errors import PackageError
+from pipegraph.package import Package
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(chain(2), tmp_path / "out")
+
+
+def test_a_file_that_is_not_listed_is_not_imported(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    (folder / "extra.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    Package.open(folder).load_stage(0)
+    with (folder / "stage_0.py").open("a") as file:
+        file.write("\nfrom .extra import mark\n")
+    with pytest.raises(PackageError, match=r"out/extra.py would be imported, .* does not list it.\nTry: "):
+        Package.open(folder).load_stage(0)
+    assert not mark.exists()
+
+
+def test_a_cache_of_other_code_is_not_imported(folder: Path, tmp_path: Path) -> None:
+    """Python itself never compares such a file with its source."""
+    mark, source = tmp_path / "mark", folder / "stage_0.py"
+    cache = Path(importlib.util.cache_from_source(str(source)))
+    cache.parent.mkdir()
+    code = compile(f"open({str(mark)!r}, 'w')", str(source), "exec")
+    unchecked = importlib.util.MAGIC_NUMBER + (0b01).to_bytes(4, "little") + bytes(8)
+    cache.write_bytes(unchecked + marshal.dumps(code))
+    Package.open(folder).load_stage(0)
+    assert not mark.exists()
+
+
+def test_nothing_stays_of_a_package_that_nobody_uses(folder: Path) -> None:
+    def modules() -> list[str]:
+        return [name for name in sys.modules if name.startswith("_pipegraph_package")]
+
+    for _ in range(2):  # the first one imports what stays
+        Pipeline(folder, kernels="autograd")
+    gc.collect()
+    before = modules()
+    Pipeline(folder, kernels="autograd")
+    gc.collect()
+    assert modules() == before
+    package = Package.open(folder)
+    stage = package.load_stage(0)
+    assert len(modules()) == len(before) + 3
+    del package
+    gc.collect()
+    assert len(modules()) == len(before) + 3
+    assert sys.modules[type(stage).__module__].Stage0 is type(stage)
+    del stage
+    gc.collect()
+    assert modules() == before
+
+
+def test_a_pipeline_leaves_nothing_in_memory(folder: Path) -> None:
+    """Its source, and that of the graphs which torch.fx keeps for tracebacks, were 75 kB for each."""
+
+    def run() -> None:
+        pipe = Pipeline(folder, kernels="eager", loss_fn=lambda output, target: output.mean())
+        pipe.step(torch.ones(2, 8))
+
+    for _ in range(3):  # the first ones fill caches of torch
+        run()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(5):
+            run()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (after - before) / 5 < 20_000
