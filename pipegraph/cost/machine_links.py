@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from pipegraph import collectives
+from pipegraph import collectives, loopback
 from pipegraph.cost.hardware import MeasuredLinks
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
@@ -50,8 +51,7 @@ def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> LinkRat
     Raises RuntimeFault where a process fails or the time is over. No process is left then.
     """
     backend = "nccl" if device == "cuda" else "gloo"
-    # Port 0: the system chooses one that is free.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = loopback.open_store()
     deadline = time.monotonic() + timeout
     context = mp.start_processes(
         _rank, (ranks, store.port, backend), nprocs=ranks, join=False, daemon=True, start_method="spawn"
@@ -86,7 +86,8 @@ def _rank(rank: int, ranks: int, port: int, backend: str) -> None:
     """One of the processes. The first one has the result of all pairs, and leaves it in the store."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    store = dist.TCPStore("localhost", port, is_master=False)
+    loopback.use_loopback(os.environ, replace=True)
+    store = dist.TCPStore(loopback.ADDRESS, port, is_master=False)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)
     try:
         latency: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]

@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from pipegraph import loopback
+
 
 def default_store() -> dist.Store:
     """The store of the default process group.
@@ -161,7 +163,7 @@ def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": loopback.ADDRESS,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pipegraph import errors
+from pipegraph import errors, loopback
 from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.runtime.processes.launched_rank import ERROR_FILE, LAUNCHER
 from pipegraph.runtime.schedule_choice import other_names
@@ -64,20 +64,18 @@ def launch(
         PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died,
             or has not ended in time.
     """
-    import torch.distributed as dist
-
     from pipegraph.kernels.cpu import threads_per_rank
     from pipegraph.runtime.internals import launcher_environment
 
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:
         common = {**(environment or {}), "OMP_NUM_THREADS": str(threads_per_rank(processes))}
+        loopback.use_loopback(common, replace=True)
         common[LAUNCHER] = os.pathsep.join([str(os.getpid()), folder, *folders])
         children: list[_Child] = []
         seconds = max(grace, _STOP_SECONDS)
         with _signals_raised():
             try:
-                # The ranks meet at a store of this process, at a port that the system chooses.
-                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                store = loopback.open_store()  # where the ranks meet
                 for rank in range(processes):
                     own = launcher_environment(rank, processes, store.port)
                     children.append(_start(arguments, Path(folder, str(rank)), rank, {**common, **own}))

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from pipegraph import loopback
 from pipegraph.errors import RuntimeFault
 from pipegraph.runtime.processes.group import ConnectionLost, lost_connections
 from pipegraph.runtime.processes.launched_rank import environment_ranks
@@ -136,6 +137,8 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
         raise RuntimeFault(f"MASTER_PORT is {port!r}, which is no port.\nTry: torchrun, which sets it; or 29500.")
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
+        if hosts and loopback.is_loopback(host):
+            return loopback.open_store(host, int(port), size, timeout), rank, size
         store = dist.TCPStore(
             host,
             int(port),
@@ -145,7 +148,7 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if hosts:
             raise RuntimeFault(
                 f"rank 0 cannot open port {port} of {host}, where the ranks meet: {str(error).splitlines()[0]}\n"

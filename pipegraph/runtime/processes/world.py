@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.loopback import is_one_machine, use_loopback
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.faults import FaultGuard
@@ -233,7 +234,7 @@ def join_world(
     grid = None if mesh is None else check_mesh(mesh, group)
     if group is not None:
         require_type(group, dist.ProcessGroup, "group is a process group", "torch.distributed.new_group([0, 1])")
-    exit_with_parent()
+    _follow_launcher()
     if not dist.is_initialized():
         if group is None and not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return None, local_device(device)
@@ -264,7 +265,7 @@ def check_backend(grid: RankGrid, device: torch.device) -> None:
 
 def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> DeviceMesh:
     """A mesh of all processes that a launcher has started. Makes the default group if it is not there."""
-    exit_with_parent()
+    _follow_launcher()
     if not dist.is_initialized():
         _make_default_group(device, timeout)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", grid.size))
@@ -276,6 +277,13 @@ def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> Dev
             stacklevel=2,
         )
     return dist.init_device_mesh(torch.device(device).type, grid.shape, mesh_dim_names=grid.names)
+
+
+def _follow_launcher() -> None:
+    """End with the launcher, and on one machine be reachable from there alone."""
+    exit_with_parent()
+    if is_one_machine():
+        use_loopback(os.environ)
 
 
 def _make_default_group(device: str | torch.device, timeout: float) -> None:
