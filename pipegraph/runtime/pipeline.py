@@ -22,6 +22,7 @@ from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.pipeline_kernels import PipelineKernels
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
@@ -180,7 +181,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         with self._guard:
             if world:
                 world.open()
-            self.package = package if isinstance(package, Package) else Package.open(package)
+            self.package = open_package(package, world)
             count = len(self.package.manifest.stages)
             processes, sharing = (len(world.pipeline), world.grid.size // len(world.pipeline)) if world else (None, 1)
             choice = as_planned(self.package.manifest, schedule, microbatches)

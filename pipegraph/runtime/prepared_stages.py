@@ -17,6 +17,7 @@ from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.divided_stages import check_is_used, divide_tensors, shard_stages
 from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.package_agreement import check_loaded_weights
 from pipegraph.runtime.precision import (
     AppliedPrecision,
     buffers_to_keep,
@@ -67,6 +68,8 @@ def prepare_stages(
     precision = named_precision(asked.precision)
     fsdp, applied = asked.fsdp, None
     stages = parameters.load_stages(package, indices, device, asked.weights, asked.check_weights, asked.seed or 0)
+    if world is not None:
+        check_loaded_weights(world, stages)
     kept = {} if precision is None else buffers_to_keep(precision, stages, package.manifest)
     is_changed = asked.parallelize_fn is not None
     package = replace(package, manifest=divide_tensors(stages, package.manifest, world, asked.tp_plan, is_changed))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError
 from pipegraph.package import Package
+from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.parameters import differing_names
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
@@ -61,7 +62,6 @@ class StandaloneStages:
         require_type(stages, Mapping, what, example)
         for stage in stages.values():
             require_type(stage, nn.Module, what, example)
-        package = package if isinstance(package, Package) else Package.open(package)
         world, _ = join_world(group, _device(stages.values()), timeout)
         self._guard = FaultGuard(world.rank, world.grid, world.store) if world else FaultGuard(0, single(1), None)
         weakref.finalize(self, self._guard.close)
@@ -69,6 +69,7 @@ class StandaloneStages:
             if world:
                 self._guard.closing.callback(world.close, abort=False)
                 world.open()
+            package = open_package(package, world)
             held = [" ".join(map(str, sorted(stages)))]
             placement = _placement(package, world.gather_text(held[0]) if world else held)
             for index, stage in stages.items():

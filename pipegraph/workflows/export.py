@@ -22,6 +22,7 @@ from pipegraph.runtime.checkpoint.loading import find_newest
 from pipegraph.runtime.checkpoint.model_state import PREFIX, check_same_model, model_tensors
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 from pipegraph.runtime.checkpoint.storage import StoredTensors
+from pipegraph.runtime.package_agreement import check_packages
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import LoneProcess, guard_of, join_world
 
@@ -114,6 +115,7 @@ def export(
         if world is not None:
             with guard:
                 world.open()
+                check_packages(world, package)
         ranks = CheckpointRanks(world or LoneProcess(), guard)
         place, index = find_newest(Path(checkpoint), ranks)
         if index.without_frozen:
