@@ -120,7 +120,8 @@ def split(
     planned = planned.with_relays() if relay_skips else planned
     if check and folder is not None:
         raise typer.Exit(_check(planned, folder, bool(weights), source, json))
-    _print(planned, folder, _write(planned, folder, weights, overwrite, source), json)
+    initial_values = source.initial_values if weights is True else ""
+    _print(planned, folder, _write(planned, folder, weights, overwrite, source), initial_values, json)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -221,7 +222,7 @@ def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: 
         return write_package(planned, folder, weights, overwrite, source).manifest
 
 
-def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -> None:
+def _print(planned: Plan, folder: Path | None, manifest: Manifest, initial_values: str, json: bool) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.batch_lines import batch_lines
     from pipegraph.report.text.package_tables import manifest_dict
@@ -233,7 +234,8 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     )
 
     if json:
-        print_json({"out": None if folder is None else str(folder), **manifest_dict(manifest)})
+        out = None if folder is None else str(folder)
+        print_json({"out": out, "initial_values": initial_values, **manifest_dict(manifest)})
         return
     varying = {place for size in planned.captured.other_sizes if size.name in manifest.sizes for place in size.places}
     fixed = [one_line(str(size)) for size in planned.captured.sizes.fixed if size.place not in varying]
@@ -244,6 +246,8 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, json: bool) -
     lines += layout_lines(planned.layout)
     if planned.prediction is not None:
         lines += [*ranks_lines(planned.prediction), render_prediction_summary(planned.prediction)]
+    if initial_values:
+        lines.append(one_line(f"initial values: {initial_values}"))
     if folder is not None:
         lines.append(f"wrote {folder}")
     print_text(lambda width: "\n".join(lines))

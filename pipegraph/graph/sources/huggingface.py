@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from pipegraph.arguments import argument, require_path
 from pipegraph.errors import SourceError, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
+from pipegraph.graph.sources.stored_weights import has_weights, listed, refused_name
 from pipegraph.machine import require_room
 from pipegraph.regular_file import read_regular_file
 
@@ -24,8 +26,8 @@ from pipegraph.regular_file import read_regular_file
 def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask: bool = False) -> ModelSource:
     """Build the architecture that ``hf:DIR`` or ``hf:CONFIG.json`` names, with inputs of ``batch`` × ``seq`` tokens.
 
-    Weights are read from the folder's safetensors if it holds any; otherwise they are the architecture's own
-    initialisation under seed 0, so that two loads give the same model.
+    Weights are read from the folder if it holds any; otherwise they are the architecture's own initialisation under
+    seed 0, so that two loads give the same model.
 
     Args:
         attention_mask: whether the inputs have a mask, of ones.
@@ -44,20 +46,30 @@ def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask:
             part.use_cache = False
     builder = _architecture(transformers, config, path)
     torch.manual_seed(0)
-    stored = weights and any(path.parent.glob("*.safetensors"))
+    is_stored = weights and has_weights(path.parent)
+    initial_values = "" if is_stored else f"all parameters, because {path.parent} has a configuration and no weights"
     with nullcontext() if weights else parameters_on_meta(), _default_dtype(config.dtype):
         try:
-            if stored:
-                built = builder.from_pretrained(path.parent, config=config, local_files_only=True)
+            if is_stored:
+                options = {"local_files_only": True, "weights_only": True, "output_loading_info": True}
+                built, info = builder.from_pretrained(path.parent, config=config, **options)
+                if missing := sorted(info["missing_keys"]):
+                    initial_values = f"{listed(missing)}, which the weights in {path.parent} lack"
             else:
                 with initialisation_recorded() as mark:
                     built = builder(config)
                     mark(built)
+        except pickle.UnpicklingError as error:
+            raise SourceError(
+                f"{path.parent} holds pickled weights that are damaged, or hold more than tensors, which is not read: "
+                f"{refused_name(error)}.\n"
+                "Try: weights in safetensors, which save_pretrained writes, from a source that you trust."
+            ) from error
         except Exception as error:
             folder = repr(str(path.parent))
-            tried = f".from_pretrained({folder})" if stored else f"(AutoConfig.from_pretrained({folder}))"
+            tried = f".from_pretrained({folder})" if is_stored else f"(AutoConfig.from_pretrained({folder}))"
             raise SourceError(
-                f"{path}: transformers could not build {builder.__name__}: {error}\n"
+                f"{path}: transformers could not build {builder.__name__}{' from these weights' * is_stored}: {error}\n"
                 f"Try: {builder.__name__}{tried} in Python."
             ) from error
     built.train()
@@ -70,6 +82,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask:
         rebuild=lambda: load_config(model, weights, batch, seq).model,
         inputs_of=lambda rows: _example_inputs(built, config, path, rows, seq, attention_mask),
         config={**fields, "architectures": [builder.__name__]},
+        initial_values=initial_values,
     )
 
 
@@ -112,7 +125,7 @@ def _read_config(path: Path) -> tuple[Any, dict[str, Any]]:
             f"{path}: model_type {kind!r} is not an architecture of the installed transformers."
             f"{nearest(str(kind), CONFIG_MAPPING)}\nTry: a model_type that transformers knows, such as llama."
         )
-    return AutoConfig.from_pretrained(path), fields
+    return AutoConfig.from_pretrained(path, trust_remote_code=False), fields
 
 
 def _architecture(transformers: Any, config: Any, path: Path) -> Any:

@@ -50,6 +50,7 @@ class ModelSource:
         rebuild: builds the same model anew.
         inputs_of: makes keyword inputs of so many rows; None if only an example is there.
         config: the fields of a Hugging Face configuration that the model was built from.
+        initial_values: which parameters have initial values because no weights were found for them; "" for none.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ModelSource:
     inputs_of: Callable[[int], dict[str, Any]] | None = field(default=None, repr=False)
     training: TrainingFunctions = field(default=TrainingFunctions(), repr=False)
     config: Mapping[str, Any] | None = field(default=None, repr=False)
+    initial_values: str = field(default="", repr=False)
 
 
 @contextmanager
