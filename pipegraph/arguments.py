@@ -93,7 +93,11 @@ def _described(value: object) -> str:
 
 
 def require_path(value: object, what: str, advice: str = "", error: type[PipegraphError] = ArgumentError) -> Path:
-    """Return a path. Raises an error as `require_type` does, and if no file can have this name."""
+    """Return a path. Raises an error as `require_type` does, and if no file can have this name.
+
+    Of a path through a folder that does not exist, ``absent/../out``, the part without it is returned: the file system
+    finds nothing under the whole one, also if there is a folder ``out``.
+    """
     require_type(value, (str, PathLike), what, advice, error)
     path = Path(cast("str | PathLike[str]", value))
     try:
@@ -103,4 +107,7 @@ def require_path(value: object, what: str, advice: str = "", error: type[Pipegra
             why = "it is too long" if isinstance(problem, OSError) else str(problem)
             name = str(path) if len(str(path)) <= _CLIPPED else f"{str(path)[:_CLIPPED]}…"
             raise error(f"No file or folder can be called {one_line(name)}: {one_line(why)}.") from None
+        if ".." in path.parts:
+            whole = os.path.realpath(path)
+            return Path(whole if path.is_absolute() else os.path.relpath(whole))
     return path

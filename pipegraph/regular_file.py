@@ -1,8 +1,14 @@
-"""Files read whole: regular ones of a limited size, so that no pipe, device or endless file keeps a reader."""
+"""Files that are read or replaced as a whole.
+
+Those that are read are regular and of limited size, so that no pipe, device or endless file keeps a reader waiting.
+"""
 
 from __future__ import annotations
 
+import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -33,3 +39,14 @@ def read_regular_file(file: Path, limit: int = LIMIT) -> bytes:
             return data
         size = len(data)
     raise ValueError(f"it has {size} bytes, and at most {limit} are read")
+
+
+@contextmanager
+def replaced_file(file: Path) -> Iterator[Path]:
+    """Yield a name beside a file, under which the body writes what then replaces it, or nothing after an error."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        yield part
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)

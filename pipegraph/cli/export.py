@@ -34,6 +34,9 @@ ShardSizeOption = Annotated[
         help="The largest size of a file, and about the memory that a rank needs. [default: 5GB]",
     ),
 ]
+ReplaceOption = Annotated[
+    bool, typer.Option("--overwrite", show_default=False, help="Replace what an earlier export wrote there.")
+]
 
 
 def export(
@@ -41,6 +44,7 @@ def export(
     out: PackageArgument,
     folder: ExportOption,
     shard_size: ShardSizeOption = None,
+    overwrite: ReplaceOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -64,7 +68,7 @@ def export(
             from pipegraph.workflows.export import SHARD_BYTES
             from pipegraph.workflows.export import export as write
 
-            written = write(checkpoint, package, folder, shard_size or SHARD_BYTES)
+            written = write(checkpoint, package, folder, shard_size or SHARD_BYTES, overwrite=overwrite)
     except Exception as error:
         record_failure(error)
         raise

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pipegraph.errors import PipegraphError
+from pipegraph.regular_file import replaced_file
 from pipegraph.report.text import wrap
 
 if TYPE_CHECKING:
@@ -102,12 +103,8 @@ def write_files(files: Iterable[tuple[Path, str]]) -> None:
             target = file.resolve()  # of a link, which stays
             if _is_not_a_file(file):
                 raise PipegraphError(f"{file} cannot be written: it is no regular file.\nTry: the name of a file.")
-            part = target.with_name(f".{target.name}.{os.getpid()}")
-            try:
+            with replaced_file(target) as part:
                 part.write_text(text, encoding="utf-8")
-                part.replace(target)
-            finally:
-                part.unlink(missing_ok=True)
         except OSError as error:
             missing = not file.parent.is_dir()
             why = f"there is no folder {file.parent}" if missing else error.strerror or str(error)

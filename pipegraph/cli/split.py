@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipegraph.arguments import require_path
 from pipegraph.cli.options import (
     AllowDerivativeOption,
     AttentionMaskOption,
@@ -97,7 +98,7 @@ def split(
             "--weights writes weights.\nTry: one of the two", param_hint="--weights / --no-weights"
         )
     check_measured(device, balance)
-    folder = None if dry_run else out or Path("build", _default_name(model))
+    folder = None if dry_run else require_path(out or Path("build", _default_name(model)), "--out is a folder")
     with progress(f"loading {model}"):
         from pipegraph.codegen.package_writer import require_package, require_writable
         from pipegraph.graph.sources import load

@@ -43,19 +43,27 @@ def staged_folder(folder: Path, check: Callable[[], None]) -> Iterator[Path]:
     except OSError as error:
         raise unwritable(folder, above, error) from None
     try:
-        yield staging
-        # Set the permissions of the user's umask, because mkdtemp and safetensors write for the owner alone.
-        mode = _default_mode(staging)
-        for file in staging.iterdir():
-            file.chmod(mode)
-        staging.chmod(mode | (mode & 0o444) >> 2)
-        with _locked(folder.parent):
-            check()
-            replace_folder(folder, staging)
-    except OSError as error:
-        raise _write_error(folder, error) from error
+        with write_errors(folder):
+            yield staging
+            # Set the permissions of the user's umask, because mkdtemp and safetensors write for the owner alone.
+            mode = _default_mode(staging)
+            for file in staging.iterdir():
+                file.chmod(mode)
+            staging.chmod(mode | (mode & 0o444) >> 2)
+            with _locked(folder.parent):
+                check()
+                replace_folder(folder, staging)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Turn each OSError of the body, which writes what takes the place of a folder, into a PackageError."""
+    try:
+        yield
+    except OSError as error:
+        raise _write_error(folder, error) from error
 
 
 def existing_parent(folder: Path) -> Path:

@@ -29,12 +29,15 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, st
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
 
 
-def write_tensor_index(files: Mapping[str, str], total_bytes: int, folder: Path) -> None:
+def write_tensor_index(
+    files: Mapping[str, str], total_bytes: int, folder: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write ``model.safetensors.index.json``.
 
     Args:
         files: name of each tensor → the file that holds it.
         total_bytes: of all tensors.
+        metadata: what is said of them beside their size.
     """
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(files)}
+    index = {"metadata": {"total_size": total_bytes, **(metadata or {})}, "weight_map": dict(files)}
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")

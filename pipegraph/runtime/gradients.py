@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
+from pipegraph.errors import ArgumentError
 from pipegraph.kernels.loss import objects_held_by
 from pipegraph.kernels.sharded import is_sharded, layout, local, number_of_each_rank
 from pipegraph.runtime import internals
@@ -61,6 +62,27 @@ def clip_grad_norm(
     for same in _by_layout(parameters):
         torch.nn.utils.clip_grads_with_norm_(same, max_norm, total)
     return total
+
+
+def check_norm(max_norm: object, norm_type: object) -> None:
+    """Raise ArgumentError for a bound or a kind of norm that would turn gradients around, or make them NaN."""
+    if not _number(max_norm) >= 0:
+        raise ArgumentError(
+            f"max_norm cannot be {max_norm!r}: it is the norm that gradients may have, from 0 on.\nTry: max_norm=1.0."
+        )
+    if not _number(norm_type) > 0:
+        raise ArgumentError(
+            f"norm_type cannot be {norm_type!r}: it is the p of a p-norm, which is positive, or infinity.\n"
+            "Try: norm_type=2.0, or math.inf."
+        )
+
+
+def _number(value: Any) -> float:
+    """The number that torch would take this for; NaN if it is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _by_layout(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Maker
 from pipegraph.kernels.cpu import keep_freed_memory
 from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
 from pipegraph.runtime.divided_stages import resident_stages
-from pipegraph.runtime.gradients import clip_grad_norm
+from pipegraph.runtime.gradients import check_norm, clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.package_agreement import open_package
@@ -260,11 +259,6 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
                 replaced since the pipeline was made, or has a hook that would not be called. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
-        if self.schedule.trains and torch.is_inference_mode_enabled():
-            raise PipegraphError(
-                "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
-                "Try: step() outside it, or evaluate()."
-            )
         weight = checked_weight(weight, self._reduction)
         has_loss = self._loss_fn is not None
         request = StepRequest(target, has_loss, return_outputs, return_losses, microbatches, weight=weight)
@@ -331,9 +325,11 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, by the norm of the gradients of the whole model.
 
-        Collective: every rank must call it. Returns the norm before clipping.
+        Collective: every rank must call it. Returns the norm before clipping. Raises ArgumentError for a `max_norm`
+        that is negative or NaN, or a `norm_type` that is not positive; no gradient is changed then.
         """
         with self._guard, lost_connections(None, "clip_grad_norm_()"):
+            check_norm(max_norm, norm_type)
             own, processes = list(self.parameters()), self._processes
             counted, everyone = self._runner.ties.counted(own), processes.along(*DIMENSIONS)
             return clip_grad_norm(own, counted, max_norm, norm_type, everyone, self.device, processes.copies)

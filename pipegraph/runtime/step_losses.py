@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from pipegraph.errors import PipegraphError
@@ -95,6 +96,15 @@ class StepLosses:
         """End the check of the first step. Raises BatchError if the loss is not what the pipeline takes it for."""
         if self._check is not None and self._is_checked and not self._check.is_done:
             self._check.finish()
+
+
+def check_grad_mode(trains: bool) -> None:
+    """Raise PipegraphError if a step would train nothing."""
+    if trains and torch.is_inference_mode_enabled():
+        raise PipegraphError(
+            "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
+            "Try: step() outside it, or evaluate()."
+        )
 
 
 def check_without_loss(schedule: str, trains: bool, has_target: bool) -> None:

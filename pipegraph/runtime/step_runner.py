@@ -45,7 +45,7 @@ from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.step_losses import StepLosses, check_without_loss
+from pipegraph.runtime.step_losses import StepLosses, check_grad_mode, check_without_loss
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
@@ -234,6 +234,7 @@ class StepRunner:
         trains, layout = self._trains and not request.evaluates, self.layout
         if layout.has_last_stage and not request.with_loss:
             check_without_loss(self._name, trains, request.has_target)
+        check_grad_mode(trains)
         batch = self._padding.pad(layout.manifest, bind_batch(layout.manifest, args, kwargs, request))
         asked = self._count(batch.count, request.microbatches)
         sizes, tables = local_sizes(layout, batch, asked)

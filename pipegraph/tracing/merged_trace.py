@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipegraph.errors import PipegraphError
+from pipegraph.regular_file import replaced_file
 from pipegraph.schedule import Timeline
 from pipegraph.tracing import action_name, collective_name
 from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_steps, messages
@@ -314,18 +314,16 @@ def _metadata(runs: Sequence[RecordedRun]) -> Event:
 
 def _write(file: Path, events: Iterable[Event], metadata: Mapping[str, Any]) -> None:
     """Write the events to a new file, which then replaces the old one."""
-    part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with gzip.open(part, "wt", encoding="utf-8") if file.suffix == ".gz" else part.open("w") as out:
-                out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-                for number, event in enumerate(events):
-                    out.write(f"{',' if number else ''}{json.dumps(event)}\n")
-                out.write(f'], "pipegraph": {json.dumps(metadata)}}}\n')
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
+        with (
+            replaced_file(file) as part,
+            gzip.open(part, "wt", encoding="utf-8") if file.suffix == ".gz" else part.open("w") as out,
+        ):
+            out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, event in enumerate(events):
+                out.write(f"{',' if number else ''}{json.dumps(event)}\n")
+            out.write(f'], "pipegraph": {json.dumps(metadata)}}}\n')
     except OSError as error:
         raise PipegraphError(
             f"{file} cannot be written: {error.strerror or error}.\nTry: another name for -o."

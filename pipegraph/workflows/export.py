@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,11 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from pipegraph.arguments import argument, require_path
 from pipegraph.errors import CheckpointError, PackageError
-from pipegraph.package import CONFIG, Manifest, Package
-from pipegraph.package.staged_folder import staged_folder
+from pipegraph.package import CONFIG, WEIGHTS_INDEX, Manifest, Package
+from pipegraph.package.staged_folder import staged_folder, write_errors
 from pipegraph.package.tensor_files import write_tensor_index, write_tensors
 from pipegraph.progress import track
+from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.runtime.checkpoint.loading import find_newest
 from pipegraph.runtime.checkpoint.model_state import PREFIX, check_same_model, model_tensors
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
@@ -25,9 +29,12 @@ from pipegraph.runtime.checkpoint.storage import StoredTensors
 from pipegraph.runtime.package_agreement import check_packages
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.world import LoneProcess, guard_of, join_world
+from pipegraph.version import __version__
 
 SHARD_BYTES: Final = 5 * 10**9
 _METADATA: Final = {"format": "pt"}  # which transformers asks for
+_GENERATOR: Final = "pipegraph export"
+_FILE: Final = re.compile(rf"model-\d+-of-\d+\.safetensors|{re.escape(WEIGHTS_INDEX)}|{re.escape(CONFIG)}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ def export(
     out: str | PathLike[str],
     shard_bytes: int = SHARD_BYTES,
     timeout: float = TIMEOUT,
+    overwrite: bool = False,
 ) -> ExportResult:
     """Write the model of a checkpoint as safetensors files with their index.
 
@@ -97,17 +105,19 @@ def export(
     Args:
         checkpoint: the folder of a run, of which the newest whole checkpoint is taken, or one of those in it.
         package: of the model; it may be cut otherwise than the one that was trained.
-        out: a new folder.
+        out: a folder that is new or empty.
         shard_bytes: how large a file may be, unless it is a single tensor.
         timeout: seconds that a rank waits for another one.
+        overwrite: whether to replace what an earlier export wrote there.
 
     Raises:
         CheckpointError: there is no whole checkpoint, or it is of another model, or of a part of one; or nothing can be
             written there, such as on a full disk. On every rank.
-        PackageError: the folder holds files, or transformers stores a tensor in a form that only it can write.
+        PackageError: the folder holds files that may not be replaced, or transformers stores a tensor in a form that
+            only it can write.
     """
-    out = Path(out)
-    _require_new(out)
+    out = require_path(out, "out is a folder", 'out="weights/"', PackageError)
+    _require_replaceable(out, overwrite)
     world, _ = join_world(None, "cpu", timeout)
     guard = guard_of(world)
     with ExitStack() as stack:
@@ -130,29 +140,55 @@ def export(
         place_of_files = stack.enter_context(ExitStack())
 
         def make_folder() -> str:
-            return str(place_of_files.enter_context(staged_folder(out, lambda: _require_new(out))))
+            return str(place_of_files.enter_context(staged_folder(out, lambda: _require_replaceable(out, overwrite))))
 
         folder = Path(ranks.gather(ranks.agree(lambda: make_folder() if ranks.is_first else ""))[0])
         own = dict(list(files.items())[ranks.rank :: ranks.size])
-        written = ranks.agree(lambda: _write(own, storage, folder))
+
+        def write_files() -> dict[str, str]:
+            with write_errors(out):
+                return _write(own, storage, folder)
+
+        written = ranks.agree(write_files)
         everything = {name: file for part in ranks.gather(written) for name, file in part.items()}
         total = sum(each.bytes for each in tensors)
         config = package.path / CONFIG
 
         def finish() -> None:
-            write_tensor_index(everything, total, folder)
-            if config.is_file():
-                (folder / CONFIG).write_bytes(config.read_bytes())
+            with write_errors(out):
+                write_tensor_index(everything, total, folder, {"generator": f"{_GENERATOR} {__version__}"})
+                if config.is_file():
+                    (folder / CONFIG).write_bytes(config.read_bytes())
             place_of_files.close()  # it takes its place
 
         ranks.agree(lambda: finish() if ranks.is_first else None)
         return ExportResult(place, tuple(files), total, config.is_file(), _is_huggingface(package.manifest))
 
 
-def _require_new(folder: Path) -> None:
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        what = "is a file" if folder.is_file() else "holds files, which are left alone"
-        raise PackageError(f"{folder} {what}.\nTry: -o with a new folder.")
+def _require_replaceable(folder: Path, overwrite: bool) -> None:
+    if folder.is_file():
+        raise PackageError(f"{folder} is a file.\nTry: {argument('out')} with a new folder.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not _is_export(folder):
+        raise PackageError(
+            f"{folder} holds files that export did not write, and is left alone.\nTry: {argument('out')} with a new "
+            "folder."
+        )
+    if not overwrite:
+        raise PackageError(
+            f"{folder} already holds an export.\nTry: {argument('overwrite', True)} to replace it, or "
+            f"{argument('out')} with a new folder."
+        )
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether all files of a folder are what `export` writes."""
+    try:
+        generator = json.loads(read_regular_file(folder / WEIGHTS_INDEX, LARGE_LIMIT))["metadata"]["generator"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return str(generator).startswith(_GENERATOR) and all(_FILE.fullmatch(file.name) for file in folder.iterdir())
 
 
 def _is_huggingface(manifest: Manifest) -> bool:

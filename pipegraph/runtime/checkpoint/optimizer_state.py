@@ -1,6 +1,6 @@
 """The state of an optimizer under the model's names, whatever stages a rank holds.
 
-optimizer.state[parameter][key]    ─▶ tensor "optimizer.key.name", or a plain value
+optimizer.state[parameter][key]    ─▶ tensor "optimizer.key.name", or several in a container, or a plain value
 optimizer.param_groups of all ranks ─▶ `SavedGroup`s: options, and the names of the parameters that have them
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from pipegraph.arguments import require_type
 from pipegraph.errors import CheckpointError
 from pipegraph.kernels.sharded import is_sharded
+from pipegraph.runtime.checkpoint import nested_state
 
 PREFIX: Final = "optimizer."
 _NOT_OPTIONS: Final = ("params", "param_names")
+_ALL_PARAMETERS: Final = "all parameters of the rank"
+"""Under which key the state of LBFGS names the parameters whose values are one behind the other in its tensors."""
 _SHOWN: Final = 3
 
 
@@ -90,21 +94,17 @@ class OptimizerState:
         for name, (parameter, _) in self._parameters.items():
             for key, value in self._state(parameter).items():
                 if not isinstance(value, Tensor):
-                    if not isinstance(value, int | float | str | None):
-                        raise CheckpointError(
-                            f"the optimizer's {key} of {name} is a {type(value).__name__}: saved are tensors, numbers "
-                            "and strings for each parameter.\nTry: an optimizer that keeps its state by parameters."
-                        )
-                    plain.setdefault(name, {})[key] = value
+                    plain.setdefault(name, {})[key] = _plain(value, f"the optimizer's {key} of {name}")
+            if name in plain and isinstance(self._optimizer, torch.optim.LBFGS):
+                plain[name][_ALL_PARAMETERS] = list(self._parameters)
         return OptimizerShare(type(self._optimizer).__name__, groups, plain)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state. Raises CheckpointError for those of which a rank's part is unknown."""
         found = {}
         for name, (parameter, _) in self._parameters.items():
-            for key, value in self._state(parameter).items():
-                if not isinstance(value, Tensor):
-                    continue
+            state = [nested_state.tensors_of(value, key) for key, value in self._state(parameter).items()]
+            for key, value in chain.from_iterable(state):
                 is_like = is_sharded(value) and value.shape == parameter.shape
                 if is_sharded(parameter) and not is_like and value.numel() != 1:
                     raise CheckpointError(
@@ -128,17 +128,19 @@ class OptimizerState:
                 if name in keys:
                     keys[name].append(key)
         states: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, Tensor] = {}
         for name, (parameter, group) in self._parameters.items():
-            states[name] = dict(plain.get(name, {}))
+            entries = dict(plain.get(name, {}))
+            self._check_parameters(entries.pop(_ALL_PARAMETERS, None))
+            memory: dict[str, Tensor] = {}
             for key in keys[name]:
                 saved = stored[f"{PREFIX}{key}.{name}"]
-                states[name][key] = _empty(parameter, key, saved.size, saved.properties.dtype, group)
-        tensors = {
-            f"{PREFIX}{key}.{name}": value
-            for name, state in states.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
+                memory[key] = _empty(parameter, key, saved.size, saved.properties.dtype, group)
+            tensors |= {f"{PREFIX}{key}.{name}": tensor for key, tensor in memory.items()}
+            states[name] = {key: tensor for key, tensor in memory.items() if nested_state.SEPARATOR not in key}
+            for key, entry in entries.items():
+                is_nested = nested_state.is_structure(entry)
+                states[name][key] = nested_state.value_of(entry, key, memory.__getitem__) if is_nested else entry
         return _NewState(states, tensors)
 
     def put(self, new: _NewState, groups: Sequence[SavedGroup]) -> None:
@@ -153,6 +155,15 @@ class OptimizerState:
                     now.copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
+
+    def _check_parameters(self, saved: list[str] | None) -> None:
+        """Raise CheckpointError if a state is of other parameters together than this rank has now."""
+        if saved is not None and saved != list(self._parameters):
+            kind = type(self._optimizer).__name__
+            raise CheckpointError(
+                f"{kind} keeps one state for all parameters of a rank: it was saved for {listed(saved)}, and this rank "
+                f"has {listed(list(self._parameters))}.\nTry: load() with as many ranks, under the same schedule."
+            )
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         found: dict[str, Any] = self._optimizer.state.get(parameter, {})
@@ -249,6 +260,18 @@ def _empty(parameter: nn.Parameter, key: str, size: torch.Size, dtype: torch.dty
         )
     on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's optimizers have it
     return torch.empty(size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A plain value, or the structure of a container. Raises CheckpointError for anything else."""
+    try:
+        structure = nested_state.structure_of(value)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{what} is or holds a {error}: saved are tensors, numbers and strings for each parameter, and lists, "
+            "tuples and dicts of them.\nTry: an optimizer that keeps its state by parameters."
+        ) from None
+    return structure if nested_state.is_container(value) else value
 
 
 def _on_cpu(value: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import gzip
 import json
-import os
 import re
 import tempfile
 import uuid
@@ -29,6 +28,7 @@ import torch
 
 from pipegraph.errors import PipegraphError, path_from_here
 from pipegraph.package import MANIFEST
+from pipegraph.regular_file import replaced_file
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import to_csv
 from pipegraph.version import __version__
@@ -214,9 +214,8 @@ def _make_new(parent: Path, name: str) -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
+    with replaced_file(file) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_error(folder: Path, error: OSError) -> PipegraphError:
