@@ -64,17 +64,19 @@ def clip_grad_norm(
     return total
 
 
-def check_norm(max_norm: object, norm_type: object) -> None:
-    """Raise ArgumentError for a bound or a kind of norm that would turn gradients around, or make them NaN."""
-    if not _number(max_norm) >= 0:
+def checked_norm(max_norm: object, norm_type: object) -> tuple[float, float]:
+    """The bound, and the p of the norm. Raises ArgumentError if they would turn gradients around, or make them NaN."""
+    bound, p = _number(max_norm), _number(norm_type)
+    if not bound >= 0:
         raise ArgumentError(
             f"max_norm cannot be {max_norm!r}: it is the norm that gradients may have, from 0 on.\nTry: max_norm=1.0."
         )
-    if not _number(norm_type) > 0:
+    if not p > 0:
         raise ArgumentError(
             f"norm_type cannot be {norm_type!r}: it is the p of a p-norm, which is positive, or infinity.\n"
             "Try: norm_type=2.0, or math.inf."
         )
+    return bound, p
 
 
 def _number(value: Any) -> float:

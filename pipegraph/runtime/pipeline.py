@@ -18,7 +18,7 @@ from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
 from pipegraph.runtime.divided_stages import resident_stages
-from pipegraph.runtime.gradients import check_norm, clip_grad_norm
+from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.package_agreement import open_package
@@ -329,10 +329,10 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         that is negative or NaN, or a `norm_type` that is not positive; no gradient is changed then.
         """
         with self._guard, lost_connections(None, "clip_grad_norm_()"):
-            check_norm(max_norm, norm_type)
+            bound, p = checked_norm(max_norm, norm_type)
             own, processes = list(self.parameters()), self._processes
             counted, everyone = self._runner.ties.counted(own), processes.along(*DIMENSIONS)
-            return clip_grad_norm(own, counted, max_norm, norm_type, everyone, self.device, processes.copies)
+            return clip_grad_norm(own, counted, bound, p, everyone, self.device, processes.copies)
 
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest

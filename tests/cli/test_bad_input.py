@@ -199,6 +199,18 @@ def test_a_full_disk_leaves_the_package_before(
     assert [each.name for each in copied.parent.iterdir()] == [copied.name]
 
 
+def test_a_path_through_a_folder_that_does_not_exist(
+    pipegraph: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell's own commands find nothing there; what is written has to be what is read."""
+    out = tmp_path / "absent/../out"
+    done = pipegraph("split", CHAIN, "--points", "layers.2", "-o", out)
+    assert (done.code, done.out.splitlines()[-1]) == (0, f"wrote {tmp_path / 'out'}")
+    assert pipegraph("show", out).code == 0
+    fails(pipegraph("split", CHAIN, "--points", "layers.2", "-o", out), 2, "already holds a package", "--overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_edited_stage_is_kept_without_overwrite(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
     with (copied / "stage_0.py").open("a") as file:
         file.write("# a careful change\n")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from pipegraph.cli import main
+from pipegraph.workflows import export
 from tests.cli.command import ROOT, Command, program
 from tests.equal_work import equal_work_shared
 
@@ -35,7 +38,28 @@ def test_it_says_what_it_wrote(pipegraph: Command, trained: Path, tmp_path: Path
     assert (done.code, done.out) == (0, f"wrote {tmp_path / 'out'}: step-00000002, 1.8 KiB in 1 file\n")
     again = pipegraph(*arguments)
     assert (again.code, again.out) == (2, "")
-    assert again.err == f"error: {tmp_path / 'out'} holds files, which are left alone.\nTry: -o with a new folder.\n"
+    assert again.err.startswith(f"error: {tmp_path / 'out'} already holds an export.\nTry: --overwrite to replace it")
+    (tmp_path / "out/model-00001-of-00001.safetensors").write_bytes(b"old")
+    assert pipegraph(*arguments, "--overwrite").out == done.out
+    (tmp_path / "out/notes.txt").write_text("mine")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    refused = pipegraph(*arguments, "--overwrite")
+    assert refused.code == 2 and "holds files that export did not write" in refused.err and "\nTry: " in refused.err
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_full_disk_leaves_nothing(
+    pipegraph: Command, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export, "write_tensors", full)
+    done = pipegraph("export", trained / "run", trained / "package", "-o", tmp_path / "out")
+    assert done.code == 2 and "OSError" not in done.err
+    assert f"{tmp_path / 'out'} cannot be written: No space left on device. The disk of {tmp_path} has" in done.err
+    assert "\nTry: make room there" in done.err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow  # tests/workflows/test_export.py has ranks, without torchrun

@@ -108,6 +108,25 @@ def test_a_disk_that_is_full_for_figures(loop: Loop, tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_is_full_for_the_manifest(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it is written."""
+    write_text = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        if path.name.startswith(".pipeline.json."):
+            write_text(path, text[:100], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with (
+        pytest.raises(PipegraphError, match=r"No space left on device\.\nTry: room on that disk"),
+        pipegraph.profile(loop.pipe, tmp_path, active=1),
+    ):
+        pass
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_rank_that_fails_keeps_no_other_one_waiting(package: Path, tmp_path: Path, at: int) -> None:
     seconds = ranks.run(fail_in_step, 2, str(package), str(tmp_path), 1, at)

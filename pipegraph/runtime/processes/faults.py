@@ -34,7 +34,7 @@ from pipegraph.runtime.processes.meeting import STORE_GONE
 from pipegraph.runtime.processes.rank_grid import RankGrid
 from pipegraph.schedule import Action
 
-_FAULT: Final = "fault"
+FAULT: Final = "fault"
 _SILENCE: Final = "silence"
 _LOSS: Final = "loss"
 _STORE_SECONDS: Final = 3.0
@@ -148,9 +148,9 @@ class FaultGuard:
         assert self._store is not None
         while not self._over.wait(_WATCH_SECONDS):
             try:
-                if not self._store.check([_FAULT]):
+                if not self._store.check([FAULT]):
                     continue
-                fault = _text(self._store.get(_FAULT))
+                fault = _text(self._store.get(FAULT))
                 self._sign(self._store)
             except Exception:  # the store's host may be done with its work before this rank is
                 return
@@ -205,7 +205,7 @@ class FaultGuard:
             return fault
 
         def write() -> str:
-            first = _text(store.compare_set(_FAULT, "", fault))
+            first = _text(store.compare_set(FAULT, "", fault))
             if kind and first == fault:
                 store.set(kind, "")
             self._sign(store)

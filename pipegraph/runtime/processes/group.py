@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,9 @@ _GONE: Final = re.compile(r"closed by peer|reset by peer|broken pipe|socket clos
 _LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECASE)
 """What gloo says of any other trouble with a connection. Its checks of what it is given begin with "enforce fail"."""
 _MISUSED: Final = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|enforce fail")
+
+_SLICE_SECONDS: Final = 0.25
+_LAST_SECONDS: Final = 1.0
 
 _T = TypeVar("_T")
 
@@ -67,7 +73,9 @@ class Group:
         own = self.ranks.index(rank)
         self._other = self.ranks[1 - own] if len(self.ranks) == 2 else None  # who is lost in a collective
         with lost_connections(self._other):
-            self._backend: Any = internals.make_backend(store, own, len(self.ranks), device, timeout)
+            self._backend: Any = interruptible(
+                lambda: internals.make_backend(store, own, len(self.ranks), device, timeout), device
+            )
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
         """Start sending to a rank. The tensor must not change until the work is waited for."""
@@ -224,25 +232,69 @@ def check_timeout(seconds: object) -> None:
         )
 
 
+def interruptible(function: Callable[[], _T], device: torch.device | None = None) -> _T:
+    """Return what `function` returns, or raise what it raises, or what a signal's handler raises meanwhile.
+
+    torch waits for other processes in C++, where Python handles no signal: Ctrl-C would be handled after the timeout.
+    A GPU is chosen for each thread, so that what needs one is called here, and not in a thread of its own.
+    """
+    on_gpu = device is not None and device.type != "cpu"
+    if on_gpu or threading.current_thread() is not threading.main_thread():
+        return function()
+    call = _Call(function)
+    try:
+        call.join()
+    except BaseException:
+        call.join(_LAST_SECONDS)  # a thread that returns from C++ while the interpreter ends would abort the process
+        raise
+    return call.result()
+
+
+def wait_for_key(store: dist.Store, key: str, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until a store has a key, and handle signals meanwhile. Raises as ``store.wait`` does.
+
+    Args:
+        check: called again and again, to raise an error that ends the wait.
+    """
+    end = time.monotonic() + seconds
+    while (remaining := end - time.monotonic()) > _SLICE_SECONDS:
+        with suppress(dist.DistStoreError):
+            store.wait([key], timedelta(seconds=_SLICE_SECONDS))
+            return
+        check()
+    store.wait([key], timedelta(seconds=max(remaining, 0.001)))
+
+
 def call_within(seconds: float, function: Callable[[], _T]) -> _T:
     """Return what `function` returns, or raise what it raises.
 
-    Raises TimeoutError after `seconds`; the call then goes on in its thread, which does not keep the process alive.
+    Raises TimeoutError after `seconds`; the call then continues in its thread, which does not keep the process alive.
     """
-    result: list[_T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(function())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="pipegraph-timeout", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not result:
+    call = _Call(function)
+    call.join(seconds)
+    if call.is_alive():
         raise TimeoutError(f"no answer within {seconds} s")
-    return result[0]
+    return call.result()
+
+
+class _Call(threading.Thread, Generic[_T]):
+    """A call in a thread of its own."""
+
+    def __init__(self, function: Callable[[], _T]) -> None:
+        super().__init__(name="pipegraph-call", daemon=True)
+        self._function = function
+        self._results: list[_T] = []
+        self._failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._failure = error
+
+    def result(self) -> _T:
+        """Return or raise what the call did. It has ended."""
+        if self._failure is not None:
+            raise self._failure
+        return self._results[0]

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
@@ -22,13 +24,14 @@ import torch.distributed as dist
 
 from pipegraph import loopback
 from pipegraph.errors import RuntimeFault
-from pipegraph.runtime.processes.group import ConnectionLost, lost_connections
+from pipegraph.runtime.processes.group import ConnectionLost, interruptible, lost_connections, wait_for_key
 from pipegraph.runtime.processes.launched_rank import environment_ranks
 
 STORE_GONE: Final = (
     "The process group's store does not answer either: the rank that hosts it (rank 0, unless torchrun does) is gone."
 )
 _OUTCOME: Final = "outcome"
+_POLL_SECONDS: Final = 0.1
 
 
 class Meeting(AbstractContextManager[None]):
@@ -105,7 +108,7 @@ class Meeting(AbstractContextManager[None]):
             store.compare_set(_OUTCOME, "", json.dumps({}))
         try:
             with lost_connections(None):
-                store.wait([_OUTCOME], timedelta(seconds=self._timeout))
+                wait_for_key(store, _OUTCOME, self._timeout)
         except ConnectionLost as error:
             if not error.silent:
                 raise
@@ -139,14 +142,18 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
     try:
         if hosts and loopback.is_loopback(host):
             return loopback.open_store(host, int(port), size, timeout), rank, size
-        store = dist.TCPStore(
-            host,
-            int(port),
-            size,
-            is_master=hosts,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,
+        if not hosts:
+            _wait_for_listener(host, int(port), timeout)
+        store = interruptible(
+            lambda: dist.TCPStore(
+                host,
+                int(port),
+                size,
+                is_master=hosts,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
         )
     except (RuntimeError, OSError) as error:
         if hosts:
@@ -159,3 +166,13 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
             "not started, stopped, or gone.\nTry: a longer timeout if it is not hung."
         ) from ConnectionLost(0, "no answer in time", silent=True)
     return store, rank, size
+
+
+def _wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Wait until something listens at a port, and handle signals meanwhile, which a store does not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        time.sleep(_POLL_SECONDS)

@@ -14,12 +14,21 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.arguments import argument, require_type
-from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.errors import ArgumentError
 from pipegraph.loopback import is_one_machine, use_loopback
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
-from pipegraph.runtime.processes.faults import FaultGuard
-from pipegraph.runtime.processes.group import Group, call_within, check_timeout, lost_connections
+from pipegraph.runtime.processes.devices import check_backend, local_device
+from pipegraph.runtime.processes.faults import FAULT, FaultGuard
+from pipegraph.runtime.processes.group import (
+    ConnectionLost,
+    Group,
+    call_within,
+    check_timeout,
+    interruptible,
+    lost_connections,
+    wait_for_key,
+)
 from pipegraph.runtime.processes.launched_rank import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, TENSOR, RankGrid, check_mesh, single
@@ -103,14 +112,23 @@ class World:
         they know why, or leave them waiting.
         """
         store = dist.PrefixStore(name, self.store)
+        self._wait_for_all(store, "here", ranks)  # a rank that failed before would keep gloo waiting for its timeout
         group = Group(store, self.rank, ranks, device or self.device, self.timeout)
         self._groups.append(group)
-        other = sum(ranks) - self.rank if len(ranks) == 2 else None
-        with lost_connections(other):
-            if store.add("connected", 1) == len(ranks):
-                store.set("all connected", "")
-            store.wait(["all connected"], timedelta(seconds=self.timeout))
+        self._wait_for_all(store, "connected", ranks)
         return group
+
+    def _wait_for_all(self, store: dist.Store, what: str, ranks: Sequence[int]) -> None:
+        """Wait until all of these ranks have come here, or one has failed."""
+
+        def check() -> None:
+            if self.store.check([FAULT]):
+                raise ConnectionLost(None, "another rank has failed")
+
+        with lost_connections(sum(ranks) - self.rank if len(ranks) == 2 else None):
+            if store.add(what, 1) == len(ranks):
+                store.set(f"all {what}", "")
+            wait_for_key(store, f"all {what}", self.timeout, check)
 
     def along(self, *names: str, on_cpu: bool = False) -> Group:
         """The ranks that lie in one line with this one along these dimensions, for tensors on its device or the CPU.
@@ -250,19 +268,6 @@ def join_world(
     return World(meeting.join(), ranks.index(dist.get_rank()), grid, chosen, timeout, ranks), chosen
 
 
-def check_backend(grid: RankGrid, device: torch.device) -> None:
-    """Raise ArgumentError for ranks with GPUs that share layers or train alike, and have no NCCL for it.
-
-    Over gloo ranks of FSDP and of tensor parallelism on an H100 were gone without a word, with torch 2.11.
-    """
-    if device.type == "cuda" and not internals.uses_nccl(device) and grid.size > grid.length(PIPELINE):
-        names = [name for name in grid.names if name != PIPELINE and grid.length(name) > 1]
-        raise ArgumentError(
-            f"the default group was made for gloo, which does not serve tensors on a GPU along {', '.join(names)}.\n"
-            'Try: torch.distributed.init_process_group("nccl") and a GPU for each rank, or a mesh of pp alone.'
-        )
-
-
 def make_mesh(grid: RankGrid, device: str | torch.device, timeout: float) -> DeviceMesh:
     """A mesh of all processes that a launcher has started. Makes the default group if it is not there."""
     _follow_launcher()
@@ -295,7 +300,11 @@ def _make_default_group(device: str | torch.device, timeout: float) -> None:
     own = dist.PrefixStore(f"pipegraph-default-group/{restart_count()}", store)
     meeting.join()
     with FaultGuard(rank, single(size), dist.PrefixStore("pipegraph", own)), lost_connections(None):
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        interruptible(
+            lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit),
+            local_device(device),
+        )
     atexit.register(_destroy_default_group)
 
 
@@ -306,22 +315,6 @@ def guard_of(world: World | None) -> FaultGuard:
     guard = FaultGuard(world.rank, world.grid, world.store)
     guard.closing.callback(lambda: world.close(abort=guard.has_failed))
     return guard
-
-
-def local_device(device: str | torch.device) -> torch.device:
-    """Return `device`. Plain "cuda" under a launcher is the GPU of this process's local rank."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise PipegraphError(f"{device!r} is no device of torch: {error}.\nTry: cpu or cuda.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise PipegraphError(f"device {str(device)!r} was asked for, and torch finds no GPU.\nTry: device='cpu'.")
-    if str(device) == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    return chosen
 
 
 def _destroy_default_group() -> None:
