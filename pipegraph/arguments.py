@@ -108,6 +108,6 @@ def require_path(value: object, what: str, advice: str = "", error: type[Pipegra
             name = str(path) if len(str(path)) <= _CLIPPED else f"{str(path)[:_CLIPPED]}…"
             raise error(f"No file or folder can be called {one_line(name)}: {one_line(why)}.") from None
         if ".." in path.parts:
-            whole = os.path.realpath(path)
-            return Path(whole if path.is_absolute() else os.path.relpath(whole))
+            absolute = os.path.realpath(path)
+            return Path(absolute if path.is_absolute() else os.path.relpath(absolute))
     return path

@@ -54,10 +54,10 @@ def open_store(host: str = ADDRESS, port: int = 0, size: int | None = None, time
 def is_loopback(host: str) -> bool:
     """Whether a name or an address stands for this machine, and no other machine can reach it by that."""
     try:
-        found = socket.getaddrinfo(host, None)
+        addresses = [str(address[0]).partition("%")[0] for *_, address in socket.getaddrinfo(host, None)]
     except OSError:
         return False
-    return all(ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    return all(ip_address(address).is_loopback for address in addresses)
 
 
 def use_loopback(environment: MutableMapping[str, str], replace: bool = False) -> None:

@@ -43,7 +43,7 @@ def read_regular_file(file: Path, limit: int = LIMIT) -> bytes:
 
 @contextmanager
 def replaced_file(file: Path) -> Iterator[Path]:
-    """Yield a name beside a file, under which the body writes what then replaces it, or nothing after an error."""
+    """Yield a temporary path, which replaces the file when the body has written it. After an error nothing is left."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield part

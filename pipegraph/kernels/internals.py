@@ -293,17 +293,17 @@ class GraphSources:
     def __init__(self) -> None:
         from torch.fx import graph_module
 
-        self._kept: dict[str, str] = graph_module._loader.eval_cache
-        self._before = {*self._kept}
+        self._sources: dict[str, str] = graph_module._loader.eval_cache
+        self._earlier = {*self._sources}
 
     def release_with(self, owner: object) -> None:
         """Remove those of the graphs that were made until now when this object is gone."""
-        weakref.finalize(owner, _remove_sources, self._kept, self._kept.keys() - self._before).atexit = False
+        weakref.finalize(owner, _remove_sources, self._sources, self._sources.keys() - self._earlier).atexit = False
 
 
-def _remove_sources(kept: dict[str, str], names: Iterable[str]) -> None:
+def _remove_sources(sources: dict[str, str], names: Iterable[str]) -> None:
     for name in names:
-        kept.pop(name, None)
+        sources.pop(name, None)
         linecache.cache.pop(name, None)
 
 

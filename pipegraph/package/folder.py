@@ -94,8 +94,8 @@ class Package:
     def edited(self) -> tuple[str, ...]:
         """The generated files whose content is no longer what was written."""
         written = sorted(self.manifest.files.items())
-        there = ((name, entry) for name, entry in written if (self.path / name).is_file())
-        return tuple(name for name, entry in there if ListedFile.read(self.path / name).digest != entry.digest)
+        present = ((name, entry) for name, entry in written if (self.path / name).is_file())
+        return tuple(name for name, entry in present if ListedFile.read(self.path / name).digest != entry.digest)
 
     def missing(self) -> tuple[str, ...]:
         """The generated files and the shards of weights that are gone."""

@@ -305,7 +305,7 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _prepare(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of a file as the structures take it: names beside keys, and older versions as this one."""
+    """The content of a file as the structures take it: with a name for each key, and older versions as this one."""
     values, stages, plan = content.get("values"), content.get("stages"), content.get("plan")
     values = values if isinstance(values, dict) else {}
     for name, value in values.items():

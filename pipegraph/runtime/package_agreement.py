@@ -1,6 +1,6 @@
-"""Ranks compare the packages that they read: one with other source or weights would train another model.
+"""Ranks compare the packages that they read: a rank with different source or weights would train another model.
 
-Each rank may have a folder of its own, such as a copy on each machine, and one of them may be old.
+Ranks may read different folders, such as a copy on each machine, and one copy may be old.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def check_packages(world: World, package: Package) -> None:
         return
     texts = world.gather_text(text, *DIMENSIONS)
     usual = Counter(texts).most_common(1)[0][0]  # the first rank's, if several are as frequent
-    others = [rank for rank, other in enumerate(texts) if other != usual]
-    expected, actual = json.loads(usual), json.loads(texts[others[0]])
+    stale = [rank for rank, digests_text in enumerate(texts) if digests_text != usual]
+    expected, actual = json.loads(usual), json.loads(texts[stale[0]])
     different = [name for name in sorted({**expected, **actual}) if expected.get(name) != actual.get(name)]
     raise PackageError(
-        f"{_listed([world.grid.text(rank) for rank in others])} would run another package than "
+        f"{_listed([world.grid.text(rank) for rank in stale])} would run another package than "
         f"{world.grid.text(texts.index(usual))}: {_listed(different)} differ{'s' if len(different) == 1 else ''}.\n"
         "Try: the same folder for every rank, or a new copy of it on every machine."
     )
@@ -76,5 +76,5 @@ def _checksum(tensor: Tensor) -> int:
 
 def _listed(names: list[str]) -> str:
     """The first few names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{rest}"

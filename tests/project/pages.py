@@ -35,7 +35,7 @@ from pipegraph.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 LANGUAGES = {"console", "python", "text", "json"}

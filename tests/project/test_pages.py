@@ -107,7 +107,7 @@ def test_the_pictures_are_there_and_say_nothing_of_a_machine() -> None:
         assert not re.search(rb"/(?:home|root|tmp|Users)/", data)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_of_pages_outside_of_docs_lead_somewhere(name: str) -> None:
     """Sphinx looks at those of docs/."""
     text = (ROOT / name).read_text()

@@ -26,10 +26,10 @@ def has_weights(folder: Path) -> bool:
     """
     if any((folder / name).is_file() for file in _READ for name in (file, f"{file}.index.json")):
         return True
-    others = sorted(file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name))
-    if others:
+    unread = sorted(file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name))
+    if unread:
         raise SourceError(
-            f"{folder} holds weights, and none under a name that transformers reads: {listed(others)}.\n"
+            f"{folder} holds weights, and none under a name that transformers reads: {listed(unread)}.\n"
             f"Try: {' or '.join(_READ)}, whole or as several files with an index, as save_pretrained writes them; or "
             "--no-weights, which takes the configuration alone."
         )
@@ -44,5 +44,5 @@ def refused_name(error: pickle.UnpicklingError) -> str:
 
 def listed(names: Collection[str]) -> str:
     """The first few names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(list(names)[:_SHOWN])}{more}"
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(list(names)[:_SHOWN])}{rest}"

@@ -27,7 +27,7 @@ def is_structure(value: object) -> bool:
 
 
 def structure_of(value: Any) -> Any:
-    """A value without its tensors. Raises TypeError for what is neither a tensor nor plain, nor a container."""
+    """A value without its tensors. Raises TypeError for a value of any other class than those that are saved."""
     if isinstance(value, Tensor):
         return {"kind": "tensor"}
     if is_container(value):

@@ -22,7 +22,7 @@ from pipegraph.runtime.checkpoint import nested_state
 PREFIX: Final = "optimizer."
 _NOT_OPTIONS: Final = ("params", "param_names")
 _ALL_PARAMETERS: Final = "all parameters of the rank"
-"""Under which key the state of LBFGS names the parameters whose values are one behind the other in its tensors."""
+"""Under which key the state of LBFGS names the parameters whose values its tensors hold, in order."""
 _SHOWN: Final = 3
 
 
@@ -162,7 +162,8 @@ class OptimizerState:
             kind = type(self._optimizer).__name__
             raise CheckpointError(
                 f"{kind} keeps one state for all parameters of a rank: it was saved for {listed(saved)}, and this rank "
-                f"has {listed(list(self._parameters))}.\nTry: load() with as many ranks, under the same schedule."
+                f"has {listed(list(self._parameters))}.\n"
+                "Try: load() with the same number of ranks and the same schedule."
             )
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:

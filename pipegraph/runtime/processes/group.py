@@ -236,7 +236,7 @@ def interruptible(function: Callable[[], _T], device: torch.device | None = None
     """Return what `function` returns, or raise what it raises, or what a signal's handler raises meanwhile.
 
     torch waits for other processes in C++, where Python handles no signal: Ctrl-C would be handled after the timeout.
-    A GPU is chosen for each thread, so that what needs one is called here, and not in a thread of its own.
+    A GPU is chosen for each thread, so that what needs one is called here, and not in a new thread.
     """
     on_gpu = device is not None and device.type != "cpu"
     if on_gpu or threading.current_thread() is not threading.main_thread():
@@ -278,7 +278,7 @@ def call_within(seconds: float, function: Callable[[], _T]) -> _T:
 
 
 class _Call(threading.Thread, Generic[_T]):
-    """A call in a thread of its own."""
+    """A function that runs in a new thread."""
 
     def __init__(self, function: Callable[[], _T]) -> None:
         super().__init__(name="pipegraph-call", daemon=True)

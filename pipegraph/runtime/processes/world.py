@@ -118,7 +118,7 @@ class World:
         self._wait_for_all(store, "connected", ranks)
         return group
 
-    def _wait_for_all(self, store: dist.Store, what: str, ranks: Sequence[int]) -> None:
+    def _wait_for_all(self, store: dist.Store, event: str, ranks: Sequence[int]) -> None:
         """Wait until all of these ranks have come here, or one has failed."""
 
         def check() -> None:
@@ -126,9 +126,9 @@ class World:
                 raise ConnectionLost(None, "another rank has failed")
 
         with lost_connections(sum(ranks) - self.rank if len(ranks) == 2 else None):
-            if store.add(what, 1) == len(ranks):
-                store.set(f"all {what}", "")
-            wait_for_key(store, f"all {what}", self.timeout, check)
+            if store.add(event, 1) == len(ranks):
+                store.set(f"all {event}", "")
+            wait_for_key(store, f"all {event}", self.timeout, check)
 
     def along(self, *names: str, on_cpu: bool = False) -> Group:
         """The ranks that lie in one line with this one along these dimensions, for tensors on its device or the CPU.
