@@ -241,7 +241,7 @@ def interruptible(function: Callable[[], _T], device: torch.device | None = None
     on_gpu = device is not None and device.type != "cpu"
     if on_gpu or threading.current_thread() is not threading.main_thread():
         return function()
-    call = _Call(function)
+    call = _ThreadCall(function)
     try:
         call.join()
     except BaseException:
@@ -270,14 +270,14 @@ def call_within(seconds: float, function: Callable[[], _T]) -> _T:
 
     Raises TimeoutError after `seconds`; the call then continues in its thread, which does not keep the process alive.
     """
-    call = _Call(function)
+    call = _ThreadCall(function)
     call.join(seconds)
     if call.is_alive():
         raise TimeoutError(f"no answer within {seconds} s")
     return call.result()
 
 
-class _Call(threading.Thread, Generic[_T]):
+class _ThreadCall(threading.Thread, Generic[_T]):
     """A function that runs in a new thread."""
 
     def __init__(self, function: Callable[[], _T]) -> None:
