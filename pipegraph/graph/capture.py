@@ -13,6 +13,9 @@ from torch import nn
 from pipegraph.debug import dump
 from pipegraph.errors import CaptureError
 from pipegraph.garbage import rare_collection
+from pipegraph.graph.audit.audit import audit_model, warn_of_written
+from pipegraph.graph.audit.hooks import check_hooks
+from pipegraph.graph.audit.memory import check_constants, check_overlaps
 from pipegraph.graph.batch.report import report_rows
 from pipegraph.graph.batch.roles import DeclaredRoles, InputTensor, RoleAssignment, assign_roles, declared_roles
 from pipegraph.graph.batch.value_proof import compare_halves
@@ -28,6 +31,7 @@ from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
 from pipegraph.graph.internals import CAPTURE_LOCK, pytree
 from pipegraph.graph.model_structure import (
+    check_classes,
     check_keys,
     check_module_names,
     evaluation_outputs_of,
@@ -135,6 +139,9 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
 
 def _check(model: nn.Module, example: Example) -> None:
     check_module_names(model)
+    check_classes(model)
+    check_overlaps(model)
+    check_hooks(model)
     check_keys("argument", list(example))
     for leaf in pytree.tree_leaves(example):
         if is_dataclass(leaf):
@@ -221,6 +228,11 @@ def _capture(
         batch=report_rows(graph, roles, declared, partial(compare_halves, model, exported.mode, traced.example)),
     )
     check_keys("output", captured.outputs)
+    if is_written and not only_once:
+        check_constants(model, exported.program.constants)
+        modes = [exported.mode, *([dict.fromkeys(exported.mode, False)] if training else [])]
+        written = [name for mode in modes for name in audit_model(model, mode, *traced.example)]
+        warn_of_written(model, dict.fromkeys(written))
     if captured.not_trained:
         warnings.warn(
             f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "

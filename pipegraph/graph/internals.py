@@ -81,6 +81,13 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have alike if each write into one is a write into the other at the same place: tied weights."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return storage_identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def can_reset_parameters(module: torch.nn.Module) -> bool:
     """Return whether a module initialises what it holds. ``nn.MultiheadAttention`` has no public method for it."""
     return hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")
@@ -323,3 +330,14 @@ def has_forward_hooks(module: nn.Module) -> bool:
     The dictionaries of hooks are private. The public interface only adds and removes hooks.
     """
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks for the gradient of a tensor. The public interface only adds and removes them."""
+    kinds: tuple[dict[int, Any] | None, ...] = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return [hook for hooks in kinds if hooks for hook in hooks.values()]
+
+
+def backward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks for the backward of a module, of which torch has no public list either."""
+    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]

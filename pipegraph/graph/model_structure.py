@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import EVALUATION_OUTPUTS, ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.initialisation import initialisation_of
-from pipegraph.graph.internals import has_forward_hooks, is_persistent, pytree
+from pipegraph.graph.internals import has_forward_hooks, is_persistent, memory_of, pytree
 from pipegraph.graph.nodes import label_of
 
 _TORCH = Path(torch.__file__).parent
@@ -33,7 +33,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
     """Every parameter and buffer, and its tensor, under every name it has, in the order of ``state_dict()``."""
     state: dict[str, StateEntry] = {}
     tensors: dict[str, torch.Tensor] = {}
-    first_name: dict[int, str] = {}
+    first_name: dict[tuple[Any, ...], str] = {}
     initialisation = initialisation_of(model)
     for prefix, module in model.named_modules(remove_duplicate=False):
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -49,7 +49,7 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
                     dtype=tensor.dtype,
                     requires_grad=kind == "parameter" and tensor.requires_grad,
                     persistent=kind == "parameter" or is_persistent(module, name),
-                    canonical=first_name.setdefault(id(tensor), fqn),
+                    canonical=first_name.setdefault(memory_of(tensor), fqn),
                     initialisation=initialisation.get(id(tensor)),
                 )
     return state, tensors
@@ -200,6 +200,16 @@ def check_module_names(model: nn.Module) -> None:
         _check("parameter", name)
     for name, _ in model.named_buffers(remove_duplicate=False):
         _check("buffer", name)
+
+
+def check_classes(model: nn.Module) -> None:
+    """Raise CaptureError for modules that torch.jit has compiled, which have neither source nor a graph."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or type(model).__name__} is a module that torch.jit has compiled, which has no source of "
+                "Python any more.\nTry: the module before torch.jit.script or torch.jit.trace."
+            )
 
 
 def check_keys(kind: str, structure: Any) -> None:

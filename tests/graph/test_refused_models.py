@@ -192,7 +192,7 @@ class TakesData(Linears):
     ("model", "message"),
     [
         (TakesData, r"takes the data of a tensor(.|\n)*h.data\nTry: x.detach\(\)"),
-        (Condition, r"Condition cannot be captured|The model uses cond, .*\nTry: .*torch.where"),
+        (Condition, r"Condition cannot be captured|The model uses cond, (.|\n)*\nTry: .*torch.where"),
         (DataDependentShape, "shape depends on values"),
         (ReturnsANumber, "The model returns 3, which is neither a tensor nor None.\nTry: return tensors only."),
     ],

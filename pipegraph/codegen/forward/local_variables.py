@@ -129,6 +129,13 @@ class LocalVariables:
             self.write(node)
         self._reserved = before
 
+    def write_readers(self, name: str) -> None:
+        """Write the deferred values that read a variable, before a statement assigns another value to it."""
+        before, self._reserved = self._reserved, self._reserved | {name}
+        for node in [node for node, value in self.deferred.items() if name in value.expression.names()]:
+            self.write(node)
+        self._reserved = before
+
     def write(self, node: fx.Node, kept: AbstractCollection[fx.Node] = ()) -> None:
         """Write a deferred value as a statement of its own."""
         value = self.deferred.pop(node, None)

@@ -292,6 +292,7 @@ class LoopWriter:
             current = values.written[begin].text
             is_free = values.uses_left[begin] == 0 and current in values.variables
             if is_free and (current.startswith(wanted) or begin in self._contents.inputs):
+                values.write_readers(current)  # before the loop assigns another value to it
                 return current
             name = unused(wanted, values.taken() | {current, *others})
             self._emit(item, Assign((Name(name),), values.written[begin]))

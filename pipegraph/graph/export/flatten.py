@@ -112,6 +112,12 @@ class _Flattening:
             if "lifted" in spec.target and not tensor.is_meta:
                 _keep_numbers(placed, tensor)
         else:
+            if isinstance(self.exported.constants.get(spec.target or ""), torch.Generator):
+                raise CaptureError(
+                    "The model draws from a torch.Generator of its own, and a stage would not have its state.\n"
+                    f"  at {source_line(next(iter(node.users), node))}\n"
+                    "Try: without generator=, and Pipeline(seed=...), with which random numbers follow from the step."
+                )
             raise CaptureError(
                 f"The model uses {spec.target or node.name}, a {spec.kind.name.lower()} that a stage's source cannot "
                 "hold.\nTry: keep tensors, numbers and modules in the model, and build other objects inside forward."

@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pipegraph.graph.internals import fake_mode_of, new_fake_mode, pytree, version_of
+from pipegraph.graph.export.tensor_identity import ReadFromModules
+from pipegraph.graph.internals import fake_mode_of, memory_of, new_fake_mode, pytree, version_of
 from pipegraph.graph.model_structure import is_layer_of_torch
 
 MOMENTUM_OF_ALL: Final = float.fromhex("0x1.23456789abcdep-4")
@@ -128,32 +129,42 @@ def fake_parameters(
             return twin.requires_grad_(tensor.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: fake(leaf.detach()), (args, kwargs))
-    twins: dict[int, torch.Tensor] = {}
+    twins: dict[Any, torch.Tensor] = {}
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+    reading = ReadFromModules(model)
     try:
         for module in averaging:
             module.momentum = MOMENTUM_OF_ALL
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if id(parameter) not in twins:
-                    twins[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+                key = memory_of(parameter)  # of tied weights one
+                if key not in twins:
+                    twins[key] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
                 replaced.append((module, name, parameter))
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if buffer.device.type == "meta" or device is not None:
                     replaced.append((module, name, buffer))
-                    twins[id(buffer)] = fake(buffer)
+                    twins[memory_of(buffer)] = fake(buffer)
                 elif dtype is not None and buffer.is_floating_point():
                     replaced.append((module, name, buffer))
-                    twins[id(buffer)] = buffer.to(dtype)
+                    twins[memory_of(buffer)] = buffer.to(dtype)
         # setattr and not _parameters[name]: an nn.LSTM keeps its weights in a second list, which follows setattr only.
         for module, name, tensor in replaced:
-            setattr(module, name, twins[id(tensor)])
-        yield fake_args, fake_kwargs
+            setattr(module, name, twins[memory_of(tensor)])
+        with reading, not_compiled():
+            yield fake_args, fake_kwargs
     finally:
         for module, name, tensor in replaced:
             setattr(module, name, tensor)
         for module in averaging:
             module.momentum = None
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Let what a model has under ``torch.compile`` run as Python: compiled, it ends the process in a trace."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _averages_all(module: nn.Module) -> bool:

@@ -29,7 +29,14 @@ from pipegraph.graph.export.isolation import (
     generators_restored,
     refusals_not_logged,
 )
-from pipegraph.graph.internals import TorchDispatchMode, exporting, pytree, values_of
+from pipegraph.graph.internals import (
+    TorchDispatchMode,
+    exporting,
+    is_mutable,
+    pytree,
+    schema_arguments,
+    values_of,
+)
 from pipegraph.graph.operators import operator_of_target
 
 Operations = list[Any]
@@ -166,6 +173,38 @@ class _OperationRecord(TorchDispatchMode):
         return self._origins[id(tensor)][1]
 
 
+class OriginRecord(_OperationRecord):
+    """Knows how each tensor was computed, also in an earlier run of the model.
+
+    Args:
+        model: the model.
+        inputs: of its runs.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__(_names(model, inputs))
+        self._model, self._inputs = model, inputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if is_mutable(func):
+            # A real tensor stays itself, and what it has now is not what it had before.
+            written = hash((func, str(self._described((args, kwargs or {})))))
+            for argument, value in zip(schema_arguments(func), args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                    self._origins[id(value)] = value, written
+        return result
+
+    def begin(self) -> None:
+        """Begin another run: parameters, buffers and inputs are what they were before the first one."""
+        self.operations.clear()
+        self._origins |= {id(tensor): (tensor, hash(name)) for tensor, name in _names(self._model, self._inputs)}
+
+    def describe(self, results: Any) -> Any:
+        """What a run returned: of each tensor a number that is equal for equal computations."""
+        return self._described(plain_containers(results))
+
+
 def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
     """The tensors that a model begins with, each with a name."""
     leaves = enumerate(pytree.tree_leaves(inputs))
@@ -257,6 +296,10 @@ class _FunctionRecord(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
+        if name == "_set_grad_enabled":
+            # Without gradients throughout: autograd makes a node for a parameter, which ends the process where torch
+            # was built without the device that the parameter stands for.
+            return None
         if name != "__get__":  # an attribute
             self.calls.append((name, _line(inspect.currentframe())))
         return func(*args, **(kwargs or {}))

@@ -193,6 +193,7 @@ def _export(
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.
         warnings.filterwarnings("ignore", r"The tensor attributes? self\.\S*_flat_weights")
+        warnings.filterwarnings("ignore", r"The tensor attributes? self\..* assigned during export")
         program = torch.export.export(
             model,
             fake_args,

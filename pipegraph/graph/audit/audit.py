@@ -1,0 +1,121 @@
+"""Run a model on fake tensors, and refuse what no graph of it would have.
+
+One call shows hooks, seeds and clocks. If it also changes an attribute, the model is called again: it is refused if
+the later call computes something else, or if a plain value changes with every call, as a counter does.
+
+call 1 ─▶ effects; what changed ── nothing ─▶ done
+call 2 ─▶ the same dataflow as call 1, and no plain value changed again ─▶ done
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pipegraph.errors import CaptureError, one_line
+from pipegraph.graph.audit.effects import Notes, effects_noted
+from pipegraph.graph.audit.state import Place, Snapshot
+from pipegraph.graph.export.operation_record import OriginRecord, without_memory
+
+_CALLS: Final = 3
+_SHOWN: Final = 3
+
+
+def audit_model(
+    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """Check that a model does nothing in a mode that its graph does not have. The model is left as it was.
+
+    Args:
+        mode: whether each module is in training mode.
+        args, kwargs: its inputs; only their shapes and dtypes count.
+
+    Returns:
+        the attributes with tensors that its forward sets in each call, and no later call reads. Stages do not set them.
+
+    Raises:
+        CaptureError: it does; names the line, and what to do instead.
+    """
+    with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
+        _set_mode(mode)
+        before = Snapshot(model)
+        with effects_noted(before.containers) as notes:
+            results = _run(model, fake_args, fake_kwargs)
+        if not torch.is_grad_enabled():
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: its forward leaves gradients switched off.\n"
+                "Try: with torch.no_grad(): around what needs none."
+            )
+        _refuse_effects(model, notes)
+        if results is None or not before.changes(Snapshot(model)):
+            return []
+    with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
+        _set_mode(mode)
+        return _check_calls(model, fake_args, fake_kwargs, notes)
+
+
+def _check_calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: Notes) -> list[str]:
+    """Call a model several times. Raises CaptureError if a call depends on those before; else as `audit_model`."""
+    record, snapshots, dataflow = OriginRecord(model, (args, kwargs)), [Snapshot(model)], []
+    for _ in range(_CALLS):
+        record.begin()
+        with record:
+            results = _run(model, args, kwargs)
+        snapshots.append(Snapshot(model))
+        dataflow.append(record.describe(results))
+        changes = snapshots[-2].changes(snapshots[-1])
+        plain = [place for place in changes if not place.is_tensor]
+        if len(dataflow) > 1 and plain:
+            _refuse_state(model, plain[0], notes, "changes with every call")
+        if dataflow[-1] != dataflow[0]:
+            _refuse_state(model, snapshots[0].changes(snapshots[1])[0], notes, "is read by the next call")
+    # Those that torch sets are read by its own modules alone: the weight of a spectral norm.
+    return [one_line(place.name) for place in changes if notes.lines.get((place.owner, place.attribute))]
+
+
+def _set_mode(mode: Mapping[nn.Module, bool]) -> None:
+    for module, training in mode.items():
+        module.training = training
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+    """What the model returns; None if it cannot run without memory."""
+    try:
+        return (model(*args, **kwargs),)
+    except Exception:  # whatever the model raises on tensors without values
+        return None
+
+
+def _refuse_effects(model: nn.Module, notes: Notes) -> None:
+    for effect, line in notes.calls:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured: it {effect.what}.\n  at {line}\nTry: {effect.advice}."
+        )
+
+
+def _refuse_state(model: nn.Module, place: Place, notes: Notes, problem: str) -> None:
+    line = notes.lines.get((place.owner, place.attribute))
+    where = f"\n  at {line}" if line else ""
+    name = one_line(place.name)
+    if place.is_tensor:
+        advice = f"a buffer, self.register_buffer(...), which a stage updates; or {name} as an input of the model"
+    else:
+        advice = f"a buffer that counts, self.register_buffer(...); or {name} as an input of the model"
+    raise CaptureError(
+        f"{type(model).__name__} cannot be captured: its forward changes {name}, which {problem}, and a stage would "
+        f"have its value at capture for ever.{where}\nTry: {advice}."
+    )
+
+
+def warn_of_written(model: nn.Module, names: Collection[str]) -> None:
+    """Warn of attributes that the forward sets, and stages do not. `names` has no name twice."""
+    if names:
+        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        warnings.warn(
+            f"the forward of {type(model).__name__} sets {', '.join(list(names)[:_SHOWN])}{rest}, which stages do not.",
+            stacklevel=5,
+        )

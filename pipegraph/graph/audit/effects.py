@@ -1,0 +1,268 @@
+"""Calls in a model's forward that do something which no graph has: hooks, seeds, clocks.
+
+They are found where they happen: Python reports each call while the model runs on fake tensors, whatever name the
+function has in the model's file. A call counts if the model makes it, and not torch for itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+import secrets
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import graph as autograd_graph
+from torch.nn.modules import module as global_hooks
+
+from pipegraph.errors import path_from_here
+
+_PYTHON: Final = Path(os.__file__).parent
+_TORCH: Final = Path(torch.__file__).parent
+_OURS: Final = Path(__file__).parents[2]
+_WRAPPERS: Final = (_TORCH / "_dynamo", _TORCH / "_compile.py", _TORCH / "utils" / "_contextlib.py")
+"""Where torch's decorators are, which call the function that they stand for."""
+
+
+class Effect(NamedTuple):
+    """A kind of call.
+
+    Attributes:
+        what: the call does, as the end of a sentence: "it adds a hook to a tensor".
+        advice: what to do instead.
+    """
+
+    what: str
+    advice: str
+
+
+class EffectCall(NamedTuple):
+    """A call of a model. `line` is where: ``model.py:12``."""
+
+    effect: Effect
+    line: str
+
+
+_HOOK: Final = Effect(
+    "adds a hook to a tensor, which a stage would not call",
+    "a torch.autograd.Function whose backward does what the hook does; or the same arithmetic in forward: "
+    "h = h * 0.5 + (h * 0.5).detach() halves a gradient",
+)
+_MODULE_HOOK: Final = Effect(
+    "adds a hook for the backward of a module, which a stage would not call",
+    "a torch.autograd.Function around what the module returns",
+)
+_SAVED: Final = Effect(
+    "changes how tensors are saved for the backward, which a stage would not do",
+    "Pipeline(recompute=...), which can also offload what is saved",
+)
+_GRADIENT: Final = Effect(
+    "asks autograd to keep the gradient of a tensor, which a stage would not do",
+    "the tensor as an output of the model, or as an input with requires_grad=True",
+)
+_SEED: Final = Effect(
+    "sets the state of a random number generator, and a stage would draw other numbers",
+    "Pipeline(seed=...), with which random numbers follow from the step and the place where they are drawn",
+)
+_CLOCK: Final = Effect(
+    "reads a clock, and a stage would have the time of the capture for ever",
+    "the time as an input of the model",
+)
+_ENTROPY: Final = Effect(
+    "draws random bytes of the system, and a stage would have those of the capture for ever",
+    "torch.rand(), or an input of the model",
+)
+
+_FUNCTIONS: Final[dict[CodeType, Effect]] = {
+    inspect.unwrap(function).__code__: effect
+    for effect, functions in (
+        (
+            _HOOK,
+            (
+                torch.Tensor.register_hook,
+                torch.Tensor.register_post_accumulate_grad_hook,
+                autograd_graph.register_multi_grad_hook,
+            ),
+        ),
+        (
+            _MODULE_HOOK,
+            (
+                nn.Module.register_backward_hook,
+                nn.Module.register_full_backward_hook,
+                nn.Module.register_full_backward_pre_hook,
+                global_hooks.register_module_backward_hook,
+                global_hooks.register_module_full_backward_hook,
+                global_hooks.register_module_full_backward_pre_hook,
+            ),
+        ),
+        (
+            _SAVED,
+            (autograd_graph.saved_tensors_hooks.__init__,),  # save_on_cpu, which calls it, changes no value
+        ),
+        (
+            _SEED,
+            (
+                torch.manual_seed,
+                torch.seed,
+                torch.set_rng_state,
+                torch.cuda.manual_seed,
+                torch.cuda.manual_seed_all,
+                torch.cuda.seed,
+                torch.cuda.seed_all,
+                torch.cuda.set_rng_state,
+                torch.cuda.set_rng_state_all,
+                torch.random.fork_rng,
+            ),
+        ),
+        (_ENTROPY, (uuid.uuid1, uuid.uuid4, secrets.token_bytes, secrets.token_hex, secrets.randbelow)),
+    )
+    for function in functions
+}
+_BUILTINS: Final[dict[Any, Effect]] = {
+    **{
+        getattr(time, f"{name}{suffix}"): _CLOCK
+        for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+        for suffix in ("", "_ns")
+        if hasattr(time, f"{name}{suffix}")
+    },
+    time.localtime: _CLOCK,
+    time.gmtime: _CLOCK,
+    os.urandom: _ENTROPY,
+}
+_METHODS: Final[tuple[tuple[Callable[[Any], bool], frozenset[str], Effect], ...]] = (
+    (
+        lambda owner: isinstance(owner, type) and issubclass(owner, datetime.date),
+        frozenset({"now", "utcnow", "today"}),
+        _CLOCK,
+    ),
+    (
+        lambda owner: isinstance(owner, torch.Generator),
+        frozenset({"manual_seed", "seed", "set_state", "set_offset"}),
+        _SEED,
+    ),
+    (lambda owner: isinstance(owner, torch.Tensor), frozenset({"retain_grad"}), _GRADIENT),
+    # Nodes of autograd have many classes, of which torch gives only an abstract one a name.
+    (
+        lambda owner: hasattr(owner, "next_functions"),
+        frozenset({"register_hook", "register_prehook"}),
+        _HOOK,
+    ),
+)
+_NAMES: Final = frozenset(function.__name__ for function in _BUILTINS).union(*(names for _, names, _ in _METHODS))
+_ASSIGNMENT: Final = Effect("assigns to an attribute of a module", "")
+_CONTAINER_METHODS: Final = frozenset(
+    {
+        *("append", "extend", "insert", "appendleft", "pop", "remove", "clear", "sort", "reverse"),
+        *("add", "discard", "update", "setdefault", "popitem"),
+    }
+)
+"""Methods that change a container."""
+
+
+class Notes:
+    """What was noted.
+
+    Attributes:
+        calls: with an effect, in order.
+        lines: of each assignment to an attribute of a module, (id of the module, name) → line, and of each call of a
+            method of a watched container, (id of the container, "") → line.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[EffectCall] = []
+        self.lines: dict[tuple[int, str], str] = {}
+
+
+@contextmanager
+def effects_noted(watched: Container[int] = ()) -> Iterator[Notes]:
+    """Note the effects of what runs inside, in this thread.
+
+    Args:
+        watched: the ids of containers.
+    """
+    notes = Notes()
+    codes = {id(code): effect for code, effect in _FUNCTIONS.items()}
+    codes[id(nn.Module.__setattr__.__code__)] = _ASSIGNMENT
+    names = _NAMES | _CONTAINER_METHODS
+
+    # Python calls this for each call of a function, and most of them are torch's own: what is rare stands elsewhere.
+    # Code is compared by its id, because its hash reads all of it.
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call":
+            if argument.__name__ in names:
+                note_builtin(frame, argument)
+        elif event == "call" and id(frame.f_code) in codes:
+            note_function(frame, codes[id(frame.f_code)])
+
+    def note_function(frame: FrameType, effect: Effect) -> None:
+        if effect is _ASSIGNMENT:
+            local = frame.f_locals
+            notes.lines.setdefault((id(local["self"]), local["name"]), model_line(frame.f_back) or "")
+        else:
+            add(effect, frame.f_back)
+
+    def note_builtin(frame: FrameType, function: Any) -> None:
+        owner = getattr(function, "__self__", None)
+        if id(owner) in watched:
+            notes.lines.setdefault((id(owner), ""), model_line(frame) or "")
+        effect = _effect_of(function, owner)
+        if effect is not None:
+            add(effect, frame)
+
+    def add(effect: Effect, caller: FrameType | None) -> None:
+        line = model_line(caller)
+        if line is not None:
+            notes.calls.append(EffectCall(effect, line))
+
+    before = sys.getprofile()
+    thread = threading.get_ident()
+    sys.setprofile(note)
+    try:
+        yield notes
+    finally:
+        assert threading.get_ident() == thread
+        sys.setprofile(before)
+
+
+def _effect_of(function: Any, owner: object) -> Effect | None:
+    """The effect of a function in C, or of a method of `owner`."""
+    if function.__name__ not in _NAMES:
+        return None
+    if isinstance(owner, ModuleType):
+        return _BUILTINS.get(function)
+    methods = (effect for is_owner, names, effect in _METHODS if function.__name__ in names and is_owner(owner))
+    return next(methods, None)
+
+
+def model_line(frame: FrameType | None) -> str | None:
+    """The line of the model that a frame is, or that called Python's own library there; None for torch's own calls."""
+    while frame is not None:
+        owner = _owner_of(frame.f_code.co_filename)
+        if owner == "torch":
+            return None
+        if owner == "model":
+            return f"{path_from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _owner_of(filename: str) -> str:
+    file = Path(filename)
+    if any(wrapper in (file, *file.parents) for wrapper in _WRAPPERS):
+        return "python"
+    if _TORCH in file.parents or _OURS in file.parents:
+        return "torch"
+    is_standard = _PYTHON in file.parents and "site-packages" not in file.parts
+    return "python" if is_standard or filename.startswith("<frozen") else "model"

@@ -1,0 +1,77 @@
+"""What a model does beside its operations is in its stages, or an error with its line: nothing is dropped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipegraph
+from pipegraph.errors import CaptureError
+from tests.graph.audit import models
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+# They change containers or attributes without a call that Python reports, or at no line of their own.
+WITHOUT_LINE = ("sets_item", "changes_object", "changes_global", "changes_class", "adds_in_place", "draws")
+
+
+@pytest.mark.parametrize("place", models.PLACES)
+@pytest.mark.parametrize("kind", models.REFUSED)
+def test_what_no_stage_does_is_refused(kind: str, place: str) -> None:
+    torch.manual_seed(0)
+    model = models.Model(kind, place)
+    with pytest.raises(CaptureError) as raised:
+        pipegraph.capture(model, (X,))
+    message = str(raised.value)
+    assert re.search(r"(cannot be captured|The model draws|a stage cannot)(.|\n)*\nTry: .", message), message
+    lines = re.findall(r"\n  at .*tests/graph/audit/models.py:(\d+)", message)
+    if kind not in (*WITHOUT_LINE, "switches_gradients_off"):
+        source = Path(models.__file__).read_text().splitlines()
+        start = next(number for number, line in enumerate(source) if f"def {kind}(" in line)
+        assert len(lines) == 1 and start < int(lines[0]) - 1 <= start + 3
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Model sets")
+@pytest.mark.parametrize("place", models.PLACES)
+@pytest.mark.parametrize("kind", models.RIGHT)
+def test_what_a_stage_does_as_well_is_right(kind: str, place: str, tmp_path: Path) -> None:
+    """Three steps, because a buffer is another one in each."""
+    if (kind, place) == ("counts_in_buffer", "evaluation"):
+        pytest.skip("a write in evaluation mode alone is refused: tests/graph/test_modes.py")
+    torch.manual_seed(0)
+    model = models.Model(kind, place)
+    package = pipegraph.write_package(pipegraph.plan(pipegraph.capture(model, (X,)), points=["last"]), tmp_path / "out")
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+    pipe = pipegraph.Pipeline(package, kernels="autograd", loss_fn=loss_fn)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (pipe, model)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.compiler.set_stance("force_eager"):
+            expected = loss_fn(model(X), torch.ones(4, 8))
+        expected.backward()
+        loss = pipe.step(X, target=torch.ones(4, 8)).loss
+        torch.testing.assert_close(loss, expected.detach())
+        gradients = {name: each.grad for stage in pipe.stages.values() for name, each in stage.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_attributes_that_forward_sets_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"the forward of Model sets state.scratch, which stages do not."):
+        pipegraph.capture(models.Model("passes_on", "forward"), (X,))
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = models.Model("appends", "forward")
+    with pytest.raises(CaptureError):
+        pipegraph.capture(model, (X,))
+    assert model.state.list == [] and torch.is_grad_enabled()
