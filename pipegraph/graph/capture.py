@@ -13,9 +13,9 @@ from torch import nn
 from pipegraph.debug import dump
 from pipegraph.errors import CaptureError
 from pipegraph.garbage import rare_collection
-from pipegraph.graph.audit.audit import audit_model, warn_of_written
+from pipegraph.graph.audit.audit import audit_model, reason_beside, warn_of_written
 from pipegraph.graph.audit.hooks import check_hooks
-from pipegraph.graph.audit.memory import check_constants, check_overlaps
+from pipegraph.graph.audit.memory import check_constants, check_layouts, check_overlaps
 from pipegraph.graph.batch.report import report_rows
 from pipegraph.graph.batch.roles import DeclaredRoles, InputTensor, RoleAssignment, assign_roles, declared_roles
 from pipegraph.graph.batch.value_proof import compare_halves
@@ -140,6 +140,7 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
 def _check(model: nn.Module, example: Example) -> None:
     check_module_names(model)
     check_classes(model)
+    check_layouts(model)
     check_overlaps(model)
     check_hooks(model)
     check_keys("argument", list(example))
@@ -175,7 +176,10 @@ def _capture(
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments", "other sizes"))
     next(phases)
     modules = modules_of(model)
-    traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
+    try:
+        traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
+    except CaptureError as error:
+        raise (reason_beside(model, *example) or error) from error.__cause__
     roles, traced = _with_roles(model, traced, declared)
     if roles.fixed and wanted.fixed is not None:
         wanted = wanted.with_fixed_rows(roles.fixed)

@@ -12,11 +12,12 @@ from pipegraph.debug import InvalidGraphError
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import ModuleEntry, StateEntry
 from pipegraph.graph.export.dynamic_shapes import SizeNames
+from pipegraph.graph.export.explanations import explanation
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
-from pipegraph.graph.export.torch_export import Exported, explanation, export_in
+from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.mode_differences import OtherGraphError
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.pass_order import run_all_passes, run_passes

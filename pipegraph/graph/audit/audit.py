@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pipegraph.errors import CaptureError, one_line
-from pipegraph.graph.audit.effects import Notes, effects_noted
+from pipegraph.graph.audit.effects import DataChanges, Notes, effects_noted
 from pipegraph.graph.audit.state import Place, Snapshot
 from pipegraph.graph.export.operation_record import OriginRecord, without_memory
 
@@ -43,7 +43,7 @@ def audit_model(
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
         _set_mode(mode)
         before = Snapshot(model)
-        with effects_noted(before.containers) as notes:
+        with effects_noted(before.containers) as notes, DataChanges(model, notes):
             results = _run(model, fake_args, fake_kwargs)
         if not torch.is_grad_enabled():
             raise CaptureError(
@@ -56,6 +56,19 @@ def audit_model(
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
         _set_mode(mode)
         return _check_calls(model, fake_args, fake_kwargs, notes)
+
+
+def reason_beside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
+    """Why a model that cannot be traced could not be captured either, if that is what it does beside its operations.
+
+    It is often the cause, and what torch raises is about a consequence.
+    """
+    for training in (True, False):
+        try:
+            audit_model(model, dict.fromkeys(model.modules(), training), args, kwargs)
+        except CaptureError as reason:
+            return reason
+    return None
 
 
 def _check_calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: Notes) -> list[str]:

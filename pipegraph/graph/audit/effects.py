@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.nn.modules import module as global_hooks
+from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import path_from_here
 
@@ -71,6 +72,19 @@ _GRADIENT: Final = Effect(
     "asks autograd to keep the gradient of a tensor, which a stage would not do",
     "the tensor as an output of the model, or as an input with requires_grad=True",
 )
+_DERIVATIVE: Final = Effect(
+    "differentiates inside of its forward, which torch.export cannot follow",
+    "the derivative as a formula in forward, or in a torch.autograd.Function; or in loss_fn, of an input that requires "
+    "a gradient",
+)
+_DATA_OF_PARAMETER: Final = Effect(
+    "assigns to .data of a parameter or buffer, and a stage would not",
+    "with torch.no_grad(): p.copy_(...) on a buffer; a parameter that training does not change can be a buffer",
+)
+_DATA_CHANGED: Final = Effect(
+    "changes a parameter or buffer through .data, which torch.export cannot follow",
+    "with torch.no_grad(): around the same on the buffer itself: self.sizes.mul_(0.8)",
+)
 _SEED: Final = Effect(
     "sets the state of a random number generator, and a stage would draw other numbers",
     "Pipeline(seed=...), with which random numbers follow from the step and the place where they are drawn",
@@ -106,6 +120,7 @@ _FUNCTIONS: Final[dict[CodeType, Effect]] = {
                 global_hooks.register_module_full_backward_pre_hook,
             ),
         ),
+        (_DERIVATIVE, (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)),
         (
             _SAVED,
             (autograd_graph.saved_tensors_hooks.__init__,),  # save_on_cpu, which calls it, changes no value
@@ -160,6 +175,8 @@ _METHODS: Final[tuple[tuple[Callable[[Any], bool], frozenset[str], Effect], ...]
     ),
 )
 _NAMES: Final = frozenset(function.__name__ for function in _BUILTINS).union(*(names for _, names, _ in _METHODS))
+_GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ASSIGNMENT: Final = Effect("assigns to an attribute of a module", "")
 _CONTAINER_METHODS: Final = frozenset(
     {
@@ -233,6 +250,41 @@ def effects_noted(watched: Container[int] = ()) -> Iterator[Notes]:
     finally:
         assert threading.get_ident() == thread
         sys.setprofile(before)
+
+
+class DataChanges(TorchFunctionMode):
+    """Notes changes to parameters and buffers through ``.data``, which no call of Python shows.
+
+    Args:
+        model: with the tensors that it is run with.
+        notes: to which they are added.
+    """
+
+    def __init__(self, model: nn.Module, notes: Notes) -> None:
+        super().__init__()
+        self._notes = notes
+        self._state = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._data: dict[int, Any] = {}  # holds them, so that an id stays its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == _SET_DATA and id(args[0]) in self._state:
+            self._add(_DATA_OF_PARAMETER)
+        elif func == _GET_DATA and id(args[0]) in self._state:
+            self._data[id(result)] = result
+        elif args and id(args[0]) in self._data and _is_in_place(getattr(func, "__name__", "")):
+            self._data[id(result)] = result
+            self._add(_DATA_CHANGED)
+        return result
+
+    def _add(self, effect: Effect) -> None:
+        line = model_line(sys._getframe(2))
+        if line is not None:
+            self._notes.calls.append(EffectCall(effect, line))
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
 
 
 def _effect_of(function: Any, owner: object) -> Effect | None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import CaptureError
@@ -20,6 +21,17 @@ class _Extent(NamedTuple):
     name: str
     kind: str
     tensor: Tensor
+
+
+def check_layouts(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter or buffer that is sparse."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise CaptureError(
+                    f"the {kind} {name} is sparse ({tensor.layout}), which torch.export cannot trace.\n"
+                    "Try: to_dense() of it; or its indices and values as buffers, with index_add or scatter_add."
+                )
 
 
 def check_overlaps(model: nn.Module) -> None:

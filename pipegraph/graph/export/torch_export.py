@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import keyword
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from torch.export import ExportedProgram
 from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.export.certain_chances import CertainChances
+from pipegraph.graph.export.explanations import at_line, explanation, summary
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
@@ -35,9 +35,6 @@ from pipegraph.graph.internals import (
     recurrent_layers_without_steps,
 )
 from pipegraph.graph.symbolic_size import InputDimension
-
-# What is compared with a random number to leave something out, as `layerdrop` of transformers is.
-_PROBABILITY = re.compile(r"[<>]=? *self\.(\w*drop\w*)(?![\w(.])")
 
 
 class Exported(NamedTuple):
@@ -104,7 +101,7 @@ def export(
             if long.refusal is not None:  # torch may raise another error in its place
                 raise long.refusal from None
             raise
-        failed = "" if first_error is None else _at_line(_summary(first_error), first_error)
+        failed = "" if first_error is None else at_line(summary(first_error), first_error)
         return Exported(program, mode, tried, lines, obstacle, training_error=failed)
 
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
@@ -118,7 +115,7 @@ def export(
             if tried is None:  # otherwise the reason is the same, or it is that sizes vary
                 first_error = first_error or error
             else:
-                obstacle = obstacle or _at_line(_summary(error), error)
+                obstacle = obstacle or at_line(summary(error), error)
             continue
         others = _beside_batch(args, kwargs)
         if tried is None and fixed is not None and others > fixed and not kept & others:
@@ -294,44 +291,3 @@ def _lost_backward(model: nn.Module, error: LostBackwardError) -> str:
         "Try: torch.library.custom_op with register_autograd, which keeps the backward, or "
         f"{argument('allow_derivative', True)}, which takes the derivative of the forward."
     )
-
-
-def explanation(model: nn.Module, error: Exception, mode: str = "") -> str:
-    """The message of a `CaptureError`: the problem, the line of the user's source, and advice.
-
-    Args:
-        mode: `` in training mode`` if that alone cannot be captured, or `` in evaluation mode``.
-    """
-    if isinstance(error, CaptureError):
-        return f"{type(model).__name__} cannot be captured{mode}. {error}"
-    where = user_line(error)
-    advice = (
-        "the model on its example inputs in Python. If that fails too, mend the inputs or the model; if not, "
-        f"{'the line above' if where else 'something in it'} is Python that torch.export cannot follow"
-    )
-    if _depends_on_values(error):
-        advice = "for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument"
-        if chance := _PROBABILITY.search(where or ""):
-            advice = f"{chance[1]}=0 where the model is built, which needs no branch; {advice}"
-    if mode == " in training mode":
-        advice += "; or model.eval() in build_model, for stages that do not train"
-    at = f"\n  at {where}" if where else ""
-    return f"{type(model).__name__} cannot be captured{mode}: {_summary(error)}.{at}\nTry: {advice}."
-
-
-def _at_line(problem: str, error: Exception) -> str:
-    return ", at ".join(filter(None, (problem, user_line(error))))
-
-
-def _summary(error: Exception) -> str:
-    """The problem, in one line."""
-    if _depends_on_values(error):
-        return "what it does depends on the values of a tensor, which are not known while it is traced"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, CaptureError):
-        return lines[0].rstrip(".")
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-def _depends_on_values(error: Exception) -> bool:
-    return "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__
