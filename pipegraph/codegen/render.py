@@ -26,6 +26,7 @@ from pipegraph.codegen.syntax.statements import (
 )
 
 _DOCSTRING_WIDTH = 112
+_TRAIN = '"""Set the mode, as the model itself does: some modules have another one."""'
 # Up to so many results, the hint of what is returned names each.
 _LISTED_RESULTS = 6
 # A name and its shape stay on one line, and so do an arrow and the word after it: while a docstring is filled, their
@@ -140,7 +141,15 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         *separator,
         *_forward_signature(source, classes),
         *lines(shortened(source.body), 8),
+        *_train_lines(source),
     ]
+
+
+def _train_lines(source: ClassSource) -> list[str]:
+    if not source.train:
+        return []
+    head = ["", "    def train(self, mode: bool = True):", f"        {_TRAIN}", "        super().train(mode)"]
+    return [*head, *lines(source.train, 8), "        return self"]
 
 
 def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:

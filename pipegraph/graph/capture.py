@@ -39,6 +39,7 @@ from pipegraph.graph.model_structure import (
     modules_of,
     outputs_of,
 )
+from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
@@ -234,7 +235,7 @@ def _capture(
     check_keys("output", captured.outputs)
     if is_written and not only_once:
         check_constants(model, exported.program.constants)
-        modes = [exported.mode, *([dict.fromkeys(exported.mode, False)] if training else [])]
+        modes = [exported.mode, *([modes_of(model).evaluation] if training else [])]
         written = [name for mode in modes for name in audit_model(model, mode, *traced.example)]
         warn_of_written(model, dict.fromkeys(written))
     if captured.not_trained:
@@ -292,7 +293,7 @@ def _other_sizes(
         again: captures the model on other inputs.
     """
     branches = any(BRANCH in node.meta for node in captured.graph.nodes)
-    modes = [mode, *([dict.fromkeys(mode, False)] if branches else [])]
+    modes = [mode, *([modes_of(model).evaluation] if branches else [])]
     for size in unrolled_sizes(model, modes, example, fixed, names):
         try:
             with warnings.catch_warnings(), listen(lambda what, done, total: None):

@@ -52,12 +52,17 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class ModuleEntry:
-    """A module of the captured model: its name there, its class, its mode, and the line on which its class begins."""
+    """A module of the captured model: its name there, its class, its mode, and the line on which its class begins.
+
+    Attributes:
+        modes: whether it is in training mode after ``model.train()``, and after ``model.eval()``.
+    """
 
     fqn: str
     class_name: str
     training: bool
     source: str = ""
+    modes: tuple[bool, bool] = (True, False)
     module: nn.Module = field(repr=False, default_factory=nn.Module)
 
 

@@ -19,6 +19,7 @@ from pipegraph.graph.export.operation_record import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.mode_differences import OtherGraphError
+from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import mark_mode_differences, settle_fixed_modes
@@ -87,7 +88,7 @@ def _evaluation_graph(
     Raises:
         OtherModeError: it cannot be traced.
     """
-    mode = dict.fromkeys(model.modules(), False)
+    mode = modes_of(model).evaluation
     try:
         exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
         graph, _ = flatten(exported.program, state, tensors, names)

@@ -18,6 +18,7 @@ from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import EVALUATION_OUTPUTS, ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.initialisation import initialisation_of
 from pipegraph.graph.internals import has_forward_hooks, is_persistent, memory_of, pytree
+from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.nodes import label_of
 
 _TORCH = Path(torch.__file__).parent
@@ -58,12 +59,14 @@ def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.T
 def modules_of(model: nn.Module) -> dict[str, ModuleEntry]:
     """Every module under every name it has."""
     lines = {cls: _first_line(cls) for cls in {type(module) for module in model.modules()}}
+    modes = modes_of(model)
     return {
         fqn: ModuleEntry(
             fqn=fqn,
             class_name=type(module).__name__,
             training=module.training,
             source=lines[type(module)],
+            modes=modes.of(module),
             module=module,
         )
         for fqn, module in model.named_modules(remove_duplicate=False)

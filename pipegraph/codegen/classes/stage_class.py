@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 
 from torch import fx, nn
 
@@ -14,7 +15,17 @@ from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, call, literal, method, string
+from pipegraph.codegen.syntax.expressions import (
+    SELF,
+    Attribute,
+    Expression,
+    Name,
+    Template,
+    call,
+    literal,
+    method,
+    string,
+)
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Raise, Statement
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import stage_modules, value_text
@@ -41,13 +52,15 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
     captured = plan.captured
     forward = write_forward(contents, tree, parameters, blocks.source, {node: names[node] for node in stage.outputs})
     refused = tuple(_refused_mode(captured))
+    modules = modules_of(contents, tree).made
+    train = tuple(_kept_modes(captured, modules, tree))
     settings = (
         *_ties(captured, stage, tree),
         *_frozen(captured, stage, tree),
-        *_modes(captured, modules_of(contents, tree).made, tree),
+        *_modes(captured, modules, tree, bool(train)),
     )
     model = captured.modules[""].module
-    in_turn = None if refused or settings else constructors_of_stage(model, contents, tree)
+    in_turn = None if refused or settings or train else constructors_of_stage(model, contents, tree)
     return ClassSource(
         name=f"Stage{stage.index}",
         docstring=_docstring(plan, stage, parameters, forward.results),
@@ -56,6 +69,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
         init=(*init_statements(tree), *settings) if in_turn is None else (),
         parameters=tuple(parameters),
         forward=(*refused, *forward.statements) if in_turn is None else (),
+        train=train,
     )
 
 
@@ -169,8 +183,17 @@ def _frozen(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator
             done |= {module} if module is not None else set()
 
 
-def _modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -> Iterator[Statement]:
-    """``self.eval()`` and the like, for modules in another mode than the module around them."""
+def _modes(captured: Captured, modules: frozenset[str], tree: ModuleTree, has_train: bool) -> Iterator[Statement]:
+    """``self.eval()`` and the like, for modules in another mode than the module around them.
+
+    Args:
+        has_train: whether the stage has its own ``train``.
+    """
+    training = captured.modules[""].training
+    at = 0 if training else 1
+    if has_train and all(captured.modules[fqn].training == captured.modules[fqn].modes[at] for fqn in modules if fqn):
+        yield Evaluate(method(SELF, "train" if training else "eval"))
+        return
     modes: dict[str, bool] = {}
     for fqn, module in captured.modules.items():
         if fqn and fqn not in modules:
@@ -183,12 +206,41 @@ def _modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -> Ite
         modes[fqn] = module.training
 
 
+def _kept_modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -> Iterator[Statement]:
+    """``self.backbone.eval()`` and the like, for modules that a model's own ``train`` gives another mode."""
+    mode = Name("mode")
+    modes: dict[str, tuple[bool, bool]] = {"": (True, False)}  # what super().train(mode) sets
+    # What each pair of modes, in training and in evaluation, is in terms of the argument of ``train``.
+    settings = {
+        (True, False): ("train", (mode,)),
+        (False, False): ("eval", ()),
+        (True, True): ("train", ()),
+        (False, True): ("train", (Template("not {}", (mode,)),)),
+    }
+    if (own := captured.modules[""].modes) != modes[""]:
+        value = literal(own[0]) if own[0] == own[1] else Template("not {}", (mode,))
+        yield Assign((Attribute(SELF, "training"),), value)
+    for fqn, module in captured.modules.items():
+        if not fqn or fqn not in modules:
+            continue
+        outer = fqn.rpartition(".")[0]
+        while outer and outer not in modes:
+            outer = outer.rpartition(".")[0]
+        if module.modes != modes[outer]:
+            name, arguments = settings[module.modes]
+            yield Evaluate(method(_module(tree, fqn), name, *arguments))
+        modes[fqn] = module.modes
+
+
 def _module(tree: ModuleTree, fqn: str) -> Expression:
-    """The expression of a module of the stage; ``self.get_submodule("…")`` for one inside a block."""
+    """The expression of a module of the stage; ``self.get_submodule("…")`` for an item inside a block."""
     path = fqn.split(".") if fqn else []
-    if not path or tree.at(path) is not None:
-        return tree.access(path)
-    return method(SELF, "get_submodule", string(fqn))
+    inside: list[str] = []
+    while path and tree.at(path) is None:
+        inside.insert(0, path.pop())
+    if not all(map(is_plain, inside)):
+        return method(SELF, "get_submodule", string(fqn))
+    return reduce(Attribute, inside, tree.access(path))
 
 
 def _parameter(tree: ModuleTree, fqn: str) -> Expression:

@@ -267,6 +267,7 @@ class ClassSource:
         substitutes: for an optional parameter, the parameter whose value it has if it is left out.
         given: statements that keep whether optional parameters are given, before they are assigned.
         forward: the statements of ``forward`` after those.
+        train: the statements of ``train`` after ``super().train(mode)``; empty without one.
         model_class: the model's own class.
         attributes: the numbers, texts and None that every module of that class holds, by the name of the attribute.
         part: "" for all of the model's class; "Start", "Middle" or "End" if stages begin inside.
@@ -285,6 +286,7 @@ class ClassSource:
     substitutes: Mapping[str, str] = field(default_factory=dict)
     given: tuple[Assign, ...] = ()
     forward: tuple[Statement, ...] = ()
+    train: tuple[Statement, ...] = ()
     model_class: str = ""
     attributes: Mapping[str, Expression] = field(default_factory=dict)
     part: str = ""

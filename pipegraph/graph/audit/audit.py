@@ -20,6 +20,7 @@ from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.audit.effects import DataChanges, Notes, effects_noted
 from pipegraph.graph.audit.state import Place, Snapshot
 from pipegraph.graph.export.operation_record import OriginRecord, without_memory
+from pipegraph.graph.module_modes import modes_of
 
 _CALLS: Final = 3
 _SHOWN: Final = 3
@@ -63,9 +64,9 @@ def reason_beside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     It is often the cause, and what torch raises is about a consequence.
     """
-    for training in (True, False):
+    for mode in modes_of(model):
         try:
-            audit_model(model, dict.fromkeys(model.modules(), training), args, kwargs)
+            audit_model(model, mode, args, kwargs)
         except CaptureError as reason:
             return reason
     return None

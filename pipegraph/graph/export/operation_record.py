@@ -37,6 +37,7 @@ from pipegraph.graph.internals import (
     schema_arguments,
     values_of,
 )
+from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.operators import operator_of_target
 
 Operations = list[Any]
@@ -228,9 +229,8 @@ def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
     The model is left as it was.
     """
-    modes = (dict.fromkeys(model.modules(), training) for training in (True, False))
     try:
-        training, evaluation = (operations_of_model(model, mode, args, kwargs, True) for mode in modes)
+        training, evaluation = (operations_of_model(model, mode, args, kwargs, True) for mode in modes_of(model))
     except Exception:  # whatever the model raises on tensors without values
         return False
     return training == evaluation

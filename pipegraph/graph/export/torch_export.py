@@ -34,6 +34,7 @@ from pipegraph.graph.internals import (
     pytree,
     recurrent_layers_without_steps,
 )
+from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
 
 
@@ -83,7 +84,7 @@ def export(
     """
     modules = list(model.modules())
     own_modes = {module: module.training for module in modules}
-    modes = [*([dict.fromkeys(modules, True)] if trains else []), own_modes]
+    modes = [*([modes_of(model).training] if trains else []), own_modes]
     first_error: Exception | None = None
     obstacle = ""
 
@@ -139,7 +140,7 @@ def _beside_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[In
 def _exports_evaluated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a model that cannot be exported as it is can be in evaluation mode."""
     try:
-        export_in(dict.fromkeys(model.modules(), False), model, args, kwargs)
+        export_in(modes_of(model).evaluation, model, args, kwargs)
     except Exception:  # whatever the model raises
         return False
     return True
