@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from pipegraph.codegen.classes.merge_bodies import Statements
-from pipegraph.codegen.classes.unify import NONE, Difference, InitArgument
+from pipegraph.codegen.classes.unify import NONE, Difference, DifferentCodeError, InitArgument
 from pipegraph.codegen.names.identifiers import attribute_variable, unused
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -23,6 +23,7 @@ from pipegraph.codegen.syntax.expressions import (
     Literal,
     Name,
     Passing,
+    Template,
     literal,
 )
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
@@ -171,9 +172,23 @@ class MergedArguments:
     stored: dict[str, None] = field(default_factory=dict)
 
     def closed(self, statements: Statements, in_init: bool) -> Statements:
-        """Statements with the parameters in place of differences."""
+        """Statements with the parameters in place of differences.
+
+        Raises:
+            DifferentCodeError: a comprehension would have one argument, which is one module, at several places.
+        """
+
+        def close_repeated(node: Any) -> Any:
+            if isinstance(node, Difference) and any(map(_is_made, (node.first, node.second))):
+                raise DifferentCodeError
+            if isinstance(node, InitArgument) and node.is_module:
+                raise DifferentCodeError
+            node.rebuilt(close_repeated)
+            return close(node)
 
         def close(node: Any) -> Any:
+            if isinstance(node, Template) and " for " in node.template:
+                return node.rebuilt(close_repeated)
             if isinstance(node, InitArgument):
                 first, second = (node, None) if node.side == 0 else (None, node)
                 node = Difference(first, second, node.name, node.is_module)
@@ -189,8 +204,10 @@ class MergedArguments:
 
     def _parameter(self, difference: Difference) -> str:
         pair = difference.first, difference.second
+        # Two places that are given equal modules have a module each. One argument would be one module for both.
+        is_shared = not any(map(_is_made, pair))
         for name, values in self.values.items():
-            if all(own is None or own == other for own, other in zip(pair, values, strict=True)):
+            if is_shared and all(own is None or own == other for own, other in zip(pair, values, strict=True)):
                 return name
         name = unused(attribute_variable(self._name(difference), "size"), {*self.reserved, *self.values})
         self.values[name] = pair
@@ -226,6 +243,11 @@ class MergedArguments:
     def ordered(self) -> list[str]:
         """The parameters; those with a default come last."""
         return sorted(self.values, key=lambda name: name in self.defaults)
+
+
+def _is_made(value: Expression | None) -> bool:
+    """Whether an expression makes an object, such as a module."""
+    return value is not None and any(isinstance(node, FunctionCall) for node in value.walk())
 
 
 def module_attributes(module: nn.Module) -> dict[str, Expression]:
