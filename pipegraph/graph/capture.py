@@ -40,6 +40,7 @@ from pipegraph.graph.model_structure import (
     outputs_of,
 )
 from pipegraph.graph.module_modes import modes_of
+from pipegraph.graph.nodes import dtypes_of
 from pipegraph.graph.partition.segments import find_segments
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
@@ -195,6 +196,10 @@ def _capture(
     training = exported.mode[model]
     if is_written:
         mark_dtypes(graph, exported, model, args, kwargs, traced.names)
+        for node in graph.find_nodes(op="get_attr"):
+            own, other = dtypes_of(node)
+            if node.meta["kind"] == "constant" and other not in (None, own):
+                state[node.target] = replace(state[node.target], follows_model=True)
     run_all_passes(graph, state)
     next(phases)
     if training and not (is_written and may_differ_by_mode(graph, modules)):

@@ -33,6 +33,7 @@ class StateEntry:
         persistent: whether ``state_dict()`` has it.
         canonical: the first name of the tensor; tied weights share it.
         initialisation: how the model initialises it; None if that is not known.
+        follows_model: whether a constant is made in the dtype of the model, ``x.new_tensor([1.0, 2.0])``.
     """
 
     fqn: str
@@ -43,6 +44,7 @@ class StateEntry:
     persistent: bool
     canonical: str
     initialisation: Initialisation | None = None
+    follows_model: bool = False
 
     @property
     def numel(self) -> int:

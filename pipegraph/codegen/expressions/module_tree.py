@@ -186,7 +186,7 @@ def _register_state(owner: Expression, name: str, entry: StateEntry) -> Statemen
         options = {} if entry.persistent else {"persistent": literal(False)}
         registered = method(owner, "register_buffer", string(name), _new_tensor(entry), **options)
         has_bits = entry.dtype.itemsize < 16 or entry.shape
-        if entry.kind == "constant" and _is_differentiable(entry) and has_bits:
+        if entry.kind == "constant" and not entry.follows_model and _is_differentiable(entry) and has_bits:
             bits = literal(_BITS[entry.dtype.itemsize])
             return RegisterConstant(registered, Attribute(owner, name), literal(entry.dtype), bits)
         return Evaluate(registered)

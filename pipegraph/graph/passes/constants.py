@@ -15,7 +15,16 @@ from torch import fx
 from pipegraph.graph.aliasing import is_stable
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE
 from pipegraph.graph.internals import OpOverload, is_mutable, pytree
-from pipegraph.graph.nodes import OTHER_DTYPE, SIZES, arguments_of, named_sizes, set_value, shape_of
+from pipegraph.graph.nodes import (
+    OTHER_DTYPE,
+    RELATIVE_DTYPE,
+    SIZES,
+    arguments_of,
+    dtypes_of,
+    named_sizes,
+    set_value,
+    shape_of,
+)
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 
@@ -66,6 +75,9 @@ def _full(node: fx.Node, reader: fx.Node, shape: Sequence[int], number: float) -
     kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     made = _made(node, reader, aten.full.default, (list(shape), number), kwargs)
     set_value(made, shape, value.dtype)
+    own, other = dtypes_of(node)
+    if other not in (None, own) and float(torch.tensor(number, dtype=other)) != number:
+        made.meta[RELATIVE_DTYPE] = True  # rounded to the model's dtype, it is another number
     return made
 
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from pipegraph.graph.aliasing import is_view, readers_of, viewed_by, written_by
 from pipegraph.graph.internals import OpOverload, operator_name
-from pipegraph.graph.nodes import on_meta, path_of
+from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, dtypes_of, on_meta, path_of, shape_of
+from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 
 aten = torch.ops.aten
 
@@ -83,6 +84,9 @@ def functionalize_writes(graph: fx.Graph) -> None:
     A write into a view (``x[:, 0] = 5``), into a tensor that has a view, or into a buffer stays as it is. It is marked
     with ``meta["writes"]``, the name of the node that made the memory: a split point may not part the two.
 
+    A write keeps the dtype of what it writes into. Where another operand gives the new tensor another dtype in a
+    converted model, as a float32 table does, the new tensor is cast: ``(x + table).type_as(x)``.
+
     before:  a = relu(x);  b = add_(a, y);  c = mul(a, 2)
     after:   a = relu(x);  b = add(a, y);  c = mul(b, 2)
     """
@@ -101,11 +105,44 @@ def functionalize_writes(graph: fx.Graph) -> None:
                 memory[node] = root
                 node.meta["writes"] = root.name
             _replace_later_uses(target, node)
+            if functional is node.target:
+                _keep_dtype(node, target)
             continue
         viewed = viewed_by(node)
         root = memory.get(viewed[0], viewed[0]) if viewed else node
         memory[node] = root
         sharing.setdefault(root, [root] if root is not node else []).append(node)
+
+
+def _keep_dtype(node: fx.Node, target: fx.Node) -> None:
+    """Cast what an operation makes, if its dtype in the converted model is not that of ``target``."""
+    (_, wanted), made = dtypes_of(target), _converted_dtype(node)
+    if made is None or made == wanted:
+        return
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(aten.type_as.default, (node, target))
+    node.replace_all_uses_with(cast, lambda user: user is not cast)
+    cast.meta = {**node.meta, RELATIVE_DTYPE: True, FOLLOWS_BUFFER: True, OTHER_DTYPE: wanted}
+    node.meta[OTHER_DTYPE] = made
+
+
+def _converted_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of what an operation makes in the converted model; None if it is not known."""
+    tensors = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+    if not all(OTHER_DTYPE in each.meta for each in tensors):
+        return None
+
+    def example(value: fx.Node) -> Any:
+        if value not in tensors:
+            return value.meta.get("val")
+        return torch.empty(shape_of(value), dtype=dtypes_of(value)[1], device="meta")
+
+    arguments = fx.map_arg((node.args, node.kwargs), example)
+    try:
+        made = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+    except Exception:  # an operation that takes no meta tensors
+        return None
+    return made.dtype if isinstance(made, torch.Tensor) else None
 
 
 def read_buffers_anew(graph: fx.Graph) -> None:

@@ -61,7 +61,7 @@ def distribution(model: Model, h: Tensor) -> Any:
 
 
 def checked_distribution(model: Model, h: Tensor) -> Tensor:
-    return torch.distributions.Normal(h, h.exp()).mean
+    return torch.distributions.Normal(h, h.exp(), validate_args=True).mean
 
 
 def result(model: Model, h: Tensor) -> Any:
