@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipegraph.kernels.sharded import check_outputs, local
 from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers, SymbolicSizes
 from pipegraph.kernels.trace_guard import unchanged, value_signature
 from pipegraph.recompute import Recompute
+from pipegraph.side_effects import effects_noted
 
 Results = tuple[int | tuple[Any], ...]
 """Of each output, the position of its tensor among those returned, or the constant that it is."""
@@ -210,6 +212,16 @@ class StageVariant:
         sources.release_with(self)
 
 
+@contextmanager
+def _no_effects() -> Iterator[None]:
+    """Raise RuntimeError if what runs inside has an effect that a traced graph would have once and for all."""
+    with effects_noted() as notes:
+        yield
+    for effect, line in notes.calls:
+        if effect.is_once:
+            raise RuntimeError(f"it {effect.what}, at {line}")
+
+
 def trace(
     stage: StageSpec,
     held: Sequence[Any],
@@ -279,6 +291,7 @@ def trace(
     like = [*computed, *call.tensors]
     with (
         unchanged(held),
+        _no_effects(),
         internals.fake_tensors(sizes.environment),
         torch.set_grad_enabled(call.differentiable),
     ):

@@ -1,4 +1,4 @@
-"""Calls in a model's forward that do something which no graph has: hooks, seeds, clocks.
+"""Calls in a forward or a loss that do something which no graph has: hooks, seeds, clocks.
 
 They are found where they happen: Python reports each call while the model runs on fake tensors, whatever name the
 function has in the model's file. A call counts if the model makes it, and not torch for itself.
@@ -11,7 +11,6 @@ import inspect
 import os
 import secrets
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Container, Iterator
@@ -31,7 +30,7 @@ from pipegraph.errors import path_from_here
 
 _PYTHON: Final = Path(os.__file__).parent
 _TORCH: Final = Path(torch.__file__).parent
-_OURS: Final = Path(__file__).parents[2]
+_OURS: Final = Path(__file__).parent
 _WRAPPERS: Final = (_TORCH / "_dynamo", _TORCH / "_compile.py", _TORCH / "utils" / "_contextlib.py")
 """Where torch's decorators are, which call the function that they stand for."""
 
@@ -41,11 +40,15 @@ class Effect(NamedTuple):
 
     Attributes:
         what: the call does, as the end of a sentence: "it adds a hook to a tensor".
+        consequence: of leaving it out.
         advice: what to do instead.
+        is_once: whether a traced function has what the call gave or did when it was traced, in each later call.
     """
 
     what: str
+    consequence: str
     advice: str
+    is_once: bool = False
 
 
 class EffectCall(NamedTuple):
@@ -56,46 +59,59 @@ class EffectCall(NamedTuple):
 
 
 _HOOK: Final = Effect(
-    "adds a hook to a tensor, which a stage would not call",
+    "adds a hook to a tensor",
+    "a stage would not call it",
     "a torch.autograd.Function whose backward does what the hook does; or the same arithmetic in forward: "
     "h = h * 0.5 + (h * 0.5).detach() halves a gradient",
 )
 _MODULE_HOOK: Final = Effect(
-    "adds a hook for the backward of a module, which a stage would not call",
+    "adds a hook for the backward of a module",
+    "a stage would not call it",
     "a torch.autograd.Function around what the module returns",
 )
 _SAVED: Final = Effect(
-    "changes how tensors are saved for the backward, which a stage would not do",
+    "changes how tensors are saved for the backward",
+    "a stage would not do so",
     "Pipeline(recompute=...), which can also offload what is saved",
 )
 _GRADIENT: Final = Effect(
-    "asks autograd to keep the gradient of a tensor, which a stage would not do",
+    "asks autograd to keep the gradient of a tensor",
+    "a stage would not do so",
     "the tensor as an output of the model, or as an input with requires_grad=True",
 )
 _DERIVATIVE: Final = Effect(
-    "differentiates inside of its forward, which torch.export cannot follow",
+    "differentiates inside of its forward",
+    "torch.export cannot follow that",
     "the derivative as a formula in forward, or in a torch.autograd.Function; or in loss_fn, of an input that requires "
     "a gradient",
 )
 _DATA_OF_PARAMETER: Final = Effect(
-    "assigns to .data of a parameter or buffer, and a stage would not",
+    "assigns to .data of a parameter or buffer",
+    "a stage would not",
     "with torch.no_grad(): p.copy_(...) on a buffer; a parameter that training does not change can be a buffer",
 )
 _DATA_CHANGED: Final = Effect(
-    "changes a parameter or buffer through .data, which torch.export cannot follow",
+    "changes a parameter or buffer through .data",
+    "torch.export cannot follow that",
     "with torch.no_grad(): around the same on the buffer itself: self.sizes.mul_(0.8)",
 )
 _SEED: Final = Effect(
-    "sets the state of a random number generator, and a stage would draw other numbers",
+    "sets the state of a random number generator",
+    "a stage would draw other numbers",
     "Pipeline(seed=...), with which random numbers follow from the step and the place where they are drawn",
+    is_once=True,
 )
 _CLOCK: Final = Effect(
-    "reads a clock, and a stage would have the time of the capture for ever",
+    "reads a clock",
+    "a stage would have the time of the capture for ever",
     "the time as an input of the model",
+    is_once=True,
 )
 _ENTROPY: Final = Effect(
-    "draws random bytes of the system, and a stage would have those of the capture for ever",
+    "draws random bytes of the system",
+    "a stage would have those of the capture for ever",
     "torch.rand(), or an input of the model",
+    is_once=True,
 )
 
 _FUNCTIONS: Final[dict[CodeType, Effect]] = {
@@ -177,7 +193,7 @@ _METHODS: Final[tuple[tuple[Callable[[Any], bool], frozenset[str], Effect], ...]
 _NAMES: Final = frozenset(function.__name__ for function in _BUILTINS).union(*(names for _, names, _ in _METHODS))
 _GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ASSIGNMENT: Final = Effect("assigns to an attribute of a module", "")
+_ASSIGNMENT: Final = Effect("assigns to an attribute of a module", "", "")
 _CONTAINER_METHODS: Final = frozenset(
     {
         *("append", "extend", "insert", "appendleft", "pop", "remove", "clear", "sort", "reverse"),
@@ -242,13 +258,14 @@ def effects_noted(watched: Container[int] = ()) -> Iterator[Notes]:
         if line is not None:
             notes.calls.append(EffectCall(effect, line))
 
-    before = sys.getprofile()
-    thread = threading.get_ident()
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):  # a profiler in C, which could not be given back
+        yield notes
+        return
     sys.setprofile(note)
     try:
         yield notes
     finally:
-        assert threading.get_ident() == thread
         sys.setprofile(before)
 
 
@@ -278,7 +295,8 @@ class DataChanges(TorchFunctionMode):
         return result
 
     def _add(self, effect: Effect) -> None:
-        line = model_line(sys._getframe(2))
+        frame = inspect.currentframe()
+        line = model_line(frame.f_back.f_back if frame is not None and frame.f_back is not None else None)
         if line is not None:
             self._notes.calls.append(EffectCall(effect, line))
 

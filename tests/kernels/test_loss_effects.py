@@ -1,0 +1,70 @@
+"""A loss that reads a clock, or seeds a generator, is not traced once for all steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipegraph import Pipeline
+from tests.runtime.packages import write
+from tests.runtime.sketches import chain
+
+X = torch.ones(2, 8)
+
+
+def seeds(output: Tensor, target: object) -> Tensor:
+    torch.manual_seed(5)
+    return (output * torch.rand(output.shape)).square().mean()
+
+
+def seeds_generator(output: Tensor, target: object) -> Tensor:
+    generator = torch.Generator()
+    generator.manual_seed(1)
+    return (output * torch.rand(output.shape, generator=generator)).square().mean()
+
+
+def reads_clock(output: Tensor, target: object) -> Tensor:
+    times.append(time.perf_counter())
+    return output.square().mean() * (1 + len(times))
+
+
+times: list[float] = []
+
+
+@pytest.mark.parametrize("loss_fn", [seeds, seeds_generator])
+def test_a_loss_that_seeds_is_what_it_is_without_kernels(
+    loss_fn: Callable[[Tensor, object], Tensor], tmp_path: Path
+) -> None:
+    package, losses = write(chain(2), tmp_path / "package"), []
+    for kernels in ("autograd", "eager"):
+        pipe = Pipeline(package, kernels=kernels, loss_fn=loss_fn, loss_over="microbatch")
+        if kernels == "eager":
+            with pytest.warns(UserWarning, match=r"left to autograd, .* it sets the state of a random"):
+                losses.append([pipe.step(X).loss for _ in range(3)])
+        else:
+            losses.append([pipe.step(X).loss for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_a_loss_that_reads_a_clock_says_where(tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "package"), kernels="eager", loss_fn=reads_clock, loss_over="microbatch")
+    with pytest.warns(UserWarning, match=r"it reads a clock, at .*test_loss_effects.py:\d+"):
+        pipe.step(X)
+
+
+def test_a_generator_of_the_loss_is_advanced_by_each_step(tmp_path: Path) -> None:
+    package, losses = write(chain(2), tmp_path / "package"), []
+    for kernels in ("autograd", "eager"):
+        generator = torch.Generator().manual_seed(3)
+
+        def loss_fn(output: Tensor, target: object, generator: torch.Generator = generator) -> Tensor:
+            return (output * torch.rand(output.shape, generator=generator)).square().mean()
+
+        pipe = Pipeline(package, kernels=kernels, loss_fn=loss_fn, loss_over="microbatch")
+        losses.append([pipe.step(X).loss for _ in range(3)])
+    assert losses[0] == losses[1] and len(set(map(float, losses[0]))) == 3
