@@ -31,6 +31,8 @@ from pipegraph.errors import path_from_here
 _PYTHON: Final = Path(os.__file__).parent
 _TORCH: Final = Path(torch.__file__).parent
 _OURS: Final = Path(__file__).parent
+_LIBRARIES: Final = frozenset({"sympy", "mpmath", "networkx", "jinja2", "filelock", "fsspec", "numpy", "typeguard"})
+"""Libraries that torch calls, and that call others for a model only if it calls them."""
 _WRAPPERS: Final = (_TORCH / "_dynamo", _TORCH / "_compile.py", _TORCH / "utils" / "_contextlib.py")
 """Where torch's decorators are, which call the function that they stand for."""
 
@@ -335,4 +337,5 @@ def _owner_of(filename: str) -> str:
     if _TORCH in file.parents or _OURS in file.parents:
         return "torch"
     is_standard = _PYTHON in file.parents and "site-packages" not in file.parts
-    return "python" if is_standard or filename.startswith("<frozen") else "model"
+    is_standard |= not _LIBRARIES.isdisjoint(file.parts) or filename.startswith("<frozen")
+    return "python" if is_standard else "model"
