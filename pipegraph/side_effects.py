@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import os
+import random
 import secrets
 import sys
 import time
@@ -24,7 +25,6 @@ import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.nn.modules import module as global_hooks
-from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import path_from_here
 
@@ -45,12 +45,15 @@ class Effect(NamedTuple):
         consequence: of leaving it out.
         advice: what to do instead.
         is_once: whether a traced function has what the call gave or did when it was traced, in each later call.
+        is_compared: whether a model may make the call if nothing depends on it. The capture runs the model with several
+            results.
     """
 
     what: str
     consequence: str
     advice: str
     is_once: bool = False
+    is_compared: bool = False
 
 
 class EffectCall(NamedTuple):
@@ -87,16 +90,6 @@ _DERIVATIVE: Final = Effect(
     "the derivative as a formula in forward, or in a torch.autograd.Function; or in loss_fn, of an input that requires "
     "a gradient",
 )
-_DATA_OF_PARAMETER: Final = Effect(
-    "assigns to .data of a parameter or buffer",
-    "a stage would not",
-    "with torch.no_grad(): p.copy_(...) on a buffer; a parameter that training does not change can be a buffer",
-)
-_DATA_CHANGED: Final = Effect(
-    "changes a parameter or buffer through .data",
-    "torch.export cannot follow that",
-    "with torch.no_grad(): around the same on the buffer itself: self.sizes.mul_(0.8)",
-)
 _SEED: Final = Effect(
     "sets the state of a random number generator",
     "a stage would draw other numbers",
@@ -114,6 +107,14 @@ _ENTROPY: Final = Effect(
     "a stage would have those of the capture for ever",
     "torch.rand(), or an input of the model",
     is_once=True,
+)
+
+_CHANCE: Final = Effect(
+    "draws a random number of Python or NumPy",
+    "a stage would have that of the capture for ever",
+    "torch.rand()",
+    is_once=True,
+    is_compared=True,
 )
 
 _FUNCTIONS: Final[dict[CodeType, Effect]] = {
@@ -184,6 +185,7 @@ _METHODS: Final[tuple[tuple[Callable[[Any], bool], frozenset[str], Effect], ...]
         frozenset({"manual_seed", "seed", "set_state", "set_offset"}),
         _SEED,
     ),
+    (lambda owner: isinstance(owner, random.Random), frozenset({"random", "getrandbits"}), _CHANCE),
     (lambda owner: isinstance(owner, torch.Tensor), frozenset({"retain_grad"}), _GRADIENT),
     # Nodes of autograd have many classes, of which torch gives only an abstract one a name.
     (
@@ -193,8 +195,6 @@ _METHODS: Final[tuple[tuple[Callable[[Any], bool], frozenset[str], Effect], ...]
     ),
 )
 _NAMES: Final = frozenset(function.__name__ for function in _BUILTINS).union(*(names for _, names, _ in _METHODS))
-_GET_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA: Final = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ASSIGNMENT: Final = Effect("assigns to an attribute of a module", "", "")
 _CONTAINER_METHODS: Final = frozenset(
     {
@@ -264,47 +264,20 @@ def effects_noted(watched: Container[int] = ()) -> Iterator[Notes]:
     if before is not None and not callable(before):  # a profiler in C, which could not be given back
         yield notes
         return
+    state = _numpy_state()
     sys.setprofile(note)
     try:
         yield notes
     finally:
         sys.setprofile(before)
+    if _numpy_state() != state:  # its functions are in Cython, whose calls Python does not report
+        notes.calls.append(EffectCall(_CHANCE, "a call of numpy.random"))
 
 
-class DataChanges(TorchFunctionMode):
-    """Notes changes to parameters and buffers through ``.data``, which no call of Python shows.
-
-    Args:
-        model: with the tensors that it is run with.
-        notes: to which they are added.
-    """
-
-    def __init__(self, model: nn.Module, notes: Notes) -> None:
-        super().__init__()
-        self._notes = notes
-        self._state = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        self._data: dict[int, Any] = {}  # holds them, so that an id stays its own
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func == _SET_DATA and id(args[0]) in self._state:
-            self._add(_DATA_OF_PARAMETER)
-        elif func == _GET_DATA and id(args[0]) in self._state:
-            self._data[id(result)] = result
-        elif args and id(args[0]) in self._data and _is_in_place(getattr(func, "__name__", "")):
-            self._data[id(result)] = result
-            self._add(_DATA_CHANGED)
-        return result
-
-    def _add(self, effect: Effect) -> None:
-        frame = inspect.currentframe()
-        line = model_line(frame.f_back.f_back if frame is not None and frame.f_back is not None else None)
-        if line is not None:
-            self._notes.calls.append(EffectCall(effect, line))
-
-
-def _is_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+def _numpy_state() -> object:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return (state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else None
 
 
 def _effect_of(function: Any, owner: object) -> Effect | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,14 @@ def seeds_generator(output: Tensor, target: object) -> Tensor:
     generator = torch.Generator()
     generator.manual_seed(1)
     return (output * torch.rand(output.shape, generator=generator)).square().mean()
+
+
+def draws(output: Tensor, target: object) -> Tensor:
+    return output.square().mean() * random.Random(len(times)).random()
+
+
+def draws_of_numpy(output: Tensor, target: object) -> Tensor:
+    return output.square().mean() * float(numpy.random.random())
 
 
 def reads_clock(output: Tensor, target: object) -> Tensor:
@@ -51,9 +61,17 @@ def test_a_loss_that_seeds_is_what_it_is_without_kernels(
     assert losses[0] == losses[1]
 
 
-def test_a_loss_that_reads_a_clock_says_where(tmp_path: Path) -> None:
-    pipe = Pipeline(write(chain(2), tmp_path / "package"), kernels="eager", loss_fn=reads_clock, loss_over="microbatch")
-    with pytest.warns(UserWarning, match=r"it reads a clock, at .*test_loss_effects.py:\d+"):
+@pytest.mark.parametrize(
+    ("loss_fn", "problem"),
+    [
+        (reads_clock, r"it reads a clock, at .*test_loss_effects.py:\d+"),
+        (draws, r"it draws a random number of Python or NumPy, at .*test_loss_effects.py:\d+"),
+        (draws_of_numpy, r"it draws a random number of Python or NumPy, at a call of numpy.random"),
+    ],
+)
+def test_what_a_loss_does_is_named(loss_fn: Callable[[Tensor, object], Tensor], problem: str, tmp_path: Path) -> None:
+    pipe = Pipeline(write(chain(2), tmp_path / "package"), kernels="eager", loss_fn=loss_fn, loss_over="microbatch")
+    with pytest.warns(UserWarning, match=problem):
         pipe.step(X)
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from pipegraph.errors import CaptureError, one_line
+from pipegraph.graph.audit.data_changes import DataChanges
 from pipegraph.graph.audit.state import Place, Snapshot
 from pipegraph.graph.export.operation_record import OriginRecord, without_memory
 from pipegraph.graph.module_modes import modes_of
-from pipegraph.side_effects import DataChanges, Notes, effects_noted
+from pipegraph.side_effects import Notes, effects_noted
 
 _CALLS: Final = 3
 _SHOWN: Final = 3
@@ -105,7 +106,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _refuse_effects(model: nn.Module, notes: Notes) -> None:
-    for effect, line in notes.calls:
+    for effect, line in (call for call in notes.calls if not call.effect.is_compared):
         raise CaptureError(
             f"{type(model).__name__} cannot be captured: it {effect.what}, and {effect.consequence}.\n  at {line}\n"
             f"Try: {effect.advice}."
