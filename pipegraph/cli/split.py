@@ -101,12 +101,11 @@ def split(
     folder = None if dry_run else require_path(out or Path("build", _default_name(model)), "--out is a folder")
     with progress(f"loading {model}"):
         from pipegraph.codegen.package_writer import require_package, require_writable
-        from pipegraph.graph.sources import find_source, load
+        from pipegraph.graph.sources import load
         from pipegraph.package import checkpoint_folder
         from pipegraph.planner.plan_file import PlanFile
 
         settings = _settings(given)
-        find_source(model)
         file = None if plan_file is None else PlanFile.read(plan_file)
         if file is not None and file.inputs:  # the plan may be for other numbers of rows and tokens than the example's
             rows, *tokens = file.inputs[0].shape or (batch,)
