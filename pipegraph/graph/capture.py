@@ -23,7 +23,7 @@ from pipegraph.graph.captured import BRANCH, Captured, OtherSize
 from pipegraph.graph.evaluation_mode import OtherModeError, add_evaluation_mode
 from pipegraph.graph.export.dynamic_shapes import BATCH, WantedSizes, wanted_sizes
 from pipegraph.graph.export.input_sizes import fixed_sizes
-from pipegraph.graph.export.isolation import attributes_restored
+from pipegraph.graph.export.isolation import attributes_restored, torch_state_restored
 from pipegraph.graph.export.operation_record import device_branch
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.trace import Example, Trace, trace
@@ -99,7 +99,7 @@ def capture(
         raise CaptureError('kwargs must be a dict from names to inputs.\nTry: kwargs={"mask": mask}.')
     example = Example(args, dict(kwargs or {}))
     _check(model, example)
-    with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
+    with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, batch_dims)
         wanted = wanted_sizes(model, *example, dynamic_shapes, declared.rows)
         return _capture(model, example, wanted, declared, allow_derivative)
@@ -113,7 +113,7 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
     """
     model, example = source.model, Example(source.args, source.kwargs)
     _check(model, example)
-    with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
+    with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         wanted = wanted_sizes(model, *example, source.dynamic_shapes, declared.rows)
         return _capture(model, example, wanted, declared, allow_derivative, source.batch, source.seq)
@@ -133,7 +133,7 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
     else:
         example, shapes, batch, seq = Example((), source.inputs_of(rows)), False, None, None
     _check(model, example)
-    with CAPTURE_LOCK, rare_collection(), attributes_restored(model):
+    with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         wanted = wanted_sizes(model, *example, shapes, declared.rows)
         return _capture(model, example, wanted, declared, allow_derivative, batch, seq, is_written=False)

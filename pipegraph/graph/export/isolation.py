@@ -41,6 +41,13 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
             container.extend(contents) if isinstance(container, list) else container.update(contents)
 
 
+@contextmanager
+def torch_state_restored() -> Iterator[None]:
+    """Undo what a model does to torch's generator and to whether gradients are on, such as a seed in its forward."""
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
+        yield
+
+
 def buffers_restored(model: nn.Module) -> AbstractContextManager[None]:
     """Undo what a run of the model inside writes into its buffers: a batch norm counts its batches.
 

@@ -74,4 +74,14 @@ def test_a_model_is_left_as_it_was() -> None:
     model = models.Model("appends", "forward")
     with pytest.raises(CaptureError):
         pipegraph.capture(model, (X,))
-    assert model.state.list == [] and torch.is_grad_enabled()
+    assert model.state.list == []
+
+
+@pytest.mark.parametrize("kind", ["switches_gradients_off", "seeds", "forks"])
+def test_torch_is_left_as_it_was(kind: str) -> None:
+    model = models.Model(kind, "forward")
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError):
+        pipegraph.capture(model, (X,))
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), before)
