@@ -31,8 +31,6 @@ from pipegraph.errors import path_from_here
 _PYTHON: Final = Path(os.__file__).parent
 _TORCH: Final = Path(torch.__file__).parent
 _OURS: Final = Path(__file__).parent
-_LIBRARIES: Final = frozenset({"sympy", "mpmath", "networkx", "jinja2", "filelock", "fsspec", "numpy", "typeguard"})
-"""Libraries that torch calls, and that call others for a model only if it calls them."""
 _WRAPPERS: Final = (_TORCH / "_dynamo", _TORCH / "_compile.py", _TORCH / "utils" / "_contextlib.py")
 """Where torch's decorators are, which call the function that they stand for."""
 
@@ -208,25 +206,42 @@ _CONTAINER_METHODS: Final = frozenset(
 class Notes:
     """What was noted.
 
+    Args:
+        packages: the installed packages that the model is from. Calls of others count as torch's: they may be callbacks
+            of the garbage collector, which runs at any time.
+
     Attributes:
         calls: with an effect, in order.
         lines: of each assignment to an attribute of a module, (id of the module, name) → line, and of each call of a
             method of a watched container, (id of the container, "") → line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, packages: frozenset[str] = frozenset()) -> None:
+        self._packages = packages
         self.calls: list[EffectCall] = []
         self.lines: dict[tuple[int, str], str] = {}
 
+    def line_of(self, frame: FrameType | None) -> str | None:
+        """The line of the model that a frame is, or that called Python's own library there; None for other calls."""
+        while frame is not None:
+            owner = _owner_of(frame.f_code.co_filename)
+            if owner == _MODEL or owner in self._packages:
+                return f"{path_from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
+            if owner != _PYTHONS:
+                return None
+            frame = frame.f_back
+        return None
+
 
 @contextmanager
-def effects_noted(watched: Container[int] = ()) -> Iterator[Notes]:
+def effects_noted(watched: Container[int] = (), packages: frozenset[str] = frozenset()) -> Iterator[Notes]:
     """Note the effects of what runs inside, in this thread.
 
     Args:
         watched: the ids of containers.
+        packages: as `Notes` takes them.
     """
-    notes = Notes()
+    notes = Notes(packages)
     codes = {id(code): effect for code, effect in _FUNCTIONS.items()}
     codes[id(nn.Module.__setattr__.__code__)] = _ASSIGNMENT
     names = _NAMES | _CONTAINER_METHODS
@@ -243,20 +258,20 @@ def effects_noted(watched: Container[int] = ()) -> Iterator[Notes]:
     def note_function(frame: FrameType, effect: Effect) -> None:
         if effect is _ASSIGNMENT:
             local = frame.f_locals
-            notes.lines.setdefault((id(local["self"]), local["name"]), model_line(frame.f_back) or "")
+            notes.lines.setdefault((id(local["self"]), local["name"]), notes.line_of(frame.f_back) or "")
         else:
             add(effect, frame.f_back)
 
     def note_builtin(frame: FrameType, function: Any) -> None:
         owner = getattr(function, "__self__", None)
         if id(owner) in watched:
-            notes.lines.setdefault((id(owner), ""), model_line(frame) or "")
+            notes.lines.setdefault((id(owner), ""), notes.line_of(frame) or "")
         effect = _effect_of(function, owner)
         if effect is not None:
             add(effect, frame)
 
     def add(effect: Effect, caller: FrameType | None) -> None:
-        line = model_line(caller)
+        line = notes.line_of(caller)
         if line is not None:
             notes.calls.append(EffectCall(effect, line))
 
@@ -290,25 +305,17 @@ def _effect_of(function: Any, owner: object) -> Effect | None:
     return next(methods, None)
 
 
-def model_line(frame: FrameType | None) -> str | None:
-    """The line of the model that a frame is, or that called Python's own library there; None for torch's own calls."""
-    while frame is not None:
-        owner = _owner_of(frame.f_code.co_filename)
-        if owner == "torch":
-            return None
-        if owner == "model":
-            return f"{path_from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
+_MODEL, _PYTHONS, _TORCHS = "of the model", "of Python", "of torch"
 
 
 @cache
 def _owner_of(filename: str) -> str:
+    """Whose a source file is: the model's, Python's, torch's, or the name of an installed package."""
     file = Path(filename)
-    if any(wrapper in (file, *file.parents) for wrapper in _WRAPPERS):
-        return "python"
+    if any(wrapper in (file, *file.parents) for wrapper in _WRAPPERS) or filename.startswith("<frozen"):
+        return _PYTHONS
     if _TORCH in file.parents or _OURS in file.parents:
-        return "torch"
-    is_standard = _PYTHON in file.parents and "site-packages" not in file.parts
-    is_standard |= not _LIBRARIES.isdisjoint(file.parts) or filename.startswith("<frozen")
-    return "python" if is_standard else "model"
+        return _TORCHS
+    if "site-packages" in file.parts:
+        return file.parts[file.parts.index("site-packages") + 1].removesuffix(".py")
+    return _PYTHONS if _PYTHON in file.parents else _MODEL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -86,3 +87,23 @@ def test_a_generator_of_the_loss_is_advanced_by_each_step(tmp_path: Path) -> Non
         pipe = Pipeline(package, kernels=kernels, loss_fn=loss_fn, loss_over="microbatch")
         losses.append([pipe.step(X).loss for _ in range(3)])
     assert losses[0] == losses[1] and len(set(map(float, losses[0]))) == 3
+
+
+def test_callbacks_of_the_garbage_collector_are_not_the_losses(tmp_path: Path) -> None:
+    """Such as those of hypothesis, which reads a clock there."""
+    installed = tmp_path / "site-packages" / "library.py"
+    installed.parent.mkdir()
+    installed.write_text("import time\n\ndef callback(phase, info):\n    time.perf_counter()\n")
+    scope: dict[str, Callable[..., None]] = {}
+    exec(compile(installed.read_text(), str(installed), "exec"), scope)
+
+    def loss_fn(output: Tensor, target: object) -> Tensor:
+        gc.collect()
+        return output.square().mean()
+
+    gc.callbacks.append(scope["callback"])
+    try:
+        pipe = Pipeline(write(chain(2), tmp_path / "out"), kernels="eager", loss_fn=loss_fn, loss_over="microbatch")
+        pipe.step(X)  # without a warning, which is an error here
+    finally:
+        gc.callbacks.remove(scope["callback"])

@@ -45,7 +45,8 @@ def audit_model(
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
         _set_mode(mode)
         before = Snapshot(model)
-        with effects_noted(before.containers) as notes, DataChanges(model, notes):
+        packages = frozenset(type(module).__module__.partition(".")[0] for module in model.modules())
+        with effects_noted(before.containers, packages) as notes, DataChanges(model, notes):
             results = _run(model, fake_args, fake_kwargs)
         if not torch.is_grad_enabled():
             raise CaptureError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipegraph.side_effects import Effect, EffectCall, Notes, model_line
+from pipegraph.side_effects import Effect, EffectCall, Notes
 
 _DATA_OF_PARAMETER: Final = Effect(
     "assigns to .data of a parameter or buffer",
@@ -52,7 +52,7 @@ class DataChanges(TorchFunctionMode):
 
     def _add(self, effect: Effect) -> None:
         frame = inspect.currentframe()
-        line = model_line(frame.f_back.f_back if frame is not None and frame.f_back is not None else None)
+        line = self._notes.line_of(frame.f_back.f_back if frame is not None and frame.f_back is not None else None)
         if line is not None:
             self._notes.calls.append(EffectCall(effect, line))
 
