@@ -220,6 +220,16 @@ class Notes:
         self._packages = packages
         self.calls: list[EffectCall] = []
         self.lines: dict[tuple[int, str], str] = {}
+        self._random_states: dict[int, tuple[random.Random, Any]] = {}
+
+    def keep_state(self, generator: random.Random) -> None:
+        """Remember the state of a generator of Python before the first number that it draws."""
+        self._random_states.setdefault(id(generator), (generator, generator.getstate()))
+
+    def restore_states(self) -> None:
+        """Give the generators their states back: what was noted runs again, and draws the same numbers."""
+        for generator, state in self._random_states.values():
+            generator.setstate(state)
 
     def line_of(self, frame: FrameType | None) -> str | None:
         """The line of the model that a frame is, or that called Python's own library there; None for other calls."""
@@ -267,6 +277,8 @@ def effects_noted(watched: Container[int] = (), packages: frozenset[str] = froze
         if id(owner) in watched:
             notes.lines.setdefault((id(owner), ""), notes.line_of(frame) or "")
         effect = _effect_of(function, owner)
+        if effect is _CHANCE and owner is not None:
+            notes.keep_state(owner)
         if effect is not None:
             add(effect, frame)
 
@@ -285,14 +297,21 @@ def effects_noted(watched: Container[int] = (), packages: frozenset[str] = froze
         yield notes
     finally:
         sys.setprofile(before)
-    if _numpy_state() != state:  # its functions are in Cython, whose calls Python does not report
+        is_drawn = _described(_numpy_state()) != _described(state)
+        if is_drawn:
+            sys.modules["numpy"].random.set_state(state)
+    if is_drawn:  # its functions are in Cython, whose calls Python does not report
         notes.calls.append(EffectCall(_CHANCE, "a call of numpy.random"))
 
 
-def _numpy_state() -> object:
+def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
-    return (state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else None
+    return state if isinstance(state, tuple) else None
+
+
+def _described(state: Any) -> object:
+    return state and (state[1].tobytes(), *state[2:])
 
 
 def _effect_of(function: Any, owner: object) -> Effect | None:

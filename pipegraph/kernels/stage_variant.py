@@ -216,7 +216,10 @@ class StageVariant:
 def _no_effects() -> Iterator[None]:
     """Raise RuntimeError if what runs inside has an effect that a traced graph would have once and for all."""
     with effects_noted() as notes:
-        yield
+        try:
+            yield
+        finally:
+            notes.restore_states()
     for effect, line in notes.calls:
         if effect.is_once:
             raise RuntimeError(f"it {effect.what}, at {line}")

@@ -55,7 +55,7 @@ def test_a_loss_that_seeds_is_what_it_is_without_kernels(
     for kernels in ("autograd", "eager"):
         pipe = Pipeline(package, kernels=kernels, loss_fn=loss_fn, loss_over="microbatch")
         if kernels == "eager":
-            with pytest.warns(UserWarning, match=r"left to autograd, .* it sets the state of a random"):
+            with pytest.warns(UserWarning, match=r"left to autograd, .*(sets the state of a random|Generator)"):
                 losses.append([pipe.step(X).loss for _ in range(3)])
         else:
             losses.append([pipe.step(X).loss for _ in range(3)])
@@ -76,6 +76,24 @@ def test_what_a_loss_does_is_named(loss_fn: Callable[[Tensor, object], Tensor], 
         pipe.step(X)
 
 
+@pytest.mark.filterwarnings("ignore:Stage1 cannot be traced")
+@pytest.mark.parametrize("of_numpy", [False, True])
+def test_the_numbers_of_a_loss_are_those_without_kernels(of_numpy: bool, tmp_path: Path) -> None:
+    """Finding out that it draws takes none of them."""
+    package, losses = write(chain(2), tmp_path / "package"), []
+    for kernels in ("autograd", "eager"):
+        generator = random.Random(0)
+        numpy.random.seed(0)
+
+        def loss_fn(output: Tensor, target: object, generator: random.Random = generator) -> Tensor:
+            return output.square().mean() * (numpy.random.random() if of_numpy else generator.random())
+
+        pipe = Pipeline(package, kernels=kernels, loss_fn=loss_fn, loss_over="microbatch")
+        losses.append([pipe.step(X).loss for _ in range(3)])
+    assert losses[0] == losses[1] and len(set(map(float, losses[0]))) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Stage1 cannot be traced")  # torch 2.11 traces no generator
 def test_a_generator_of_the_loss_is_advanced_by_each_step(tmp_path: Path) -> None:
     package, losses = write(chain(2), tmp_path / "package"), []
     for kernels in ("autograd", "eager"):

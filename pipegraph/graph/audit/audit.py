@@ -53,8 +53,10 @@ def audit_model(
                 f"{type(model).__name__} cannot be captured: its forward leaves gradients switched off.\n"
                 "Try: with torch.no_grad(): around what needs none."
             )
+        changes = before.changes(Snapshot(model))
+        notes.restore_states()
         _refuse_effects(model, notes)
-        if results is None or not before.changes(Snapshot(model)):
+        if results is None or not changes:
             return []
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
         _set_mode(mode)
