@@ -30,7 +30,7 @@ from pipegraph.errors import path_from_here
 
 _PYTHON: Final = Path(os.__file__).parent
 _TORCH: Final = Path(torch.__file__).parent
-_OURS: Final = Path(__file__).parent
+_PIPEGRAPH: Final = Path(__file__).parent
 _WRAPPERS: Final = (_TORCH / "_dynamo", _TORCH / "_compile.py", _TORCH / "utils" / "_contextlib.py")
 """Where torch's decorators are, which call the function that they stand for."""
 
@@ -333,7 +333,7 @@ def _owner_of(filename: str) -> str:
     file = Path(filename)
     if any(wrapper in (file, *file.parents) for wrapper in _WRAPPERS) or filename.startswith("<frozen"):
         return _PYTHONS
-    if _TORCH in file.parents or _OURS in file.parents:
+    if _TORCH in file.parents or _PIPEGRAPH in file.parents:
         return _TORCHS
     if "site-packages" in file.parts:
         return file.parts[file.parts.index("site-packages") + 1].removesuffix(".py")

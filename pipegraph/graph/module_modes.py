@@ -32,18 +32,23 @@ def modes_of(model: nn.Module) -> ModuleModes:
     modules = list(model.modules())
     if not any(map(_overrides, modules)):
         return ModuleModes(dict.fromkeys(modules, True), dict.fromkeys(modules, False))
-    before = {module: module.training for module in modules}
+    modes = {module: module.training for module in modules}
     try:
         model.train()
         training = {module: module.training for module in modules}
         model.eval()
         return ModuleModes(training, {module: module.training for module in modules})
     finally:
-        for module, is_training in before.items():
+        for module, is_training in modes.items():
             module.training = is_training
 
 
 def _overrides(module: nn.Module) -> bool:
     """Whether a module has its own ``train`` or ``eval``."""
-    own, cls = vars(module), type(module)
-    return "train" in own or "eval" in own or cls.train is not nn.Module.train or cls.eval is not nn.Module.eval
+    attributes, cls = vars(module), type(module)
+    return (
+        "train" in attributes
+        or "eval" in attributes
+        or cls.train is not nn.Module.train
+        or cls.eval is not nn.Module.eval
+    )

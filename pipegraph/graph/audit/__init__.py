@@ -1,1 +1,1 @@
-"""What a model does beside the operations of its graph: each kind is reproduced or refused, with the line."""
+"""What a model does outside of its graph: each kind is reproduced or refused, with the line."""

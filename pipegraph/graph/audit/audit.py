@@ -24,7 +24,7 @@ from pipegraph.graph.module_modes import modes_of
 from pipegraph.side_effects import Notes, effects_noted
 
 _CALLS: Final = 3
-_SHOWN: Final = 3
+_LISTED: Final = 3
 
 
 def audit_model(
@@ -44,16 +44,16 @@ def audit_model(
     """
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
         _set_mode(mode)
-        before = Snapshot(model)
+        snapshot = Snapshot(model)
         packages = frozenset(type(module).__module__.partition(".")[0] for module in model.modules())
-        with effects_noted(before.containers, packages) as notes, DataChanges(model, notes):
+        with effects_noted(snapshot.containers, packages) as notes, DataChanges(model, notes):
             results = _run(model, fake_args, fake_kwargs)
         if not torch.is_grad_enabled():
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: its forward leaves gradients switched off.\n"
                 "Try: with torch.no_grad(): around what needs none."
             )
-        changes = before.changes(Snapshot(model))
+        changes = snapshot.changes(Snapshot(model))
         notes.restore_states()
         _refuse_effects(model, notes)
         if results is None or not changes:
@@ -64,7 +64,7 @@ def audit_model(
 
 
 def reason_beside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
-    """Why a model that cannot be traced could not be captured either, if that is what it does beside its operations.
+    """Why a model that cannot be traced could not be captured either, if the cause is outside of its operations.
 
     It is often the cause, and what torch raises is about a consequence.
     """
@@ -133,8 +133,9 @@ def _refuse_state(model: nn.Module, place: Place, notes: Notes, problem: str) ->
 def warn_of_written(model: nn.Module, names: Collection[str]) -> None:
     """Warn of attributes that the forward sets, and stages do not. `names` has no name twice."""
     if names:
-        rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        suffix = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         warnings.warn(
-            f"the forward of {type(model).__name__} sets {', '.join(list(names)[:_SHOWN])}{rest}, which stages do not.",
+            f"the forward of {type(model).__name__} sets {', '.join(list(names)[:_LISTED])}{suffix}, "
+            "which stages do not.",
             stacklevel=5,
         )

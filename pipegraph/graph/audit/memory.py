@@ -14,7 +14,7 @@ from pipegraph.graph.internals import memory_of, storage_identity
 
 
 class _Extent(NamedTuple):
-    """The bytes of a storage that a tensor uses, from the first one to behind the last one."""
+    """The bytes of a storage that a tensor uses, from ``start`` to before ``stop``."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ def check_overlaps(model: nn.Module) -> None:
         by_storage[storage_identity(extent.tensor)].append(extent)
     for extents in by_storage.values():
         last: _Extent | None = None
-        for extent in sorted(extents, key=lambda each: each[:2]):
+        for extent in sorted(extents, key=lambda extent: extent[:2]):
             if last is not None and extent.start < last.stop:
                 _check_pair(last, extent)
             if last is None or extent.stop > last.stop:

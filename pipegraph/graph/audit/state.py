@@ -58,7 +58,7 @@ class Snapshot:
         self.places: dict[str, Place] = {}
         self.containers: set[int] = set()
         # Holds them, so that an id stays its own. Buffers may change.
-        self._seen: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._visited: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for name, module in model.named_modules():
             self._add_module(name, module)
         for name, owner in _owners_of_globals(model).items():
@@ -73,48 +73,48 @@ class Snapshot:
         return [later.places.get(name) or self.places[name] for name in changed]
 
     def _add_module(self, name: str, module: nn.Module) -> None:
-        self._seen[id(module)] = module
+        self._visited[id(module)] = module
         prefix = f"{name}." if name else ""
         for kind in ("_parameters", "_modules"):
             for key, value in vars(module)[kind].items():
                 is_tensor = isinstance(value, Tensor)
                 described = (id(value), storage_identity(value)) if isinstance(value, Tensor) else id(value)
-                self._put(Place(f"{prefix}{key}", id(module), key, is_tensor), described)
+                self._add_place(Place(f"{prefix}{key}", id(module), key, is_tensor), described)
         for key in vars(module)["_buffers"]:
-            self._put(Place(f"{prefix}{key}", id(module), key, True), "a buffer")
+            self._add_place(Place(f"{prefix}{key}", id(module), key, True), "a buffer")
         for key, value in vars(module).items():
             if key not in _OF_MODULES:
                 self._add(f"{prefix}{key}", value, id(module), key, 0)
 
     def _add(self, name: str, value: Any, owner: int, attribute: str, depth: int) -> None:
-        if isinstance(value, Tensor) and id(value) not in self._seen:
-            self._put(Place(name, owner, attribute, True), (id(value), version_of(value)))
-            self._seen[id(value)] = value
+        if isinstance(value, Tensor) and id(value) not in self._visited:
+            self._add_place(Place(name, owner, attribute, True), (id(value), version_of(value)))
+            self._visited[id(value)] = value
         elif isinstance(value, _PLAIN):
-            self._put(Place(name, owner, attribute, False), (type(value).__name__, value))
+            self._add_place(Place(name, owner, attribute, False), (type(value).__name__, value))
         elif isinstance(value, random.Random):
-            self._put(Place(name, owner, attribute, False), value.getstate())
+            self._add_place(Place(name, owner, attribute, False), value.getstate())
         elif isinstance(value, torch.Generator):
-            self._put(Place(name, owner, attribute, False), bytes(value.get_state().tolist()))
-        elif depth < _DEEPEST and id(value) not in self._seen:
-            self._seen[id(value)] = value
+            self._add_place(Place(name, owner, attribute, False), bytes(value.get_state().tolist()))
+        elif depth < _DEEPEST and id(value) not in self._visited:
+            self._visited[id(value)] = value
             if isinstance(value, _CONTAINERS):
                 self._add_items(name, value, depth)
             elif _is_object(value):
                 for key, item in vars(value).items():
                     self._add(f"{name}.{key}", item, id(value), key, depth + 1)
 
-    def _put(self, place: Place, value: object) -> None:
+    def _add_place(self, place: Place, value: object) -> None:
         self.values[place.name], self.places[place.name] = value, place
 
     def _add_items(self, name: str, container: Any, depth: int) -> None:
         self.containers.add(id(container))
-        self._put(Place(f"len({name})", id(container), "", False), len(container))
+        self._add_place(Place(f"len({name})", id(container), "", False), len(container))
         if len(container) > _LONGEST:
             return
         if isinstance(container, (set, frozenset)):
             plain = sorted(repr(item) for item in container if isinstance(item, _PLAIN))
-            self._put(Place(name, id(container), "", False), plain)
+            self._add_place(Place(name, id(container), "", False), plain)
             return
         items = container.items() if isinstance(container, Mapping) else enumerate(container)
         for key, item in list(items):
