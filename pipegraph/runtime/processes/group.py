@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
 
@@ -34,7 +33,7 @@ _LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECA
 """What gloo says of any other trouble with a connection. Its checks of what it is given begin with "enforce fail"."""
 _MISUSED: Final = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|enforce fail")
 
-_SLICE_SECONDS: Final = 0.25
+_POLL_SECONDS: Final = 0.01
 _LAST_SECONDS: Final = 1.0
 
 _T = TypeVar("_T")
@@ -257,12 +256,12 @@ def wait_for_key(store: dist.Store, key: str, seconds: float, check: Callable[[]
         check: called again and again, to raise an error that ends the wait.
     """
     end = time.monotonic() + seconds
-    while (remaining := end - time.monotonic()) > _SLICE_SECONDS:
-        with suppress(dist.DistStoreError):
-            store.wait([key], timedelta(seconds=_SLICE_SECONDS))
+    while time.monotonic() < end:  # asked for again and again: a wait that ends early prints a warning of torch's
+        if store.check([key]):
             return
         check()
-    store.wait([key], timedelta(seconds=max(remaining, 0.001)))
+        time.sleep(_POLL_SECONDS)
+    store.wait([key], timedelta(milliseconds=1))
 
 
 def call_within(seconds: float, function: Callable[[], _T]) -> _T:
