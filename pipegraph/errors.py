@@ -23,7 +23,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
@@ -155,6 +155,12 @@ def is_user_file(path: str) -> bool:
 def closest(name: str, choices: Iterable[str]) -> str | None:
     """The choice that is spelled most like ``name``; None if none is close."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
+
+
+def first_names(names: Collection[str], count: int = 3) -> str:
+    """The first few names: ``a, b, c and 2 more``."""
+    rest = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{', '.join(list(names)[:count])}{rest}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

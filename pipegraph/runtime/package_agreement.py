@@ -9,19 +9,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from pipegraph.errors import PackageError
+from pipegraph.errors import PackageError, first_names
 from pipegraph.package import MANIFEST, ListedFile, Package
 from pipegraph.runtime.checksums import checksum
 from pipegraph.runtime.processes.agreement import check_agreement
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, TENSOR
 from pipegraph.runtime.processes.world import World, fingerprint
-
-_SHOWN: Final = 4
 
 
 def open_package(package: Package | str | PathLike[str], world: World | None) -> Package:
@@ -44,9 +41,10 @@ def check_packages(world: World, package: Package) -> None:
     stale = [rank for rank, digests_text in enumerate(texts) if digests_text != usual]
     expected, actual = json.loads(usual), json.loads(texts[stale[0]])
     different = [name for name in sorted({**expected, **actual}) if expected.get(name) != actual.get(name)]
+    verb = "differs" if len(different) == 1 else "differ"
     raise PackageError(
-        f"{_listed([world.grid.text(rank) for rank in stale])} would run another package than "
-        f"{world.grid.text(texts.index(usual))}: {_listed(different)} differ{'s' if len(different) == 1 else ''}.\n"
+        f"{first_names([world.grid.text(rank) for rank in stale], 4)} would run another package than "
+        f"{world.grid.text(texts.index(usual))}: {first_names(different, 4)} {verb}.\n"
         "Try: the same folder for every rank, or a new copy of it on every machine."
     )
 
@@ -72,9 +70,3 @@ def _checksum(tensor: Tensor) -> int:
     number = checksum(tensor, None)
     assert number is not None, "it is a tensor"
     return int(number)
-
-
-def _listed(names: list[str]) -> str:
-    """The first few names."""
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{rest}"

@@ -10,13 +10,13 @@ call 2 ─▶ the same dataflow as call 1, and no plain value changed again ─�
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from pipegraph.errors import CaptureError, one_line
+from pipegraph.errors import CaptureError, first_names, one_line
 from pipegraph.graph.audit.data_changes import DataChanges
 from pipegraph.graph.audit.state import Place, Snapshot
 from pipegraph.graph.export.operation_record import OriginRecord, without_memory
@@ -24,7 +24,6 @@ from pipegraph.graph.module_modes import modes_of
 from pipegraph.side_effects import Notes, effects_noted
 
 _CALLS: Final = 3
-_LISTED: Final = 3
 
 
 def audit_model(
@@ -60,7 +59,7 @@ def audit_model(
             return []
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
         _set_mode(mode)
-        return _check_calls(model, fake_args, fake_kwargs, notes)
+        return _check_calls(model, fake_args, fake_kwargs, changes, notes)
 
 
 def reason_beside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
@@ -76,8 +75,14 @@ def reason_beside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return None
 
 
-def _check_calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: Notes) -> list[str]:
-    """Call a model several times. Raises CaptureError if a call depends on those before; else as `audit_model`."""
+def _check_calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], first_changes: Sequence[Place], notes: Notes
+) -> list[str]:
+    """Call a model several times. Raises CaptureError if a call depends on those before; else as `audit_model`.
+
+    Args:
+        first_changes: what a first call has changed, of which some stays changed.
+    """
     record, snapshots, dataflow = OriginRecord(model, (args, kwargs)), [Snapshot(model)], []
     for _ in range(_CALLS):
         record.begin()
@@ -90,7 +95,7 @@ def _check_calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if len(dataflow) > 1 and plain:
             _refuse_state(model, plain[0], notes, "changes with every call")
         if dataflow[-1] != dataflow[0]:
-            _refuse_state(model, snapshots[0].changes(snapshots[1])[0], notes, "is read by the next call")
+            _refuse_state(model, first_changes[0], notes, "is read by the next call")
     # Those that torch sets are read by its own modules alone: the weight of a spectral norm.
     return [one_line(place.name) for place in changes if notes.lines.get((place.owner, place.attribute))]
 
@@ -133,9 +138,6 @@ def _refuse_state(model: nn.Module, place: Place, notes: Notes, problem: str) ->
 def warn_of_written(model: nn.Module, names: Collection[str]) -> None:
     """Warn of attributes that the forward sets, and stages do not. `names` has no name twice."""
     if names:
-        suffix = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         warnings.warn(
-            f"the forward of {type(model).__name__} sets {', '.join(list(names)[:_LISTED])}{suffix}, "
-            "which stages do not.",
-            stacklevel=5,
+            f"the forward of {type(model).__name__} sets {first_names(names)}, which stages do not.", stacklevel=5
         )

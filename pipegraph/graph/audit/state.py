@@ -10,7 +10,8 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from types import ModuleType
+from contextlib import suppress
+from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -100,9 +101,17 @@ class Snapshot:
             self._visited[id(value)] = value
             if isinstance(value, _CONTAINERS):
                 self._add_items(name, value, depth)
+            elif isinstance(value, FunctionType):
+                self._add_closure(name, value, depth)
             elif _is_object(value):
                 for key, item in vars(value).items():
                     self._add(f"{name}.{key}", item, id(value), key, depth + 1)
+
+    def _add_closure(self, name: str, function: FunctionType, depth: int) -> None:
+        """Add the variables of the functions around a function, which it may assign: ``nonlocal count``."""
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it has no value yet
+                self._add(f"{name}: {variable}", cell.cell_contents, id(cell), variable, depth + 1)
 
     def _add_place(self, place: Place, value: object) -> None:
         self.values[place.name], self.places[place.name] = value, place

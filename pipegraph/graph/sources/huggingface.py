@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from pipegraph.arguments import argument, require_path
-from pipegraph.errors import SourceError, nearest
+from pipegraph.errors import SourceError, first_names, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
-from pipegraph.graph.sources.stored_weights import has_weights, listed, refused_name
+from pipegraph.graph.sources.stored_weights import has_weights, refused_name
 from pipegraph.machine import require_room
 from pipegraph.regular_file import read_regular_file
 
@@ -54,7 +54,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask:
                 options = {"local_files_only": True, "weights_only": True, "output_loading_info": True}
                 built, info = builder.from_pretrained(path.parent, config=config, **options)
                 if missing := sorted(info["missing_keys"]):
-                    initial_values = f"{listed(missing)}, which the weights in {path.parent} lack"
+                    initial_values = f"{first_names(missing)}, which the weights in {path.parent} lack"
             else:
                 with initialisation_recorded() as mark:
                     built = builder(config)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from pipegraph.errors import SourceError
+from pipegraph.errors import SourceError, first_names
 
 _READ: Final = ("model.safetensors", "pytorch_model.bin")
 """Files that ``from_pretrained`` reads, or their indices."""
 _WEIGHTS: Final = re.compile(
     r".*\.(safetensors|gguf)|(.*model.*|consolidated.*|.*weights.*)\.(bin|pt|pth|h5|msgpack|ckpt.*)", re.IGNORECASE
 )
-_SHOWN: Final = 3
 
 
 def has_weights(folder: Path) -> bool:
@@ -29,7 +27,7 @@ def has_weights(folder: Path) -> bool:
     unread = sorted(file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name))
     if unread:
         raise SourceError(
-            f"{folder} holds weights, and none under a name that transformers reads: {listed(unread)}.\n"
+            f"{folder} holds weights, and none under a name that transformers reads: {first_names(unread)}.\n"
             f"Try: {' or '.join(_READ)}, whole or as several files with an index, as save_pretrained writes them; or "
             "--no-weights, which takes the configuration alone."
         )
@@ -40,9 +38,3 @@ def refused_name(error: pickle.UnpicklingError) -> str:
     """What ``torch.load(weights_only=True)`` refused. Its message advises to load it all the same."""
     match = re.search(r"GLOBAL ([\w.]+)", str(error))
     return f"it names {match[1]}" if match else str(error).partition("\n")[0]
-
-
-def listed(names: Collection[str]) -> str:
-    """The first few names."""
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(list(names)[:_SHOWN])}{rest}"

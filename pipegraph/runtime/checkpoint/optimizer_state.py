@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.arguments import require_type
-from pipegraph.errors import CheckpointError
+from pipegraph.errors import CheckpointError, first_names
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.runtime.checkpoint import nested_state
 
@@ -23,7 +23,6 @@ PREFIX: Final = "optimizer."
 _NOT_OPTIONS: Final = ("params", "param_names")
 _ALL_PARAMETERS: Final = "all parameters of the rank"
 """Under which key the state of LBFGS names the parameters whose values its tensors hold, in order."""
-_SHOWN: Final = 3
 
 
 @dataclass
@@ -161,8 +160,8 @@ class OptimizerState:
         if saved is not None and saved != list(self._parameters):
             kind = type(self._optimizer).__name__
             raise CheckpointError(
-                f"{kind} keeps one state for all parameters of a rank: it was saved for {listed(saved)}, and this rank "
-                f"has {listed(list(self._parameters))}.\n"
+                f"{kind} keeps one state for all parameters of a rank: it was saved for {first_names(saved)}, and "
+                f"this rank has {first_names(self._parameters)}.\n"
                 "Try: load() with the same number of ranks and the same schedule."
             )
 
@@ -221,7 +220,7 @@ def check_fits(saved: OptimizerShare, own: OptimizerShare) -> None:
         other = max(there if group in here else here, key=lambda each: len(group & each))
         mine, its = (group, other) if group in here else (other, group)
         said = [
-            f"{listed(sorted(some))} only in {where}"
+            f"{first_names(sorted(some))} only in {where}"
             for some, where in ((mine - its, "that of the optimizer"), (its - mine, "that of the checkpoint"))
             if some
         ]
@@ -237,12 +236,6 @@ def _mixed(groups: Iterable[frozenset[str]], other: OptimizerShare) -> list[froz
     options = {name: repr(group.options) for group in other.groups for name in group.names}
     found = [(group, {options.get(name) for name in group}) for group in sorted(groups, key=sorted)]
     return [group for group, different in found if len(different) > 1 or None in different]
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

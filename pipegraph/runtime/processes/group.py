@@ -33,7 +33,7 @@ _LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECA
 """What gloo says of any other trouble with a connection. Its checks of what it is given begin with "enforce fail"."""
 _MISUSED: Final = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|enforce fail")
 
-_POLL_SECONDS: Final = 0.01
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 _LAST_SECONDS: Final = 1.0
 
 _T = TypeVar("_T")
@@ -255,12 +255,13 @@ def wait_for_key(store: dist.Store, key: str, seconds: float, check: Callable[[]
     Args:
         check: called again and again, to raise an error that ends the wait.
     """
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:  # asked for again and again: a wait that ends early prints a warning of torch's
+    end, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+    while time.monotonic() < end:  # a wait of the store that ends early would print a warning of torch's
         if store.check([key]):
             return
         check()
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)  # one store answers all ranks
     store.wait([key], timedelta(milliseconds=1))
 
 

@@ -40,6 +40,7 @@ class State(nn.Module):
         self.generator = torch.Generator()
         self.random = random.Random(0)
         self.register_buffer("total", torch.zeros(()))
+        self.next_number = counter()
 
     def counter(self, h: Tensor) -> Tensor:
         self.count += 1
@@ -60,6 +61,9 @@ class State(nn.Module):
     def changes_object(self, h: Tensor) -> Tensor:
         self.box.count += 1
         return h * self.box.count
+
+    def counts_in_closure(self, h: Tensor) -> Tensor:
+        return h * self.next_number()
 
     def changes_global(self, h: Tensor) -> Tensor:
         global CALLS
@@ -178,7 +182,17 @@ class State(nn.Module):
 
 
 REFUSED = (
-    *("counter", "warm_up", "appends", "sets_item", "changes_object", "changes_global", "changes_class", "remembers"),
+    *(
+        "counter",
+        "warm_up",
+        "appends",
+        "sets_item",
+        "changes_object",
+        "counts_in_closure",
+        "changes_global",
+        "changes_class",
+        "remembers",
+    ),
     *("adds_in_place", "draws", "reads_clock", "reads_date", "seeds", "seeds_generator", "forks", "hooks_tensor"),
     *("hooks_node", "hooks_several", "hooks_parameter", "hooks_module", "keeps_gradient", "packs"),
     "switches_gradients_off",
@@ -223,6 +237,17 @@ class Child(State):
 
     def forward(self, x: Tensor) -> Any:
         return getattr(self, self.kind)(x)
+
+
+def counter() -> Callable[[], int]:
+    count = 0
+
+    def next_number() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return next_number
 
 
 def helper(do: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
