@@ -75,7 +75,7 @@ def kinds() -> dict[str, Kind]:
     torch.manual_seed(0)
     captured = pipegraph.capture(Model(), (torch.zeros(4, 6, dtype=torch.long), torch.ones(4, 6), 0.5))
     plan = pipegraph.plan(captured, stages=2, microbatches=4, hardware="cpu")
-    manifest = generate(plan, weights=True)[1]
+    manifest = generate(plan, weights=True).manifest
     tokens = structs.replace(manifest.values["tokens"], shape=("batch", "tokens_1 // 2 * 2"))
     manifest = structs.replace(
         manifest,

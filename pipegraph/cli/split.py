@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,7 @@ from pipegraph.cli.output import print_json, print_text
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
 
 if TYPE_CHECKING:
+    from pipegraph.codegen.proof import Proof
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Manifest
     from pipegraph.planner.plan import Plan
@@ -122,7 +124,10 @@ def split(
     if check and folder is not None:
         raise typer.Exit(_check(planned, folder, bool(weights), source, json))
     initial_values = source.initial_values if weights is True else ""
-    _print(planned, folder, _write(planned, folder, weights, overwrite, source), initial_values, json)
+    manifest, proof = _write(planned, folder, weights, overwrite, source)
+    if debug:
+        _print_plainer(proof)
+    _print(planned, folder, manifest, proof, initial_values, json)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -202,7 +207,8 @@ def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json
     from pipegraph.codegen.package_files import generate
     from pipegraph.codegen.package_writer import compare_package
 
-    changes = compare_package(folder, *generate(planned, weights, source))
+    generated = generate(planned, weights, source)
+    changes = compare_package(folder, generated.files, generated.manifest)
     if json:
         print_json({"out": str(folder), "changes": changes})
     elif changes:
@@ -212,18 +218,32 @@ def _check(planned: Plan, folder: Path, weights: bool, source: ModelSource, json
     return 1 if changes else 0
 
 
-def _write(planned: Plan, folder: Path | None, weights: bool | Path, overwrite: bool, source: ModelSource) -> Manifest:
-    """Write the package, unless it is a dry run, and return its manifest."""
+def _write(
+    planned: Plan, folder: Path | None, weights: bool | Path, overwrite: bool, source: ModelSource
+) -> tuple[Manifest, Proof]:
+    """Write the package, unless it is a dry run, and return its manifest and its proof."""
     from pipegraph.codegen.package_files import generate
-    from pipegraph.codegen.package_writer import write_package
+    from pipegraph.codegen.package_writer import write_proved_package
 
     if folder is None:
-        return generate(planned, bool(weights), source)[1]
+        generated = generate(planned, bool(weights), source)
+        return generated.manifest, generated.proof
     with progress(f"writing {folder}"):
-        return write_package(planned, folder, weights, overwrite, source).manifest
+        package, proof = write_proved_package(planned, folder, weights, overwrite, source)
+        return package.manifest, proof
 
 
-def _print(planned: Plan, folder: Path | None, manifest: Manifest, initial_values: str, json: bool) -> None:
+def _print_plainer(proof: Proof) -> None:
+    """Print the classes that are written in a plainer form, and what their usual form computed otherwise."""
+    for reason in proof.reasons:
+        print(f"written again: {reason}", file=sys.stderr)
+    for name, form in proof.plainer.items():
+        print(f"{name} is written {form}", file=sys.stderr)
+
+
+def _print(
+    planned: Plan, folder: Path | None, manifest: Manifest, proof: Proof, initial_values: str, json: bool
+) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.batch_lines import batch_lines
     from pipegraph.report.text.package_tables import manifest_dict
@@ -236,7 +256,8 @@ def _print(planned: Plan, folder: Path | None, manifest: Manifest, initial_value
 
     if json:
         out = None if folder is None else str(folder)
-        print_json({"out": out, "initial_values": initial_values, **manifest_dict(manifest)})
+        checked = {"seconds": round(proof.seconds, 3), "plainer": proof.plainer, "reasons": proof.reasons}
+        print_json({"out": out, "initial_values": initial_values, "validation": checked, **manifest_dict(manifest)})
         return
     varying = {place for size in planned.captured.other_sizes if size.name in manifest.sizes for place in size.places}
     fixed = [one_line(str(size)) for size in planned.captured.sizes.fixed if size.place not in varying]

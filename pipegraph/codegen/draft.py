@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
+from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.initial_values import InitialValues, initial_values
 from pipegraph.codegen.internals import defining_module
 from pipegraph.codegen.names.draw_names import draw_names
@@ -109,20 +110,21 @@ class Draft:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> Draft:
+def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, forms: Forms = USUAL) -> Draft:
     """Build a package.
 
     Args:
         plan, weights, source: as `pipegraph.codegen.package_files.generate` takes them.
+        forms: how plainly each class is written.
 
     Raises:
         CaptureError: an operation comes from a library that a package could not import.
     """
     captured = plan.captured
-    blocks = BlockClasses(captured)
+    blocks = BlockClasses(captured, forms)
     source_names = _source_names(plan, blocks)
     stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
-    shared, stages = merge_classes(blocks.used_by(stages), stages)
+    shared, stages = merge_classes(blocks.used_by(stages), stages, forms)
     functions = blocks.functions.used_by(functions_called(node for each in (*shared, *stages) for node in each.walk()))
     written = Source(
         tuple(functions),

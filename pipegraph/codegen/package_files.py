@@ -1,18 +1,23 @@
-"""The files of a package, built from a plan: source and manifest. Nothing is written to disk here."""
+"""The files of a package, built from a plan and compared with it: source and manifest. No package is written here."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
 
 from msgspec import structs
 
 from pipegraph.arguments import for_asker
 from pipegraph.codegen.draft import Draft, draft
+from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.general_sizes import with_general_sizes
 from pipegraph.codegen.initial_values import patterns_of
 from pipegraph.codegen.names.model_names import prose
-from pipegraph.errors import PlanError
+from pipegraph.codegen.proof import Proof, differences_of_text, written_names
+from pipegraph.codegen.validation.validate import Difference
+from pipegraph.errors import CaptureError, PlanError
 from pipegraph.graph.captured import OtherSize
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import CONFIG, ListedFile, Manifest
@@ -22,8 +27,23 @@ from pipegraph.planner.plan import Plan
 _LISTED = 8  # parameters that a warning names
 
 
-def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> tuple[dict[str, str], Manifest]:
-    """Generate a package without writing it.
+@dataclass(frozen=True)
+class Generated:
+    """A package that is not written yet.
+
+    Attributes:
+        files: name → text.
+        manifest: with the digests of these files.
+        proof: that they equal the captured graph.
+    """
+
+    files: dict[str, str]
+    manifest: Manifest
+    proof: Proof
+
+
+def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None) -> Generated:
+    """Generate a package without writing it, and compare it with the captured graph.
 
     Args:
         plan: the stages.
@@ -31,28 +51,78 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
             not known are named in a warning.
         source: where the model came from.
 
-    Returns:
-        the text of each file by its name, and the manifest.
-
     Raises:
-        CaptureError: an operation comes from a library that a package could not import.
+        CaptureError: an operation comes from a library that a package could not import; or the source of a class is not
+            the captured graph in any form.
     """
-    others: list[tuple[OtherSize, Draft]] = []
-    for size in plan.captured.other_sizes:
-        try:
-            others.append((size, draft(plan.of(size.captured), weights, source)))
-        except PlanError:  # a cut inside the loop, after an iteration that the other one does not have
-            continue
-    package = with_general_sizes(draft(plan, weights, source), others)
-    model, class_name = source.name if source is not None else plan.captured.model_name, plan.captured.model_name
+    begin = perf_counter()
+    attempt = _attempt(plan, weights, source, USUAL)
+    reasons: list[str] = []
+    while attempt.found:
+        difference = attempt.found[0]
+        reasons.append(str(difference))
+        forms = attempt.forms.plainer(written_names(attempt.package.source, difference))
+        attempts = (_attempt(plan, weights, source, each) for each in forms)
+        better = next((each for each in attempts if not each.has(difference)), None)
+        if better is None:
+            raise CaptureError(
+                f"The written source is not the model: {difference}. Nothing was written.\n"
+                "Try: a split point outside of that class; and please report it, with the class."
+            )
+        attempt = better
+    package, files = attempt.package, attempt.files
     guessed = package.source.initial_values.guessed
     if guessed and not weights:
-        _warn_of_guesses(class_name, list(guessed))
+        _warn_of_guesses(plan.captured.model_name, list(guessed))
+    listed = {name: ListedFile.of_text(text) for name, text in files.items()}
+    seconds = attempt.seconds if not reasons else perf_counter() - begin
+    proof = Proof(seconds, attempt.forms.described(), tuple(reasons))
+    return Generated(files, structs.replace(package.manifest, files=listed), proof)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A package in one form of its classes, and where it differs from the captured graph."""
+
+    forms: Forms
+    package: Draft
+    files: dict[str, str]
+    found: list[Difference]
+    seconds: float
+
+    def has(self, difference: Difference) -> bool:
+        """Return whether the captured graph still has an operation that its stage lacks."""
+        return any((each.stage, each.captured) == (difference.stage, difference.captured) for each in self.found)
+
+
+def _attempt(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) -> _Attempt:
+    package, plans = _draft(plan, weights, source, forms)
+    files = _files(plan, package, source)
+    begin = perf_counter()
+    found = differences_of_text(files, plans)
+    return _Attempt(forms, package, files, found, perf_counter() - begin)
+
+
+def _draft(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) -> tuple[Draft, list[Plan]]:
+    """A package, and the captured graphs that it must equal: the plan's, and those of other sizes that it takes."""
+    others: list[tuple[OtherSize, Draft]] = []
+    plans = {}
+    for size in plan.captured.other_sizes:
+        try:
+            plans[size.name] = plan.of(size.captured)
+            others.append((size, draft(plans[size.name], weights, source, forms)))
+        except PlanError:  # a cut inside the loop, after an iteration that the other one does not have
+            continue
+    package = with_general_sizes(draft(plan, weights, source, forms), others)
+    return package, [plan, *(other for name, other in plans.items() if name in package.manifest.sizes)]
+
+
+def _files(plan: Plan, package: Draft, source: ModelSource | None) -> dict[str, str]:
+    model, class_name = source.name if source is not None else plan.captured.model_name, plan.captured.model_name
     files = package.source.files(f"{prose(class_name)} ({prose(model)})")
     if source is not None and source.config is not None:  # for `pipegraph export`
         files[CONFIG] = json_text(dict(source.config)) + "\n"
-    listed = {name: ListedFile.of_text(text) for name, text in files.items()}
-    return files, structs.replace(package.manifest, files=listed)
+    return files
 
 
 def _warn_of_guesses(model: str, names: Sequence[str]) -> None:

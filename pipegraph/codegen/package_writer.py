@@ -14,6 +14,7 @@ from msgspec import structs
 
 from pipegraph.arguments import argument, for_asker, require_path, require_type
 from pipegraph.codegen.package_files import generate
+from pipegraph.codegen.proof import Proof
 from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
@@ -51,8 +52,20 @@ def write_package(
     Raises:
         PackageError: the folder holds other files, or a package while ``overwrite`` is false; the disk is full; or the
             weights are missing, or those of another model.
-        CaptureError: an operation comes from a library that a package could not import.
+        CaptureError: an operation comes from a library that a package could not import; or the written source is not
+            the captured graph in any form.
     """
+    return write_proved_package(plan, out, weights, overwrite, source)[0]
+
+
+def write_proved_package(
+    plan: Plan,
+    out: str | PathLike[str],
+    weights: bool | str | PathLike[str] = True,
+    overwrite: bool = False,
+    source: ModelSource | None = None,
+) -> tuple[Package, Proof]:
+    """Write the stages of a plan as `write_package` does, and return how they were compared with the model as well."""
     of_plan = 'pipegraph.write_package(pipegraph.plan(captured, points=["layers.4"]), "out/")'
     require_type(plan, Plan, "write_package() takes what pipegraph.plan returns", of_plan)
     folder = require_path(out, "out is a folder", 'out="out/"')
@@ -61,7 +74,8 @@ def write_package(
     require_type(source, (ModelSource, NoneType), "source is a ModelSource", "source=None")
     require_writable(folder, overwrite)
     checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
-    files, manifest = generate(plan, bool(weights), source)
+    generated = generate(plan, bool(weights), source)
+    files, manifest = generated.files, generated.manifest
     shards = shard_plan(plan.captured, plan.stages, bool(weights))
     with staged_folder(folder, lambda: require_writable(folder, overwrite)) as staging:
         for name, text in files.items():
@@ -75,7 +89,7 @@ def write_package(
         listed = {name: ListedFile.read(staging / name) for name in (*shards, WEIGHTS_INDEX) if shards}
         written = structs.replace(manifest, shards=listed)
         (staging / MANIFEST).write_text(written.to_json(), encoding="utf-8")
-    return Package.open(folder)
+    return Package.open(folder), generated.proof
 
 
 def _is_worked_in(folder: Path) -> bool:

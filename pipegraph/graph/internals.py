@@ -27,7 +27,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The types of a graph's targets, nestings of tensors, and a mode that sees every operation have no public module.
-__all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "pytree"]
+__all__ = ["HigherOrderOperator", "OpOverload", "TorchDispatchMode", "no_dispatch", "pytree"]
 
 # The folders of torch (not torchvision) and pipegraph.
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))

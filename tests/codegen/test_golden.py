@@ -33,7 +33,8 @@ from pipegraph.graph.sources import load
 
 for file, points in (("examples/unet.py", "down.2,up.1"), ("tests/models/hostile_names.py", "layers.{{ x }},head")):
     source = load(file)
-    files, manifest = generate(plan_of(source.model, source.args, cut=points))
+    package = generate(plan_of(source.model, source.args, cut=points))
+    files, manifest = package.files, package.manifest
     print(files, manifest.to_json())
 """
 
@@ -43,7 +44,8 @@ def generated(name: str) -> dict[str, str]:
     model, points = MODELS[name]
     path = f"hf:{ROOT / model[3:]}" if model.startswith("hf:") else str(ROOT / model)
     plan = pipegraph.plan(captured(model), points=points.split(","))
-    files, manifest = generate(plan, weights=False, source=load(path, weights=False))
+    package = generate(plan, weights=False, source=load(path, weights=False))
+    files, manifest = package.files, package.manifest
     return {**files, "pipeline.json": manifest.to_json()}
 
 

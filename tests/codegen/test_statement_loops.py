@@ -248,12 +248,7 @@ CASES: dict[type[Parts], list[str]] = {
         "    add = add + expert(x) * 2",
         "return add",
     ],
-    Collected: [
-        "results = []",
-        "for expert in self.experts:",
-        "    results.append(expert(x))",
-        "return torch.stack(results).amax(dim=[0])",
-    ],
+    Collected: ["return torch.stack([expert(x) for expert in self.experts]).amax(dim=[0])"],
     Listed: [
         "found = []",
         "for module in self.named.values():",

@@ -119,7 +119,8 @@ def test_empty_parameters_give_the_same_package(name: str) -> None:
             empty[entry.kind].add(found.tensors[entry.fqn].is_meta)
         assert empty["parameter"] == {not weights}
         assert True not in empty["buffer"] | empty["constant"]
-        files, manifest = generate(pipegraph.plan(found, stages=3, balance="uniform"), weights=True)
+        package = generate(pipegraph.plan(found, stages=3, balance="uniform"), weights=True)
+        files, manifest = package.files, package.manifest
         texts.append({**files, "pipeline.json": manifest.to_json()})
     assert texts[0] == texts[1]
 

@@ -36,5 +36,5 @@ class Heads(nn.Module):
 def test_what_some_loss_does_not_train(outputs: int, untrained: set[str]) -> None:
     captured = pipegraph.capture(Heads(outputs), (torch.randn(2, 4),))
     assert untrained_parameters(captured) == untrained
-    manifest = generate(pipegraph.plan(captured, points=["one"]), weights=False)[1]
+    manifest = generate(pipegraph.plan(captured, points=["one"]), weights=False).manifest
     assert {name for stage in manifest.stages for name in stage.untrained or ()} == untrained

@@ -221,7 +221,7 @@ def test_a_schedule_is_refused_before_anything_is_priced(monkeypatch: pytest.Mon
 
 def test_the_manifest_tells_why() -> None:
     made = plan(stages=3)
-    _, manifest = generate(made)
+    manifest = generate(made).manifest
     assert manifest.plan.points == tuple(str(point) for point in made.points)
     assert made.prediction is not None and manifest.prediction is not None
     entry = manifest.prediction.to_dict()
@@ -231,7 +231,7 @@ def test_the_manifest_tells_why() -> None:
     assert entry["gap"] == 0
     assert manifest.prediction.cuts == made.prediction.cuts
     assert manifest.stages[0].cost.times is not None and manifest.stages[0].cost.saved_bytes
-    assert generate(plan(stages=3))[1].to_json() == manifest.to_json()
+    assert generate(plan(stages=3)).manifest.to_json() == manifest.to_json()
 
 
 def test_a_prediction_is_read_as_it_was_written() -> None:

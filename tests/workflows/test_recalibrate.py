@@ -33,7 +33,7 @@ def priced(hardware: Hardware) -> Manifest:
     with equal_work_shared():
         captured = capture(Chain(64), (torch.randn(4, 64),))
         made = plan(captured, points=["layers.2"], balance="time", hardware=hardware)
-    return generate(made, weights=False)[1]
+    return generate(made, weights=False).manifest
 
 
 def took(manifest: Manifest, schedule: str) -> MeasuredRun:

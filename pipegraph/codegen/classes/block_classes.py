@@ -20,6 +20,7 @@ from pipegraph.codegen.expressions.module_tree import (
 )
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
+from pipegraph.codegen.forms import Forms
 from pipegraph.codegen.forward.item_modules import conflicts, modules_in
 from pipegraph.codegen.forward.items import ClassContents, ModuleCall, Modules, Operation, Step
 from pipegraph.codegen.forward.mode_branches import group_branches
@@ -47,13 +48,18 @@ _SMALL = 2
 class BlockClasses:
     """Collects the classes of a package, stage by stage. Equal structures share one class.
 
+    Args:
+        forms: how plainly each class is written.
+
     Attributes:
         called: of each stage, the FQNs of the modules that it calls. What other modules do is a part of their callers.
         made_here: the first names of the tensors that a class of the package makes, and no constructor of torch.
     """
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, forms: Forms) -> None:
         self._captured = captured
+        self._forms = forms
+        self._stage = 0
         self.called: dict[int, frozenset[str]] = {}
         self.made_here: set[str] = set()
         self.source = SourceStatements(captured)
@@ -66,7 +72,7 @@ class BlockClasses:
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
-        self.functions = HelperFunctions(captured, self.names)
+        self.functions = HelperFunctions(captured, self.names, forms)
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
         """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
@@ -80,6 +86,7 @@ class BlockClasses:
 
     def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
         """The contents of a stage's own class. The classes that it uses are added to the collection."""
+        self._stage = stage.index
         members = StageMembers(stage.nodes, stage.outputs, stage.state)
         root = call_tree(stage.nodes, helpers=True)
         members.learn_results(root)
@@ -111,11 +118,15 @@ class BlockClasses:
         own = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
         ordered = sorted(constructors, key=lambda name: self._order[_join(prefix, name)])
         tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
+        branches = group_branches(items)
+        if self._forms.rolls_loops(self._form_name(prefix)):
+            statements = roll_statements(branches, outputs, self.source, prefix)
+            rolled = roll_loops(statements, outputs, tree, prefix)
+        else:
+            rolled = tuple(branches)
         contents = ClassContents(
             prefix=prefix,
-            items=roll_loops(
-                roll_statements(group_branches(items), outputs, self.source, prefix), outputs, tree, prefix
-            ),
+            items=rolled,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             state=state,
@@ -124,6 +135,10 @@ class BlockClasses:
             fixed_sizes=fixed_sizes(items, inputs, self.source),
         )
         return contents, tree
+
+    def _form_name(self, prefix: str) -> str:
+        """The name under which `Forms` has a class: that of the model's class, or of the stage."""
+        return self._captured.modules[prefix].class_name if prefix else f"Stage{self._stage}"
 
     def _module_at(self, prefix: str, name: str) -> nn.Module | None:
         module = self._captured.modules.get(_join(prefix, name))
@@ -248,9 +263,12 @@ class BlockClasses:
 
         def parts() -> dict[str, object]:
             parameters = self.names.parameters(tree, called.reads)
-            numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
+            numbers: ModuleNumbers | None = None
+            if self._forms.reads_attributes(self._form_name(tree.fqn)):
+                numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
-            kept = (Assign((Attribute(SELF, name),), value) for name, value in numbers.used.items())
+            used = numbers.used if numbers is not None else {}
+            kept = (Assign((Attribute(SELF, name),), value) for name, value in used.items())
             base = f"nn.{modules.container.__name__}"
             return {"base": base, "init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.expressions.operation import common_regions
+from pipegraph.codegen.forms import Forms
 from pipegraph.codegen.forward.items import ClassContents, HelperCall, Operation
 from pipegraph.codegen.forward.source_numbers import HelperNumbers, ReplacedParameterError
 from pipegraph.codegen.forward.statement_loops import roll_statements
@@ -38,7 +39,7 @@ class HelperFunctions:
         sources: name → the function.
     """
 
-    def __init__(self, captured: Captured, names: ModelNames) -> None:
+    def __init__(self, captured: Captured, names: ModelNames, forms: Forms) -> None:
         self.sources: dict[str, FunctionSource] = {}
         self._captured = captured
         self._names = names
@@ -51,7 +52,8 @@ class HelperFunctions:
         for tree in call_tree(captured.nodes, helpers=True).descendants():
             if helper_function(tree.call):
                 calls.setdefault(_written_name(tree), []).append(tree)
-        waiting = {name: trees for name, trees in calls.items() if _may_name(name, classes)}
+        names_of_functions = (name for name in calls if _may_name(name, classes) and forms.rolls_loops(name))
+        waiting = {name: calls[name] for name in names_of_functions}
         while ready := [name for name, trees in waiting.items() if waiting.keys().isdisjoint(_inside(trees))]:
             for name in ready:
                 self._collect(name, waiting.pop(name), everything)

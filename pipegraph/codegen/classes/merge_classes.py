@@ -12,6 +12,7 @@ from typing import Any
 from pipegraph.codegen.classes.constructor_arguments import equal_but_for_numbers
 from pipegraph.codegen.classes.merge_pair import MergedPair, distance, merge_pair
 from pipegraph.codegen.classes.unify import ordered_arguments
+from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.names.identifiers import class_name, unused_class
 from pipegraph.codegen.syntax.expressions import FunctionCall, ModuleInvocation, Name, call
 from pipegraph.codegen.syntax.statements import ClassSource
@@ -22,7 +23,7 @@ _KnownPairs = dict[tuple[int, int], tuple[ClassSource, ClassSource, MergedPair |
 
 
 def merge_classes(
-    blocks: Sequence[ClassSource], stages: Sequence[ClassSource]
+    blocks: Sequence[ClassSource], stages: Sequence[ClassSource], forms: Forms = USUAL
 ) -> tuple[list[ClassSource], list[ClassSource]]:
     """Merge the classes of blocks.
 
@@ -33,11 +34,13 @@ def merge_classes(
     Args:
         blocks: the classes that stages share, each after those that it uses.
         stages: the classes of the stages.
+        forms: which classes stay apart.
 
     Returns:
         the merged classes, and the stages with the new calls.
     """
-    classes, users = list(blocks), list(stages)
+    apart = [each for each in blocks if not forms.merges(each.model_class)]
+    classes, users = [each for each in blocks if forms.merges(each.model_class)], [*apart, *stages]
     known: _KnownPairs = {}
     while True:
         merged = (
@@ -46,6 +49,7 @@ def merge_classes(
         if merged is None:
             break
         classes, users = merged
+    classes, users = [*classes, *users[: len(apart)]], users[len(apart) :]
     names: dict[str, str] = {}
     for each in classes:
         names[each.name] = unused_class(class_name(each.model_class) + each.part, set(names.values()))

@@ -1,0 +1,44 @@
+"""The proof of a package: its text is compared with the captured graph, class by class, before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipegraph.codegen.draft import Source
+from pipegraph.codegen.validation.validate import Difference, differences
+from pipegraph.package.source_import import ImportedPackage
+from pipegraph.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a package was compared with the captured graph, which it equals.
+
+    Attributes:
+        seconds: that the comparison took.
+        plainer: classes that are written in a plainer form than usual → the form, in words.
+        reasons: what each form before computed otherwise.
+    """
+
+    seconds: float
+    plainer: Mapping[str, str]
+    reasons: tuple[str, ...]
+
+
+def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list[Difference]:
+    """Import the text of a package, and compare it with captured graphs.
+
+    Args:
+        files: name → text.
+        plans: the graph, and those of other sizes for which the text is meant as well.
+    """
+    with ImportedPackage(Path("package"), files, files) as package:
+        return [found for plan in plans for found in differences(plan, package.module.load_stage)]
+
+
+def written_names(source: Source, difference: Difference) -> list[str]:
+    """The names under which `Forms` has the classes of a difference, innermost first."""
+    model_classes = {block.name: block.model_class for block in source.blocks}
+    return list(dict.fromkeys(model_classes.get(name, name) for name in difference.names))

@@ -1,0 +1,180 @@
+"""Operations in normal form: calls that are equal by definition give one term.
+
+- An argument that is the default of the operator's schema is left out, and so is one that changes no value (a device).
+- A dimension is counted from the front.
+- ``zeros``, ``ones_like``, ``new_full`` and the like are ``full`` with a number.
+- An operand that is a tensor of one number, ``torch.tensor(64.0)``, is the number.
+- A number with a tensor of floats is a float: ``x * 2`` is ``x * 2.0``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from torch import Tensor
+
+from pipegraph.codegen.validation.terms import Key, Operand, Terms
+from pipegraph.codegen.validation.views import dimension
+from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
+
+_IGNORED: Final = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
+"""Arguments that change no value."""
+_DIMENSION: Final = re.compile(r"(start_|end_)?dims?[01]?|axis")
+_NEW_DIMENSION: Final = frozenset({"stack"})
+"""Operators whose result has a dimension more than the argument: ``dim`` is one of the result."""
+_FILLED: Final = {"zeros": 0, "ones": 1, "zero": 0, "full": None, "scalar_tensor": None, "fill": None}
+"""Operators that make a tensor of one number → the number, if it is not an argument."""
+
+
+def arguments_by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that say something, by their names in the operator's schema."""
+    names, defaults = _schema(target)
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {
+        name: value
+        for name, value in named.items()
+        if name not in _IGNORED and not (name in defaults and _is_default(defaults[name], value))
+    }
+
+
+@cache
+def _schema(target: OpOverload) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    arguments = schema_arguments(target)
+    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return tuple(each.name for each in arguments), defaults
+
+
+def _is_default(default: Any, value: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(default, bool) != isinstance(value, bool):
+        return False
+    return bool(default == value)
+
+
+def operation_key(
+    terms: Terms, target: OpOverload, named: Mapping[str, Any], result: Any, term_of: Callable[[Tensor], int]
+) -> Key:
+    """The term of an operation that is no view.
+
+    Args:
+        named: the arguments by name, as `arguments_by_name` returns them.
+        result: a tensor, or a tuple of tensors.
+        term_of: the term of a tensor.
+    """
+    name, overload = operator_name(target)
+    shape = tuple(result.shape) if isinstance(result, Tensor) else ()
+    dtype = str(result.dtype) if isinstance(result, Tensor) else ""
+    stem = name.removeprefix("new_").removesuffix("_like")
+    if stem in _FILLED and isinstance(result, Tensor):
+        number = _filled_with(terms, stem, named, term_of)
+        if number is not None:
+            return Key("full", (_number(number, result),), shape, dtype)
+    if stem == "empty":
+        return Key("empty", (), shape, dtype)
+    if name == "arange":
+        limits = named.get("start", 0), named["end"], named.get("step", 1)
+        return Key("arange", tuple(_number(number, result) for number in limits), shape, dtype)
+    if name == "stack" and (numbers := _numbers_of(terms, named["tensors"], term_of)):
+        return Key("constant", numbers, shape, dtype)
+    rank = next((leaf.dim() for leaf in _tensors(named.values())), 0) + (name in _NEW_DIMENSION)
+
+    def normal(key: str, value: Any) -> object:
+        if isinstance(value, Tensor):
+            return _operand(terms, term_of(value), is_first=key == "self" and value.dim() > 0)
+        if isinstance(value, (tuple, list)):
+            return tuple(normal(key, part) for part in value)
+        if isinstance(value, int) and not isinstance(value, bool) and _DIMENSION.fullmatch(key):
+            return dimension(value, rank)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and key in _SCALARS:
+            return _number(value, result)
+        return _plain(value)
+
+    kept = {key: value for key, value in named.items() if not (key == "dtype" and dtype)}
+    query = named.get("query")
+    if isinstance(query, Tensor) and _is_default_scale(query, kept.get("scale")):
+        del kept["scale"]
+    arguments = tuple((key, normal(key, value)) for key, value in sorted(kept.items()))
+    return Key(f"{target.namespace}.{name}.{_merged_overload(overload)}", arguments, shape, dtype)
+
+
+_SCALARS: Final = frozenset({"other", "alpha", "beta", "value", "self", "exponent", "min", "max", "fill_value", "end"})
+
+
+def _is_default_scale(query: Tensor, scale: Any) -> bool:
+    """Return whether attention has this scale by default: one over the square root of the size of a head."""
+    return isinstance(scale, float) and math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-7)
+
+
+def _merged_overload(overload: str) -> str:
+    """``Scalar`` and ``Tensor`` are one form: the operand says which of them it is."""
+    return "" if overload in ("Scalar", "Tensor", "default", "Tensor_Scalar", "int_Scalar") else overload
+
+
+def _filled_with(terms: Terms, stem: str, named: Mapping[str, Any], term_of: Callable[[Tensor], int]) -> Any:
+    """The number of which a factory makes a tensor; None if it is not known."""
+    number = _FILLED[stem]
+    if number is not None:
+        return number
+    value = next((named[key] for key in ("fill_value", "value", "s") if key in named), None)
+    if isinstance(value, Tensor):
+        key = terms.keys[term_of(value)]
+        return number_in(key)
+    return value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    leaves: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            leaves.append(value)
+        elif isinstance(value, (tuple, list)):
+            leaves += _tensors(value)
+    return leaves
+
+
+def _operand(terms: Terms, term: int, is_first: bool) -> object:
+    """A term as an argument; the number for a tensor of one number."""
+    key = terms.keys[term]
+    if key.operator == "full" and key.shape == () and not is_first:
+        return key.arguments[0]
+    return Operand(term)
+
+
+def _number(value: Any, result: Tensor) -> object:
+    """A number as an argument, with its kind: 1, 1.0 and True are one key of a dict in Python."""
+    if isinstance(value, (int, float)) and isinstance(result, Tensor):
+        value = float(value) if result.is_floating_point() else value
+    return _plain(value)
+
+
+def number_argument(value: float) -> object:
+    """A number as an argument."""
+    return _plain(value)
+
+
+def number_in(key: Key) -> float | None:
+    """The number of which a tensor is made; None if it is not known, or is not one."""
+    if key.operator != "full":
+        return None
+    _, value = key.arguments[0]  # type: ignore[misc]
+    return float(value) if isinstance(value, str) else value  # type: ignore[has-type]
+
+
+def _numbers_of(terms: Terms, tensors: Sequence[Tensor], term_of: Callable[[Tensor], int]) -> tuple[object, ...]:
+    """The numbers of a list of tensors of one number each; empty if some are not."""
+    keys = [terms.keys[term_of(tensor)] for tensor in tensors]
+    return (
+        tuple(key.arguments[0] for key in keys) if all(key.operator == "full" and not key.shape for key in keys) else ()
+    )
+
+
+def _plain(value: Any) -> object:
+    """An argument that is no tensor: with its kind if it is a number, else as text."""
+    if isinstance(value, float):
+        return "float", f"{value:.12g}"  # a square root is rounded otherwise in C++ than in Python
+    if value is None or isinstance(value, (int, bool, str)):
+        return type(value).__name__, value
+    return "text", str(value)

@@ -1,0 +1,116 @@
+"""Calls of equal code run once; for the others the terms of the first one are made again with their own arguments.
+
+A model of 126 equal layers is compared in the time of one, and every term of every layer is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.codegen.validation.recorder import Recorder, Region
+from pipegraph.graph.internals import pytree
+
+SMALLEST = 4
+"""Calls of fewer operations are run, which takes no longer."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result of a call: its layout, and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    term: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that was run: its terms, the terms of its arguments and state, its results and how they are nested."""
+
+    region: Region
+    arguments: tuple[int, ...]
+    results: tuple[_Result, ...]
+    form: pytree.TreeSpec
+
+
+@dataclass
+class RepeatedCalls:
+    """The calls that were run so far, by their code and the layouts of their arguments."""
+
+    _calls: dict[Hashable, _Call | None] = field(default_factory=dict)
+
+    def run(self, recorder: Recorder, code: Hashable, arguments: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        """Return the results of a call, which is run unless one of the same code was.
+
+        Args:
+            recorder: of this run.
+            code: what is equal for two calls that compute the same of their arguments.
+            arguments: all tensors that it reads, its parameters and buffers included.
+            call: runs it.
+        """
+        terms = tuple(map(recorder.term_of, arguments))
+        layouts = tuple(
+            (terms.index(term), *_layout(tensor), recorder.requires_grad(tensor), recorder.number_key(term))
+            for tensor, term in zip(arguments, terms, strict=True)
+        )
+        key = code, layouts, torch.is_grad_enabled(), _autocast_state()
+        known = self._calls.get(key)
+        if known is not None:
+            return _replayed(recorder, known, terms)
+        if key in self._calls:  # its terms do not say all that it does
+            return call()
+        with recorder.region() as region:
+            returned = call()
+        results, form = pytree.tree_flatten(returned)
+        self._calls[key] = None
+        if _is_closed(recorder, region, results) and not region.gives(terms):
+            self._calls[key] = _Call(region, terms, tuple(_result(recorder, each) for each in results), form)
+        return returned
+
+
+def _layout(tensor: Tensor) -> tuple[Hashable, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _autocast_state() -> Hashable:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _result(recorder: Recorder, tensor: Tensor) -> _Result:
+    return _Result(
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        recorder.term_of(tensor),
+        recorder.requires_grad(tensor),
+    )
+
+
+def _is_closed(recorder: Recorder, region: Region, results: Sequence[Any]) -> bool:
+    """Return whether the terms of a call are all that it leaves: it writes into none of its arguments, and its results
+    share no memory with them or with one another."""
+    if not all(isinstance(each, Tensor) for each in results):
+        return False
+    memories = [recorder.memory_number(each) for each in results]
+    is_new = all(recorder.is_new(each, region) for each in results)
+    return is_new and len(set(memories)) == len(memories) and not region.writes_outside
+
+
+def _replayed(recorder: Recorder, known: _Call, terms: Sequence[int]) -> Any:
+    other = recorder.replay(known.region, dict(zip(known.arguments, terms, strict=True)))
+    results = []
+    for each in known.results:
+        tensor = torch.empty_strided(each.shape, each.strides, dtype=each.dtype, device=each.device)
+        tensor.requires_grad_(each.requires_grad)
+        recorder.restore(tensor, other[each.term], each.requires_grad)
+        results.append(tensor)
+    return pytree.tree_unflatten(results, known.form)

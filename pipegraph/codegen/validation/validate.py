@@ -1,0 +1,192 @@
+"""Compare the written stages of a package with the captured graph, and say where they differ."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from torch import fx, nn
+
+from pipegraph.codegen.validation.captured_stage import CapturedStage, StageState
+from pipegraph.codegen.validation.recorder import Recorder
+from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
+from pipegraph.codegen.validation.settings import Setting, settings_of
+from pipegraph.codegen.validation.terms import Terms
+from pipegraph.codegen.validation.written_stage import WrongStateError, check_state, run_written, set_state
+from pipegraph.errors import one_line
+from pipegraph.graph.captured import Captured
+from pipegraph.graph.internals import new_fake_mode
+from pipegraph.graph.nodes import path_of, source_line
+from pipegraph.graph.partition.stages import StageGraph
+from pipegraph.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a written stage is not the captured graph.
+
+    Attributes:
+        stage: its index.
+        setting: in which they differ.
+        names: the written classes and functions that ran there, innermost first; the stage's class is last.
+        written: what the written source computes, with its line: ``blocks.py:12: aten.mul``; "" if nothing does.
+        captured: what the captured graph has, with its line; "" if nothing has.
+    """
+
+    stage: int
+    setting: Setting
+    names: tuple[str, ...]
+    written: str
+    captured: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.names[0]} of stage {self.stage} computes {self.written or 'less'} where the model has "
+            f"{self.captured or 'no such operation'}, in {self.setting}"
+        )
+
+
+@dataclass
+class _Table:
+    """What the runs of all stages in one setting share."""
+
+    setting: Setting
+    terms: Terms = field(default_factory=Terms)
+    captured_calls: RepeatedCalls = field(default_factory=RepeatedCalls)
+    written_calls: RepeatedCalls = field(default_factory=RepeatedCalls)
+
+
+def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[Difference]:
+    """Compare the stages of a package with a plan, in all settings.
+
+    Args:
+        plan: the captured stages.
+        load_stage: builds a stage of the package.
+
+    Returns:
+        The first difference of each stage; none if the package computes what the graph computes.
+    """
+    with new_fake_mode():
+        tables = [[_Table(setting) for setting in settings] for settings in settings_of(plan.captured)]
+        compared = (_difference(plan.captured, stage, tables, load_stage) for stage in plan.stages)
+        return [difference for difference in compared if difference is not None]
+
+
+def _difference(
+    captured: Captured, stage: StageGraph, tables: Sequence[Sequence[_Table]], load_stage: Callable[..., nn.Module]
+) -> Difference | None:
+    module = load_stage(stage.index, device="meta", weights=False)
+    try:
+        check_state(captured, stage, module)
+    except WrongStateError as error:
+        return Difference(stage.index, tables[0][0].setting, (type(module).__name__,), str(error), "")
+    states: dict[bool, StageState] = {}
+    for alternatives in tables:
+        for table in alternatives:
+            setting = table.setting
+            if setting.is_converted not in states:
+                states[setting.is_converted] = StageState.of(captured, stage, setting)
+            state = states[setting.is_converted]
+            try:
+                with Recorder(table.terms) as recorder:
+                    expected = CapturedStage(captured, stage, state, setting, recorder, table.captured_calls).run()
+            except RuntimeError:
+                if table is alternatives[-1] and not setting.sizes:
+                    raise
+                continue  # the model does not take these sizes
+            set_state(captured, stage, module, state)
+            try:
+                with Recorder(table.terms) as recorder:
+                    actual = run_written(stage, module, state, setting, recorder, table.written_calls)
+            except Exception as error:  # whatever the written source raises
+                return _of_error(stage, module, setting, error)
+            found = _located(captured, stage, module, state, setting) if actual != expected else None
+            if found is not None:
+                return found
+            break
+    return None
+
+
+# ---- where they differ -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a term comes from: the operation with its line, and the written names that ran there, innermost first."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+def _located(
+    captured: Captured, stage: StageGraph, module: nn.Module, state: StageState, setting: Setting
+) -> Difference | None:
+    """Run a stage again, every call of it, and find the first operation that only one side has."""
+    terms = Terms()
+    expected: dict[int, _Place] = {}
+    actual: dict[int, _Place] = {}
+    package, own = type(module).__module__.partition(".")[0], type(module).__name__
+
+    def on_captured(term: int) -> None:
+        if term not in expected:
+            expected[term] = _place_of_node(captured, terms, term, run.node)
+
+    def on_written(term: int) -> None:
+        if term not in actual:
+            actual[term] = _place_of_frame(terms, term, package)
+
+    with Recorder(terms, on_captured) as recorder:
+        run = CapturedStage(captured, stage, state, setting, recorder, None)
+        expected_result = run.run()
+    with Recorder(terms, on_written) as recorder:
+        actual_result = run_written(stage, module, state, setting, recorder, None)
+    if actual_result == expected_result:
+        return None
+    terms_of_graph, terms_of_source = (terms.reachable(each.terms()) for each in (expected_result, actual_result))
+    written = next((place for term, place in actual.items() if term in terms_of_source - terms_of_graph), None)
+    missing = next((place for term, place in expected.items() if term in terms_of_graph - terms_of_source), None)
+    names = written.names if written is not None else missing.names if missing is not None else ()
+    text = written.text if written is not None else "" if missing is not None else "its results in another order"
+    expected_text = missing.text if missing is not None else ""
+    return Difference(stage.index, setting, tuple(dict.fromkeys([*names, own])), text, expected_text)
+
+
+def _place_of_node(captured: Captured, terms: Terms, term: int, node: fx.Node | None) -> _Place:
+    operator = terms.keys[term].operator
+    if node is None:
+        return _Place(operator, ())
+    line = source_line(node)
+    names = tuple(captured.modules[fqn].class_name for _, fqn in reversed(path_of(node)))
+    return _Place(f"{operator} (at {line})" if line else operator, names)
+
+
+def _place_of_frame(terms: Terms, term: int, package: str) -> _Place:
+    operator, names, line = terms.keys[term].operator, [], ""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
+            line = line or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            names.append(_name_of(frame))
+        frame = frame.f_back
+    return _Place(f"{operator} (at {line})" if line else operator, tuple(names))
+
+
+def _of_error(stage: StageGraph, module: nn.Module, setting: Setting, error: Exception) -> Difference:
+    """The difference of a stage that raises an error."""
+    package, names, line = type(module).__module__.partition(".")[0], [type(module).__name__], ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
+            line = f"{Path(frame.f_code.co_filename).name}:{number}"
+            names.insert(0, _name_of(frame))
+    written = f"{one_line(f'{type(error).__name__}: {error}')} (at {line})"
+    return Difference(stage.index, setting, tuple(dict.fromkeys(names)), written, "")
+
+
+def _name_of(frame: FrameType) -> str:
+    """The written class or function that runs in a frame."""
+    is_method = frame.f_code.co_name == "forward" and "self" in frame.f_locals
+    return type(frame.f_locals["self"]).__name__ if is_method else frame.f_code.co_name
