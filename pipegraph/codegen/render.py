@@ -245,8 +245,10 @@ def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping
     imports = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
     if any(name.startswith("F.") for name in names):
         imports["torch.nn.functional"] = "import torch.nn.functional as F"
-    if "OrderedDict" in names:
-        imports[""] = "from collections import OrderedDict\n"
+    standard = ["import math"] if any(name.startswith("math.") for name in names) else []
+    standard += ["from collections import OrderedDict"] if "OrderedDict" in names else []
+    if standard:
+        imports[""] = "\n".join(standard) + "\n"
     for namespace, module in libraries.items():
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"

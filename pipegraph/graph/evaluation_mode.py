@@ -23,7 +23,6 @@ from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import mark_mode_differences, settle_fixed_modes
-from pipegraph.graph.symbolic_size import InputDimension
 
 
 class OtherModeError(Exception):
@@ -57,7 +56,7 @@ def add_evaluation_mode(
     """
     both, both_tensors = dict(state), dict(tensors)
     same = same_in_both_modes(model, args, kwargs)
-    evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported.fixed, names, both, both_tensors)
+    evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported, names, both, both_tensors)
     settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
     mark = partial(mark_mode_differences, evaluation=evaluation, modules=modules)
     try:
@@ -78,7 +77,7 @@ def _evaluation_graph(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    fixed: frozenset[InputDimension] | None,
+    training: Exported,
     names: SizeNames,
     state: dict[str, StateEntry],
     tensors: dict[str, Tensor],
@@ -90,7 +89,9 @@ def _evaluation_graph(
     """
     mode = modes_of(model).evaluation
     try:
-        exported = Exported(export_in(mode, model, args, kwargs, fixed=fixed), mode, fixed)
+        fixed, keeps_int = training.fixed, training.keeps_int
+        program = export_in(mode, model, args, kwargs, fixed=fixed, keeps_int=keeps_int)
+        exported = Exported(program, mode, fixed, keeps_int=keeps_int)
         graph, _ = flatten(exported.program, state, tensors, names)
         mark_dtypes(graph, exported, model, args, kwargs, names)
         run_all_passes(graph, state, prefix="evaluation_")

@@ -306,7 +306,7 @@ def replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Itera
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        method.__dict__.update(vars(original))  # torch clears the caches of some
+        method.__dict__.update(getattr(original, "__dict__", {}))  # torch clears the caches of some
         setattr(owner, name, classmethod(method) if is_classmethod else method)
         try:
             yield

@@ -19,8 +19,18 @@ FUNCTIONS = {"Min": "min", "Max": "max"}
 LONGEST_TEXT: Final = 1000
 """Characters of an expression that a package holds. A size that would need more is fixed."""
 
-OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", **FUNCTIONS}
+OPERATORS = {
+    **{"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"},
+    **{"IntTrueDiv": "/", "FloatTrueDiv": "/"},
+    **FUNCTIONS,
+}
 """torch's function in an expression → Python's operator or function."""
+
+ROUNDINGS = {"TruncToInt": "int", "RoundToInt": "round", "FloorToInt": "math.floor", "CeilToInt": "math.ceil"}
+"""torch's function that makes a whole number of a fraction → Python's."""
+
+TO_FLOAT = "ToFloat"
+"""torch's function of a whole number in a fraction, which Python needs none for."""
 
 
 class UnknownSizeError(Exception):
@@ -136,13 +146,19 @@ class SymbolicSize(int):
     __rmul__ = __mul__
 
 
-def fold(expression: sympy.Expr, leaf: Callable[[sympy.Expr], T | None], combine: Callable[[str, T, T], T]) -> T:
+def fold(
+    expression: sympy.Expr,
+    leaf: Callable[[sympy.Expr], T | None],
+    combine: Callable[[str, T, T], T],
+    rounded: Callable[[str, T], T],
+) -> T:
     """Build something from an expression: a text, an expression of Python.
 
     Args:
-        expression: a sum, product, power, quotient, remainder, minimum or maximum, nested.
+        expression: a sum, product, power, quotient, remainder, minimum, maximum or whole number of a fraction, nested.
         leaf: returns what stands for a part; None if it is to be built from the parts of it.
-        combine: (``+ - * // %``, ``min`` or ``max``, left, right) → what stands for the operation.
+        combine: (``+ - * / // %``, ``min`` or ``max``, left, right) → what stands for the operation.
+        rounded: (a function of `ROUNDINGS`, its argument) → what stands for the whole number.
 
     Raises:
         UnknownSizeError: there is no leaf for a symbol.
@@ -155,10 +171,16 @@ def fold(expression: sympy.Expr, leaf: Callable[[sympy.Expr], T | None], combine
         if isinstance(part, sympy.Add):
             return total(part)
         if isinstance(part, sympy.Mul):
-            return reduce(lambda left, right: combine("*", left, right), map(build, part.as_ordered_factors()))
+            factors = sorted(part.as_ordered_factors(), key=lambda factor: factor.is_Float)  # n * 0.5, but 2 * n
+            return reduce(lambda left, right: combine("*", left, right), map(build, factors))
         if isinstance(part, sympy.Pow):
             return reduce(lambda left, right: combine("*", left, right), [build(part.base)] * int(part.exp))
-        symbol = OPERATORS.get(type(part).__name__)
+        name = type(part).__name__
+        if name == TO_FLOAT:
+            return build(part.args[0])
+        if name in ROUNDINGS:
+            return rounded(ROUNDINGS[name], build(part.args[0]))
+        symbol = OPERATORS.get(name)
         if symbol is None:
             raise UnknownSizeError(part)
         operands = sympy.ordered(part.args) if symbol in FUNCTIONS.values() else part.args
@@ -181,6 +203,8 @@ def expression_text(expression: sympy.Expr) -> str:
     """An expression as Python: ``2 * (tokens_1 // 4)``."""
 
     def leaf(part: sympy.Expr) -> str | None:
+        if part.is_Float:
+            return repr(float(part))
         return str(part) if part.is_Integer or part.is_Symbol else None
 
     def combine(symbol: str, left: str, right: str) -> str:
@@ -191,7 +215,7 @@ def expression_text(expression: sympy.Expr) -> str:
         right = f"({right})" if " " in right and symbol != "+" else right
         return f"{left} {symbol} {right}"
 
-    return fold(expression, leaf, combine)
+    return fold(expression, leaf, combine, lambda function, argument: f"{function}({argument})")
 
 
 def _is_negative(term: sympy.Expr) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -25,7 +26,7 @@ BATCH: Final = "batch"
 Condition = Annotated[str, Meta(min_length=1, max_length=LONGEST_EXPRESSION)]
 """A comparison of two expressions of sizes: ``"images_2 % 4 == 0"``."""
 
-_COMPARISONS: Final[dict[type[ast.cmpop], Callable[[int, int], bool]]] = {
+_COMPARISONS: Final[dict[type[ast.cmpop], Callable[[float, float], bool]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -33,14 +34,21 @@ _COMPARISONS: Final[dict[type[ast.cmpop], Callable[[int, int], bool]]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_OPERATORS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
+_OPERATORS: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_FUNCTIONS: Final[dict[str, Callable[[int, int], int]]] = {"min": min, "max": max}
+_FUNCTIONS: Final[dict[str, Callable[[float, float], float]]] = {"min": min, "max": max}
+_ROUNDINGS: Final[dict[str, Callable[[float], int]]] = {
+    "int": int,
+    "round": round,
+    "math.floor": math.floor,
+    "math.ceil": math.ceil,
+}
 
 
 class Size(Entry, frozen=True):
@@ -55,8 +63,8 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     """Return a dimension as a number.
 
     Args:
-        dimension: a number, or an expression of names, whole numbers, parentheses, signs, ``+ - * //``, ``%``, ``min``
-            and ``max``.
+        dimension: a number, or an expression of names, numbers, parentheses, signs, ``+ - * / //``, ``%``, ``min`` and
+            ``max``, and of whole numbers of fractions: ``int``, ``round``, ``math.floor`` and ``math.ceil``.
         sizes: name → number.
 
     Raises:
@@ -66,9 +74,9 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
         return dimension
     try:
         found = _evaluate(ast.parse(dimension.strip(), mode="eval").body, sizes)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         raise PackageError(f'"{dimension}" is no expression of sizes') from None
-    if found < 0:
+    if found < 0 or not isinstance(found, int):
         raise PackageError(f'"{dimension}" is {found} with {dict(sizes)}')
     return found
 
@@ -79,15 +87,15 @@ def holds(condition: str, sizes: Mapping[str, int]) -> bool:
         match ast.parse(condition.strip(), mode="eval").body:
             case ast.Compare(left=left, ops=[how], comparators=[right]) if type(how) in _COMPARISONS:
                 return _COMPARISONS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         pass
     raise PackageError(f'"{condition}" is no comparison of sizes')
 
 
-def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
+def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> float:
     match node:
-        case ast.Constant(value=value) if type(value) is int:
-            return value
+        case ast.Constant(value=value) if type(value) in (int, float):
+            return value  # type: ignore[return-value]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_evaluate(operand, sizes)
         case ast.Name(id=name):
@@ -99,4 +107,6 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
             return _OPERATORS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
         case ast.Call(func=ast.Name(id=name), args=[first, *others], keywords=[]) if name in _FUNCTIONS:
             return reduce(_FUNCTIONS[name], (_evaluate(each, sizes) for each in (first, *others)))
+        case ast.Call(func=function, args=[argument], keywords=[]) if ast.unparse(function) in _ROUNDINGS:
+            return _ROUNDINGS[ast.unparse(function)](_evaluate(argument, sizes))
     raise ValueError(type(node).__name__)

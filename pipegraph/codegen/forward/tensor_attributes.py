@@ -43,7 +43,7 @@ class SizeVariables:
             UnknownSizeError: no value has a size from which it follows.
         """
         try:
-            return fold(size.expression, self._read, _combined)
+            return fold(size.expression, self._read, _combined, call)
         except UnknownSizeError as error:
             raise UnknownSizeError(error.size, size.expression) from error
 
@@ -58,8 +58,8 @@ class SizeVariables:
     def _read(self, size: sympy.Expr) -> Expression | None:
         """A number, or ``x.shape[1]`` for the first variable that has a size; None if no value has it."""
         values = self._values
-        if size.is_Integer:
-            return literal(int(size))
+        if size.is_Integer or size.is_Float:
+            return literal(int(size) if size.is_Integer else float(size))
         if size in self._variables:
             return self._variables[size]
         found = next((name for name, node in values.variables.items() if dimension_of(node, size) is not None), None)

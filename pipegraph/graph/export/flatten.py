@@ -17,6 +17,7 @@ from pipegraph.graph.calls import copy_places
 from pipegraph.graph.captured import PIPE_SPLITS, STRUCTURE, VALUE, StateEntry
 from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
+from pipegraph.graph.export.kept_sizes import OF_ATEN
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import number_of, source_line
@@ -250,6 +251,7 @@ class _Flattening:
                 raise values[parent].error
         self._learn_sizes(node)
         placed = self.graph.node_copy(node, lambda arg: values[arg])
+        placed.target = OF_ATEN.get(placed.target, placed.target)
         stack = list(node.meta.get("nn_module_stack", {}).items())
         placed.meta = {
             **self._known(node, self.sizes.describe),

@@ -21,6 +21,8 @@ from pipegraph.graph.nodes import SIZES
 from pipegraph.graph.symbolic_size import (
     LONGEST_TEXT,
     OPERATORS,
+    ROUNDINGS,
+    TO_FLOAT,
     FixedSize,
     InputDimension,
     SymbolicSize,
@@ -275,7 +277,11 @@ def is_symbolic(value: Any) -> bool:
 
 
 def _is_determined(relation: sympy.Eq) -> bool:
-    """Return whether an equation has one solution: ``16 * channels == 48``."""
+    """Return whether an equation has one solution: ``16 * channels == 48``, ``int(0.5 * length) == 6``."""
+    fractions = {*ROUNDINGS, TO_FLOAT}
+    has_fraction = any(type(part).__name__ in fractions for part in sympy.preorder_traversal(relation))
+    if has_fraction and any(side.is_number for side in relation.args):
+        return True
     difference, symbols = relation.lhs - relation.rhs, relation.free_symbols
     return len(symbols) == 1 and difference.is_polynomial(*symbols) and sympy.degree(difference, *symbols) == 1
 
@@ -290,7 +296,9 @@ def _too_complex(expression: sympy.Basic) -> set[sympy.Symbol]:
 def _is_simple(part: sympy.Basic) -> bool:
     if isinstance(part, sympy.Pow):
         return bool(part.exp.is_Integer and part.exp.is_positive)
-    return isinstance(part, (sympy.Add, sympy.Mul, sympy.Integer, sympy.Symbol)) or type(part).__name__ in OPERATORS
+    if isinstance(part, (sympy.Add, sympy.Mul, sympy.Integer, sympy.Float, sympy.Symbol)):
+        return True
+    return type(part).__name__ in {*OPERATORS, *ROUNDINGS, TO_FLOAT}
 
 
 def fixed_sizes(

@@ -29,6 +29,7 @@ from pipegraph.graph.export.isolation import (
     generators_restored,
     refusals_not_logged,
 )
+from pipegraph.graph.export.kept_sizes import CALLS
 from pipegraph.graph.internals import (
     TorchDispatchMode,
     exporting,
@@ -136,6 +137,9 @@ class _OperationRecord(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in CALLS:
+            with self:
+                return CALLS[func](*args, **kwargs)
         described = self._described((args, kwargs))
         result = func(*args, **kwargs)
         if func.namespace == "prim" or operator_of_target(func).check:

@@ -64,7 +64,9 @@ def mark_dtypes(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the model's own were shown when it was exported
-                program = export_in(exported.mode, model, args, kwargs, other, fixed=fixed)
+                program = export_in(
+                    exported.mode, model, args, kwargs, other, fixed=fixed, keeps_int=exported.keeps_int
+                )
                 twin, _ = flatten(program, *state_of(model), names)
         except Exception:  # whatever the model raises in a dtype that it was not written for
             return

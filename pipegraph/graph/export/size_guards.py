@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from copy import copy
 
 import sympy
 from sympy.core.relational import Ge, Gt, Le, Lt, Ne
@@ -35,6 +37,16 @@ class SizeGuards:
     def allow(self, sizes: Sizes) -> bool:
         """Return whether the required relations hold for sizes; those left out are as at capture."""
         return all(self._holds(relation, sizes, if_undefined=False) for relation in self.required)
+
+    def failing(self, sizes: Sizes) -> frozenset[sympy.Basic]:
+        """The required relations that do not hold for sizes; those left out are as at capture."""
+        return frozenset(each for each in self.required if not self._holds(each, sizes, if_undefined=False))
+
+    def without(self, relations: AbstractSet[sympy.Basic]) -> SizeGuards:
+        """Return these guards without some of the required relations."""
+        kept = copy(self)
+        kept.required = tuple(each for each in self.required if each not in relations)
+        return kept
 
     def exception(self, relation: sympy.Basic) -> Sizes | None:
         """Small sizes that are allowed and for which a relation does not hold; None if none were found."""

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
@@ -25,6 +25,7 @@ from pipegraph.graph.export.explanations import at_line, explanation, summary
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
+from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_kept
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError, LongSizes
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.python_random import check_chances
@@ -49,6 +50,7 @@ class Exported(NamedTuple):
         obstacle: why no dimension was let vary, or none but the batch.
         computed: a dimension that had to be fixed → the line that computes from it what a stage cannot express.
         training_error: why it was not exported in training mode, with the line; empty if it was.
+        keeps_int: whether ``int`` in the model's source kept a size that varies.
     """
 
     program: ExportedProgram
@@ -58,6 +60,7 @@ class Exported(NamedTuple):
     obstacle: str = ""
     computed: Mapping[InputDimension, str] = MappingProxyType({})
     training_error: str = ""
+    keeps_int: bool = False
 
 
 def export(
@@ -69,12 +72,14 @@ def export(
     kept: AbstractSet[InputDimension] = frozenset(),
     allow_derivative: bool = False,
     trains: bool = True,
+    keeps_int: bool = False,
 ) -> Exported:
     """Export in training mode, or else in the mode that the model is in, with sizes that may vary if that works.
 
     Args:
         kept: the dimensions whose sizes are not fixed because much is computed from them.
         trains: whether to try training mode.
+        keeps_int: whether ``int`` in the model's source keeps a size that varies.
 
     Raises:
         CaptureError: neither mode works, or random numbers of Python decide what the model does, or a backward would
@@ -97,13 +102,15 @@ def export(
 
         try:
             with long.refused(), fixed_sizes_seen(note):
-                program = export_in(mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative)
+                program = export_in(
+                    mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative, keeps_int=keeps_int
+                )
         except Exception:
             if long.refusal is not None:  # torch may raise another error in its place
                 raise long.refusal from None
             raise
         failed = "" if first_error is None else at_line(summary(first_error), first_error)
-        return Exported(program, mode, tried, lines, obstacle, training_error=failed)
+        return Exported(program, mode, tried, lines, obstacle, training_error=failed, keeps_int=keeps_int)
 
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
         try:
@@ -155,6 +162,7 @@ def export_in(
     *,
     fixed: frozenset[InputDimension] | None = None,
     allow_derivative: bool = True,
+    keeps_int: bool = False,
 ) -> ExportedProgram:
     """Export with each module in the mode that ``mode`` gives it (True: training), as it is after ``model.to(dtype)``.
 
@@ -163,7 +171,7 @@ def export_in(
     Raises what export raises, and CaptureError if what the model does depends on random numbers of Python.
     """
     with generators_restored() as are_used:
-        program = _export(mode, model, args, kwargs, dtype, fixed, allow_derivative)
+        program = _export(mode, model, args, kwargs, dtype, fixed, allow_derivative, keeps_int)
         if are_used():
             check_chances(model, mode, args, kwargs)
     return program
@@ -177,6 +185,7 @@ def _export(
     dtype: torch.dtype | None,
     fixed: frozenset[InputDimension] | None,
     allow_derivative: bool,
+    keeps_int: bool,
 ) -> ExportedProgram:
     with (
         record_calls(model),
@@ -187,6 +196,8 @@ def _export(
         _every_input_named(model, kwargs),
         _graphs_not_shown(),
         CertainChances(),
+        factory_sizes_kept(),
+        whole_numbers_kept(model) if keeps_int else nullcontext(),
         warnings.catch_warnings(),
     ):
         # The second list of weights of an nn.LSTM follows the fake ones, and goes back with them.

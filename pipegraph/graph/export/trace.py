@@ -19,8 +19,10 @@ from pipegraph.graph.captured import StateEntry
 from pipegraph.graph.export.dynamic_shapes import SizeNames, WantedSizes
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import InputSizes
+from pipegraph.graph.export.kept_sizes import may_read_int
 from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
+from pipegraph.graph.export.remainders import sizes_of_some_remainders, without_remainders
 from pipegraph.graph.export.size_guards import SizeGuards, Sizes
 from pipegraph.graph.export.torch_export import Exported, export
 from pipegraph.graph.index_bounds import RangeLimit, range_limits
@@ -74,6 +76,7 @@ class Trace:
         graph, sizes = flatten(self.exported.program, state, tensors, names)
         guards = sizes.guards(limit.relation for limit in range_limits(graph))
         comparison = ProgramComparison(self.exported, sizes, model, *self.example)
+        guards = without_remainders(guards, comparison.is_same)
         return Trace(self.example, self.exported, graph, state, tensors, sizes, guards, comparison, names)
 
     def is_model_at(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
@@ -140,29 +143,54 @@ def trace(
         made = _trace_doubled(model, example, ones, wanted, allow_derivative, trains)
         if made is not None:
             return made
-    return _trace(model, example, wanted, allow_derivative, trains)
+    made = _trace(model, example, wanted, allow_derivative, trains)
+    for symbol in sizes_of_some_remainders(made.guards):
+        longer = _trace_longer(made, symbol, model, example, wanted, allow_derivative, trains)
+        if longer is not None:
+            return longer
+    return made
 
 
 def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
     args, kwargs = example
     fixed = wanted.fixed
     computed: dict[InputDimension, str] = {}
+    keeps_int, may_keep_int = False, True
     while True:
         try:
             exported = export(
-                model, args, kwargs, fixed, kept=wanted.places.keys(), allow_derivative=allow_derivative, trains=trains
+                model,
+                args,
+                kwargs,
+                fixed,
+                kept=wanted.places.keys(),
+                allow_derivative=allow_derivative,
+                trains=trains,
+                keeps_int=keeps_int,
             )
+            lines = (*exported.lines.values(), exported.obstacle)
+            if may_keep_int and any(line and may_read_int(model, line) for line in lines):
+                keeps_int, may_keep_int = True, False
+                continue
             exported, fixed = exported._replace(computed=computed), exported.fixed
             state, tensors = state_of(model)
             graph, sizes = flatten(exported.program, state, tensors, wanted.names)
             limits = tuple(range_limits(graph))
             guards = sizes.guards(limit.relation for limit in limits)
             break
+        except CaptureError:
+            if not keeps_int:
+                raise
+            keeps_int = False  # the model asks more of the type than a size does
         except FixedSizeNeededError as error:
+            if may_keep_int and may_read_int(model, error.line):
+                keeps_int, may_keep_int = True, False
+                continue
             fixed = None if fixed is None or error.dimensions <= fixed else fixed | error.dimensions
             computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
     _check_tables(limits, sizes.of(example))
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
+    guards = without_remainders(guards, comparison.is_same)
     return Trace(example, exported, graph, state, tensors, sizes, guards, comparison, wanted.names)
 
 
@@ -208,6 +236,34 @@ def _trace_doubled(
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return made
+
+
+def _trace_longer(
+    made: Trace,
+    symbol: sympy.Symbol,
+    model: nn.Module,
+    example: Example,
+    wanted: WantedSizes,
+    allow_derivative: bool,
+    trains: bool,
+) -> Trace | None:
+    """Trace a model with a size that is one more, and no multiple of a chunk; None if that says no more of the size."""
+    leaves, form = pytree.tree_flatten(example)
+    for position, leaf in example.tensors():
+        for dim in range(leaf.dim()):
+            if made.sizes.symbol_of((position, dim)) == symbol:
+                leaf = torch.cat([leaf.detach(), leaf.detach().narrow(dim, 0, 1)], dim)
+        leaves[position] = leaf
+    args, kwargs = pytree.tree_unflatten(leaves, form)
+    try:
+        operations_of_model(model, made.exported.mode, args, kwargs)  # takes a tenth of the time of an export
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were shown for the example
+            longer = _trace(model, Example(args, kwargs), wanted, allow_derivative, trains)
+    except Exception:  # whatever the model raises for a length that it does not take
+        return None
+    size = {symbol: made.sizes.of(example)[symbol]}
+    return longer if symbol in longer.guards.captured and longer.is_model_at(size) else None
 
 
 def _sizes_of_one(

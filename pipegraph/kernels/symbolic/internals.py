@@ -5,10 +5,14 @@ All were checked with torch 2.11, 2.13 and 2.15. If one breaks, a stage is trace
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
 
 class UnboundSizeError(RuntimeError):
@@ -91,9 +95,37 @@ def evaluate(value: Any, numbers: Mapping[Any, Any]) -> Any:
     if not hasattr(value, "free_symbols"):
         return value
     from torch.utils._sympy.interp import sympy_interp
+
+    return sympy_interp(_size_analysis(), dict(numbers), value)
+
+
+@cache
+def _size_analysis() -> type:
+    """What the functions of an expression are in Python.
+
+    torch's own leaves a fraction an expression of sympy, of which neither a symbolic number nor a proxy can be part.
+    """
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    return sympy_interp(PythonReferenceAnalysis, dict(numbers), value)
+    def rounded(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        def apply(value: Any, dtype: torch.dtype) -> Any:
+            if isinstance(value, fx.Proxy):  # Python asks for a method that a proxy has not
+                return value.tracer.create_proxy("call_function", function, (value,), {})
+            return function(value)
+
+        return apply
+
+    methods = {
+        "int_truediv": operator.truediv,
+        "truediv": operator.truediv,
+        "trunc_to_int": rounded(torch.sym_int),
+        "round_to_int": rounded(round),
+        "floor_to_int": rounded(math.floor),
+        "ceil_to_int": rounded(math.ceil),
+    }
+    return type(
+        "SizeAnalysis", (PythonReferenceAnalysis,), {name: staticmethod(each) for name, each in methods.items()}
+    )
 
 
 def condition_count(environment: Any) -> int:
