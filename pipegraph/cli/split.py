@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,7 @@ from pipegraph.cli.progress_bar import hold_back_stderr, progress
 
 if TYPE_CHECKING:
     from pipegraph.codegen.proof import Proof
+    from pipegraph.graph.captured import Captured
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Manifest
     from pipegraph.planner.plan import Plan
@@ -106,6 +108,7 @@ def split(
         from pipegraph.graph.sources import load
         from pipegraph.package import checkpoint_folder
         from pipegraph.planner.plan_file import PlanFile
+        from pipegraph.report.text.package_tables import manifest_dict
 
         settings = _settings(given)
         file = None if plan_file is None else PlanFile.read(plan_file)
@@ -119,7 +122,10 @@ def split(
         has_values = weights is True and not (dry_run or check)
         source = load(model, has_values, batch, seq, attention_mask=attention_mask)
         source = with_batch_dims(source, batch_dim)
-    planned = _planned(source, points, stages, file, memory, settings, allow_derivative, debug)
+    begin = perf_counter()
+    captured = _captured(source, allow_derivative, debug)
+    capture_seconds = perf_counter() - begin
+    planned = _planned(captured, source, points, stages, file, memory, settings)
     planned = planned.with_relays() if relay_skips else planned
     if check and folder is not None:
         raise typer.Exit(_check(planned, folder, bool(weights), source, json))
@@ -127,7 +133,12 @@ def split(
     manifest, proof = _write(planned, folder, weights, overwrite, source)
     if debug:
         _print_plainer(proof)
-    _print(planned, folder, manifest, proof, initial_values, json)
+    if json:
+        validation = _validation(proof, capture_seconds)
+        written = {"out": None if folder is None else str(folder), "initial_values": initial_values}
+        print_json({**written, "validation": validation, **manifest_dict(manifest)})
+    else:
+        _print(planned, folder, manifest, initial_values)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -172,23 +183,26 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "setting": MeasureOptions(given.get("device", "cpu"))}
 
 
+def _captured(source: ModelSource, allow_derivative: bool, debug: bool) -> Captured:
+    from pipegraph.graph.capture import capture_source
+
+    with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
+        return capture_source(source, allow_derivative)
+
+
 def _planned(
+    captured: Captured,
     source: ModelSource,
     points: str | None,
     stages: int | None,
     file: PlanFile | None,
     memory: int | None,
     settings: Mapping[str, Any],
-    allow_derivative: bool,
-    debug: bool,
 ) -> Plan:
-    """Capture the model and cut it."""
-    from pipegraph.graph.capture import capture_source
+    """Cut a captured model."""
     from pipegraph.planner.plan import plan
     from pipegraph.workflows.batch import loss_and_target
 
-    with progress(f"capturing {source.name}"), hold_back_stderr(unless=debug):
-        captured = capture_source(source, allow_derivative)
     with progress("looking for the best cuts"):
         if file is not None:
             return file.apply(captured, memory)
@@ -241,12 +255,20 @@ def _print_plainer(proof: Proof) -> None:
         print(f"{name} is written {form}", file=sys.stderr)
 
 
-def _print(
-    planned: Plan, folder: Path | None, manifest: Manifest, proof: Proof, initial_values: str, json: bool
-) -> None:
+def _validation(proof: Proof, capture_seconds: float) -> dict[str, Any]:
+    """What ``--json`` says of the comparison with the captured graph; times in seconds."""
+    return {
+        "seconds": round(proof.seconds, 3),
+        "capture_seconds": round(capture_seconds, 3),
+        "writing_seconds": round(proof.writing_seconds, 3),
+        "plainer": proof.plainer,
+        "reasons": proof.reasons,
+    }
+
+
+def _print(planned: Plan, folder: Path | None, manifest: Manifest, initial_values: str) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.batch_lines import batch_lines
-    from pipegraph.report.text.package_tables import manifest_dict
     from pipegraph.report.text.plan_tables import (
         layout_lines,
         ranks_lines,
@@ -254,11 +276,6 @@ def _print(
         stage_lines,
     )
 
-    if json:
-        out = None if folder is None else str(folder)
-        checked = {"seconds": round(proof.seconds, 3), "plainer": proof.plainer, "reasons": proof.reasons}
-        print_json({"out": out, "initial_values": initial_values, "validation": checked, **manifest_dict(manifest)})
-        return
     varying = {place for size in planned.captured.other_sizes if size.name in manifest.sizes for place in size.places}
     fixed = [one_line(str(size)) for size in planned.captured.sizes.fixed if size.place not in varying]
     lines = [*stage_lines(planned.describe()), *fixed]

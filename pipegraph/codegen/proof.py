@@ -17,12 +17,14 @@ class Proof:
     """How a package was compared with the captured graph, which it equals.
 
     Attributes:
-        seconds: that the comparison took.
+        seconds: that the comparison took, of all forms.
+        writing_seconds: that the text took, of all forms.
         plainer: classes that are written in a plainer form than usual → the form, in words.
         reasons: what each form before computed otherwise.
     """
 
     seconds: float
+    writing_seconds: float
     plainer: Mapping[str, str]
     reasons: tuple[str, ...]
 

@@ -6,9 +6,12 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipegraph.codegen.expressions.operator_call import OperatorCall
+from pipegraph.codegen.syntax.expressions import FunctionCall
 from pipegraph.package import Package
 from tests.cli.command import ROOT, Command
 
@@ -111,6 +114,9 @@ def test_default_folder_is_named_after_the_model(
 
 def test_split_json(pipegraph: Command, tmp_path: Path) -> None:
     result = json.loads(pipegraph("split", CHAIN, "--points", "layers.2", "-o", tmp_path / "out", "--json").out)
+    validation = result["validation"]
+    assert 0 < validation["seconds"] < 10 and validation["capture_seconds"] > 0 and validation["writing_seconds"] > 0
+    assert validation["plainer"] == {} and validation["reasons"] == []
     assert (result["schema_version"], result["points"]) == (1, ["layers.2"])
     assert [stage["holds"] for stage in result["stages"]] == ["layers.0 – layers.1", "layers.2 – layers.3, head"]
     assert result["stages"][1]["inputs"] == result["stages"][0]["outputs"]
@@ -193,3 +199,25 @@ def test_several_stages_on_a_rank_are_told(pipegraph: Command) -> None:
     done = pipegraph(*command, "--stages", 4, "--schedule", "zb-v")
     assert "4 stages on 2 ranks under zb-v (for 4 ranks: --stages 8)" in done.out.splitlines()
     assert " under 1f1b" not in pipegraph(*command, "--stages", 2).out
+
+
+def test_source_that_is_not_the_model_is_not_written(
+    pipegraph: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = OperatorCall.function
+
+    def function(self: OperatorCall, name: str, *positional: Any, **named: Any) -> FunctionCall:
+        return original(self, name.replace("F.relu", "F.silu"), *positional, **named)
+
+    monkeypatch.setattr(OperatorCall, "function", function)
+    model = tmp_path / "model.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)\n\n"
+        "    def forward(self, x):\n        return self.b(torch.nn.functional.relu(self.a(x)) + x)\n\n\n"
+        "def build_model():\n    return Net()\n\n\nexample_inputs = (torch.randn(3, 4),)\n"
+    )
+    result = pipegraph("split", model, "--points", "b", "-o", tmp_path / "out")
+    assert result.code == 3
+    assert "aten.relu" in result.err and "model.py:11" in result.err and "Try:" in result.err
+    assert not (tmp_path / "out").exists()

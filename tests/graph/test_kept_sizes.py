@@ -103,15 +103,14 @@ def captured(model: nn.Module, length: int) -> Captured:
     return pipegraph.capture(model, (torch.randn(3, length, 8),))
 
 
-@pytest.mark.parametrize("length", [13, 12])
-@pytest.mark.parametrize("kind", SOURCE)
+@pytest.mark.parametrize(("kind", "length"), [*((kind, 13) for kind in SOURCE), (Padded, 12), (Chunks, 12)])
 def test_the_length_varies(kind: type[Part], length: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = kind()
     package = pipegraph.write_package(pipegraph.plan(captured(model, length), points=["last"]), tmp_path / "out")
     assert SOURCE[kind] in (tmp_path / "out" / "stage_0.py").read_text()
     pipe = pipegraph.Pipeline(package, kernels="eager", microbatches=2, loss_fn=lambda y, _: y.square().mean())
-    for other in (length, 12, 13, 29, 16):
+    for other in {12: (12, 13), 13: (13, 12, 29)}[length]:
         x = torch.randn(4, other, 8)
         model.zero_grad()
         for stage in pipe.stages.values():

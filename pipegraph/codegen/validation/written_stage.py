@@ -13,7 +13,7 @@ from pipegraph.codegen.validation.recorder import Recorder
 from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL
+from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL, batch_norms_over_all
 from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.partition.stages import StageGraph
 
@@ -28,9 +28,8 @@ def set_state(captured: Captured, stage: StageGraph, module: nn.Module, state: S
     A batch norm with ``momentum=None`` gets the number that it has in the captured graph: it would compute one from its
     count of batches.
     """
-    for inner in module.modules():
-        if isinstance(inner, nn.modules.batchnorm._NormBase) and inner.momentum is None:
-            inner.momentum = MOMENTUM_OF_ALL
+    for inner in batch_norms_over_all(module):
+        inner.momentum = MOMENTUM_OF_ALL  # type: ignore[assignment]
     for fqn in stage.state:
         owner, _, name = fqn.rpartition(".")
         setattr(module.get_submodule(owner), name, state.tensors[captured.state[fqn].canonical])

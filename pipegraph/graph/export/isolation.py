@@ -123,9 +123,7 @@ def fake_parameters(
     and inputs of floating point have it. With ``device`` it is traced as if all of them were there.
     """
     mode = new_fake_mode()
-    averaging: list[Any] = [
-        module for module in model.modules() if is_layer_of_torch(type(module)) and _averages_all(module)
-    ]
+    averaging: list[Any] = batch_norms_over_all(model)
     stood_for = _device(args, kwargs)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,10 +172,11 @@ def not_compiled() -> Iterator[None]:
         yield
 
 
-def _averages_all(module: nn.Module) -> bool:
-    """Return whether a batch norm averages over all batches: it divides by their number, which no trace knows."""
+def batch_norms_over_all(model: nn.Module) -> list[nn.Module]:
+    """The batch norms that average over all batches: they divide by their number, which no trace knows."""
     layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return isinstance(module, layers) and is_layer_of_torch(type(module)) and module.momentum is None
+    found = (module for module in model.modules() if isinstance(module, layers) and module.momentum is None)
+    return [module for module in found if is_layer_of_torch(type(module))]
 
 
 def active_fake_mode(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
