@@ -22,6 +22,8 @@ from benchmarks.survey.comparison import difference, rounding
 from benchmarks.survey.source_counts import SourceCounts, count, numbers, products
 from benchmarks.survey.survey_case import BATCH, Inputs, SurveyCase, floats_to
 from pipegraph import PipegraphError, Pipeline, RuntimeFault
+from pipegraph.codegen.package_writer import write_proved_package
+from pipegraph.codegen.proof import Proof
 from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
@@ -85,6 +87,7 @@ class Report:
     Attributes:
         seconds: of capture, plan and write.
         literals: numbers of the source that come from the example's sizes.
+        proof: how the source was compared with the captured graph.
     """
 
     case: SurveyCase
@@ -93,6 +96,7 @@ class Report:
     seconds: float = 0.0
     counts: SourceCounts | None = None
     literals: int = 0
+    proof: Proof | None = None
 
     @property
     def has_silent_error(self) -> bool:
@@ -106,7 +110,7 @@ def examine(case: SurveyCase, folder: Path) -> Report:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            package = _split(model, case.arguments(), folder / "package")
+            package, proof = _split(model, case.arguments(), folder / "package")
     except Exception as error:  # a torch error as well: the survey goes on with the next model
         return Report(case, error=_said(error))
     seconds = time.perf_counter() - begin
@@ -119,7 +123,7 @@ def examine(case: SurveyCase, folder: Path) -> Report:
         literals = _literals(case, package, outcomes, folder)
     if is_warned:
         outcomes = {name: _warned(outcome) for name, outcome in outcomes.items()}
-    return Report(case, "", outcomes, seconds, count(package.path), literals)
+    return Report(case, "", outcomes, seconds, count(package.path), literals, proof)
 
 
 class _Examination:
@@ -253,9 +257,10 @@ def _buffers(module: nn.Module) -> Tensors:
     return {f"buffer {name}": buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
 
 
-def _split(model: nn.Module, inputs: Inputs, folder: Path) -> Package:
+def _split(model: nn.Module, inputs: Inputs, folder: Path) -> tuple[Package, Proof]:
     captured = pipegraph.capture(model, *inputs)
-    return pipegraph.write_package(pipegraph.plan(captured, stages=STAGES, balance="uniform"), folder, overwrite=True)
+    plan = pipegraph.plan(captured, stages=STAGES, balance="uniform")
+    return write_proved_package(plan, folder, overwrite=True)
 
 
 def _evaluate(call: Callable[..., Any], inputs: Inputs) -> Tensors:
@@ -280,7 +285,7 @@ def _literals(case: SurveyCase, package: Package, outcomes: Mapping[str, CheckRe
     if not suspects:
         return 0
     try:
-        again = numbers(_split(case.model(), case.arguments(batch, size), folder / "again").path)
+        again = numbers(_split(case.model(), case.arguments(batch, size), folder / "again")[0].path)
     except PipegraphError:  # nothing to compare with: each of them may be a size
         again = Counter()
     return sum(times for value, times in (numbers(package.path) - again).items() if value in suspects)

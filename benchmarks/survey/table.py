@@ -32,6 +32,9 @@ def report_lines(report: Report) -> Iterator[str]:
         return
     yield "  " + "  ".join(f"{name} {cell(outcome)}" for name, outcome in report.outcomes.items())
     yield "  " + "  ".join(f"{name} {text}" for name, text in zip(COUNTS, _counts(report), strict=True))
+    if report.proof is not None:
+        yield f"  compared with the captured graph in {report.proof.seconds:.2f} s"
+        yield from (f"    {name} is written {form}" for name, form in report.proof.plainer.items())
     for name, outcome in report.outcomes.items():
         if outcome.verdict in (Verdict.REFUSED, Verdict.FAILED):
             yield f"    {name}: {outcome.message}"
@@ -53,6 +56,7 @@ def summary(reports: Sequence[Report]) -> str:
     compared = [outcome for outcome in outcomes if outcome.verdict is Verdict.COMPARED]
     found = {each: sum(outcome.verdict is each for outcome in outcomes) for each in Verdict}
     counts = [report.counts for report in split if report.counts is not None]
+    proofs = [report.proof for report in split if report.proof is not None]
     half = [report.outcomes["bfloat16"] for report in split]
     close = sum(outcome.verdict is Verdict.COMPARED and outcome.difference <= 1e-6 for outcome in half)
     return "\n".join(
@@ -61,6 +65,8 @@ def summary(reports: Sequence[Report]) -> str:
             f"{sum(outcome.difference == 0 for outcome in compared)} equal bit for bit; "
             f"{sum(outcome.is_silent_error for outcome in compared)} silent errors, {found[Verdict.WARNED]} warned of, "
             f"{found[Verdict.REFUSED]} refused, {found[Verdict.FAILED]} failed",
+            f"{sum(len(each.plainer) for each in proofs)} classes in a plainer form; comparing with the captured "
+            f"graphs took {sum(each.seconds for each in proofs):.1f} of {sum(each.seconds for each in split):.1f} s",
             f"bfloat16 within 1e-6: {close} of {sum(outcome.verdict is not Verdict.NOT_TAKEN for outcome in half)}",
             f"numbered classes {sum(each.numbered for each in counts)}, torch.ops "
             f"{sum(each.operators for each in counts)}, constants {sum(each.constants for each in counts)}, literal "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-FORMS: Final = ("as the model's source", "without loops", "as a class of its own", "with numbers for attributes")
+FORMS: Final = ("as the model's source", "without loops", "as a separate class", "with numbers for attributes")
 """The forms of a class, each with what the forms before it do without."""
 
 

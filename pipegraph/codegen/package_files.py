@@ -16,7 +16,7 @@ from pipegraph.codegen.general_sizes import with_general_sizes
 from pipegraph.codegen.initial_values import patterns_of
 from pipegraph.codegen.names.model_names import prose
 from pipegraph.codegen.proof import Proof, differences_of_text, written_names
-from pipegraph.codegen.validation.validate import Difference
+from pipegraph.codegen.validation.validate import GraphDifference
 from pipegraph.errors import CaptureError, PlanError
 from pipegraph.graph.captured import OtherSize
 from pipegraph.graph.sources.model_source import ModelSource
@@ -59,14 +59,14 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     attempt = _attempt(plan, weights, source, USUAL)
     compared = attempt.seconds
     reasons: list[str] = []
-    while attempt.found:
-        difference = attempt.found[0]
+    while attempt.differences:
+        difference = attempt.differences[0]
         reasons.append(str(difference))
         forms = attempt.forms.plainer(written_names(attempt.package.source, difference))
-        for each in forms:
-            attempt = _attempt(plan, weights, source, each)
+        for plainer in forms:
+            attempt = _attempt(plan, weights, source, plainer)
             compared += attempt.seconds
-            if not attempt.has(difference):
+            if not attempt.lacks_operation_of(difference):
                 break
         else:
             raise CaptureError(
@@ -89,34 +89,35 @@ class _Attempt:
     forms: Forms
     package: Draft
     files: dict[str, str]
-    found: list[Difference]
+    differences: list[GraphDifference]
     seconds: float  # of the comparison
 
-    def has(self, difference: Difference) -> bool:
+    def lacks_operation_of(self, difference: GraphDifference) -> bool:
         """Return whether the captured graph still has an operation that its stage lacks."""
-        return any((each.stage, each.captured) == (difference.stage, difference.captured) for each in self.found)
+        places = {(known.stage, known.captured) for known in self.differences}
+        return (difference.stage, difference.captured) in places
 
 
 def _attempt(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) -> _Attempt:
     package, plans = _draft(plan, weights, source, forms)
     files = _files(plan, package, source)
     begin = perf_counter()
-    found = differences_of_text(files, plans)
-    return _Attempt(forms, package, files, found, perf_counter() - begin)
+    differences = differences_of_text(files, plans)
+    return _Attempt(forms, package, files, differences, perf_counter() - begin)
 
 
 def _draft(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) -> tuple[Draft, list[Plan]]:
     """A package, and the captured graphs that it must equal: the plan's, and those of other sizes that it takes."""
-    others: list[tuple[OtherSize, Draft]] = []
+    drafts: list[tuple[OtherSize, Draft]] = []
     plans = {}
     for size in plan.captured.other_sizes:
         try:
             plans[size.name] = plan.of(size.captured)
-            others.append((size, draft(plans[size.name], weights, source, forms)))
+            drafts.append((size, draft(plans[size.name], weights, source, forms)))
         except PlanError:  # a cut inside the loop, after an iteration that the other one does not have
             continue
-    package = with_general_sizes(draft(plan, weights, source, forms), others)
-    return package, [plan, *(other for name, other in plans.items() if name in package.manifest.sizes)]
+    package = with_general_sizes(draft(plan, weights, source, forms), drafts)
+    return package, [plan, *(plans[name] for name in plans if name in package.manifest.sizes)]
 
 
 def _files(plan: Plan, package: Draft, source: ModelSource | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipegraph.codegen.draft import Source
-from pipegraph.codegen.validation.validate import Difference, differences
+from pipegraph.codegen.validation.validate import GraphDifference, differences
 from pipegraph.package.source_import import ImportedPackage
 from pipegraph.planner.plan import Plan
 
@@ -29,7 +29,7 @@ class Proof:
     reasons: tuple[str, ...]
 
 
-def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list[Difference]:
+def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list[GraphDifference]:
     """Import the text of a package, and compare it with captured graphs.
 
     Args:
@@ -37,10 +37,10 @@ def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list
         plans: the graph, and those of other sizes for which the text is meant as well.
     """
     with ImportedPackage(Path("package"), files, files) as package:
-        return [found for plan in plans for found in differences(plan, package.module.load_stage)]
+        return [difference for plan in plans for difference in differences(plan, package.module.load_stage)]
 
 
-def written_names(source: Source, difference: Difference) -> list[str]:
+def written_names(source: Source, difference: GraphDifference) -> list[str]:
     """The names under which `Forms` has the classes of a difference, innermost first."""
     model_classes = {block.name: block.model_class for block in source.blocks}
     return list(dict.fromkeys(model_classes.get(name, name) for name in difference.names))

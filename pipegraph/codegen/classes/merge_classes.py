@@ -39,8 +39,8 @@ def merge_classes(
     Returns:
         the merged classes, and the stages with the new calls.
     """
-    apart = [each for each in blocks if not forms.merges(each.model_class)]
-    classes, users = [each for each in blocks if forms.merges(each.model_class)], [*apart, *stages]
+    apart = [block for block in blocks if not forms.merges(block.model_class)]
+    classes, users = [block for block in blocks if forms.merges(block.model_class)], [*apart, *stages]
     known: _KnownPairs = {}
     while True:
         merged = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipegraph.codegen.validation.recorder import Recorder
+from pipegraph.codegen.validation.recorder import TermRecorder
 from pipegraph.codegen.validation.repeated_calls import SMALLEST, RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting
 from pipegraph.codegen.validation.terms import Key
@@ -39,15 +39,15 @@ class StageResult:
         return [*(term for term in self.outputs if term is not None), *self.buffers.values()]
 
     @classmethod
-    def read(cls, recorder: Recorder, outputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> StageResult:
+    def read(cls, recorder: TermRecorder, outputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> StageResult:
         """The terms of outputs, and of all tensors that are no parameters."""
         return cls(
-            tuple(recorder.term_of(each) if isinstance(each, Tensor) else None for each in outputs),
-            {name: recorder.term_of(each) for name, each in tensors.items() if not isinstance(each, nn.Parameter)},
+            tuple(recorder.term_of(part) if isinstance(part, Tensor) else None for part in outputs),
+            {name: recorder.term_of(part) for name, part in tensors.items() if not isinstance(part, nn.Parameter)},
         )
 
 
-def stage_inputs(stage: StageGraph, setting: Setting, recorder: Recorder) -> list[Tensor]:
+def stage_inputs(stage: StageGraph, setting: Setting, recorder: TermRecorder) -> list[Tensor]:
     """Fake tensors for what a stage takes."""
     tensors = []
     for node in stage.inputs:
@@ -69,7 +69,7 @@ class StageState:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, captured: Captured, stage: StageGraph, setting: Setting) -> StageState:
+    def create(cls, captured: Captured, stage: StageGraph, setting: Setting) -> StageState:
         """The state of a stage, in the dtypes of a setting."""
         nodes = {str(node.target): node for node in captured.graph.find_nodes(op="get_attr")}
         tensors: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ class StageState:
             tensors[name] = tensor
         return cls(captured, tensors)
 
-    def name(self, recorder: Recorder) -> None:
+    def name(self, recorder: TermRecorder) -> None:
         """Give the tensors their terms."""
         for name, tensor in self.tensors.items():
             recorder.name(tensor, _leaf(self.captured.state[name].kind, name, tensor), tensor.requires_grad)
@@ -106,7 +106,7 @@ class CapturedStage:
     stage: StageGraph
     state: StageState
     setting: Setting
-    recorder: Recorder
+    recorder: TermRecorder
     calls: RepeatedCalls | None
     node: fx.Node | None = None
     _values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -136,11 +136,11 @@ class CapturedStage:
             return False
         inner = set(nodes)
         reads = [
-            node for node in dict.fromkeys(each for node in nodes for each in node.all_input_nodes) if node not in inner
+            node for node in dict.fromkeys(part for node in nodes for part in node.all_input_nodes) if node not in inner
         ]
         arguments = [self._values[node] for node in reads if node in self._values]
         makes = [node for node in nodes if self._members.read_outside(node, inner)]
-        if len(arguments) < len(reads) or not all(isinstance(each, Tensor) for each in arguments):
+        if len(arguments) < len(reads) or not all(isinstance(part, Tensor) for part in arguments):
             return False
         if not makes or not all(isinstance(node.meta.get("val"), Tensor) for node in makes):
             return False
@@ -198,8 +198,8 @@ class CapturedStage:
         if target is model_dtype:
             return args[1 if self.setting.is_converted else 0]
         if target is model_number:
-            own, other, limit = args
-            return float(getattr(torch.finfo(other if self.setting.is_converted else own), limit))
+            captured_dtype, converted_dtype, limit = args
+            return float(getattr(torch.finfo(converted_dtype if self.setting.is_converted else captured_dtype), limit))
         return target(*args, **kwargs)
 
     def _leaves_count(self, node: fx.Node) -> bool:

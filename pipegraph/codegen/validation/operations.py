@@ -32,7 +32,7 @@ _FILLED: Final = {"zeros": 0, "ones": 1, "zero": 0, "full": None, "scalar_tensor
 
 def arguments_by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that say something, by their names in the operator's schema."""
-    names, defaults = _schema(target)
+    names, defaults = _names_and_defaults(target)
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     return {
         name: value
@@ -42,10 +42,10 @@ def arguments_by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
 
 @cache
-def _schema(target: OpOverload) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+def _names_and_defaults(target: OpOverload) -> tuple[tuple[str, ...], Mapping[str, Any]]:
     arguments = schema_arguments(target)
-    defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return tuple(each.name for each in arguments), defaults
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return tuple(argument.name for argument in arguments), defaults
 
 
 def _is_default(default: Any, value: Any) -> bool:
@@ -57,7 +57,7 @@ def _is_default(default: Any, value: Any) -> bool:
 def operation_key(
     terms: Terms, target: OpOverload, named: Mapping[str, Any], result: Any, term_of: Callable[[Tensor], int]
 ) -> Key:
-    """The term of an operation that is no view.
+    """The term of an operation other than a view.
 
     Args:
         named: the arguments by name, as `arguments_by_name` returns them.
@@ -92,11 +92,11 @@ def operation_key(
             return _number(value, result)
         return _plain(value)
 
-    kept = {key: value for key, value in named.items() if not (key == "dtype" and dtype)}
+    values = {key: value for key, value in named.items() if not (key == "dtype" and dtype)}
     query = named.get("query")
-    if isinstance(query, Tensor) and _is_default_scale(query, kept.get("scale")):
-        del kept["scale"]
-    arguments = tuple((key, normal(key, value)) for key, value in sorted(kept.items()))
+    if isinstance(query, Tensor) and _is_default_scale(query, values.get("scale")):
+        del values["scale"]
+    arguments = tuple((key, normal(key, value)) for key, value in sorted(values.items()))
     return Key(f"{target.namespace}.{name}.{_merged_overload(overload)}", arguments, shape, dtype)
 
 
@@ -172,7 +172,7 @@ def _numbers_of(terms: Terms, tensors: Sequence[Tensor], term_of: Callable[[Tens
 
 
 def _plain(value: Any) -> object:
-    """An argument that is no tensor: with its kind if it is a number, else as text."""
+    """An argument other than a tensor: with its kind if it is a number, else as text."""
     if isinstance(value, float):
         return "float", f"{value:.12g}"  # a square root is rounded otherwise in C++ than in Python
     if value is None or isinstance(value, (int, bool, str)):

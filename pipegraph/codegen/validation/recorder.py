@@ -43,7 +43,7 @@ class UnknownValueError(Exception):
 
 
 @dataclass
-class _Memory:
+class TensorMemory:
     """The memory of a tensor.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Value:
     """
 
     tensor: Tensor
-    memory: _Memory
+    memory: TensorMemory
     steps: tuple[Step, ...] | None
     term: int
     writes: int
@@ -90,8 +90,8 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class Region:
-    """The terms of one call, which `Recorder.replay` makes for another call.
+class RecordedTerms:
+    """The terms of one call, which `TermRecorder.replay` makes for another call.
 
     Attributes:
         first_memory: the number of the first memory that was made in it.
@@ -109,7 +109,7 @@ class Region:
         return any(entry.term in terms and Operand(entry.term) not in entry.arguments for entry in self.entries)
 
 
-class Recorder(TorchDispatchMode):
+class TermRecorder(TorchDispatchMode):
     """Records operations as terms while it is entered. The mode of the fake tensors has to be entered before it.
 
     Args:
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         self._values: dict[int, _Value] = {}
         self._memories = 0
         self._draws: Counter[Key] = Counter()
-        self._regions: list[Region] = []
+        self._regions: list[RecordedTerms] = []
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -153,13 +153,13 @@ class Recorder(TorchDispatchMode):
         return value if value is not None else self._new(tensor, self._key_term(_constant(tensor)), False)
 
     def _new(self, tensor: Tensor, term: int, requires_grad: bool) -> _Value:
-        """Let a tensor have memory of its own."""
-        memory = _Memory(self._memories, term, tuple(tensor.shape), str(tensor.dtype))
+        """Give a tensor new memory."""
+        memory = TensorMemory(self._memories, term, tuple(tensor.shape), str(tensor.dtype))
         self._memories += 1
         return self._add(tensor, memory, (), term, requires_grad)
 
     def _add(
-        self, tensor: Tensor, memory: _Memory, steps: tuple[Step, ...] | None, term: int, requires_grad: bool
+        self, tensor: Tensor, memory: TensorMemory, steps: tuple[Step, ...] | None, term: int, requires_grad: bool
     ) -> _Value:
         value = self._values[id(tensor)] = _Value(tensor, memory, steps, term, memory.writes, requires_grad)
         if self._on_term is not None:
@@ -186,10 +186,10 @@ class Recorder(TorchDispatchMode):
         return self._random_term(key) if is_random else self._key_term(key)
 
     def _random_term(self, key: Key) -> int:
-        """The term of random numbers: equal operations draw others each time."""
+        """The term of random numbers: equal operations draw other numbers each time."""
         self._draws[key] += 1
-        drawn = key._replace(arguments=(*key.arguments, ("draw", self._draws[key])))
-        return self._logged("_random_term", (key,), self.terms.number(drawn))
+        random_key = key._replace(arguments=(*key.arguments, ("draw", self._draws[key])))
+        return self._logged("_random_term", (key,), self.terms.number(random_key))
 
     def _view_term(self, source: int, steps: Sequence[Step]) -> int:
         return self._logged("_view_term", (Operand(source), tuple(steps)), view_term(self.terms, source, steps))
@@ -215,16 +215,16 @@ class Recorder(TorchDispatchMode):
     # ---- regions -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def region(self) -> Iterator[Region]:
+    def region(self) -> Iterator[RecordedTerms]:
         """Keep the terms of a call, to make them again for others of equal code."""
-        region = Region(self._memories)
+        region = RecordedTerms(self._memories)
         self._regions.append(region)
         try:
             yield region
         finally:
             self._regions.pop()
 
-    def is_new(self, tensor: Tensor, region: Region) -> bool:
+    def is_new(self, tensor: Tensor, region: RecordedTerms) -> bool:
         """Return whether a tensor lies in memory that was made in a region."""
         return self._value(tensor).memory.number >= region.first_memory
 
@@ -232,26 +232,26 @@ class Recorder(TorchDispatchMode):
         """The number of the memory in which a tensor lies."""
         return self._value(tensor).memory.number
 
-    def replay(self, region: Region, terms: dict[int, int]) -> dict[int, int]:
-        """Make the terms of a region for other arguments.
+    def replay(self, region: RecordedTerms, terms: dict[int, int]) -> dict[int, int]:
+        """Make the terms of a region again, for other arguments.
 
         Args:
-            terms: the terms of the arguments and the state of the region → those of the other call.
+            terms: the terms of the arguments and the state of the region → those of another call.
 
         Returns:
             The terms of the region → those of the other call.
         """
-        other = dict(terms)
+        replayed = dict(terms)
         for entry in region.entries:
             arguments = [
-                part._replace(arguments=replace_terms(part.arguments, other))
+                part._replace(arguments=replace_terms(part.arguments, replayed))
                 if isinstance(part, Key)
-                else replace_terms(part, other)
+                else replace_terms(part, replayed)
                 for part in entry.arguments
             ]
             plain = [part.term if isinstance(part, Operand) else part for part in arguments]
-            other[entry.term] = getattr(self, entry.method)(*plain)
-        return other
+            replayed[entry.term] = getattr(self, entry.method)(*plain)
+        return replayed
 
     def restore(self, tensor: Tensor, term: int, requires_grad: bool) -> None:
         """Let a tensor be a result of a replayed region."""
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: OpOverload, named: Mapping[str, Any], result: Any) -> None:
         name, source = operator_name(func)[0], next(iter(named.values()), None)
-        if isinstance(source, Tensor) and self._is_view(func, name, named, source, result):
+        if isinstance(source, Tensor) and self._record_view(func, name, named, source, result):
             return
         if name in _COPIES and isinstance(source, Tensor) and result.dtype == source.dtype:
             self._new(result, *self._gradient(self.term_of(source), [source], result, func))
@@ -288,13 +288,13 @@ class Recorder(TorchDispatchMode):
             else:
                 self._new(result, term, flows)
         elif isinstance(result, (tuple, list)):
-            whole = self._operation_term(func, named, result)
+            result_term = self._operation_term(func, named, result)
             for index, part in enumerate(result):
                 if isinstance(part, Tensor):
-                    own = self._term("part", part, Operand(whole), index)
-                    self._new(part, *self._gradient(own, sources, part, func))
+                    part_term = self._term("part", part, Operand(result_term), index)
+                    self._new(part, *self._gradient(part_term, sources, part, func))
 
-    def _is_view(self, func: OpOverload, name: str, named: Mapping[str, Any], source: Tensor, result: Any) -> bool:
+    def _record_view(self, func: OpOverload, name: str, named: Mapping[str, Any], source: Tensor, result: Any) -> bool:
         """Record an operation that is a view; return whether it is one."""
         if isinstance(result, Tensor):
             steps = view_steps(name, named, source, result)
@@ -374,15 +374,15 @@ class Recorder(TorchDispatchMode):
         named: Mapping[str, Any],
         written: Sequence[str],
     ) -> Any:
-        """An operation that writes into arguments and may return other values: batch norm with its statistics."""
-        whole = self._operation_term(func, named, None)
+        """An operation that writes into arguments and may return values: batch norm with its statistics."""
+        result_term = self._operation_term(func, named, None)
         result = func(*args, **kwargs)
         for name in written:
-            self._store(named[name], self._term("written", named[name], Operand(whole), name), False)
+            self._store(named[name], self._term("written", named[name], Operand(result_term), name), False)
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else [result]):
             if isinstance(part, Tensor) and id(part) not in self._values:
-                own = self._term("part", part, Operand(whole), index)
-                self._new(part, *self._gradient(own, _tensors_in(named), part, func))
+                part_term = self._term("part", part, Operand(result_term), index)
+                self._new(part, *self._gradient(part_term, _tensors_in(named), part, func))
         return result
 
     def _store(self, target: Tensor, term: int, flows: bool) -> None:
@@ -412,7 +412,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _functional(func: OpOverload, name: str, overload: str) -> OpOverload | None:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None if there is none."""
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None if it is missing."""
     packet = getattr(getattr(torch.ops, func.namespace), name.removesuffix("_"), None)
     return getattr(packet, overload, None) if name.endswith("_") else None
 
@@ -428,7 +428,8 @@ def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _written_names(func: OpOverload) -> list[str]:
-    return [each.name for each in schema_arguments(func) if each.alias_info is not None and each.alias_info.is_write]
+    aliased = (argument for argument in schema_arguments(func) if argument.alias_info is not None)
+    return [argument.name for argument in aliased if argument.alias_info.is_write]
 
 
 def _tensors_in(named: Mapping[str, Any]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.codegen.validation.recorder import Recorder, Region
+from pipegraph.codegen.validation.recorder import RecordedTerms, TermRecorder
 from pipegraph.graph.internals import pytree
 
 SMALLEST = 4
@@ -32,10 +32,10 @@ class _Result:
 
 
 @dataclass(frozen=True)
-class _Call:
+class KnownCall:
     """A call that was run: its terms, the terms of its arguments and state, its results and how they are nested."""
 
-    region: Region
+    region: RecordedTerms
     arguments: tuple[int, ...]
     results: tuple[_Result, ...]
     form: pytree.TreeSpec
@@ -45,9 +45,9 @@ class _Call:
 class RepeatedCalls:
     """The calls that were run so far, by their code and the layouts of their arguments."""
 
-    _calls: dict[Hashable, _Call | None] = field(default_factory=dict)
+    _calls: dict[Hashable, KnownCall | None] = field(default_factory=dict)
 
-    def run(self, recorder: Recorder, code: Hashable, arguments: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+    def run(self, recorder: TermRecorder, code: Hashable, arguments: Sequence[Tensor], call: Callable[[], Any]) -> Any:
         """Return the results of a call, which is run unless one of the same code was.
 
         Args:
@@ -61,10 +61,10 @@ class RepeatedCalls:
             (terms.index(term), *_layout(tensor), recorder.requires_grad(tensor), recorder.number_key(term))
             for tensor, term in zip(arguments, terms, strict=True)
         )
-        key = code, layouts, torch.is_grad_enabled(), _autocast_state()
-        known = self._calls.get(key)
-        if known is not None:
-            return _replayed(recorder, known, terms)
+        key = code, layouts, torch.is_grad_enabled(), _autocast_of(arguments)
+        recorded = self._calls.get(key)
+        if recorded is not None:
+            return _replayed(recorder, recorded, terms)
         if key in self._calls:  # its terms do not say all that it does
             return call()
         with recorder.region() as region:
@@ -72,7 +72,7 @@ class RepeatedCalls:
         results, form = pytree.tree_flatten(returned)
         self._calls[key] = None
         if _is_closed(recorder, region, results) and not region.gives(terms):
-            self._calls[key] = _Call(region, terms, tuple(_result(recorder, each) for each in results), form)
+            self._calls[key] = KnownCall(region, terms, tuple(_result(recorder, result) for result in results), form)
         return returned
 
 
@@ -80,11 +80,13 @@ def _layout(tensor: Tensor) -> tuple[Hashable, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def _autocast_state() -> Hashable:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cuda")
+def _autocast_of(arguments: Sequence[Tensor]) -> Hashable:
+    """What autocast does on the devices of tensors."""
+    devices = sorted({tensor.device.type for tensor in arguments})
+    return tuple((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
 
 
-def _result(recorder: Recorder, tensor: Tensor) -> _Result:
+def _result(recorder: TermRecorder, tensor: Tensor) -> _Result:
     return _Result(
         tuple(tensor.shape),
         tensor.stride(),
@@ -95,22 +97,22 @@ def _result(recorder: Recorder, tensor: Tensor) -> _Result:
     )
 
 
-def _is_closed(recorder: Recorder, region: Region, results: Sequence[Any]) -> bool:
+def _is_closed(recorder: TermRecorder, region: RecordedTerms, results: Sequence[Any]) -> bool:
     """Return whether the terms of a call are all that it leaves: it writes into none of its arguments, and its results
     share no memory with them or with one another."""
-    if not all(isinstance(each, Tensor) for each in results):
+    if not all(isinstance(result, Tensor) for result in results):
         return False
-    memories = [recorder.memory_number(each) for each in results]
-    is_new = all(recorder.is_new(each, region) for each in results)
+    memories = [recorder.memory_number(result) for result in results]
+    is_new = all(recorder.is_new(result, region) for result in results)
     return is_new and len(set(memories)) == len(memories) and not region.writes_outside
 
 
-def _replayed(recorder: Recorder, known: _Call, terms: Sequence[int]) -> Any:
-    other = recorder.replay(known.region, dict(zip(known.arguments, terms, strict=True)))
+def _replayed(recorder: TermRecorder, recorded: KnownCall, terms: Sequence[int]) -> Any:
+    replayed = recorder.replay(recorded.region, dict(zip(recorded.arguments, terms, strict=True)))
     results = []
-    for each in known.results:
-        tensor = torch.empty_strided(each.shape, each.strides, dtype=each.dtype, device=each.device)
-        tensor.requires_grad_(each.requires_grad)
-        recorder.restore(tensor, other[each.term], each.requires_grad)
+    for result in recorded.results:
+        tensor = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=result.device)
+        tensor.requires_grad_(result.requires_grad)
+        recorder.restore(tensor, replayed[result.term], result.requires_grad)
         results.append(tensor)
-    return pytree.tree_unflatten(results, known.form)
+    return pytree.tree_unflatten(results, recorded.form)

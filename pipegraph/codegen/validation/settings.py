@@ -1,4 +1,4 @@
-"""In what the stages are run: both modes, the sizes of the capture and others, and the other dtype of the model."""
+"""The settings in which stages are compared: both modes, several sizes, and two floating dtypes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import OTHER_DTYPE, shape_of
 from pipegraph.graph.symbolic_size import SizeLimits, SymbolicSize
@@ -21,12 +22,12 @@ _FURTHEST = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """In what a stage is run.
+    """One setting of a run.
 
     Attributes:
         training: whether in training mode.
         sizes: of inputs, by name; those that are left out are as in the capture.
-        is_converted: whether the model is converted to its other dtype.
+        is_converted: whether the model is converted to another floating dtype.
     """
 
     training: bool
@@ -36,18 +37,18 @@ class Setting:
     def __str__(self) -> str:
         mode = "training mode" if self.training else "evaluation mode"
         sizes = "".join(f", {name} {size}" for name, size in self.sizes.items())
-        return f"{mode}{sizes}{', in the other dtype' if self.is_converted else ''}"
+        return f"{mode}{sizes}{', in another dtype' if self.is_converted else ''}"
 
     def number(self, value: Any) -> Any:
-        """An argument of the captured graph; a size that varies as its number."""
+        """An argument of the captured graph, with a number for a dynamic size."""
         if not isinstance(value, SymbolicSize):
             return value
         return value.at({symbol: self.sizes.get(str(symbol), size) for symbol, size in value.symbols.items()})
 
     def dtype(self, node: fx.Node) -> torch.dtype:
         """The dtype of a captured tensor."""
-        own: torch.dtype = node.meta["val"].dtype
-        return node.meta.get(OTHER_DTYPE, own) if self.is_converted else own
+        dtype: torch.dtype = node.meta["val"].dtype
+        return node.meta.get(OTHER_DTYPE, dtype) if self.is_converted else dtype
 
     def fake(self, node: fx.Node) -> Tensor:
         """A fake tensor with the shape, dtype and order of dimensions of a captured one."""
@@ -61,26 +62,25 @@ class Setting:
 
 
 def settings_of(captured: Captured) -> Iterator[list[Setting]]:
-    """Yield both modes, each at the sizes of the capture and at others; and once the other dtype.
+    """Yield both modes, each at the sizes of the capture and at other sizes, and once another floating dtype.
 
     Of several settings in a list, the first that the captured graph takes counts: it may name sizes that the model
     takes only as a multiple of some number.
     """
     modes = (True, False) if captured.training else (False,)
-    others = list(other_sizes(captured.sizes))
+    alternatives = list(other_sizes(captured.sizes))
     for training in modes:
         yield [Setting(training)]
-        if others:
-            yield [Setting(training, sizes) for sizes in others]
+        if alternatives:
+            yield [Setting(training, sizes) for sizes in alternatives]
     if any(OTHER_DTYPE in node.meta for node in captured.graph.nodes):
         yield [Setting(modes[0], is_converted=True)]
 
 
 def other_sizes(limits: SizeLimits) -> Iterator[dict[str, int]]:
-    """Yield other values for the sizes that vary, as far as the conditions of the model allow them.
+    """Yield other values for the dynamic sizes, as far as the conditions of the model allow them.
 
-    The first ones are near those of the capture, and have other differences and ratios than those. Then multiples
-    are looked for.
+    The first values are near the captured ones, with other differences and ratios between sizes. Multiples follow.
     """
     for multiple in (0, 2, 3):
         sizes = _others_near(limits, multiple)
@@ -91,23 +91,23 @@ def other_sizes(limits: SizeLimits) -> Iterator[dict[str, int]]:
 def _others_near(limits: SizeLimits, multiple: int) -> dict[str, int]:
     """Another value for each size: near that of the capture, or at first a multiple of it."""
     sizes = dict(limits.captured)
-    others: dict[str, int] = {}
+    alternatives: dict[str, int] = {}
     for name, captured in limits.captured.items():
         near = chain.from_iterable((captured + away, captured - away) for away in range(1, _FURTHEST))
         candidates = [size for size in (multiple * captured, *near, 2 * captured, 3 * captured) if size > 0]
         allowed = [size for size in candidates if _is_allowed({**sizes, name: size}, limits)]
-        unlike = (size for size in allowed if not _is_alike(name, size, others, limits.captured))
-        other = next(unlike, next(iter(allowed), None))
-        if other is not None:
-            sizes[name] = others[name] = other
-    return others
+        unlike = (size for size in allowed if not _is_alike(name, size, alternatives, limits.captured))
+        candidate = next(unlike, next(iter(allowed), None))
+        if candidate is not None:
+            sizes[name] = alternatives[name] = candidate
+    return alternatives
 
 
-def _is_alike(name: str, size: int, others: Mapping[str, int], captured: Mapping[str, int]) -> bool:
+def _is_alike(name: str, size: int, alternatives: Mapping[str, int], captured: Mapping[str, int]) -> bool:
     """Return whether a size and another one differ as they do in the capture, or have the same ratio."""
     return any(
-        size - other == captured[name] - captured[each] or size * captured[each] == other * captured[name]
-        for each, other in others.items()
+        size - candidate == captured[name] - captured[peer] or size * captured[peer] == candidate * captured[name]
+        for peer, candidate in alternatives.items()
     )
 
 
@@ -116,4 +116,7 @@ def _is_allowed(sizes: Mapping[str, int], limits: SizeLimits) -> bool:
         return False
     if any(size > limits.highest.get(name, size) for name, size in sizes.items()):
         return False
-    return all(holds(condition, sizes) for condition in limits.conditions)
+    try:
+        return all(holds(condition, sizes) for condition in limits.conditions)
+    except PackageError:  # it divides by a size that would be 0
+        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from types import FrameType
 from torch import fx, nn
 
 from pipegraph.codegen.validation.captured_stage import CapturedStage, StageState
-from pipegraph.codegen.validation.recorder import Recorder
+from pipegraph.codegen.validation.recorder import TermRecorder
 from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting, settings_of
 from pipegraph.codegen.validation.terms import Terms
 from pipegraph.codegen.validation.written_stage import WrongStateError, check_state, run_written, set_state
-from pipegraph.errors import one_line
+from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.internals import new_fake_mode
 from pipegraph.graph.nodes import path_of, source_line
@@ -26,7 +26,7 @@ from pipegraph.planner.plan import Plan
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     """Where a written stage is not the captured graph.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Table:
     written_calls: RepeatedCalls = field(default_factory=RepeatedCalls)
 
 
-def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[Difference]:
+def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[GraphDifference]:
     """Compare the stages of a package with a plan, in all settings.
 
     Args:
@@ -78,37 +78,47 @@ def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[Differ
 
 def _difference(
     captured: Captured, stage: StageGraph, tables: Sequence[Sequence[_Table]], load_stage: Callable[..., nn.Module]
-) -> Difference | None:
+) -> GraphDifference | None:
     module = load_stage(stage.index, device="meta", weights=False)
     try:
         check_state(captured, stage, module)
     except WrongStateError as error:
-        return Difference(stage.index, tables[0][0].setting, (type(module).__name__,), str(error), "")
+        return GraphDifference(stage.index, tables[0][0].setting, (type(module).__name__,), str(error), "")
     states: dict[bool, StageState] = {}
     for alternatives in tables:
         for table in alternatives:
             setting = table.setting
             if setting.is_converted not in states:
-                states[setting.is_converted] = StageState.of(captured, stage, setting)
+                states[setting.is_converted] = StageState.create(captured, stage, setting)
             state = states[setting.is_converted]
-            try:
-                with Recorder(table.terms) as recorder:
-                    expected = CapturedStage(captured, stage, state, setting, recorder, table.captured_calls).run()
-            except RuntimeError:
-                if table is alternatives[-1] and not setting.sizes:
-                    raise
-                continue  # the model does not take these sizes
+            with TermRecorder(table.terms) as recorder:
+                run = CapturedStage(captured, stage, state, setting, recorder, table.captured_calls)
+                try:
+                    expected = run.run()
+                except Exception as error:  # whatever an operation raises
+                    if not setting.sizes:
+                        raise CaptureError(_not_run(run.node, error)) from error
+                    continue  # the model does not take these sizes
             set_state(captured, stage, module, state)
             try:
-                with Recorder(table.terms) as recorder:
+                with TermRecorder(table.terms) as recorder:
                     actual = run_written(stage, module, state, setting, recorder, table.written_calls)
             except Exception as error:  # whatever the written source raises
                 return _of_error(stage, module, setting, error)
-            found = _located(captured, stage, module, state, setting) if actual != expected else None
-            if found is not None:
-                return found
+            difference = _located(captured, stage, module, state, setting) if actual != expected else None
+            if difference is not None:
+                return difference
             break
     return None
+
+
+def _not_run(node: fx.Node | None, error: Exception) -> str:
+    line = source_line(node) if node is not None else ""
+    at = f"\n  at {line}" if line else ""
+    return (
+        f"The captured graph cannot be run without memory, and is compared with nothing: {one_line(str(error))}.{at}\n"
+        "Try: torch.library.register_fake, if that operation is one of your stage_class."
+    )
 
 
 # ---- where they differ -----------------------------------------------------------------------------------------------
@@ -124,12 +134,12 @@ class _Place:
 
 def _located(
     captured: Captured, stage: StageGraph, module: nn.Module, state: StageState, setting: Setting
-) -> Difference | None:
+) -> GraphDifference | None:
     """Run a stage again, every call of it, and find the first operation that only one side has."""
     terms = Terms()
     expected: dict[int, _Place] = {}
     actual: dict[int, _Place] = {}
-    package, own = type(module).__module__.partition(".")[0], type(module).__name__
+    package, stage_class = type(module).__module__.partition(".")[0], type(module).__name__
 
     def on_captured(term: int) -> None:
         if term not in expected:
@@ -139,20 +149,20 @@ def _located(
         if term not in actual:
             actual[term] = _place_of_frame(terms, term, package)
 
-    with Recorder(terms, on_captured) as recorder:
+    with TermRecorder(terms, on_captured) as recorder:
         run = CapturedStage(captured, stage, state, setting, recorder, None)
         expected_result = run.run()
-    with Recorder(terms, on_written) as recorder:
+    with TermRecorder(terms, on_written) as recorder:
         actual_result = run_written(stage, module, state, setting, recorder, None)
     if actual_result == expected_result:
         return None
-    terms_of_graph, terms_of_source = (terms.reachable(each.terms()) for each in (expected_result, actual_result))
+    terms_of_graph, terms_of_source = (terms.reachable(result.terms()) for result in (expected_result, actual_result))
     written = next((place for term, place in actual.items() if term in terms_of_source - terms_of_graph), None)
     missing = next((place for term, place in expected.items() if term in terms_of_graph - terms_of_source), None)
     names = written.names if written is not None else missing.names if missing is not None else ()
     text = written.text if written is not None else "" if missing is not None else "its results in another order"
     expected_text = missing.text if missing is not None else ""
-    return Difference(stage.index, setting, tuple(dict.fromkeys([*names, own])), text, expected_text)
+    return GraphDifference(stage.index, setting, tuple(dict.fromkeys([*names, stage_class])), text, expected_text)
 
 
 def _place_of_node(captured: Captured, terms: Terms, term: int, node: fx.Node | None) -> _Place:
@@ -166,7 +176,7 @@ def _place_of_node(captured: Captured, terms: Terms, term: int, node: fx.Node | 
 
 def _place_of_frame(terms: Terms, term: int, package: str) -> _Place:
     operator, names, line = terms.keys[term].operator, [], ""
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
             line = line or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -175,7 +185,7 @@ def _place_of_frame(terms: Terms, term: int, package: str) -> _Place:
     return _Place(f"{operator} (at {line})" if line else operator, tuple(names))
 
 
-def _of_error(stage: StageGraph, module: nn.Module, setting: Setting, error: Exception) -> Difference:
+def _of_error(stage: StageGraph, module: nn.Module, setting: Setting, error: Exception) -> GraphDifference:
     """The difference of a stage that raises an error."""
     package, names, line = type(module).__module__.partition(".")[0], [type(module).__name__], ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -183,7 +193,7 @@ def _of_error(stage: StageGraph, module: nn.Module, setting: Setting, error: Exc
             line = f"{Path(frame.f_code.co_filename).name}:{number}"
             names.insert(0, _name_of(frame))
     written = f"{one_line(f'{type(error).__name__}: {error}')} (at {line})"
-    return Difference(stage.index, setting, tuple(dict.fromkeys(names)), written, "")
+    return GraphDifference(stage.index, setting, tuple(dict.fromkeys(names)), written, "")
 
 
 def _name_of(frame: FrameType) -> str:

@@ -35,11 +35,11 @@ class Step(NamedTuple):
 
 _RESHAPES: Final = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze", "_reshape_alias", "reshape", "flatten"})
 _TRANSPOSES: Final = frozenset({"transpose", "swapaxes", "swapdims"})
-_SAME: Final = frozenset({"alias", "detach", "detach_", "lift_fresh", "contiguous"})
+_IDENTITIES: Final = frozenset({"alias", "detach", "detach_", "lift_fresh", "contiguous"})
 
 
 def view_steps(name: str, named: Mapping[str, Any], source: Tensor, result: Tensor) -> list[Step] | None:
-    """The steps from a tensor to a view of it; None if the operator is no view in this table.
+    """The steps from a tensor to a view of it; None for an operator that this table does not have.
 
     Args:
         name: of the operator, without its overload.
@@ -47,41 +47,41 @@ def view_steps(name: str, named: Mapping[str, Any], source: Tensor, result: Tens
         source: the first argument.
         result: the view.
     """
-    before, after = tuple(source.shape), tuple(result.shape)
+    shape, view_shape = tuple(source.shape), tuple(result.shape)
     if name in _RESHAPES and source.dtype == result.dtype:
-        return _reshape(before, after)
+        return _reshape(shape, view_shape)
     if name in _TRANSPOSES or name in ("t", "numpy_T"):
-        order = list(range(len(before)))
+        order = list(range(len(shape)))
         if name in _TRANSPOSES:
-            first, second = (dimension(named.get(key, 0), len(before)) for key in ("dim0", "dim1"))
+            first, second = (dimension(named.get(key, 0), len(shape)) for key in ("dim0", "dim1"))
             order[first], order[second] = second, first
         else:
             order.reverse()
-        return _permutation(order, after)
+        return _permutation(order, view_shape)
     if name == "permute":
-        return _permutation([dimension(dim, len(before)) for dim in named["dims"]], after)
+        return _permutation([dimension(dim, len(shape)) for dim in named["dims"]], view_shape)
     if name == "expand":
-        return expansion(before, after)
+        return expansion(shape, view_shape)
     if name == "slice":
-        return _slice(before, named.get("dim", 0), slice(named.get("start"), named.get("end"), named.get("step", 1)))
+        return _slice(shape, named.get("dim", 0), slice(named.get("start"), named.get("end"), named.get("step", 1)))
     if name == "select":
-        return _selection(before, named["dim"], named["index"])
-    return [] if name in _SAME else None
+        return _selection(shape, named["dim"], named["index"])
+    return [] if name in _IDENTITIES else None
 
 
 def split_steps(
     name: str, named: Mapping[str, Any], source: Tensor, results: Sequence[Tensor]
 ) -> list[list[Step]] | None:
     """The steps to each result of ``split``, ``chunk`` or ``unbind``; None for any other operator."""
-    before = tuple(source.shape)
-    dim = dimension(named.get("dim", 0), len(before)) if name in _SPLITS else 0
+    shape = tuple(source.shape)
+    dim = dimension(named.get("dim", 0), len(shape)) if name in _SPLITS else 0
     if name == "unbind":
-        return [_selection(before, dim, index) for index in range(len(results))]
+        return [_selection(shape, dim, index) for index in range(len(results))]
     if name not in _SPLITS:
         return None
     steps, start = [], 0
     for result in results:
-        steps.append(_slice(before, dim, slice(start, start + result.shape[dim])))
+        steps.append(_slice(shape, dim, slice(start, start + result.shape[dim])))
         start += result.shape[dim]
     return steps
 
@@ -94,33 +94,33 @@ def dimension(dim: int, rank: int) -> int:
     return dim % rank if rank else 0
 
 
-def expansion(before: Shape, after: Shape) -> list[Step]:
-    """The steps to a shape to which one is broadcast."""
-    longer = (1,) * (len(after) - len(before)) + before
-    return [*_reshape(before, longer), *([] if longer == after else [Step("expand", after, after)])]
+def expansion(shape: Shape, view_shape: Shape) -> list[Step]:
+    """The steps that broadcast a tensor to a shape."""
+    longer = (1,) * (len(view_shape) - len(shape)) + shape
+    return [*_reshape(shape, longer), *([] if longer == view_shape else [Step("expand", view_shape, view_shape)])]
 
 
-def _reshape(before: Shape, after: Shape) -> list[Step]:
-    return [] if before == after else [Step("reshape", after, after)]
+def _reshape(shape: Shape, view_shape: Shape) -> list[Step]:
+    return [] if shape == view_shape else [Step("reshape", view_shape, view_shape)]
 
 
-def _permutation(order: Sequence[int], after: Shape) -> list[Step]:
-    return [] if list(order) == sorted(order) else [Step("permute", tuple(order), after)]
+def _permutation(order: Sequence[int], view_shape: Shape) -> list[Step]:
+    return [] if list(order) == sorted(order) else [Step("permute", tuple(order), view_shape)]
 
 
-def _slice(before: Shape, dim: int, part: slice) -> list[Step]:
-    dim = dimension(dim, len(before))
-    rows = range(before[dim])[part]
-    if len(rows) == before[dim] and rows.step == 1:
+def _slice(shape: Shape, dim: int, part: slice) -> list[Step]:
+    dim = dimension(dim, len(shape))
+    rows = range(shape[dim])[part]
+    if len(rows) == shape[dim] and rows.step == 1:
         return []
     step = rows.step if len(rows) > 1 else 1
-    after = (*before[:dim], len(rows), *before[dim + 1 :])
-    return [Step("slice", (dim, rows.start if len(rows) else 0, len(rows), step), after)]
+    view_shape = (*shape[:dim], len(rows), *shape[dim + 1 :])
+    return [Step("slice", (dim, rows.start if len(rows) else 0, len(rows), step), view_shape)]
 
 
-def _selection(before: Shape, dim: int, index: int) -> list[Step]:
-    dim = dimension(dim, len(before))
-    return [Step("select", (dim, index % before[dim]), (*before[:dim], *before[dim + 1 :]))]
+def _selection(shape: Shape, dim: int, index: int) -> list[Step]:
+    dim = dimension(dim, len(shape))
+    return [Step("select", (dim, index % shape[dim]), (*shape[:dim], *shape[dim + 1 :]))]
 
 
 def view_term(terms: Terms, source: int, steps: Sequence[Step]) -> int:
@@ -137,11 +137,11 @@ def _step_term(terms: Terms, source: int, step: Step) -> int:
     if key.operator == "full":  # of one number, whatever the view
         return terms.number(key._replace(shape=step.shape))
     if key.operator == step.operator and step.operator in ("reshape", "permute", "expand"):
-        inner, *before = key.arguments
+        inner, *order = key.arguments
         assert isinstance(inner, Operand)
         source = inner.term
         if step.operator == "permute":
-            arguments = tuple(int(before[dim]) for dim in arguments)  # type: ignore[call-overload]
+            arguments = tuple(int(order[dim]) for dim in arguments)  # type: ignore[call-overload]
             is_same = list(arguments) == sorted(arguments)
         else:
             is_same = terms.keys[source].shape == step.shape

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipegraph.codegen.validation.captured_stage import StageResult, StageState, stage_inputs
-from pipegraph.codegen.validation.recorder import Recorder
+from pipegraph.codegen.validation.recorder import TermRecorder
 from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting
 from pipegraph.graph.captured import Captured
@@ -40,7 +40,7 @@ def run_written(
     module: nn.Module,
     state: StageState,
     setting: Setting,
-    recorder: Recorder,
+    recorder: TermRecorder,
     calls: RepeatedCalls | None,
 ) -> StageResult:
     """Run the module of a stage.
@@ -67,7 +67,7 @@ def check_state(captured: Captured, stage: StageGraph, module: nn.Module) -> Non
     """Check that a stage has the parameters, buffers and constants of the captured one.
 
     Raises:
-        WrongStateError: one is missing, has another shape, or is none in the model.
+        WrongStateError: one is missing, has another shape, or is unknown to the model.
     """
     tensors: dict[str, Tensor] = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -91,7 +91,7 @@ def check_state(captured: Captured, stage: StageGraph, module: nn.Module) -> Non
 
 
 def _forward_once(
-    module: nn.Module, forward: Callable[..., Any], recorder: Recorder, calls: RepeatedCalls
+    module: nn.Module, forward: Callable[..., Any], recorder: TermRecorder, calls: RepeatedCalls
 ) -> Callable[..., Any]:
     """The ``forward`` of a module, which is run once for all modules of equal code and settings."""
     code = _code(module)
@@ -99,9 +99,9 @@ def _forward_once(
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        others = tuple(None if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        constants = tuple(None if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         state = [*module.parameters(), *module.buffers()]
-        code_of_call = code, str(form), others
+        code_of_call = code, str(form), constants
         return calls.run(recorder, code_of_call, [*inputs, *state], lambda: forward(*args, **kwargs))
 
     return run

@@ -175,8 +175,8 @@ def not_compiled() -> Iterator[None]:
 def batch_norms_over_all(model: nn.Module) -> list[nn.Module]:
     """The batch norms that average over all batches: they divide by their number, which no trace knows."""
     layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    found = (module for module in model.modules() if isinstance(module, layers) and module.momentum is None)
-    return [module for module in found if is_layer_of_torch(type(module))]
+    batch_norms = (module for module in model.modules() if isinstance(module, layers) and module.momentum is None)
+    return [module for module in batch_norms if is_layer_of_torch(type(module))]
 
 
 def active_fake_mode(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Keep sizes that vary where Python or torch would make numbers of them: ``int(n * 0.5)``, ``torch.linspace(0, 1, n)``.
+"""Keep dynamic sizes that Python or torch would make numbers: ``int(n * 0.5)``, ``torch.linspace(0, 1, n)``.
 
 Python's ``int`` takes nothing but a number from a fraction, and ``torch.linspace`` and a ``torch.arange`` of fractions
 take numbers alone. While a model is exported, others stand in their places.
@@ -48,7 +48,7 @@ class _WholeNumberType(type):
 
 
 class WholeNumber(int, metaclass=_WholeNumberType):
-    """Python's ``int``, which makes a symbolic whole number of a symbolic fraction."""
+    """Python's ``int``, which makes a symbolic integer of a symbolic fraction."""
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def may_read_int(model: nn.Module, line: str) -> bool:
     """Return whether ``int`` may be what fixes a size.
 
     Args:
-        line: that fixes it, ``model.py:12: x[:, :int(n * 0.5)]``; "" if it is not known.
+        line: that fixes it, ``model.py:12: x[:, :int(n * 0.5)]``; "" if it is unknown.
     """
     return bool(_INT.search(line)) if line else any(_reads_int(module) for module in _modules_of(model))
 
@@ -112,30 +112,30 @@ def _fake_linspace(start: float, end: float, steps: int, *, dtype: Any = None, d
 
 @torch.library.register_fake("pipegraph::arange", lib=_library)
 def _fake_arange(start: float, end: int, step: int, *, dtype: Any = None, device: Any = None) -> Tensor:
-    """The length of ``range(start, end, step)`` for an ``end`` and a ``step`` that are whole numbers."""
-    whole = math.floor(start)
-    length = (end - whole + step - 1) // step if whole == start else (end - whole - 1) // step + 1
+    """The length of ``range(start, end, step)`` for an ``end`` and a ``step`` that are integers."""
+    floor = math.floor(start)
+    length = (end - floor + step - 1) // step if floor == start else (end - floor - 1) // step + 1
     return torch.empty((length,), dtype=dtype, device=device)
 
 
 _library.impl("linspace", _linspace, "CompositeExplicitAutograd")
 _library.impl("arange", _arange, "CompositeExplicitAutograd")
 
-_own = torch.ops.pipegraph
+_operators = torch.ops.pipegraph
 CALLS: Final[Mapping[Any, Callable[..., Tensor]]] = MappingProxyType(
-    {_own.linspace.default: _linspace, _own.arange.default: _arange}
+    {_operators.linspace.default: _linspace, _operators.arange.default: _arange}
 )
 """The operators that stand for functions of torch → these."""
 
 OF_ATEN: Final[Mapping[Any, Any]] = MappingProxyType(
-    {_own.linspace.default: aten.linspace.default, _own.arange.default: aten.arange.start_step}
+    {_operators.linspace.default: aten.linspace.default, _operators.arange.default: aten.arange.start_step}
 )
 """The operators that stand for others → those, which take the same arguments."""
 
 
 @contextmanager
 def factory_sizes_kept() -> Iterator[None]:
-    """Let ``torch.linspace`` and ``torch.arange`` keep a size that varies."""
+    """Let ``torch.linspace`` and ``torch.arange`` keep a dynamic size."""
 
     def linspace(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         named = {**dict(zip(("start", "end", "steps"), args, strict=False)), **kwargs}
@@ -164,9 +164,9 @@ def factory_sizes_kept() -> Iterator[None]:
 
 def _is_plain(named: Mapping[str, Any], *numbers: str) -> bool:
     """Return whether arguments are numbers, and no argument is given that the operators have not."""
-    known = {"start", "end", "steps", "step", "dtype", "device", "layout", "requires_grad", "pin_memory"}
+    names = {"start", "end", "steps", "step", "dtype", "device", "layout", "requires_grad", "pin_memory"}
     unusual = named.get("requires_grad") or named.get("pin_memory") or named.get("layout") not in (None, torch.strided)
-    return named.keys() <= known and not unusual and all(isinstance(named[name], (int, float)) for name in numbers)
+    return named.keys() <= names and not unusual and all(isinstance(named[name], (int, float)) for name in numbers)
 
 
 def _options(named: Mapping[str, Any]) -> dict[str, Any]:

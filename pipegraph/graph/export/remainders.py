@@ -34,9 +34,9 @@ def without_remainders(guards: SizeGuards, is_same: Callable[[Sizes], bool]) -> 
         failing = guards.failing(sizes)
         if failing and failing <= candidates and len(compared.setdefault(failing, [])) < _SAMPLES:
             compared[failing].append(is_same(sizes))
-    needed = {relation for failing, results in compared.items() if not all(results) for relation in failing}
+    required = {relation for failing, results in compared.items() if not all(results) for relation in failing}
     tried = {relation for failing in compared for relation in failing}
-    return guards.without(tried - needed)
+    return guards.without(tried - required)
 
 
 def sizes_of_some_remainders(guards: SizeGuards) -> Iterator[sympy.Symbol]:

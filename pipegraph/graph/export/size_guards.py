@@ -40,13 +40,13 @@ class SizeGuards:
 
     def failing(self, sizes: Sizes) -> frozenset[sympy.Basic]:
         """The required relations that do not hold for sizes; those left out are as at capture."""
-        return frozenset(each for each in self.required if not self._holds(each, sizes, if_undefined=False))
+        return frozenset(relation for relation in self.required if not self._holds(relation, sizes, if_undefined=False))
 
     def without(self, relations: AbstractSet[sympy.Basic]) -> SizeGuards:
         """Return these guards without some of the required relations."""
-        kept = copy(self)
-        kept.required = tuple(each for each in self.required if each not in relations)
-        return kept
+        guards = copy(self)
+        guards.required = tuple(relation for relation in self.required if relation not in relations)
+        return guards
 
     def exception(self, relation: sympy.Basic) -> Sizes | None:
         """Small sizes that are allowed and for which a relation does not hold; None if none were found."""

@@ -143,12 +143,12 @@ def trace(
         made = _trace_doubled(model, example, ones, wanted, allow_derivative, trains)
         if made is not None:
             return made
-    made = _trace(model, example, wanted, allow_derivative, trains)
-    for symbol in sizes_of_some_remainders(made.guards):
-        longer = _trace_longer(made, symbol, model, example, wanted, allow_derivative, trains)
-        if longer is not None:
-            return longer
-    return made
+    traced = _trace(model, example, wanted, allow_derivative, trains)
+    for symbol in sizes_of_some_remainders(traced.guards):
+        padded = _trace_padded(traced, symbol, model, example, wanted, allow_derivative, trains)
+        if padded is not None:
+            return padded
+    return traced
 
 
 def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
@@ -238,8 +238,8 @@ def _trace_doubled(
     return made
 
 
-def _trace_longer(
-    made: Trace,
+def _trace_padded(
+    traced: Trace,
     symbol: sympy.Symbol,
     model: nn.Module,
     example: Example,
@@ -251,19 +251,19 @@ def _trace_longer(
     leaves, form = pytree.tree_flatten(example)
     for position, leaf in example.tensors():
         for dim in range(leaf.dim()):
-            if made.sizes.symbol_of((position, dim)) == symbol:
+            if traced.sizes.symbol_of((position, dim)) == symbol:
                 leaf = torch.cat([leaf.detach(), leaf.detach().narrow(dim, 0, 1)], dim)
         leaves[position] = leaf
     args, kwargs = pytree.tree_unflatten(leaves, form)
     try:
-        operations_of_model(model, made.exported.mode, args, kwargs)  # takes a tenth of the time of an export
+        operations_of_model(model, traced.exported.mode, args, kwargs)  # takes a tenth of the time of an export
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown for the example
-            longer = _trace(model, Example(args, kwargs), wanted, allow_derivative, trains)
+            padded = _trace(model, Example(args, kwargs), wanted, allow_derivative, trains)
     except Exception:  # whatever the model raises for a length that it does not take
         return None
-    size = {symbol: made.sizes.of(example)[symbol]}
-    return longer if symbol in longer.guards.captured and longer.is_model_at(size) else None
+    size = {symbol: traced.sizes.of(example)[symbol]}
+    return padded if symbol in padded.guards.captured and padded.is_model_at(size) else None
 
 
 def _sizes_of_one(
