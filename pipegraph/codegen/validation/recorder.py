@@ -1,7 +1,7 @@
 """Run operations on fake tensors, and give each value its term, writes in place included.
 
 Memory has a term as well: its values after all writes. A view is a way into memory, so that reading a view after a
-write gives what was written. ``x.add_(y)`` and ``x = x + y`` are therefore one term, wherever nothing else sees the
+write gives what was written. ``x.add_(y)`` and ``x = x + y`` are therefore one term, if nothing else sees the
 difference.
 """
 

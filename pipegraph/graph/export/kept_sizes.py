@@ -33,7 +33,7 @@ _INT: Final = re.compile(r"\bint\b")
 
 
 class _WholeNumberType(type):
-    """The type of `WholeNumber`: it is Python's ``int`` wherever a type is asked for."""
+    """The type of `WholeNumber`: it is Python's ``int`` in questions about types."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], (torch.SymInt, torch.SymFloat)):

@@ -50,7 +50,7 @@ class Exported(NamedTuple):
         obstacle: why no dimension was let vary, or none but the batch.
         computed: a dimension that had to be fixed → the line that computes from it what a stage cannot express.
         training_error: why it was not exported in training mode, with the line; empty if it was.
-        keeps_int: whether ``int`` in the model's source kept a size that varies.
+        keeps_int: whether ``int`` in the model's source kept a dynamic size.
     """
 
     program: ExportedProgram
@@ -79,7 +79,7 @@ def export(
     Args:
         kept: the dimensions whose sizes are not fixed because much is computed from them.
         trains: whether to try training mode.
-        keeps_int: whether ``int`` in the model's source keeps a size that varies.
+        keeps_int: whether ``int`` in the model's source keeps a dynamic size.
 
     Raises:
         CaptureError: neither mode works, or random numbers of Python decide what the model does, or a backward would
