@@ -254,3 +254,33 @@ def test_a_sequential_with_frozen_modules(frozen: str, tmp_path: Path) -> None:
     stages = map(package.load_stage, range(2))
     trained = [name for stage in stages for name, each in stage.named_parameters() if each.requires_grad]
     assert trained == [name for name, each in model.named_parameters() if each.requires_grad]
+
+
+class Two(nn.Module):
+    """A residual block whose two layers are called by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x) * self.scale(x)) + x
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.head = Two(), Two(), Two(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.third(self.second(self.first(x).tanh())))
+
+
+def test_a_module_that_holds_layers_and_occurs_again_is_a_class(tmp_path: Path) -> None:
+    model = Residual()
+    package = split(tmp_path, model, (batch(2, 4, 8),), cut="third.blocks.1")
+    assert differences(package, model, (batch(2, 4, 8),)) == []
+    stage = (package.path / "stage_0.py").read_text()
+    assert "self.first = Two()" in stage and "self.second(self.first(x).tanh())" in stage
+    assert "self.third.blocks[0](" in stage  # it is cut

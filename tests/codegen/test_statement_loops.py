@@ -100,6 +100,18 @@ class Sum(Parts):
         return sum(expert(x) * 2 for expert in self.experts)  # type: ignore[no-any-return]
 
 
+class Rows(Parts):
+    """Writes longer rows in each iteration, as the gated delta rule does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.tril(x @ x.transpose(1, 2), -1)
+        for i in range(1, 4):
+            row = weights[..., i, :i].clone()
+            block = weights[..., :i, :i].clone()
+            weights[..., i, :i] = row + (row.unsqueeze(-1) * block).sum(-2)
+        return weights @ x
+
+
 class Collected(Parts):
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([expert(x) for expert in self.experts]).amax(0)
@@ -247,6 +259,14 @@ CASES: dict[type[Parts], list[str]] = {
         "for expert in self.experts[1:]:",
         "    add = add + expert(x) * 2",
         "return add",
+    ],
+    Rows: [
+        "weights = (x @ x.transpose(1, 2)).tril(diagonal=-1)",
+        "for i in range(1, 4):",
+        "    row = weights[:, i, :i].clone()",
+        "    block = weights[:, :i, :i].clone()",
+        "    weights[:, i, :i] = row + (row.unsqueeze(-1) * block).sum(-2)",
+        "return weights @ x",
     ],
     Collected: ["return torch.stack([expert(x) for expert in self.experts]).amax(dim=[0])"],
     Listed: [

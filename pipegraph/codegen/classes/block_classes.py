@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,6 +65,7 @@ class BlockClasses:
         self.made_here: set[str] = set()
         self.source = SourceStatements(captured)
         self._opened = opened_calls(captured)
+        self._repeated = self._repeated_classes()
         self.names = ModelNames(captured, self.source, self._opened)
         self._below: dict[str, list[str]] = {"": list(captured.state)}  # module → parameters and buffers inside
         for fqn in captured.state:
@@ -73,6 +75,16 @@ class BlockClasses:
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self.functions = HelperFunctions(captured, self.names, forms)
+
+    def _repeated_classes(self) -> frozenset[str]:
+        """The classes of several modules that hold layers: residual blocks of two convolutions, encoder and decoder.
+
+        A stage with all of such a module calls its class. A model that occurs once is written out in its stages.
+        """
+        paths = (path_of(node) for node in self._captured.nodes)
+        opened = {fqn for path in paths for call, fqn in path if call in self._opened}
+        counts = Counter(self._captured.modules[fqn].class_name for fqn in opened)
+        return frozenset(name for name, count in counts.items() if count > 1)
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
         """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
@@ -161,7 +173,8 @@ class BlockClasses:
                 items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
                 continue
             # Cuts lie between the items of a call that is opened. None lies in a whole call inside a class.
-            is_closed = each.call not in self._opened or (prefix and self.names.is_whole(each))
+            may_close = prefix or self._captured.modules[each.fqn].class_name in self._repeated
+            is_closed = each.call not in self._opened or (may_close and self.names.is_whole(each))
             if each.fqn not in inlined and is_within(each.fqn, prefix):
                 item = self._module_call(members, prefix, each) if is_closed else self._whole_sequence(members, each)
             items += [item] if item is not None else self._items(members, prefix, each.items, inlined)

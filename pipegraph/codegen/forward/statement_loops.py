@@ -13,7 +13,7 @@ from torch import fx
 
 from pipegraph.codegen.forward.items import HelperCall, Item, ModuleCall, Operation, StatementLoop, Step, operands
 from pipegraph.codegen.forward.local_variables import goes_over_modules
-from pipegraph.codegen.forward.step_keys import LoopFrame, form_of, key_of, lines_of, loops_around
+from pipegraph.codegen.forward.step_keys import LoopFrame, form_of, key_of, lines_of, loops_around, rank_of
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.internals import pytree
@@ -61,7 +61,7 @@ class _Finder:
         numbers: dict[object, int] = {}
         keys = (key_of(item, lines) for item, lines in zip(items, self._lines, strict=True))
         self._keys = [numbers.setdefault(key, len(numbers)) for key in keys]
-        self._forms = [tuple(map(form_of, item.makes)) for item in items]
+        self._forms = [tuple(map(rank_of, item.makes)) for item in items]
 
     def loop_at(self, start: int) -> tuple[StatementLoop | None, int]:
         """The loop that begins with an item, and how many items it stands for; None and 1 if there is none."""
@@ -177,7 +177,9 @@ def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -
     outside: set[tuple[fx.Node, ...]] = set()
     for steps in zip(*iterations, strict=True):
         present = [(number, step) for number, step in enumerate(steps) if step is not None]
-        if not _numbers_progress([step for _, step in present]):
+        if not _progress([_numbers(step) for _, step in present]):
+            return None
+        if not _progress([_dimensions(step) for _, step in present]):
             return None
         own = [step for _, step in present]
         if len(present) < len(steps) and not (_is_constant(own) or _has_element(own, len(steps))):
@@ -247,14 +249,17 @@ def _is_alike(kinds: Sequence[tuple[str, Any]], nodes: Sequence[fx.Node], begin:
     return False
 
 
-def _numbers_progress(steps: Sequence[Step]) -> bool:
-    """Return whether each whole number among the arguments of a step is the same, or grows by the same number."""
-    rows = [_numbers(step) for step in steps]
-    for numbers in zip(*rows, strict=True):
-        differences = {after - before for before, after in pairwise(numbers)}
-        if len(differences) > 1:
-            return False
-    return True
+def _progress(rows: Sequence[Sequence[int]]) -> bool:
+    """Return whether each number of a step is the same in all iterations, or grows by the same number."""
+    columns = zip(*rows, strict=False)  # the last iteration may lack results
+    return all(len({after - before for before, after in pairwise(numbers)}) <= 1 for numbers in columns)
+
+
+def _dimensions(step: Step) -> list[int]:
+    """The fixed sizes of what a step makes, as far as all iterations make it."""
+    tensors = (node for node in step.makes if isinstance(node.meta.get("val"), torch.Tensor))
+    shapes = [shape_of(node) for node in tensors]
+    return [int(size) for shape in shapes for size in shape]
 
 
 def _is_constant(steps: Sequence[Step]) -> bool:

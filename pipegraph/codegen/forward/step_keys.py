@@ -61,6 +61,13 @@ def _kind(leaf: object) -> object:
     return fx.Node if isinstance(leaf, fx.Node) else int if type(leaf) is int else repr(leaf)
 
 
+def rank_of(node: fx.Node) -> object:
+    """The dtype of a tensor and the number of its dimensions, which may be longer in each iteration: ``x[:i]``. Of any
+    other value, all of its form."""
+    value = node.meta.get("val")
+    return (value.dtype, value.dim()) if isinstance(value, torch.Tensor) else form_of(node)
+
+
 def form_of(node: fx.Node) -> object:
     """The shape and dtype of a value, or of those in a tuple."""
     value = node.meta.get("val")
