@@ -22,7 +22,7 @@ _LARGE: Final = 2**20
 """Bytes of all rows together from which gloo's broadcasts are faster: each has a latency of its own."""
 
 
-class Works:
+class CompositeWork:
     """Several messages that are waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -42,7 +42,7 @@ class Works:
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-def start_gather(rows: Tensor, place: int, group: ProcessGroup | None) -> Work | Works:
+def start_gather(rows: Tensor, place: int, group: ProcessGroup | None) -> Work | CompositeWork:
     """Start to gather rows [ranks, elements] of which each rank has that at its place.
 
     Args:
@@ -56,7 +56,7 @@ def start_gather(rows: Tensor, place: int, group: ProcessGroup | None) -> Work |
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work: Work = gather(rows.view(-1), rows[place], group=group, async_op=True)
         return work
-    return Works([dist.broadcast(row, group=group, group_src=at, async_op=True) for at, row in enumerate(rows)])
+    return CompositeWork([dist.broadcast(row, group=group, group_src=at, async_op=True) for at, row in enumerate(rows)])
 
 
 def start_reduce(rows: Tensor, group: ProcessGroup | None) -> tuple[Work, Callable[[], Tensor]]:

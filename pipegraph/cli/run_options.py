@@ -187,8 +187,8 @@ def check_training(
     """Raise typer.BadParameter or PipegraphError for what no package could be trained with."""
     from pipegraph.graph.sources import find_source
     from pipegraph.kernels.registry import check_name
+    from pipegraph.runtime.kernel_makers import check_has_graphs
     from pipegraph.runtime.precision import named_precision
-    from pipegraph.runtime.stage_kernels import check_has_graphs
 
     check_name(kernels)
     named_precision(precision)

@@ -150,7 +150,7 @@ def _manifest(
 ) -> Manifest:
     captured = plan.captured
     by_label = {label_of(each.node): names[each] for each in plan.boundaries if each.producer < 0}
-    by_label |= {label_of(each.node): names[each] for each in plan.given(plan.stages[-1])}
+    by_label |= {label_of(each.node): names[each] for each in plan.stage_outputs(plan.stages[-1])}
 
     def unique_name(label: Any) -> Any:
         return by_label.get(label, label)
@@ -181,8 +181,8 @@ def _manifest(
                 index=stage.index,
                 module=f"stage_{stage.index}",
                 class_name=f"Stage{stage.index}",
-                inputs=tuple(names[each] for each in plan.taken(stage)),
-                outputs=tuple(names[each] for each in plan.given(stage)),
+                inputs=tuple(names[each] for each in plan.stage_inputs(stage)),
+                outputs=tuple(names[each] for each in plan.stage_outputs(stage)),
                 parameters=tuple(fqn for fqn in stage.state if captured.state[fqn].kind == "parameter"),
                 buffers=tuple(
                     Buffer(fqn, captured.state[fqn].persistent)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.cost.head_start import HeadStart
+from pipegraph.cost.gpu_queue import GpuQueueFiller
 from pipegraph.cost.segments.distinct_blocks import Block
 from pipegraph.cost.segments.saved_memory import memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
@@ -33,7 +33,7 @@ class Rounds:
 
     def __init__(self, runs: Sequence[BlockRun], device: torch.device) -> None:
         self.clock = _Clock(device)
-        self._head_start = HeadStart(device)
+        self._head_start = GpuQueueFiller(device)
         self._runs = list(enumerate(runs))
         self._turn = 0
         self._saved: dict[int, Any] = {}

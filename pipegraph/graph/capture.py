@@ -20,7 +20,7 @@ from pipegraph.graph.batch.report import report_rows
 from pipegraph.graph.batch.roles import DeclaredRoles, InputTensor, RoleAssignment, assign_roles, declared_roles
 from pipegraph.graph.batch.value_proof import compare_halves
 from pipegraph.graph.captured import BRANCH, Captured, OtherSize
-from pipegraph.graph.evaluation_mode import OtherModeError, add_evaluation_mode
+from pipegraph.graph.evaluation_mode import EvaluationCaptureError, add_evaluation_mode
 from pipegraph.graph.export.dynamic_shapes import BATCH, WantedSizes, wanted_sizes
 from pipegraph.graph.export.input_sizes import fixed_sizes
 from pipegraph.graph.export.isolation import attributes_restored, torch_state_restored
@@ -207,7 +207,7 @@ def _capture(
     elif training:
         try:
             add_evaluation_mode(graph, model, args, kwargs, exported, traced.names, modules, state, tensors)
-        except OtherModeError as error:
+        except EvaluationCaptureError as error:
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
             return _capture(

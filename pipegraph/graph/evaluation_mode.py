@@ -25,7 +25,7 @@ from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import mark_mode_differences, settle_fixed_modes
 
 
-class OtherModeError(Exception):
+class EvaluationCaptureError(Exception):
     """What a model does in evaluation mode cannot be added to its graph of training mode.
 
     Attributes:
@@ -52,7 +52,7 @@ def add_evaluation_mode(
     """Add to a graph in training mode what the model does in evaluation mode, with the constants that it reads there.
 
     Raises:
-        OtherModeError: that cannot be traced, or no branch can hold it.
+        EvaluationCaptureError: that cannot be traced, or no branch can hold it.
     """
     both, both_tensors = dict(state), dict(tensors)
     same = same_in_both_modes(model, args, kwargs)
@@ -63,7 +63,7 @@ def add_evaluation_mode(
         run_passes(graph, [settle, mark], both)
     except OtherGraphError as error:
         line = source_line(error.node)
-        raise OtherModeError(
+        raise EvaluationCaptureError(
             f"{type(model).__name__} does in evaluation mode what a stage cannot: what the modes do otherwise is no "
             f"branch of one forward, or changes a shape, or writes in evaluation mode.\n  at {line}\n"
             "Try: do that outside of the model, or model.eval() in build_model for stages that do not train.",
@@ -85,7 +85,7 @@ def _evaluation_graph(
     """The graph of the model in evaluation mode. Its own constants are added to ``state`` and ``tensors``.
 
     Raises:
-        OtherModeError: it cannot be traced.
+        EvaluationCaptureError: it cannot be traced.
     """
     mode = modes_of(model).evaluation
     try:
@@ -104,5 +104,5 @@ def _evaluation_graph(
                 f"It takes any size in training mode alone.\n  at {error.line}\nTry: dynamic_shapes=False."
             )
         message = explanation(model, cause, " in evaluation mode")
-        raise OtherModeError(message, message.partition("\n")[0]) from error
+        raise EvaluationCaptureError(message, message.partition("\n")[0]) from error
     return graph

@@ -96,14 +96,14 @@ class ModeComparison:
         if difference.evaluation or difference.runs_in_both or len(calls) != 1 or calls == {()}:
             return None
         ((call,),) = calls
-        readers = {reader for each in difference.joins.values() for reader, _ in each}
+        readers = {reader for each in difference.phis.values() for reader, _ in each}
         passes_on = all(
             result_place(value, call[0]) is not None
             and argument_place(other, call[0]) is not None
             and readers.union(nodes).issuperset(value.users)
-            for value, other in difference.joins
+            for value, other in difference.phis
         )
-        whole = difference.joins and nodes[-1].next is difference.before
+        whole = difference.phis and nodes[-1].next is difference.before
         return call if whole and passes_on and mentions_mode(type(self._modules[call[1]].module)) else None
 
     def _compare_outputs(self, output: fx.Node) -> None:

@@ -40,7 +40,7 @@ class ModeDifference:
         before: the operation of the training graph before which it lies.
         path: of the call.
         training, evaluation: its operations.
-        joins: (value in training mode, value in evaluation mode) of what is read after it → where it is read. A value
+        phis: (value in training mode, value in evaluation mode) of what is read after it → where it is read. A value
             of evaluation mode that is made in a branch is a node of the other graph.
         runs_in_both: whether both modes run its operations all the same, because no branch can hold them.
     """
@@ -49,7 +49,7 @@ class ModeDifference:
     path: _Path
     training: list[fx.Node]
     evaluation: list[fx.Node]
-    joins: dict[tuple[fx.Node, fx.Node], list[tuple[fx.Node, int | None]]] = field(default_factory=dict)
+    phis: dict[tuple[fx.Node, fx.Node], list[tuple[fx.Node, int | None]]] = field(default_factory=dict)
     runs_in_both: bool = False
 
 
@@ -87,7 +87,7 @@ class ModeDifferences:
     def _join(self, reader: fx.Node, position: int | None, value: fx.Node, other: fx.Node) -> None:
         ends = [self._difference_of[node] for node in (value, other) if node in self._difference_of]
         branch = max(ends, key=self.differences.index) if ends else self._choice(reader, value, other)
-        branch.joins.setdefault((value, other), []).append((reader, position))
+        branch.phis.setdefault((value, other), []).append((reader, position))
 
     def _choice(self, reader: fx.Node, value: fx.Node, other: fx.Node) -> ModeDifference:
         """A branch that runs nothing, and chooses between two values that both modes make."""
@@ -150,7 +150,7 @@ class ModeDifferences:
         if node is not None:
             self.run_in_both(node)
             return True
-        for (value, other), readers in branch.joins.items():
+        for (value, other), readers in branch.phis.items():
             if not same_form(value, other):
                 raise OtherGraphError(other if other in self._difference_of else value)
             foreign = [each for each in (value, other) if self._difference_of.get(each, branch) is not branch]
@@ -162,11 +162,11 @@ class ModeDifferences:
             if late:
                 if branch in self._choices:
                     raise OtherGraphError(value)
-                del branch.joins[value, other]
+                del branch.phis[value, other]
                 self.run_in_both(value)
                 self.run_in_both(other)
                 choice = self._choice(readers[0][0], value, other)
-                choice.joins[value, other] = readers
+                choice.phis[value, other] = readers
                 return True
         return False
 
@@ -189,7 +189,7 @@ class ModeDifferences:
     def _is_joined(self, value: fx.Node, source: ModeDifference, reader: ModeDifference) -> bool:
         """Return whether a value of a branch is known after it, where another branch reads it."""
         is_earlier = self._position[source.before] <= self._position[reader.before]
-        return is_earlier and any(value in join for join in source.joins)
+        return is_earlier and any(value in phi for phi in source.phis)
 
 
 def is_transparent(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from pipegraph.kernels.computed_copies import ComputedCopies, written
 from pipegraph.kernels.interface import DrawKeys, Forward, Loss, StageKernels
 from pipegraph.kernels.loss import check_gradients, compute_loss, explained_without_target, requires_grad
 from pipegraph.kernels.module_state import ModuleState, accumulate
-from pipegraph.kernels.random.draws import LOSS, Draws, numbered, refusing_draws
+from pipegraph.kernels.random.draws import LOSS, RandomOps, numbered, refusing_draws
 from pipegraph.kernels.sharded import check_outputs, waited
 
 
@@ -138,7 +138,7 @@ class AutogradKernels(StageKernels):
         keys = self._keys
         if keys is None:
             return nullcontext()
-        draws = Draws(self._stage, LOSS, key=lambda position: keys.key(*numbered(draws.modules, position)))
+        draws = RandomOps(self._stage, LOSS, key=lambda position: keys.key(*numbered(draws.modules, position)))
         return draws.found()
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
-from pipegraph.kernels.graphs.aten_kernels import left_to_aten
+from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
 from pipegraph.kernels.graphs.convolution_gradients import convolution_backward, separate_gradients
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.inductor import internals as inductor_internals
@@ -51,7 +51,7 @@ def decompositions(inductor: bool) -> Mapping[Any, Any]:
     Inductor wants some taken apart, and is to leave others whole; an operation whose results belong to both I and W is
     two.
     """
-    table = left_to_aten(inductor_internals.inductor_decompositions()) if inductor else {}
+    table = without_cpu_pools(inductor_internals.inductor_decompositions()) if inductor else {}
     if inductor and not torch.cuda.is_initialized():
         cpp_internals.preparing_headers()
     other = table.get(convolution_backward, lambda *args: NotImplemented)

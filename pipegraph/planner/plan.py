@@ -88,15 +88,15 @@ class Plan:
         """The stages as Megatron's layout: ``Et*3|(tt|)*4,L``; empty if they are not of whole repeated layers."""
         return layout_of(self.captured, locate(self.captured, self.points))
 
-    def taken(self, stage: StageGraph) -> tuple[Boundary, ...]:
+    def stage_inputs(self, stage: StageGraph) -> tuple[Boundary, ...]:
         """Return the boundary of each input of a stage."""
         found = {each.node: each for each in self.boundaries if stage.index in each.consumers}
         return tuple(found[node] for node in stage.inputs)
 
-    def given(self, stage: StageGraph) -> tuple[Boundary, ...]:
+    def stage_outputs(self, stage: StageGraph) -> tuple[Boundary, ...]:
         """Return the boundary of each output of a stage. The last stage may return what it took, or others gave."""
         found = {each.node: each for each in self.boundaries}
-        found |= {each.node: each for each in self.taken(stage)}
+        found |= {each.node: each for each in self.stage_inputs(stage)}
         found |= {each.node: each for each in self.boundaries if each.producer == stage.index}
         return tuple(found[node] for node in stage.outputs)
 
@@ -320,8 +320,8 @@ def _cost(made: Plan, stage: StageGraph) -> StageCost:
     return stage_cost(
         stage.nodes,
         [made.captured.state[fqn] for fqn in stage.state],
-        received=[each.node for each in made.taken(stage) if each.producer >= 0],
-        sent=[each.node for each in made.given(stage) if set(each.consumers) - {stage.index}],
+        received=[each.node for each in made.stage_inputs(stage) if each.producer >= 0],
+        sent=[each.node for each in made.stage_outputs(stage) if set(each.consumers) - {stage.index}],
     )
 
 

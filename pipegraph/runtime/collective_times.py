@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from pipegraph.collectives import Works
+from pipegraph.collectives import CompositeWork
 from pipegraph.runtime.measurements import CollectiveObserver, Message
 from pipegraph.schedule import Collective
 
-Sent = tuple[Work | Works, Message]
+Sent = tuple[Work | CompositeWork, Message]
 """A message that is under way."""
 
 

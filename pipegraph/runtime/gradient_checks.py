@@ -11,7 +11,7 @@ from pipegraph.package import Manifest
 from pipegraph.runtime.parameters import Stages, parameters_of
 from pipegraph.runtime.processes.rank_grid import TENSOR
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.whole_gradients import WholeGradients
+from pipegraph.runtime.replicated_gradients import ReplicatedGradientCheck
 
 
 class GradientChecks:
@@ -30,7 +30,7 @@ class GradientChecks:
         self._stages = stages
         self._missing = MissingGradients(manifest)
         is_divided = world is not None and world.grid.length(TENSOR) > 1
-        self._whole = WholeGradients(stages, world, seeded) if world is not None and is_divided else None
+        self._whole = ReplicatedGradientCheck(stages, world, seeded) if world is not None and is_divided else None
 
     def before_step(self) -> None:
         """Record the state of this rank's random numbers, if gradients are compared after the step."""

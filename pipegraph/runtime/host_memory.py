@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipegraph.kernels import OffloadedValues
 from pipegraph.schedule import Action, Kind
-from pipegraph.schedule.absences import absences
+from pipegraph.schedule.offload_windows import offload_windows
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -51,7 +51,7 @@ class HostMemory:
         self._leaving: set[_Key] = set()
         self._gone_after: dict[Action, list[_Key]] = defaultdict(list)
         self._come_before: dict[Action, list[_Key]] = defaultdict(list)
-        for each in absences(computing):
+        for each in offload_windows(computing):
             key = each.stage, each.microbatch
             self._leaving.add(key)
             self._gone_after[computing[each.left]].append(key)

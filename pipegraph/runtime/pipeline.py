@@ -17,12 +17,13 @@ from pipegraph.kernels.cpu import keep_freed_memory
 from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
-from pipegraph.runtime.divided_stages import resident_stages
 from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
+from pipegraph.runtime.kernel_makers import graph_recorder, stage_makers, stage_recompute
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.padding import Padding
+from pipegraph.runtime.parallelized_stages import resident_stages
 from pipegraph.runtime.pipeline_kernels import PipelineKernels
 from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
@@ -35,7 +36,6 @@ from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import resolve_schedule
-from pipegraph.runtime.stage_kernels import graph_recorder, stage_makers, stage_recompute
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult
 from pipegraph.runtime.step_runner import StepRunner
 from pipegraph.runtime.step_sizes import StepSizes

@@ -15,7 +15,7 @@ from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
 from pipegraph.kernels import LowPrecisionKernels, StageKernels
 from pipegraph.package import Manifest
-from pipegraph.runtime.kept_buffers import answer_with_dtype, kept_buffers
+from pipegraph.runtime.fp32_buffers import answer_with_dtype, fp32_buffers
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def buffers_to_keep(
     """
     own = model_dtype(manifest)
     return {
-        index: kept_buffers(index, stage, manifest, own, precision.computed, _names_of_norms(precision, stage))
+        index: fp32_buffers(index, stage, manifest, own, precision.computed, _names_of_norms(precision, stage))
         for index, stage in stages.items()
     }
 

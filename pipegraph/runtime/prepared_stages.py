@@ -15,9 +15,9 @@ from torch import nn
 
 from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
-from pipegraph.runtime.divided_stages import check_is_used, divide_tensors, shard_stages
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.package_agreement import check_loaded_weights
+from pipegraph.runtime.parallelized_stages import check_is_used, divide_tensors, shard_stages
 from pipegraph.runtime.precision import (
     AppliedPrecision,
     buffers_to_keep,

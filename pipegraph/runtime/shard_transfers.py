@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from pipegraph.collectives import Works
+from pipegraph.collectives import CompositeWork
 from pipegraph.kernels.sharded import local, rebuilt
 from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup, ShardedParameter
@@ -39,7 +39,7 @@ class GroupTransfers:
             for each in group.parameters
         }
         self._sums: dict[ShardedParameter, Tensor] = {}
-        self._gathering: tuple[Work | Works, Tensor] | None = None
+        self._gathering: tuple[Work | CompositeWork, Tensor] | None = None
         self._reducing: tuple[list[Reduction], Callable[[], Tensor], Tensor] | None = None
         self._reduced: Tensor | None = None
         self._missing: set[ShardedParameter] = set()

@@ -13,10 +13,10 @@ from pipegraph.runtime.batch_loss import BatchLoss, require_forwards_first
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.loss_check import LossCheck
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
-from pipegraph.runtime.made_kernels import packed_loss
 from pipegraph.runtime.microbatches import join_outputs, target_dims, values_with_rows
 from pipegraph.runtime.processes.rank_grid import DATA
 from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.stage_kernels import packed_loss
 from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.targets import join_target
 from pipegraph.schedule import Schedule

@@ -25,7 +25,6 @@ from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
 from pipegraph.runtime.loss_scale import LossScale
-from pipegraph.runtime.made_kernels import make_kernels
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
 from pipegraph.runtime.microbatches import BatchLayout, Microbatches, cut, join, local_sizes
 from pipegraph.runtime.padding import NO_PADDING, Padding
@@ -41,6 +40,7 @@ from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
+from pipegraph.runtime.stage_kernels import make_kernels
 from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_executors import StepExecutors

@@ -9,8 +9,8 @@ from itertools import chain
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import BACKWARD, Action, Collective, CollectiveKind, Kind, unit_text
-from pipegraph.schedule.residency import earliest_gathers, residencies
 from pipegraph.schedule.schedule import Schedule
+from pipegraph.schedule.unshard_windows import earliest_gathers, residencies
 from pipegraph.units import format_number_of
 
 CONTRIBUTES = BACKWARD - {Kind.I}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from pipegraph.schedule.absences import absences
 from pipegraph.schedule.action import Action, Kind
+from pipegraph.schedule.offload_windows import offload_windows
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -27,7 +27,7 @@ class HostCopies:
         self._come: dict[int, list[_Key]] = defaultdict(list)
         self._copied: dict[_Key, float] = {}
         self._arrived: dict[_Key, float] = {}
-        for each in absences(actions):
+        for each in offload_windows(actions):
             if seconds[each.stage]:
                 key = each.stage, each.microbatch
                 self._leaving.add(key)

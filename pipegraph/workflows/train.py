@@ -140,7 +140,7 @@ class Training:
         self._checkpoints: RunCheckpoints | None = None
         self._log: TrainingLog | None = None
         if checkpoints is not None:
-            self._go_on(checkpoints)
+            self._resume(checkpoints)
 
     @property
     def knows_loss(self) -> bool:
@@ -202,7 +202,7 @@ class Training:
         """Return for each stage and block what is compiled, and whether all is. Collective: every process calls it."""
         return self._measurement.kernels()
 
-    def _go_on(self, options: CheckpointOptions) -> None:
+    def _resume(self, options: CheckpointOptions) -> None:
         """Read the newest checkpoint, if there is one."""
         extra = {"scheduler": self._scheduler, "data": self._data.stateful}
         given = {name: each for name, each in extra.items() if each is not None}

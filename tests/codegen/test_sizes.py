@@ -88,7 +88,7 @@ def test_a_mask_of_two_lengths_is_causal_only_where_they_are_equal(lengths: tupl
 
 
 class Flattened(nn.Module):
-    """Works on [batch · length, features] between its two reshapes."""
+    """CompositeWork on [batch · length, features] between its two reshapes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import torch
 
 from pipegraph.cost import block_times as measuring
 from pipegraph.cost.block_times import MeasureOptions, measure
-from pipegraph.cost.head_start import HeadStart
+from pipegraph.cost.gpu_queue import GpuQueueFiller
 from pipegraph.cost.measurement_cache import Cache, default_folder
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.chain import find_chain
@@ -144,5 +144,5 @@ def test_too_large_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_a_gpu_has_work_for_as_long_as_the_host_launches() -> None:
-    assert HeadStart.products(0.0, 1e-3) == 0
-    assert HeadStart.products(3e-3, 2e-3) * 2e-3 >= 3e-3
+    assert GpuQueueFiller.products(0.0, 1e-3) == 0
+    assert GpuQueueFiller.products(3e-3, 2e-3) * 2e-3 >= 3e-3

@@ -16,8 +16,8 @@ from torch.export import Dim
 import pipegraph
 from pipegraph.errors import CaptureError
 from pipegraph.graph import symbolic_size
-from pipegraph.graph.export import input_sizes, long_sizes, torch_export
-from pipegraph.graph.export.long_sizes import is_long
+from pipegraph.graph.export import input_sizes, shape_expression_limit, torch_export
+from pipegraph.graph.export.shape_expression_limit import is_long
 from pipegraph.package import Package
 from pipegraph.package import sizes as package_sizes
 
@@ -171,7 +171,7 @@ def test_a_size_from_which_too_much_is_computed_is_fixed() -> None:
 
 
 def test_but_not_if_it_has_to_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_sizes, "_LONGEST", 15)
+    monkeypatch.setattr(shape_expression_limit, "_LONGEST", 15)
     model, inputs = Windows(1), (torch.randn(2, 64),)
     assert set(pipegraph.capture(model, inputs).sizes.captured) == {"batch"}
     captured = pipegraph.capture(model, inputs, dynamic_shapes={"x": {0: "batch", 1: "length"}})

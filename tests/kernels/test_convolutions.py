@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipegraph.kernels.compilers import compile_graphs, decompositions
-from pipegraph.kernels.graphs.aten_kernels import left_to_aten
+from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
 from pipegraph.kernels.graphs.convolution_gradients import convolution_backward
 from pipegraph.kernels.internals import fake_tensors, trace
 from tests.kernels.stages import assert_as_autograd
@@ -54,7 +54,7 @@ def test_pools_are_left_to_aten_on_a_cpu_alone() -> None:
     assert "pipegraph.max_pool2d_with_indices.default" in targets("cpu")
     assert not any(name.startswith("pipegraph") for name in targets("meta"))
     operation = aten.max_pool2d_with_indices.default
-    assert left_to_aten({})[operation](torch.empty(1, 1, 2, 2, device="meta"), [2, 2]) is NotImplemented
+    assert without_cpu_pools({})[operation](torch.empty(1, 1, 2, 2, device="meta"), [2, 2]) is NotImplemented
 
 
 @pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from pipegraph.kernels.internals import fake_tensors
-from pipegraph.kernels.random.draws import Draws
+from pipegraph.kernels.random.draws import RandomOps
 
 SECONDS = 20.0
 
@@ -50,7 +50,7 @@ def is_repeated_alike(reentrant: bool) -> bool:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    with Draws(nn.Module(), "", key=lambda position: 1 + position).found():
+    with RandomOps(nn.Module(), "", key=lambda position: 1 + position).found():
         yield
 
 

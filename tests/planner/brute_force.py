@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
-from pipegraph.schedule.absences import absences
+from pipegraph.schedule.offload_windows import offload_windows
 from pipegraph.schedule.recipes import find_recipe
 
 Cuts = tuple[int, ...]
@@ -67,7 +67,7 @@ def memory(
     found = []
     for rank, order in enumerate(schedule.actions):
         held = peak = 0.0
-        away = absences(order)
+        away = offload_windows(order)
         for position, action in enumerate(order):
             # What leaves behind this action is gone when it ends, and what comes before it is there when it begins.
             held += sum(offloaded[each.stage] for each in away if each.back == position)

@@ -33,7 +33,7 @@ from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.recompute import OFFLOAD
-from pipegraph.runtime.divided_stages import resident_stages
+from pipegraph.runtime.parallelized_stages import resident_stages
 from pipegraph.schedule import Times, build, simulate
 from tests.runtime import mesh_mixture
 

@@ -36,7 +36,7 @@ class Gate(nn.Module):
 
 
 class Layer(nn.Module):
-    """Draws itself, before and behind its inner modules, and in them."""
+    """RandomOps itself, before and behind its inner modules, and in them."""
 
     def __init__(self) -> None:
         super().__init__()

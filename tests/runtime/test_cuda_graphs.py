@@ -14,7 +14,7 @@ from pipegraph import Pipeline
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import maker
 from pipegraph.recompute import Recompute
-from pipegraph.runtime.stage_kernels import graph_recorder
+from pipegraph.runtime.kernel_makers import graph_recorder
 from pipegraph.schedule import names
 from pipegraph.schedule.recipes import trains
 from tests.kernels.recording import recorded_kernels

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.runtime.whole_gradients import WholeGradients
+from pipegraph.runtime.replicated_gradients import ReplicatedGradientCheck
 from tests.runtime import gradient_ranks, mesh_mixture, ranks
 
 
@@ -30,7 +30,7 @@ class TwoRanks(SimpleNamespace):
 def test_each_whole_parameter_is_compared_once_when_its_gradient_says_something() -> None:
     stage, world = nn.Linear(2, 1), TwoRanks()
     of_world: Any = world
-    whole = WholeGradients({0: stage}, of_world, seeded=True)
+    whole = ReplicatedGradientCheck({0: stage}, of_world, seeded=True)
 
     def sent_after_step(weight: float | None, bias: float | None) -> int:
         for parameter, value in ((stage.weight, weight), (stage.bias, bias)):

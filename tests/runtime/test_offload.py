@@ -15,7 +15,7 @@ from pipegraph.runtime.host_memory import HostMemory
 from pipegraph.runtime.measurements import SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Kind, build, names
-from pipegraph.schedule.absences import absences
+from pipegraph.schedule.offload_windows import offload_windows
 from pipegraph.schedule.recipes import trains
 from tests.runtime.packages import loss, write
 from tests.runtime.sketches import chain
@@ -51,7 +51,7 @@ def test_every_schedule_gives_exactly_the_same_gradients(schedule: str, package:
     offloaded, after, pipe = step(package, schedule, "offload")
     assert len(kept) == len(offloaded) == 1 + 2 * STAGES
     assert all(torch.equal(one, other) for one, other in zip(kept, offloaded, strict=True))
-    away = [len(absences(row)) for row in pipe.schedule.actions]
+    away = [len(offload_windows(row)) for row in pipe.schedule.actions]
     for rank, count in enumerate(away):
         assert (after[rank] or 0) <= (before[rank] or 0)
         assert count or after[rank] == before[rank]
@@ -68,9 +68,9 @@ def test_warm_up_of_1f1b_holds_as_much_as_its_end(package: Package) -> None:
 
 def test_a_copy_has_an_action_to_hide_behind() -> None:
     """0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3; and of the last stage of 1f1b, whose backward follows F, nothing leaves."""
-    found = [(each.microbatch, each.left, each.back) for each in absences(build("gpipe", 2, 4).actions[0])]
+    found = [(each.microbatch, each.left, each.back) for each in offload_windows(build("gpipe", 2, 4).actions[0])]
     assert found == [(0, 1, 3), (1, 2, 4), (2, 3, 5), (3, 4, 6)]
-    assert not absences(build("1f1b", 2, 4).actions[1])
+    assert not offload_windows(build("1f1b", 2, 4).actions[1])
 
 
 class Offloading:

@@ -14,7 +14,7 @@ from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import Expression, Name, Slice, call, literal
 from pipegraph.codegen.syntax.loop_index import (
-    UnlikeError,
+    StructureMismatch,
     at_iteration,
     in_all_iterations,
     progressions,
@@ -76,7 +76,7 @@ def _run(statements: Sequence[Statement], size: int) -> _Run:
     second, third = statements[size : 2 * size], statements[2 * size : 3 * size]
     try:
         found = tuple(in_all_iterations(one, other) for one, other in zip(second, third, strict=True))
-    except UnlikeError:
+    except StructureMismatch:
         return _Run((), 0)
     if not any(True for _ in progressions(found)):
         return _Run((), 0)  # nothing but a repetition

@@ -182,18 +182,18 @@ class ModeBranch:
     Attributes:
         number: of the branch.
         training, evaluation: the items of each mode.
-        joins: an operation for each value that is read afterwards. Its arguments are the values of the two modes.
+        phis: an operation for each value that is read afterwards. Its arguments are the values of the two modes.
     """
 
     number: int
     training: tuple[Step, ...]
     evaluation: tuple[Step, ...]
-    joins: tuple[Operation, ...]
+    phis: tuple[Operation, ...]
 
     @property
     def inner(self) -> tuple[Step, ...]:
-        """The items of both modes, and the joins."""
-        return (*self.training, *self.evaluation, *self.joins)
+        """The items of both modes, and the phis."""
+        return (*self.training, *self.evaluation, *self.phis)
 
     @property
     def reads(self) -> tuple[fx.Node, ...]:
@@ -204,7 +204,7 @@ class ModeBranch:
     @property
     def makes(self) -> tuple[fx.Node, ...]:
         """The values that are read afterwards."""
-        return tuple(join.node for join in self.joins)
+        return tuple(phi.node for phi in self.phis)
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

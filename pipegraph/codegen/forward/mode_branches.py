@@ -31,8 +31,8 @@ def group_branches(items: Iterable[Step]) -> list[Item]:
         sides: dict[bool | None, list[Step]] = {True: [], False: [], None: []}
         for item in group:
             sides[item.nodes[0].meta[BRANCH].training].append(item)
-        joins = tuple(item for item in sides[None] if isinstance(item, Operation))
-        grouped.append(ModeBranch(number, tuple(sides[True]), tuple(sides[False]), joins))
+        phis = tuple(item for item in sides[None] if isinstance(item, Operation))
+        grouped.append(ModeBranch(number, tuple(sides[True]), tuple(sides[False]), phis))
     return grouped
 
 
@@ -72,14 +72,14 @@ class BranchWriter:
         sides = ((True, item.training), (False, item.evaluation))
         mentions = [
             Counter(node for each in items for node in operands(each))
-            + Counter(operands(join)[side] for join in item.joins)
+            + Counter(operands(phi)[side] for phi in item.phis)
             for side, (_, items) in enumerate(sides)
         ]
         for counts in mentions:
             values.uses_left.subtract(counts)
         names: list[str] = []  # a name may be that of a value that is not read after the branch
-        for join in item.joins:
-            wanted = self._replaced_variable(join) or variable(self._name(join, join.node), "x")
+        for phi in item.phis:
+            wanted = self._replaced_variable(phi) or variable(self._name(phi, phi.node), "x")
             names.append(unused(wanted, values.taken().union(names)))
         variables = dict(values.variables)
         for side, (training, items) in enumerate(sides):
@@ -87,16 +87,16 @@ class BranchWriter:
             values.variables.clear()
             values.variables.update(variables)
             self.around = (Case(TRAINING, training, item.number),)
-            self.joined = {operands(join)[side]: name for join, name in zip(item.joins, names, strict=True)}
+            self.joined = {operands(phi)[side]: name for phi, name in zip(item.phis, names, strict=True)}
             for each in items:
                 self._write_item(each)
-            self._assign_joined([operands(join)[side] for join in item.joins], names)
+            self._assign_joined([operands(phi)[side] for phi in item.phis], names)
             self.around, self.joined = (), {}
         values.variables.clear()
         values.variables.update(variables)
-        for join, name in zip(item.joins, names, strict=True):
-            values.variables[name] = join.node
-            values.written[join.node] = Name(name)
+        for phi, name in zip(item.phis, names, strict=True):
+            values.variables[name] = phi.node
+            values.written[phi.node] = Name(name)
 
     def _assign_joined(self, joined: Sequence[fx.Node], names: Sequence[str]) -> None:
         """Assign the values that are read after a branch to the names that they have there."""
@@ -106,10 +106,10 @@ class BranchWriter:
         values.consume(joined)
         values.assign(pairs, self.around)
 
-    def _replaced_variable(self, join: Operation) -> str | None:
+    def _replaced_variable(self, phi: Operation) -> str | None:
         """The variable that a branch changes: it holds the value of one mode, and nothing reads that afterwards."""
         values = self._values
-        for node in operands(join):
+        for node in operands(phi):
             name = values.written[node].text if node in values.written else None
             if name in values.variables and values.uses_left[node] == 0:
                 return name

@@ -25,7 +25,7 @@ from pipegraph.codegen.syntax.expressions import (
     method,
 )
 from pipegraph.codegen.syntax.loop_index import (
-    UnlikeError,
+    StructureMismatch,
     at_iteration,
     in_all_iterations,
 )
@@ -123,7 +123,7 @@ class StatementLoopWriter:
             return expressions[0]
         found = in_all_iterations(expressions[1], expressions[2])
         if any(at_iteration(found, number) != each for number, each in enumerate(expressions)):
-            raise UnlikeError
+            raise StructureMismatch
         return found
 
     # ---- a loop ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class StatementLoopWriter:
         """
         try:
             self._write(item)
-        except UnlikeError as error:
+        except StructureMismatch as error:
             raise UnrolledLoopError(item) from error
 
     def _write(self, item: StatementLoop) -> None:

@@ -31,7 +31,7 @@ _LISTED = 3
 Kind = TypeVar("Kind", bound=Hashable)
 
 
-class UnlikeError(Exception):
+class StructureMismatch(Exception):
     """Two iterations of a loop differ in more than numbers that grow."""
 
 
@@ -77,7 +77,7 @@ def in_all_iterations(second: Part, third: Part) -> Part:
     """What the second and the third iteration of a loop say, with progressions for the numbers in which they differ.
 
     Raises:
-        UnlikeError: they differ in something else.
+        StructureMismatch: they differ in something else.
     """
     made: Any = second
     if second != third:
@@ -96,7 +96,7 @@ def _between(second: Literal, third: Literal) -> Expression:
     pattern = _NUMBER if second.is_number else _TEXT
     one, other = pattern.fullmatch(second.text), pattern.fullmatch(third.text)
     if second.is_number != third.is_number or one is None or other is None:
-        raise UnlikeError
+        raise StructureMismatch
     difference = int(other[1]) - int(one[1])
     found = Progression(int(one[1]) - difference, difference)
     return found if second.is_number else call(_STR, found)
@@ -117,13 +117,13 @@ def _either(
         return None
     second, third = second or default, third or default
     if second is None or third is None:
-        raise UnlikeError
+        raise StructureMismatch
     return in_all_iterations(second, third)
 
 
 def _rebuilt(second: Node, third: Node) -> Node:
     if type(second) is not type(third):
-        raise UnlikeError
+        raise StructureMismatch
     changed: dict[str, Any] = {}
     for entry in fields(second):  # type: ignore[arg-type]
         one, other = getattr(second, entry.name), getattr(third, entry.name)
@@ -138,7 +138,7 @@ def _part(one: Any, other: Any) -> Any:
     if isinstance(one, Node) and isinstance(other, Node):
         return in_all_iterations(one, other)
     if one != other:
-        raise UnlikeError
+        raise StructureMismatch
     return one
 
 

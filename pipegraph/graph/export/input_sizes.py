@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.export.dynamic_shapes import BATCH, USUAL_NAMES, SizeNames, WantedSizes
-from pipegraph.graph.export.long_sizes import FixedSizeNeededError
+from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError
 from pipegraph.graph.export.size_guards import SizeGuards, same_sizes
 from pipegraph.graph.export.torch_export import Exported
 from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression

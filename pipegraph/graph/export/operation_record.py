@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
 from pipegraph.graph.captured import plain_containers
-from pipegraph.graph.export.certain_chances import CertainChances
+from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
 from pipegraph.graph.export.isolation import (
     active_fake_mode,
     attributes_restored,
@@ -115,7 +115,7 @@ def without_memory(
         refusals_not_logged(),
         warnings.catch_warnings(),
         torch.no_grad(),
-        CertainChances(),
+        FoldConstantDropPath(),
     ):
         warnings.simplefilter("ignore")  # the model's own were shown when it was exported
         with active_fake_mode(model, fake_args, fake_kwargs):

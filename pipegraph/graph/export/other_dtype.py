@@ -70,7 +70,7 @@ def mark_dtypes(
                 twin, _ = flatten(program, *state_of(model), names)
         except Exception:  # whatever the model raises in a dtype that it was not written for
             return
-        comparison = _DtypeComparison(TwinGraphs(graph, twin, own, other))
+        comparison = _DtypeComparison(DtypeProbe(graph, twin, own, other))
         if comparison.succeeds():
             comparison.apply()
             return
@@ -79,7 +79,7 @@ def mark_dtypes(
 class _DtypeComparison:
     """What the operations of two graphs of one model read, in both."""
 
-    def __init__(self, graphs: TwinGraphs) -> None:
+    def __init__(self, graphs: DtypeProbe) -> None:
         self._graphs = graphs
         # What a node is equal to in its own graph, casts that do nothing left out.
         self._equals: dict[fx.Node, fx.Node] = {}
@@ -198,7 +198,7 @@ def _does_nothing(node: fx.Node) -> bool:
     )
 
 
-class TwinGraphs:
+class DtypeProbe:
     """Two graphs of one model: what corresponds to what.
 
     A graph may lack what the other one has, if it would do nothing there: a slice of all there is, ``x[:, :length]``,

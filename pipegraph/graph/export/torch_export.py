@@ -20,15 +20,15 @@ from torch.export import ExportedProgram
 
 from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
-from pipegraph.graph.export.certain_chances import CertainChances
+from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
 from pipegraph.graph.export.explanations import at_line, explanation, summary
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
 from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_kept
-from pipegraph.graph.export.long_sizes import FixedSizeNeededError, LongSizes
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.python_random import check_chances
+from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
 from pipegraph.graph.export.sliced_lists import name_in_lists
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
@@ -95,7 +95,7 @@ def export(
 
     def attempt(mode: Mapping[nn.Module, bool], tried: frozenset[InputDimension] | None) -> Exported:
         lines: dict[str, str] = {}
-        long = LongSizes(args, kwargs, kept)
+        long = ShapeExpressionLimit(args, kwargs, kept)
 
         def note(size: str, value: int) -> None:
             lines.setdefault(size, current_user_line())
@@ -195,7 +195,7 @@ def _export(
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
         _every_input_named(model, kwargs),
         _graphs_not_shown(),
-        CertainChances(),
+        FoldConstantDropPath(),
         factory_sizes_kept(),
         whole_numbers_kept(model) if keeps_int else nullcontext(),
         warnings.catch_warnings(),

@@ -20,9 +20,9 @@ from pipegraph.graph.export.dynamic_shapes import SizeNames, WantedSizes
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import InputSizes
 from pipegraph.graph.export.kept_sizes import may_read_int
-from pipegraph.graph.export.long_sizes import FixedSizeNeededError
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
 from pipegraph.graph.export.remainders import sizes_of_some_remainders, without_remainders
+from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError
 from pipegraph.graph.export.size_guards import SizeGuards, Sizes
 from pipegraph.graph.export.torch_export import Exported, export
 from pipegraph.graph.index_bounds import RangeLimit, range_limits

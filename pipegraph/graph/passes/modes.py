@@ -151,7 +151,7 @@ class _ModeMerge:
                 home[copies[node]] = branch
         self._return_more(copies)
         for number, branch in enumerate(self._comparison.differences):
-            for (value, other), readers in branch.joins.items():
+            for (value, other), readers in branch.phis.items():
                 other = self._state(other, branch) if other.op == "get_attr" else copies.get(other, other)
                 join = self._join(branch, number, value, other)
                 for reader, position in readers:

@@ -19,7 +19,7 @@ from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.graphs.regions import ModuleRegions, Regions
 from pipegraph.kernels.internals import tree_leaves, tree_unflatten
 from pipegraph.kernels.module_state import ModuleState
-from pipegraph.kernels.random.draws import Draws
+from pipegraph.kernels.random.draws import RandomOps
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.symbolic.internals import is_symbolic, number_of
 from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, dimensions
@@ -77,7 +77,7 @@ def differentiate(
     while expressions != (now := dimensions(sizes.values)):  # two symbols may turn out to be one
         expressions, blocks = now, RepeatedModules(root, regions)
         leaves = [_new_leaf(primal) for primal in primals]
-        draws = Draws(root, outside) if options.is_seeded else None
+        draws = RandomOps(root, outside) if options.is_seeded else None
         with internals.python_dispatch(), blocks.recording(draws), state.replaced(leaves[: len(state)]):
             outputs = function(leaves)
     inlined: dict[str, str] = {}

@@ -17,7 +17,7 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.regions import ModuleRegions, placed
 from pipegraph.kernels.internals import storage_identity, tree_flatten, tree_unflatten, version
 from pipegraph.kernels.module_state import ModuleState
-from pipegraph.kernels.random.draws import Draws
+from pipegraph.kernels.random.draws import RandomOps
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
 from pipegraph.kernels.symbolic.internals import evaluate, expression, is_symbolic, placeholder_symbol
 from pipegraph.kernels.symbolic.symbolic_sizes import contiguous_strides, dimensions
@@ -135,7 +135,7 @@ class RepeatedModules:
         self.records: dict[Any, RecordedCall] = {}
         self._around: RecordedCall | None = None
         self._calls = 0
-        self._draws: Draws | None = None
+        self._draws: RandomOps | None = None
         self._keys: Tensor | None = None
 
     def outermost(self) -> list[RecordedCall]:
@@ -148,7 +148,7 @@ class RepeatedModules:
         return () if self._draws is None else tuple(self._draws.modules)
 
     @contextmanager
-    def recording(self, draws: Draws | None) -> Iterator[None]:
+    def recording(self, draws: RandomOps | None) -> Iterator[None]:
         """Record the calls of modules, and the draws in them, while the function runs the first time."""
         self._draws = draws
         with self._with_forwards(self._record, self._modules), nullcontext() if draws is None else draws.found():
@@ -160,7 +160,7 @@ class RepeatedModules:
         def seeded(primals: Sequence[Tensor]) -> Any:
             *own, keys = primals
             self._keys = keys
-            self._draws = Draws(self._root, outside, key=lambda position: keys[position])
+            self._draws = RandomOps(self._root, outside, key=lambda position: keys[position])
             with self._draws.found():
                 return function(own)
 

@@ -34,7 +34,7 @@ def _opaque(operation: Any, schema: str) -> Any:
 _OPAQUE = {operation: _opaque(operation, schema) for operation, schema in _SCHEMAS.items()}
 
 
-def left_to_aten(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+def without_cpu_pools(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """Return a table of decompositions with which such operations stay whole on a CPU."""
     kept = {
         operation: partial(_whole_on_cpu, opaque, table.get(operation, lambda *args, **kwargs: NotImplemented))

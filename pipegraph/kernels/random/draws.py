@@ -1,4 +1,4 @@
-"""Draws: the random operations of a stage, each with a key of its own in the place of torch's generator.
+"""RandomOps: the random operations of a stage, each with a key of its own in the place of torch's generator.
 
 A key is found by the module that draws and by how many draws the module has made before in the same forward. Names
 stay out of graphs, so that equal layers share one: a graph takes the keys of its draws as one more tensor [draws].
@@ -30,7 +30,7 @@ LOSS = "(loss)"
 _seeding = threading.RLock()
 
 
-class Draws:
+class RandomOps:
     """Finds the random operations of a function that calls modules, and replaces them by functions of keys.
 
     Args:

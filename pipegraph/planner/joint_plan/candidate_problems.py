@@ -55,14 +55,14 @@ class CandidateProblems:
     def tight_bound(self, candidate: JointCandidate, enough: float = math.inf) -> float:
         """Return seconds that no cuts and choices of a candidate go below, by stages of parts of segments, however its
         copies are divided. Once found, it stays; it is not made tighter than ``enough``."""
-        leanest, exposed = leanest_of(candidate), self.least_exposed(candidate)
+        leanest, exposed = min_memory_variant(candidate), self.least_exposed(candidate)
         if leanest not in self._fractional:
             self._fractional[leanest] = self.of(leanest, whole=False).fractional_bound(enough - exposed)
         return max(self.bound(candidate), self._fractional[leanest] + exposed)
 
     def slowest_stage(self, candidate: JointCandidate) -> float:
         """Return what a pipeline takes at least that is cut between layers, however its copies are divided."""
-        leanest = leanest_of(candidate)
+        leanest = min_memory_variant(candidate)
         if leanest not in self._slowest:
             self._slowest[leanest] = self.of(leanest, whole=True).lower_bound
         return self._slowest[leanest]
@@ -109,7 +109,7 @@ class CandidateProblems:
         return lambda rank, other: self._costs.hardware.link(rank * layout.stride, other * layout.stride)
 
 
-def leanest_of(candidate: JointCandidate) -> JointCandidate:
+def min_memory_variant(candidate: JointCandidate) -> JointCandidate:
     """Return a candidate with the division of its copies, and as few whole stages, as leave the most memory."""
     layout = candidate.layout
     resident = 1 if candidate.chunks > 1 and layout.copies > 1 else None

@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 
 from pipegraph.arguments import argument
 from pipegraph.errors import PlanError
-from pipegraph.planner.joint_plan.candidate_problems import CandidateProblems, leanest_of
+from pipegraph.planner.joint_plan.candidate_problems import CandidateProblems, min_memory_variant
 from pipegraph.planner.joint_plan.choices import JointCandidate, JointChoice, JointComparison, Neighbour, pareto_front
 from pipegraph.planner.joint_plan.layout import Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds, resident_seconds
@@ -147,7 +147,7 @@ class JointSearch:
     def _least_found(self, candidate: JointCandidate, whole: bool) -> float:
         """Return what a candidate takes at least by what was found for another division of its copies; 0 if nothing
         was, infinite if nothing fits there."""
-        key = leanest_of(candidate), whole and self._problems.has_enough_layers(candidate)
+        key = min_memory_variant(candidate), whole and self._problems.has_enough_layers(candidate)
         if key not in self._pipelines:
             return 0.0
         found = self._pipelines[key]
@@ -188,7 +188,7 @@ class JointSearch:
 
     def _pipeline(self, candidate: JointCandidate, whole: bool) -> OptionSolution | None:
         """Return the best cuts and choices that were found with little effort; None if nothing fits."""
-        leanest = leanest_of(candidate)
+        leanest = min_memory_variant(candidate)
         if (leanest, whole) not in self._pipelines:
             self._pipelines[leanest, whole] = self._solve(leanest, _LOW_EFFORT, whole, not whole)
         found = self._pipelines[leanest, whole]

@@ -24,8 +24,8 @@ from pipegraph.planner.solver.prefix_sums import (
     PrefixSums,
 )
 from pipegraph.schedule import Schedule, lower, receive_buffers
-from pipegraph.schedule.absences import absences
 from pipegraph.schedule.action_arrays import B, F, I, W
+from pipegraph.schedule.offload_windows import offload_windows
 
 _OF_STAGE, _CROSSES = slice(4), 4  # columns of `_moments_of_stages`
 
@@ -57,7 +57,7 @@ class MemoryNeed:
       once;
     - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
-      arrived. What is offloaded counts while it is here (`pipegraph.schedule.absences`);
+      arrived. What is offloaded counts while it is here (`pipegraph.schedule.offload_windows`);
     - while an action runs, its stage's `TransientBytes` on top of what is held before, and after: of W and B with the
       gradients of parameters that they made and have not yet added to the others;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
@@ -253,7 +253,7 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
             saved[:, 0] += weights[:, 0]
             weights[:, 0] = 0
         held, began = (saved.copy(), _shifted(saved)) if offloads else (np.zeros_like(saved), np.zeros_like(saved))
-        for each in absences(schedule.actions[rank]) if offloads else ():
+        for each in offload_windows(schedule.actions[rank]) if offloads else ():
             column = int(np.searchsorted(held_here, each.stage))
             held[each.left : each.back, column] -= 1  # when those actions end
             began[each.left + 1 : each.back, column] -= 1  # when they begin

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegraph import collectives
-from pipegraph.collectives import Works
+from pipegraph.collectives import CompositeWork
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, SHARD, RankGrid
@@ -62,7 +62,7 @@ class ShardLine:
         groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}
         self._group, self._sums = groups[SHARD,], groups[summed]
 
-    def start_gather(self, rows: Tensor) -> dist.Work | Works:
+    def start_gather(self, rows: Tensor) -> dist.Work | CompositeWork:
         """Start to gather the rows [ranks, elements] of which each rank has its own."""
         with lost_connections(None):
             return collectives.start_gather(rows, self.place, self._group)
@@ -90,7 +90,7 @@ class ShardLine:
                 started.append(Reduction(work, "all_reduce", own.nbytes, self._summed))
             return started, own_sum
 
-    def wait(self, *works: dist.Work | Works) -> None:
+    def wait(self, *works: dist.Work | CompositeWork) -> None:
         """Wait for what was started; on a GPU the current stream waits."""
         with lost_connections(None):
             for work in works:

@@ -10,9 +10,9 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.check import check
 from pipegraph.schedule.order_search.order_problem import PER_STAGE, Orders
 from pipegraph.schedule.recipes.one_f_one_b import one_f_one_b, zero_bubble
-from pipegraph.schedule.residency import residencies
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.stages import loop
+from pipegraph.schedule.unshard_windows import residencies
 
 _GROUPS = 16  # sizes of groups that are tried, at most
 

@@ -19,7 +19,6 @@ from pipegraph.package import Manifest
 from pipegraph.package.prediction import Prediction
 from pipegraph.runtime import tensor_parallel
 from pipegraph.runtime.divided_boundaries import divided_boundaries, divisible_sizes
-from pipegraph.runtime.division_check import DivisionCheck
 from pipegraph.runtime.fully_sharded import (
     ShardedGroup,
     adopt_groups,
@@ -33,6 +32,7 @@ from pipegraph.runtime.precision import check_batch_norms
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.ties import find_ties
+from pipegraph.runtime.tp_check import DivisionCheck
 
 
 def check_is_used(name: str, value: object, dimension: str, world: World | None) -> None:

@@ -38,7 +38,7 @@ class FixedSizeNeededError(Exception):
         self.line = line
 
 
-class LongSizes:
+class ShapeExpressionLimit:
     """Watches an export for expressions of sizes that are too long to go on with.
 
     Args:

@@ -33,7 +33,7 @@ Dtypes = list[tuple[Any, ...]]
 """The dtypes of what modules return, and of what operations are given that take only some mixtures of dtypes."""
 
 
-def kept_buffers(
+def fp32_buffers(
     index: int, stage: nn.Module, manifest: Manifest, own: torch.dtype, computed: torch.dtype, norms: Collection[str]
 ) -> frozenset[str]:
     """Return the names of the buffers of a stage that stay as they are. Warns of others that a forward writes to.

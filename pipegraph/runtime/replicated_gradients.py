@@ -27,7 +27,7 @@ _ROUNDING: Final = 1e-3
 """Norms of equal gradients differ by less than this part: kernels need not add up in the same order."""
 
 
-class WholeGradients:
+class ReplicatedGradientCheck:
     """Compares the gradient of each whole parameter in the first step in which it is a number other than 0.
 
     Args:

@@ -13,7 +13,7 @@ _SIDE: Final = 4096  # of a product of two matrices of float32, which takes a GP
 _SAFETY: Final = 1.5  # the host may take longer than the last time
 
 
-class HeadStart:
+class GpuQueueFiller:
     """A context for each round of launches. A GPU is given as much work before it as the last round took the host.
 
     On a CPU, which computes what it is told at once, it does nothing.

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 _LESS, _GREATER = ("lt", "le"), ("gt", "ge")
 
 
-class CertainChances(TorchFunctionMode):
+class FoldConstantDropPath(TorchFunctionMode):
     """Decides a comparison of one number of `torch.rand`, which is at least 0 and below 1, if it has one outcome.
 
     What depends on the values of a tensor cannot be traced; ``torch.rand([]) < 0`` depends on none.

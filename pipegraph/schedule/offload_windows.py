@@ -17,7 +17,7 @@ from pipegraph.schedule.action import Action, Kind
 _SHORTEST = 3  # actions from F to the backward
 
 
-class Absence(NamedTuple):
+class OffloadWindow(NamedTuple):
     """Positions among a rank's computing actions.
 
     Attributes:
@@ -32,7 +32,7 @@ class Absence(NamedTuple):
     back: int
 
 
-def absences(actions: Sequence[Action]) -> list[Absence]:
+def offload_windows(actions: Sequence[Action]) -> list[OffloadWindow]:
     """Return when the saved values of each stage and microbatch of a rank can be away, in the order of F."""
     forward: dict[tuple[int, int], int] = {}
     found = []
@@ -43,5 +43,5 @@ def absences(actions: Sequence[Action]) -> list[Absence]:
         elif key in forward:
             begin = forward.pop(key)
             if position - begin >= _SHORTEST:
-                found.append(Absence(*key, begin + 1, position - 1))
+                found.append(OffloadWindow(*key, begin + 1, position - 1))
     return sorted(found, key=lambda each: each.left)

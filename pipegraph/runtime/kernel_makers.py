@@ -1,0 +1,117 @@
+"""What makes the kernels of each stage, what their backwards compute again, and whether they are CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from pipegraph.arguments import argument, require_type
+from pipegraph.errors import PipegraphError
+from pipegraph.kernels import Maker, makers
+from pipegraph.kernels.cuda_graphs.recorder import CudaGraphRecorder, MakeRecorder
+from pipegraph.kernels.sharded import is_sharded
+from pipegraph.package import Manifest, Package
+from pipegraph.recompute import Recompute, parse_stages
+
+
+def stage_recompute(given: object, package: Package, stages: Mapping[int, nn.Module]) -> tuple[Recompute, ...]:
+    """Return what the backward of each stage of a package computes again.
+
+    Args:
+        given: what `pipegraph.recompute.parse_stages` takes; None for what the package says.
+        package: of all stages. One that is not here is made without memory if a pattern matches no module that is.
+        stages: those of this process.
+
+    Raises:
+        ArgumentError: it is none of these, or a pattern matches no module.
+    """
+    plan, of_package = package.manifest.prediction, given is None
+    if given is None:
+        given = package.manifest.recompute if plan is None else plan.recompute
+    each = parse_stages(given, len(package.manifest.stages))
+    for recompute in set(each):
+        # A planned pattern, such as every eighth layer, is of the model: its own stages may have none of these.
+        indices = [index for index, own in enumerate(each) if of_package or own == recompute]
+        _check_names(recompute, indices, package, stages)
+    return each
+
+
+def stage_makers(
+    kernels: str | Maker,
+    recompute: Sequence[Recompute],
+    manifest: Manifest,
+    max_variants: int,
+    strict: bool,
+    recorder: MakeRecorder | None = None,
+) -> Mapping[int, Maker]:
+    """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments."""
+    names = [name for stage in manifest.stages for name in stage.parameters]
+    recompute = tuple(each.with_layers(names) for each in recompute)
+    require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
+    if isinstance(kernels, str):
+        return dict(enumerate(makers(kernels, recompute, max_variants, strict, recorder)))
+    return dict.fromkeys(range(len(recompute)), kernels)
+
+
+def check_has_graphs(device: str) -> None:
+    """Raise PipegraphError unless a type of device has CUDA graphs."""
+    if device != "cuda":
+        raise PipegraphError(
+            f"{argument('cuda_graphs', True)} records what a GPU does, and the stages are on {device}.\n"
+            f"Try: {argument('device', 'cuda')}, or leave it out."
+        )
+
+
+def graph_recorder(
+    asked: bool,
+    kernels: str | Maker,
+    device: torch.device,
+    recompute: Sequence[Recompute],
+    stages: Mapping[int, nn.Module],
+) -> MakeRecorder | None:
+    """Return what records the kernels of these stages as CUDA graphs; None if that is not `asked` for.
+
+    Raises:
+        PipegraphError: it cannot be done with the rest.
+    """
+    if not asked:
+        return None
+    check_has_graphs(device.type)
+    if not isinstance(kernels, str):
+        raise PipegraphError(
+            f"{argument('cuda_graphs', True)} records kernels that pipegraph has traced, and {argument('kernels')} is "
+            f"a function of yours.\nTry: {argument('kernels', 'inductor')}."
+        )
+    if any(each.offloads for each in recompute):
+        raise PipegraphError(
+            f"{argument('cuda_graphs', True)} keeps what a forward saves in one place of the GPU's memory, and "
+            f"{argument('recompute', 'offload')} moves it to the host.\nTry: {argument('recompute', 'min-cut')}."
+        )
+    for index, stage in stages.items():
+        divided = [name for name, each in stage.named_parameters() if is_sharded(each)]
+        if divided:
+            raise PipegraphError(
+                f"{argument('cuda_graphs', True)} records no collectives, and {divided[0]} of stage {index} is divided "
+                "between ranks.\n"
+                "Try: a mesh of pp and dp_replicate alone."
+            )
+    return partial(CudaGraphRecorder, device)
+
+
+def _check_names(
+    recompute: Recompute, indices: Sequence[int], package: Package, stages: Mapping[int, nn.Module]
+) -> None:
+    names = {name for index in indices if index in stages for name in _called(stages[index])}
+    if recompute.unmatched(names):
+        others = (package.load_stage(index, "meta", weights=False) for index in indices if index not in stages)
+        recompute.check_names(names.union(*map(_called, others)))
+
+
+def _called(stage: nn.Module) -> Iterator[str]:
+    """The names of the modules of a stage that are called."""
+    for name, module in stage.named_modules():
+        if name and type(module).forward is not nn.Module.forward:
+            yield name
