@@ -1,4 +1,4 @@
-"""The pictures of the pages, drawn anew: ``python -m benchmarks.pictures``.
+"""The pictures of the pages, drawn again: ``python -m benchmarks.pictures``.
 
 It plans the example transformer for zb-v with times measured here, runs it on two processes, and has Chromium
 photograph the report of the run. It takes some minutes of an idle machine; the guide says beside the picture what is

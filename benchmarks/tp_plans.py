@@ -206,7 +206,7 @@ def train_each(rank: int, port: int, every: list[Made], results: Any) -> None:
         for made in every:
             try:
                 said = worst_difference(made, mesh)
-            except Exception as error:  # the others go on
+            except Exception as error:  # the others continue
                 said = Worst(float("inf"), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0)
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, said)

@@ -1,4 +1,4 @@
-"""``F.grouped_mm`` on tensors without memory, of every dtype that its kernels take: torch says so of bfloat16 alone."""
+"""``F.grouped_mm`` on fake tensors, of every dtype that its kernels take: torch says so of bfloat16 alone."""
 
 from __future__ import annotations
 

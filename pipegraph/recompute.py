@@ -14,7 +14,7 @@ from pipegraph.errors import ArgumentError, nearest
 OFFLOAD = "offload"
 CHOICES = ("none", "min-cut", "block", OFFLOAD)
 """What is computed again: nothing, what torch's partitioner chooses, or everything, from what goes into the block.
-"offload" computes as much again as "min-cut", and what is kept waits for the backward in the memory of the host."""
+"offload" computes as much again as "min-cut", and what is kept waits for the backward in CPU memory."""
 DEFAULT = "min-cut"
 """The choice where none is made. Also on a CPU, computing a chain of pointwise operations again takes less time than
 writing and reading its results."""
@@ -92,7 +92,7 @@ class Recompute:
 
     @property
     def offloads(self) -> bool:
-        """Whether something waits for the backward in the memory of the host."""
+        """Whether something waits for the backward in CPU memory."""
         return OFFLOAD in self._choices
 
     @property

@@ -1,6 +1,6 @@
 """What every test gets. The environment is set here, before anything imports torch.
 
-``--renew-golden`` writes anew the files that some tests compare with.
+``--renew-golden`` writes again the files that some tests compare with.
 """
 
 from __future__ import annotations
@@ -49,4 +49,4 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew-golden", action="store_true", help="write the golden files anew, then compare")
+    parser.addoption("--renew-golden", action="store_true", help="write the golden files again, then compare")

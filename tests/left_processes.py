@@ -20,7 +20,7 @@ def mark_processes() -> None:
 
 
 def left_processes(patience: float = _PATIENCE) -> list[str]:
-    """The processes of this one that go on, as ``number: command``; waits for a while until there are none."""
+    """The processes of this one that continue, as ``number: command``; waits for a while until there are none."""
     deadline = time.monotonic() + patience
     while (found := _running()) and time.monotonic() < deadline:
         time.sleep(0.05)

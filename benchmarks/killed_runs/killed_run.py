@@ -1,4 +1,4 @@
-"""One training run under torchrun that goes on by itself, and the moments at which a rank of it is killed."""
+"""One training run under torchrun that continues by itself, and the moments at which a rank of it is killed."""
 
 from __future__ import annotations
 

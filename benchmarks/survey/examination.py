@@ -111,7 +111,7 @@ def examine(case: SurveyCase, folder: Path) -> Report:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             package, proof = _split(model, case.arguments(), folder / "package")
-    except Exception as error:  # a torch error as well: the survey goes on with the next model
+    except Exception as error:  # a torch error as well: the survey continues with the next model
         return Report(case, error=_said(error))
     seconds = time.perf_counter() - begin
     # What pipegraph warned of is not silent; warnings of torch and of the model's own libraries say nothing of stages.

@@ -27,7 +27,7 @@ from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
 _DELAY = 1.0  # seconds before a bar is shown
 _WIDTH = 28  # columns of a bar, in a terminal with room for its label as well
 _LABEL = 44  # columns beside a bar
-_BEGAN = time.monotonic()  # the command's time, which goes on from one bar to the next
+_BEGAN = time.monotonic()  # the command's time, which continues from one bar to the next
 _shown: _TerminalBar | None = None
 
 
@@ -69,7 +69,7 @@ def print_warning(line: str) -> None:
 
 @dataclass(frozen=True)
 class _Count:
-    """How many of one kind are done of a round of them, and how many ``before`` it: a bar goes on, and never back."""
+    """How many of one kind are done of a round of them, and how many ``before`` it: a bar only moves forward."""
 
     before: int = 0
     done: int = 0

@@ -275,8 +275,8 @@ def _train(
 
     begun, taken = training.done, []
     shows = training.knows_loss and not json
-    if training.went_on_from is not None and shows:
-        say(f"goes on from {training.went_on_from}")
+    if training.resumed_from is not None and shows:
+        say(f"continues from {training.resumed_from}")
     count = None if steps is None else max(steps - begun, 0)
     profiled = nullcontext() if profile is None or count == 0 else training.profiled(profile, count, hardware)
     with profiled as recorded:
@@ -285,7 +285,7 @@ def _train(
             if shows:
                 say(str(step))
     if training.was_terminated and shows:
-        say(f"SIGTERM came: saved after {training.done} steps. The same command goes on.")
+        say(f"SIGTERM came: saved after {training.done} steps. The same command continues.")
     if training.done == begun:
         if training.knows_loss:
             say(json_text({"steps": taken}) if json else f"{begun} steps are done, and no more are to do.")

@@ -101,7 +101,7 @@ RunFolderOption = Annotated[
     typer.Option(
         metavar="DIR",
         show_default=False,
-        help="Save the run in DIR on its way, at its end and at SIGTERM; go on from the newest checkpoint there.",
+        help="Save the run in DIR on its way, at its end and at SIGTERM; continue from the newest checkpoint there.",
     ),
 ]
 CheckpointEveryOption = Annotated[

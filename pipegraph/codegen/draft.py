@@ -275,7 +275,7 @@ def batch_dim(shape: Sequence[int], sizes: Collection[str]) -> int | None:
 
     Args:
         shape: of the value.
-        sizes: the names of the sizes that vary.
+        sizes: the names of the dynamic sizes.
     """
     if BATCH not in sizes:
         return 0 if shape else None

@@ -47,7 +47,7 @@ class SegmentCost:
             gradients that it reads. None: as many as ``saved_bytes``.
         trained_bytes: of ``parameter_bytes``, those of parameters that have a gradient. None: all.
         buffer_bytes: buffers and constants, each where it is first used.
-        offloaded_bytes: of ``saved_bytes``, those that wait for the backward in the memory of the host.
+        offloaded_bytes: of ``saved_bytes``, those that wait for the backward in CPU memory.
         transient_bytes: what F, I, W and B need while they run. Of segments, a stage has the most.
         added_bytes: of ``trained_bytes``, those of parameters whose gradients W and B make before they add them. The
             gradients of others, products of two matrices, are added while they are computed. None: all.

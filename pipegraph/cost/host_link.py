@@ -16,7 +16,7 @@ _SIZES = tuple(4**power * 1024 for power in range(3, 9))  # of copies: 64 KiB to
 
 
 def measure_host_link(stopwatch: Stopwatch) -> Link:
-    """Return the link over which a tensor is copied to pinned memory of the host and back.
+    """Return the link over which a tensor is copied to pinned CPU memory and back.
 
     On a CPU both are in one memory, and the copies are those with which the runtime emulates offload.
     """

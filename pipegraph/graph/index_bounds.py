@@ -23,7 +23,7 @@ _ALONG = {"gather", "index_select", "index_add", "index_copy", "scatter", "scatt
 def index_bound(node: fx.Node) -> int | None:
     """The smallest exclusive upper bound over everything that an integer input indexes; None if it indexes nothing.
 
-    Of a size that varies it is the number at capture.
+    Of a dynamic size it is the number at capture.
     """
     bounds: list[int] = []
     waiting, seen = [node], {node}
@@ -61,7 +61,7 @@ class RangeLimit(NamedTuple):
     """A range of positions, ``torch.arange(tokens.shape[1])``, and the table that it indexes.
 
     Attributes:
-        length: how many rows of the table are read, as an expression of sizes that vary: the last position and 1.
+        length: how many rows of the table are read, as an expression of dynamic sizes: the last position and 1.
         rows: how many rows the table has.
         node: what reads the table.
     """

@@ -167,7 +167,7 @@ def _initialised(module: nn.Module, function: Callable[[Any], Any]) -> dict[int,
         twin = copy.deepcopy(module, held)
         with torch.no_grad(), recorder:
             function(twin)
-    except Exception:  # a user's class, which may not be copied, or a function on tensors without memory
+    except Exception:  # a user's class, which may not be copied, or a function on fake tensors
         return {}
     return {key: known for key, each in twins.items() if (known := recorder.known(each)) is not None}
 

@@ -145,7 +145,7 @@ class ModeDifferences:
             pass
 
     def _changes(self, branch: ModeDifference) -> bool:
-        """Mend the first thing because of which a branch is none; return whether there is one."""
+        """Fix the first thing because of which a branch is none; return whether there is one."""
         node = self._read_too_far(branch)
         if node is not None:
             self.run_in_both(node)

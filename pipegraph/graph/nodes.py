@@ -81,22 +81,22 @@ def dimensions_of(node: fx.Node) -> frozenset[int]:
 
 
 SIZES = "sizes"
-"""Key of a node's metadata: the shape of its value, with a `SymbolicSize` for each size that varies."""
+"""Key of a node's metadata: the shape of its value, with a `SymbolicSize` for each dynamic size."""
 
 
 def shape_of(node: object) -> tuple[int, ...]:
-    """The shape of a value that is a tensor. A size that varies is equal only to one with the same expression."""
+    """The shape of a value that is a tensor. A dynamic size is equal only to one with the same expression."""
     assert isinstance(node, fx.Node)
     return node.meta.get(SIZES) or tuple(node.meta["val"].shape)
 
 
 def named_sizes(node: fx.Node) -> list[SymbolicSize]:
-    """The sizes that vary among the arguments of an operation."""
+    """The dynamic sizes among the arguments of an operation."""
     return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, SymbolicSize)]
 
 
 def dimension_of(node: fx.Node, expression: sympy.Expr) -> int | None:
-    """The first dimension of a tensor that has a size that varies; None if it has none."""
+    """The first dimension of a tensor that has a dynamic size; None if it has none."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     sizes = enumerate(shape_of(node))

@@ -96,7 +96,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
 
 def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
     """Remove the files of Inductor's cache that could not be loaded, if they were there at the start. Return whether
-    there were any. Another process may have written them anew since."""
+    there were any. Another process may have written them again since."""
     folder, removed = Path(inductor_internals.cache_folder()).resolve(), False
     while error is not None:
         for name in re.findall(r"/\S+?\.(?:py|so)\b", str(error)):

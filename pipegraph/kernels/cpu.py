@@ -26,7 +26,7 @@ def threads_per_rank(ranks: int) -> int:
 def keep_freed_memory() -> None:
     """Let this process keep the memory of freed tensors up to 512 MiB, as torch does on a GPU.
 
-    By default glibc maps each tensor of more than 32 MiB anew and gives it back when it is freed, so that every
+    By default glibc maps each tensor of more than 32 MiB again and gives it back when it is freed, so that every
     microbatch waits for the system to clear the same pages again (mallopt(3)). If the user has set
     ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_`` or ``GLIBC_TUNABLES``, those hold; other C libraries keep
     their ways.

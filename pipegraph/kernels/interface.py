@@ -100,7 +100,7 @@ class OffloadedValues(Protocol):
     """A `Forward.saved` of which something may wait for the backward elsewhere."""
 
     def take_offloaded(self, device: torch.device) -> dict[str, Tensor]:
-        """Take out what is on this device and is to wait in the memory of the host; empty if nothing is."""
+        """Take out what is on this device and is to wait in CPU memory; empty if nothing is."""
         ...
 
     def put_back(self, values: Mapping[str, Tensor]) -> None:

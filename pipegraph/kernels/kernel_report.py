@@ -23,7 +23,7 @@ class KernelCount:
         autograd: how many shapes are left to autograd.
         conditions: of each symbolic one, what its sizes meet.
         reasons: why shapes are left to autograd.
-        inlined: the repeated modules that are compiled anew wherever the code calls them, and why.
+        inlined: the repeated modules that are compiled again wherever the code calls them, and why.
     """
 
     name: str

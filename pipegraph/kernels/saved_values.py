@@ -51,7 +51,7 @@ class SavedValues:
         self.arrived = tuple(node.name for node, _ in arrived)
 
     def take_offloaded(self, device: torch.device) -> dict[str, Tensor]:
-        """Take out what is to wait for the backward in the memory of the host; empty if nothing is."""
+        """Take out what is to wait for the backward in CPU memory; empty if nothing is."""
         names = sorted(self.variant.divided.offloaded & self.values.keys())
         # Some kernels of a GPU return a seed on the host, of which the graph says that it is on the GPU.
         return {name: self.values.pop(name) for name in names if self.values[name].device == device}

@@ -95,7 +95,7 @@ class ShapeVariants:
             self._static[key] = trace(call, None)
         except (PipegraphError, MadeWhenCalled):
             raise
-        except Exception as error:  # whatever an operation raises on a tensor without memory
+        except Exception as error:  # whatever an operation raises on a fake tensor
             self._static[key] = None
             self.reasons[reason_of(error)] = None
             return FittingVariant(None, refusal=reason_of(error))

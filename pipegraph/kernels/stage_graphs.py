@@ -21,7 +21,7 @@ SIZES: Final = 8
 """For how many sets of sizes, modes and so on a stage has graphs: those of each take memory that is never freed."""
 
 _PLACES: Final = 4
-"""How often each kernel is recorded anew for gradients that have moved."""
+"""How often each kernel is recorded again for gradients that have moved."""
 
 _KINDS: Final = 4  # F, I, W and B
 

@@ -31,7 +31,7 @@ MANIFEST: Final = "pipeline.json"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 """The configuration of a Hugging Face model, for `from_pretrained`."""
-_OF_PACKAGE = "mend what was edited, restore the files, or split the model again."
+_OF_PACKAGE = "fix what was edited, restore the files, or split the model again."
 _OF_CHECKPOINT = (
     "a checkpoint of the model that was split, as save_pretrained writes it; or split hf:DIR with its weights, which "
     "transformers then reads."
@@ -259,7 +259,7 @@ class Package:
             problem = re.sub(r"\b_pipegraph_package_\d+\.?", "", str(error))
             raise PackageError(
                 f"{path_from_here(self.path)} cannot be imported: {line}{type(error).__name__}: {problem}.\n"
-                "Try: mend what was edited or is missing (`pipegraph show` lists it), or split the model again."
+                "Try: fix what was edited or is missing (`pipegraph show` lists it), or split the model again."
             ) from error
         source.keep_for(self)
         return source

@@ -33,7 +33,7 @@ from pipegraph.recompute import DEFAULT
 SCHEMA_VERSION: Final = 3
 _DEEPEST: Final = 32
 _LONGEST_NAME: Final = 255  # bytes, on every common file system
-_ADVICE: Final = "Try: restore the file, or write the package anew: `pipegraph split MODEL -o OUT`."
+_ADVICE: Final = "Try: restore the file, or write the package again: `pipegraph split MODEL -o OUT`."
 
 Nested = Any
 """Nested objects and lists whose leaves are names of values, or null."""

@@ -97,7 +97,7 @@ class StageCost(Entry, frozen=True):
         input_bytes, output_bytes: what the stage receives from other stages and sends to them.
         saved_bytes: activations that F keeps for the backward.
         weight_saved_bytes: what is kept from the end of I to that of W.
-        offloaded_bytes: of ``saved_bytes``, those that wait in the memory of the host; None for none.
+        offloaded_bytes: of ``saved_bytes``, those that wait in CPU memory; None for none.
         transient_bytes: what F, I, W and B need while they run, as `pipegraph.cost.TransientBytes` counts it.
         forward, input_grad, weight_grad: predicted seconds of F, I and W.
     """

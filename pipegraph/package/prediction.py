@@ -41,7 +41,7 @@ class StagePrediction(Entry, frozen=True):
 
     ``weight_saved_bytes``, ``transient_bytes``, what F, I, W and B need while they run, and ``added_bytes``, the
     parameters whose gradients are made before they are added, are None in plans that were written before they were
-    known; ``offloaded_bytes`` if nothing waits in the memory of the host.
+    known; ``offloaded_bytes`` if nothing waits in CPU memory.
     """
 
     forward: Figure

@@ -76,7 +76,7 @@ def candidates(
         chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
             2), and 4 if that makes no more than 32 stages.
         recompute: what backwards compute again, as text: for all stages; for each stage of plans that have as many;
-            or "auto" for the best choice of each. By default every choice that needs no link to the memory of the host.
+            or "auto" for the best choice of each. By default every choice that needs no link to CPU memory.
 
     Raises:
         ScheduleError: an unknown schedule.

@@ -173,7 +173,7 @@ def plan(
             is.
         loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
-        effort: how long the search goes on; 1 is a few seconds.
+        effort: how long the search continues; 1 is a few seconds.
         setting, cache: for ``measured`` and ``auto``; see `pipegraph.cost.price.price`.
         relay_skips: whether a value for a later stage than the next one is handed on by those in between, as torch's
             ``PipelineStage`` needs it, in place of being sent straight there. What a step takes is predicted without.

@@ -130,7 +130,7 @@ class PlanOptions:
 
     @property
     def host_link(self) -> Link | None:
-        """The link to the memory of the host; None if the plan is not for the least time, or it is not known."""
+        """The link to CPU memory; None if the plan is not for the least time, or it is not known."""
         return self.hardware.host_link if self.timed else None
 
     @property

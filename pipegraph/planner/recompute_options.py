@@ -103,7 +103,7 @@ class RecomputeOptions:
     def choose(self, options: PlanOptions, stages: int) -> CutChoice:
         """Choose cuts and, for each stage, what it computes again. No uniform choice that fits is better.
 
-        The search adds up segments. If what it finds does not fit exactly, it goes on with less memory.
+        The search adds up segments. If what it finds does not fit exactly, it continues with less memory.
 
         Raises:
             MemoryShortage: nothing fits.

@@ -27,7 +27,7 @@ def stage_times(
 ) -> Times:
     """Return the times of stages and boundaries, for `simulate`. Without a link, what goes over it takes no time.
 
-    ``host_link`` is that to the memory of the host.
+    ``host_link`` is that to CPU memory.
     """
     times = Makespan(PrefixSums(stages), schedule, link).times_of(np.arange(1, len(stages)))
     if host_link is None:

@@ -101,7 +101,7 @@ def _memory(ranks: Sequence[RankMemoryByKind], width: float) -> Drawing:
     """A bar for each rank, by kind of memory, all in one scale."""
     shapes: list[Shape] = [Label(0, 10, "memory of each rank", 13, bold=True)]
     if not ranks:
-        hint = "not known: this package has no sizes. pipegraph split writes it anew, with them."
+        hint = "not known: this package has no sizes. pipegraph split writes it again, with them."
         return Drawing(width, 36, [*shapes, Label(0, 30, hint, fill=GREY)])
     x = 170.0
     for kind in ranks[0].by_kind():

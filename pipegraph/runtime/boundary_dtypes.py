@@ -114,7 +114,7 @@ class BoundaryDtypes:
                     returned = stage(*inputs)
         except PipegraphError:
             raise
-        except Exception as error:  # whatever an operation raises on a tensor without memory
+        except Exception as error:  # whatever an operation raises on a fake tensor
             warnings.warn(
                 f"what stage {index} makes under autocast cannot be found out beforehand ({type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]}): what it sends is cast to the package's dtypes.",

@@ -100,7 +100,7 @@ class Executor:
         self._do = dict(_DO)
 
     def run(self, given: StepInputs, results: StepOutputs) -> Iterator[None]:
-        """Do every action. Yields while another executor of this process has to go on first. Raises ActionFailed."""
+        """Do every action. Yields while another executor of this process has to continue first. Raises ActionFailed."""
         for stage, kernels in self._kernels.items():
             if self.has_stage(stage):
                 with self._preparing(stage):

@@ -14,7 +14,7 @@ from pipegraph.runtime.step_state import StepOutputs
 def run_executors(executors: Sequence[Executor], given: StepInputs, results: StepOutputs) -> None:
     """Do one step of every executor of this process: one under a launcher, all of them in turns in a plain process.
 
-    Each goes on until it needs what another of them has yet to send.
+    Each continues until it needs what another of them has yet to send.
     """
     runs: list[tuple[Executor, Iterator[Any]]] = [(executor, executor.run(given, results)) for executor in executors]
     for executor in executors:

@@ -2,7 +2,7 @@
 
 Rounding harms those that the source casts to float32 before it computes with them, such as the frequencies of rotary
 embeddings, and those that it adds up, such as counts and moving averages: these stop when a step is too small for 16
-bits. So a stage is run on tensors without memory, with its buffers in 16 bits and again as they are. A buffer stays as
+bits. So a stage is run on fake tensors, with its buffers in 16 bits and again as they are. A buffer stays as
 it is if everything else has the same dtypes then. Source that asks for its dtype, as in `cos.to(self.inv_freq.dtype)`,
 means the one in which the stage computes, and is told that one.
 """
@@ -52,7 +52,7 @@ def fp32_buffers(
     trial = _Trial(index, stage, manifest, own, computed, norms)
     try:
         trial.run(frozenset())
-    except Exception as error:  # whatever the source raises on tensors without memory
+    except Exception as error:  # whatever the source raises on fake tensors
         warnings.warn(
             f"stage {index} does not run without data ({type(error).__name__}: {str(error).partition(chr(10))[0]}), so "
             f"that nobody knows which buffers its source casts: {', '.join(sorted(candidates))} are computed in "
@@ -121,7 +121,7 @@ def _leave(entered: list[_Answers], module: nn.Module, args: Any, output: Any) -
 
 
 class _Trial:
-    """Runs of a stage on tensors without memory.
+    """Runs of a stage on fake tensors.
 
     Attributes:
         written: the names of the buffers that a forward writes to.

@@ -6,7 +6,7 @@ parameters before it ─▶ what a gathered one is like ─┘
 
 A user may have called `fully_shard`; then what a gathered parameter is like follows from the part and its mesh.
 
-The hooks gather for each microbatch anew and belong to autograd. Here the schedule says when, and kernels compute with
+The hooks gather for each microbatch again and belong to autograd. Here the schedule says when, and kernels compute with
 plain parameters, which are in the modules during a step: empty, but for the time between UNSHARD and RESHARD.
 """
 

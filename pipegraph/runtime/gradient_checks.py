@@ -68,7 +68,7 @@ class MissingGradients:
             raise PipegraphError(
                 f"{name} of stage {index} got no gradient in this step{more}, and the model gives it one.\n"
                 f"Try: look in stage_{index}.py for a detach() or no_grad that the model does not have; or freeze the "
-                "parameter with requires_grad_(False); or split the model anew if the package is older."
+                "parameter with requires_grad_(False); or split the model again if the package is older."
             )
         if missing and not self._told:
             self._told = True

@@ -1,4 +1,4 @@
-"""The memory of the host, in which what a forward saved waits for its backward.
+"""The CPU memory, in which what a forward saved waits for its backward.
 
 On a GPU copies run on two streams of their own, one for each direction, to and from pinned memory. On a CPU there is
 one memory only: the copies are made all the same, and what the rank holds is counted as if they were elsewhere.

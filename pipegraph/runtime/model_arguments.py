@@ -91,7 +91,7 @@ def _check_constant(value: Value, passed: Any) -> None:
     if passed is not None and (type(passed) is not type(value.constant) or passed != value.constant):
         raise BatchError(
             f"{value.name} is {passed!r}; it was {value.constant!r} when the model was captured, and the stages were "
-            f"written for that.\nTry: {value.constant!r}, or capture the model anew with the other."
+            f"written for that.\nTry: {value.constant!r}, or capture the model again with the other."
         )
 
 

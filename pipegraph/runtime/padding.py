@@ -38,7 +38,7 @@ class Padding:
             known = [size for size in manifest.sizes if size != BATCH]
             if name not in known:
                 raise ArgumentError(
-                    f"pad_to names {name!r}, which is no size that varies, apart from the rows.{nearest(name, known)}\n"
+                    f"pad_to names {name!r}, which is no dynamic size, apart from the rows.{nearest(name, known)}\n"
                     f"Try: {', '.join(known) or 'without pad_to'}."
                 )
             if type(multiple) is not int or multiple < 1:

@@ -51,7 +51,7 @@ class ParameterChecks:
         """Raise PipegraphError for a parameter that a step would not use, or not train as the others do."""
         for index, name, each in self._sharded:
             if not each.is_held:
-                raise _replaced(f"{name} of stage {index}", "the ranks along dp_shard would go on with the old one")
+                raise _replaced(f"{name} of stage {index}", "the ranks along dp_shard would continue with the old one")
         if trains:
             self._check_ties()
             self._check_copies()

@@ -84,7 +84,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         resident: how many stages of this rank may be whole at a time; by default as the package was planned; else all,
             or 2 with ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
-            layer, from what goes into it), or "offload", which keeps what "min-cut" does in the memory of the host,
+            layer, from what goes into it), or "offload", which keeps what "min-cut" does in CPU memory,
             pinned and copied on streams of its own beside the kernels (on a CPU emulated); such a choice for patterns
             of module names, of which the last that fits counts (``{"layers.*": "block", "*.mlp": "none"}``,
             ``{"layers[::2]": "block"}`` for every second layer); in place of a choice a function that answers for each

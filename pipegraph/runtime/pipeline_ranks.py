@@ -47,7 +47,7 @@ class PipelineRanks:
     def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
         """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
 
-        No process goes on before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
+        No process continues before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
         """
         with self._guard, lost_connections(None, "gather()"):
             return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))

@@ -95,7 +95,7 @@ class PipelineState:
             extra: objects with `state_dict` and `load_state_dict`, such as a learning rate scheduler, a `GradScaler` or
                 a data loader, and plain values; the same names on every rank. Values that differ between ranks are all
                 saved.
-            background: copy everything to the memory of the host, and write it while steps go on. The next `save` or
+            background: copy everything to CPU memory, and write it while steps continue. The next `save` or
                 `load`, or `wait_for_save`, waits for it and raises its errors. The process does not end before it is
                 done. A step that fails ends it, and the checkpoint before it is the newest.
             keep: how many checkpoints stay, this one and the newest before it; by default all.
@@ -107,7 +107,7 @@ class PipelineState:
 
         Raises:
             CheckpointError: a rank cannot save, such as on a full disk; on every rank. Nothing is left of it, and the
-                pipeline can go on.
+                pipeline can continue.
             RuntimeFault: a rank is gone.
         """
         steps = self._numbers.steps
@@ -145,7 +145,7 @@ class PipelineState:
 
         It may have been saved with another number of stages or ranks, other cuts, schedule or mesh. All files are
         compared with their digests first; a checkpoint that is damaged is named in a warning, and the one before it is
-        taken. With `Pipeline(seed=)` random numbers go on as they were; without it, if there are as many ranks, along
+        taken. With `Pipeline(seed=)` random numbers continue as they were; without it, with the same number of ranks, along
         the same dimensions, as there were.
 
         Args:

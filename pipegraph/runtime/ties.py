@@ -192,7 +192,7 @@ class TiedWeights:
     def summed_gradients(self) -> Iterator[None]:
         """A context around a step: sums what the step adds to the gradients of tied weights.
 
-        If the step fails in a lone process, which goes on, they have what was added until then, as others have.
+        If the step fails in a lone process, which continues, they have what was added until then, as others have.
         """
         tied = self._summed
         before = [each.parameter.grad for each in tied]

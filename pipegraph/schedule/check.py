@@ -219,7 +219,7 @@ def _check_memory(schedule: Schedule, limit: float) -> None:
 
 
 def _stuck(schedule: Schedule) -> dict[int, int]:
-    """Return where each rank that cannot go on stops: rank → position. Empty if all come to an end."""
+    """Return where each rank that cannot continue stops: rank → position. Empty if all come to an end."""
     arrays = schedule.arrays
     ranks, stopped = np.unique(arrays.rank[replay(arrays) == NEVER], return_counts=True)
     return {
@@ -261,7 +261,7 @@ def _explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[
     )
     advice = "Order the transfers of every two ranks alike on both, or let lower() place them."
     if not schedule.lowered:
-        advice = "Order the actions of these ranks so that one of them can go on."
+        advice = "Order the actions of these ranks so that one of them can continue."
     if at_pair:
         advice += " Or unmark the pair: two actions overlap only if both can begin."
     return f"This deadlocks: {steps}.", {rank: reached[rank] for rank in circle}, advice

@@ -44,7 +44,7 @@ class HostCopies:
         return start
 
     def end(self, action: Action, end: float) -> float:
-        """Return when the rank goes on after an action that took until ``end``."""
+        """Return when the rank continues after an action that took until ``end``."""
         for key in self._gone.get(self._position, ()):
             end = max(end, self._copied[key])
         key = action.stage, action.microbatch

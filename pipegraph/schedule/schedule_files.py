@@ -44,7 +44,7 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv", transfers: bool = True) -> Schedule:
     """Read what `to_csv` or torch writes, with or without transfers. Empty cells are skipped.
 
-    Transfers are read as they are, or left out if ``transfers`` is false: `lower` then inserts them anew. UNSHARD,
+    Transfers are read as they are, or left out if ``transfers`` is false: `lower` then inserts them again. UNSHARD,
     RESHARD and REDUCE_GRAD become `Schedule.collectives`. A stage is placed on the rank whose line has its actions.
     Microbatches count from 0 to the largest in the text. Raises a ScheduleError that names line and action. `check`
     decides whether the schedule can run.

@@ -117,7 +117,7 @@ class _Simulation:
         return all(unit is None for unit in self._next)
 
     def advance(self, rank: int) -> list[int]:
-        """Run the actions of a rank until one has to wait. Returns the ranks that may go on because of that."""
+        """Run the actions of a rank until one has to wait. Returns the ranks that may continue because of that."""
         woken: list[int] = []
         while (unit := self._next[rank]) is not None:
             if isinstance(unit, Collective):

@@ -42,7 +42,7 @@ class Times:
             each starts when the one before has left.
         unshard, reduce_grad: how long a stage's parameters take to be gathered, and its gradients to be reduced; one
             figure per stage, or one for all.
-        offload: how long it takes to copy what F saved to the memory of the host, or back, likewise; 0 where it stays.
+        offload: how long it takes to copy what F saved to CPU memory, or back, likewise; 0 where it stays.
 
     Raises ScheduleError for figures that are negative or no numbers, and for counts that do not fit together.
     """

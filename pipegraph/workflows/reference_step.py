@@ -175,7 +175,7 @@ def _errors_named(source: ModelSource) -> Iterator[None]:
 
 @contextmanager
 def own_model(source: ModelSource, seed: int = 0) -> Iterator[nn.Module]:
-    """The model of a source, built anew with the same values, while random numbers are seeded.
+    """The model of a source, built again with the same values, while random numbers are seeded.
 
     A deep copy would not do: what a lambda or a closure of the model holds is not copied.
     """
@@ -190,7 +190,7 @@ def own_model(source: ModelSource, seed: int = 0) -> Iterator[nn.Module]:
 
 
 def _copy_values(source: ModelSource, model: nn.Module) -> None:
-    """Give a model that was built anew the values of the first one: it need not be seeded."""
+    """Give a model that was built again the values of the first one: it need not be seeded."""
     state, values = dict(_tensors(model)), dict(_tensors(source.model))
     if {name: tensor.shape for name, tensor in state.items()} != {name: each.shape for name, each in values.items()}:
         differing = sorted(state.keys() ^ values.keys()) or sorted(

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: it goes on from the newest, saves while it trains, and saves and leaves at SIGTERM."""
+"""The checkpoints of a run: it continues from the newest, saves while it trains, and saves and leaves at SIGTERM."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class RunCheckpoints:
         except CheckpointError as error:
             problem = str(error).partition("\nTry: ")[0]
             raise CheckpointError(
-                f"the run in {folder} cannot go on: {problem}\nTry: the package, --model, --precision and mesh that it "
-                "was saved with; or --checkpoint with a new folder, which begins anew."
+                f"the run in {folder} cannot continue: {problem}\n"
+                "Try: the package, --model, --precision and mesh that it "
+                "was saved with; or --checkpoint with a new folder, which begins again."
             ) from error
         self.saved = found.step
         return found.folder
@@ -81,7 +82,7 @@ class RunCheckpoints:
         return step % self._options.every == 0
 
     def save(self, step: int, background: bool) -> None:
-        """Save the run after so many steps, unless it is; in the background while it goes on.
+        """Save the run after so many steps, unless it is; in the background while it continues.
 
         Raises:
             CheckpointError: this one, or the one before it, could not be saved.

@@ -57,19 +57,19 @@ class Training:
         strict, cuda_graphs: as in `Pipeline`.
         grid: the processes; by default those of one pipeline. Without data, every data-parallel rank trains on the same
             batch.
-        checkpoints: where the run is saved and goes on from; by default nowhere.
+        checkpoints: where the run is saved and continues from; by default nowhere.
         seed, precision: as in `Pipeline`.
 
     Attributes:
         done: the steps that are done, those before the checkpoint included.
-        went_on_from: the checkpoint that was read; None if the run began anew.
+        resumed_from: the checkpoint that was read; None if the run began again.
         has_data: whether the model file gives data.
         mesh: the lengths of its dimensions besides the pipeline's; empty without a grid.
         was_terminated: whether SIGTERM ended `steps`.
 
     Raises:
         SourceError: a function of the model file raises, or returns what cannot be trained with.
-        CheckpointError: the run cannot go on from its checkpoints.
+        CheckpointError: the run cannot continue from its checkpoints.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Training:
         self._pace = Pace()
         self._profile: LoopProfiler | None = None
         self.done, self._evaluated = 0, 0
-        self.went_on_from: Path | None = None
+        self.resumed_from: Path | None = None
         self._termination = Termination()
         self.was_terminated = False
         self._checkpoints: RunCheckpoints | None = None
@@ -207,7 +207,7 @@ class Training:
         extra = {"scheduler": self._scheduler, "data": self._data.stateful}
         given = {name: each for name, each in extra.items() if each is not None}
         self._checkpoints = RunCheckpoints(options, self._pipeline, self._optimizer, given)
-        self.went_on_from = self._checkpoints.go_on()
+        self.resumed_from = self._checkpoints.go_on()
         self.done = self._evaluated = self._checkpoints.saved
         self._data.go_on_from(self.done)
         if self.knows_loss:
@@ -308,7 +308,7 @@ class Training:
             if not self.has_data:
                 raise
             problem, _, advice = str(error).partition("\nTry: ")
-            advice = advice or "batches of the shapes that were captured; or the model split anew, with dynamic_shapes"
+            advice = advice or "batches of the shapes that were captured; or the model split again, with dynamic_shapes"
             raise BatchError(f"{data.last}: {problem}\nTry: {advice}") from error
 
     def _kept(self) -> str:
@@ -319,7 +319,7 @@ class Training:
         fewer = f"--steps {self.done}; or " if self.done else ""
         return (
             f"{self._data.named} ended after {self.done} of {last} steps.{self._kept()}\n"
-            f"Try: {fewer}data that begins anew at its end: while True: yield from loader"
+            f"Try: {fewer}data that begins again at its end: while True: yield from loader"
         )
 
 

@@ -63,7 +63,7 @@ class Evaluation:
 
 
 class TrainingLog:
-    """The log of a run that goes on after ``done`` steps: what later ones have written before is dropped.
+    """The log of a run that continues after ``done`` steps: what later ones have written before is dropped.
 
     Raises:
         PipegraphError: it cannot be written.

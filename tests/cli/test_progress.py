@@ -141,7 +141,7 @@ def test_what_is_drawn_stays_when_there_is_more_to_do(monkeypatch: pytest.Monkey
 
 
 def test_a_bar_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another round of the same work goes on from the one before; within a round a late report changes nothing."""
+    """Another round of the same work continues from the one before; within a round a late report changes nothing."""
     bar, seen = progress_bar._TerminalBar("beginning"), []
     rounds = [("one", 0, 2), ("one", 1, 2), ("one", 2, 2), ("two", 0, 3), ("one", 0, 2), ("one", 2, 2), ("one", 1, 2)]
     for what, done, total in [*rounds, ("one", 0, 4), ("one", 3, 4), ("one", 2, 4)]:

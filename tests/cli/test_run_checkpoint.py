@@ -1,4 +1,4 @@
-"""``pipegraph run --checkpoint``: a run of processes that goes on, ends at SIGTERM, and says why it cannot go on."""
+"""``pipegraph run --checkpoint``: a run of processes that continues, ends at SIGTERM, and says why it cannot."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_processes_save_and_one_process_goes_on(
     assert folder.is_dir()
     again = pipegraph(*run, "--steps", 8, "--nproc", 1, "--checkpoint-every", 2, "--keep", 2)
     lines = again.out.splitlines()
-    assert lines[0] == f"goes on from {folder}"
+    assert lines[0] == f"continues from {folder}"
     assert re.match(r"step 3   loss \d\.\d{6}   accuracy 0\.\d+   \d\.\d{3} s", lines[1])
     assert losses(tmp_path) == whole
     assert {each.name for each in tmp_path.iterdir()} == {"log.jsonl", "step-00000006", "step-00000008"}
     done = pipegraph(*run, "--steps", 8, "--nproc", 1)
     assert done.out.splitlines() == [
-        f"goes on from {tmp_path / 'step-00000008'}",
+        f"continues from {tmp_path / 'step-00000008'}",
         "8 steps are done, and no more are to do.",
     ]
     found = json.loads(pipegraph(*run, "--steps", 9, "--nproc", 1, "--json").out)
@@ -140,7 +140,7 @@ def test_sigterm_saves_and_leaves(
     assert (code, err) == (128 + signal.SIGTERM, "")
     (place,) = (tmp_path / "run").glob("step-*")
     steps = int(place.name[-8:])
-    assert f"SIGTERM came: saved after {steps} steps. The same command goes on." in out
+    assert f"SIGTERM came: saved after {steps} steps. The same command continues." in out
     assert len(losses(tmp_path / "run")) == steps
     more = pipegraph("run", counting, *OPTIONS, "--nproc", 1, "--checkpoint", tmp_path / "run", "--steps", steps + 2)
     assert more.code == 0, more.err
@@ -175,7 +175,7 @@ def test_what_was_half_written_is_no_checkpoint(pipegraph: Command, counting: Pa
     (saved / ".step-00000002.partial/checkpoint.json").unlink()
     done = go_on(pipegraph, counting, saved)
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"goes on from {saved / 'step-00000001'}\nstep 1   ")
+    assert done.out.startswith(f"continues from {saved / 'step-00000001'}\nstep 1   ")
     assert not (saved / ".step-00000002.partial").exists()
 
 
@@ -193,13 +193,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     done = go_on(pipegraph, counting, saved)
     assert done.code == 0
     assert "a checkpoint cannot be used" in done.err and "is damaged" in done.err
-    assert done.out.startswith(f"goes on from {saved / 'step-00000001'}\n")
+    assert done.out.startswith(f"continues from {saved / 'step-00000001'}\n")
     for name in ("step-00000001", "step-00000003"):
         damage(name)
     refused = go_on(pipegraph, counting, saved)
     assert (refused.code, refused.out) == (2, "")
-    assert refused.err.startswith(f"error: the run in {saved} cannot go on: no checkpoint in {saved} is whole:")
-    assert "--checkpoint with a new folder, which begins anew" in refused.err
+    assert refused.err.startswith(f"error: the run in {saved} cannot continue: no checkpoint in {saved} is whole:")
+    assert "--checkpoint with a new folder, which begins again" in refused.err
 
 
 def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_tensor_parallel_ranks_that_do_not_divide_heads_are_refused(tmp_path: Pa
             "no mesh of pp × tp 2, which takes 2 for each rank of a pipeline.\nTry: --nproc 4.",
         ),
         (["--dp-shard", 2, "--mesh-order", "pp,tp"], "Try: --mesh-order pp,tp,dp_replicate,dp_shard"),
-        (["--tp", 2], "in the model's file, and split it anew"),
+        (["--tp", 2], "in the model's file, and split it again"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(

@@ -26,7 +26,7 @@ def test_precision_and_seed(pipegraph: Command, chain: Path) -> None:
     [
         ("--kernels", "Inductor", "Try: --kernels inductor."),
         ("--precision", "bf61", "Try: --precision bf16."),
-        ("--tp", 2, "in the model's file, and split it anew."),
+        ("--tp", 2, "in the model's file, and split it again."),
         ("--model", "tests/models/chains.py", 'Did you mean "tests/models/chain.py"?'),
         ("--model", "hf:nothing", "No configuration file nothing"),
     ],

@@ -87,7 +87,7 @@ def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_p
     assert_actions(run)
     assert_readable(pipegraph, run, takes_turns=True)
     assert [step["index"] for step in found["steps"]] == [0, 1, 2, 3]
-    assert found["predicted_and_measured"]["measured_steps"] == 3  # who times the actions goes on as well
+    assert found["predicted_and_measured"]["measured_steps"] == 3  # who times the actions continues as well
 
 
 def test_too_few_steps(pipegraph: Command, chain: Path, tmp_path: Path) -> None:

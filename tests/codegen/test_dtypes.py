@@ -164,7 +164,7 @@ def test_branches_on_the_dtype_that_change_a_cast_or_a_kernel(
 
 
 def test_a_slice_of_all_is_kept_for_other_lengths(tmp_path: Path) -> None:
-    """Such a slice is in the graph with sizes that vary, and not in the one with which dtypes are compared."""
+    """Such a slice is in the graph with dynamic sizes, and not in the one with which dtypes are compared."""
 
     class Cached(nn.Module):
         def __init__(self) -> None:

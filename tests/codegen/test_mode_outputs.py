@@ -181,7 +181,7 @@ class WritesInEvaluation(Layers):
 
 
 class OtherShape(Layers):
-    """Evaluation mode goes on with more rows."""
+    """Evaluation mode continues with more rows."""
 
     def middle(self, h: Tensor) -> Tensor:
         return h if self.training else torch.cat([h, h])

@@ -119,7 +119,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_a_block_takes_the_median_of_its_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By a clock that goes on by 1 ms at every look, and by 5 s at every thirteenth."""
+    """By a clock that continues by 1 ms at every look, and by 5 s at every thirteenth."""
     looks = count()
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: (look := next(looks)) * 1e-3 + look // 13 * 5.0)
     (*_, block) = blocks()

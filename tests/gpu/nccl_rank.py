@@ -49,7 +49,7 @@ def losses(rank: int, folder: str, shape: dict[str, int], options: dict[str, Any
 
 
 def saved_and_resumed(rank: int, folder: str, shape: dict[str, int], own: str) -> tuple[bool, bool]:
-    """Whether a run that goes on from a checkpoint has the state and the random numbers of the one that saved it."""
+    """Whether a run that continues from a checkpoint has the state and the random numbers of the one that saved it."""
     pipe = start(folder, shape)
     train(pipe, 0, 2)
     pipe.save(own, step=2, background=True)

@@ -38,7 +38,7 @@ def test_checkpoints_go_on(tmp_path: Path) -> None:
     command("split", MODEL, "--points", "layers.4", "-o", package)
     alone = "--nproc", 1, "--model", MODEL, "--device", "cuda", "--kernels", "eager", "--checkpoint", folder
     command("run", package, *alone, "--steps", 2)
-    assert "goes on from" in command("run", package, *alone, "--steps", 3).out
+    assert "continues from" in command("run", package, *alone, "--steps", 3).out
 
 
 def test_calibrate(tmp_path: Path) -> None:

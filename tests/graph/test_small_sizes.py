@@ -55,7 +55,7 @@ class AddsConstant(Layer):
 
 
 class TakesRest(Layer):
-    """Slices from a size that varies to the end, of which export keeps no number."""
+    """Slices from a dynamic size to the end, of which export keeps no number."""
 
     def forward(self, x: Tensor) -> Tensor:
         twice = torch.cat([x, super().forward(x)], 1)

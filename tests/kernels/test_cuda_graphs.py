@@ -167,7 +167,7 @@ def test_accumulation_over_steps_and_a_gradient_of_the_users_own() -> None:
 
 
 def test_what_w_reads_lies_where_i_left_it() -> None:
-    """I of this stage adds to the gradient of a bias, and so is recorded anew when that has moved."""
+    """I of this stage adds to the gradient of a bias, and so is recorded again when that has moved."""
     recorded = Recorded(*build("a constant"))
     recorded.steps(3)
     for _ in range(3):
@@ -234,7 +234,7 @@ def test_what_cannot_be_recorded_is_launched() -> None:
 
 
 class OfAGpu(CallRecorder):
-    """To which all that is here is in the memory of the host."""
+    """To which all that is here is in CPU memory."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__(stage)
@@ -243,7 +243,7 @@ class OfAGpu(CallRecorder):
 
 @pytest.mark.parametrize("name", ["layers", "a constant"])
 def test_what_is_in_the_memory_of_the_host_is_launched(name: str) -> None:
-    """A graph would go on with what was there when it was recorded."""
+    """A graph would continue with what was there when it was recorded."""
     stage, inputs = build(name)
     kernels = maker("eager", recorder=partial(OfAGpu, stage))(stage, (True,), (True,), None)
     kernels.forward(inputs)

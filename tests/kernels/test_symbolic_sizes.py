@@ -224,7 +224,7 @@ def test_inputs_with_gaps_in_memory() -> None:
 
 
 def test_a_condition_that_compiling_adds_while_microbatches_are_in_flight() -> None:
-    """Sizes that it excludes go on uncompiled, and have other kernels in the next step."""
+    """Sizes that it excludes continue uncompiled, and have other kernels in the next step."""
     compare = Comparison(Layers(1))
     for rows in (3, 4, 5):
         compare(torch.randn(rows, 8))

@@ -1,4 +1,4 @@
-"""Offload to the memory of the host as a choice: where its copies hide, and what it saves."""
+"""Offload to CPU memory as a choice: where its copies hide, and what it saves."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def die_before_the_first_save(rank: int, package: str, folder: str) -> tuple[str
 def fail_beside(rank: int, package: str, folder: str, late: str) -> tuple[bool, str, str]:
     """Whether a pipeline is freed after it has saved; and what this rank says when a step fails during a save.
 
-    Rank 1 goes on with `late`, a method of the writer, when rank 0 has given up.
+    Rank 1 continues with `late`, a method of the writer, when rank 0 has given up.
     """
     run = start(package, "1f1b", {"pp": 2}, timeout=20)
     run.save(folder, 1, background=True)

@@ -99,7 +99,7 @@ def test_what_changes_between_steps_reaches_the_kernels_after_retrace(tmp_path: 
 
 
 def test_switching_between_step_and_eval_runs_no_stage_more_often(tmp_path: Path) -> None:
-    """torch.distributed.pipelining infers shapes anew, with a forward of every stage, at each second switch."""
+    """torch.distributed.pipelining infers shapes again, with a forward of every stage, at each second switch."""
     pipe = pipeline(write(chain(3), tmp_path / "chain"), microbatches=4, loss_fn=loss)
     calls = []
     for index, stage in pipe.stages.items():

@@ -1,4 +1,4 @@
-"""Meshes together with ties, skips, frozen parameters, recompute, sizes that vary, clipping and a GradScaler."""
+"""Meshes together with ties, skips, frozen parameters, recompute, dynamic sizes, clipping and a GradScaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that keep lists of tensors go on after a checkpoint as if nothing had happened."""
+"""Optimizers that keep lists of tensors continue after a checkpoint as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere has the losses that it would have had, to the last digit."""
+"""A run that continues elsewhere has the losses that it would have had, to the last digit."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_an_overlapped_pair_begins_when_both_can() -> None:
         "rank 1 is at 1F1 and waits for 0F1 of rank 0.\n"
         "rank 0  0F0     0F1 <-- ERROR HERE\n"
         "rank 1      1F0 1F1 <-- ERROR HERE\n"
-        "Try: order the actions of these ranks so that one of them can go on. "
+        "Try: order the actions of these ranks so that one of them can continue. "
         "Or unmark the pair: two actions overlap only if both can begin."
     )
 

@@ -30,7 +30,7 @@ def peak():
 
 run, package, out, shard = sys.argv[1:]
 export(run, Package.open(package), out + "-first", 10**12 if shard == "all" else int(shard))  # imports what it needs
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
 before = peak()
 export(run, Package.open(package), out, 10**12 if shard == "all" else int(shard))
 print(peak() - before)

@@ -106,7 +106,7 @@ def test_it_goes_on_where_it_was_in_the_data(trainer: Trainer, tmp_path: Path, l
     whole = losses(trainer(lines), 9)
     assert losses(trainer(lines, every=2), 5) == whole[:5]
     again = trainer(lines, every=2, stages=3)
-    assert (again.done, again.went_on_from) == (5, tmp_path / "run/step-00000005")
+    assert (again.done, again.resumed_from) == (5, tmp_path / "run/step-00000005")
     assert losses(again, 4) == whole[5:]
     assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole
     evaluated = [each["step"] for each in read_log(tmp_path / "run") if "evaluation" in each]
@@ -176,7 +176,7 @@ def test_data_that_ends_ends_the_run_and_what_is_done_is_saved(trainer: Trainer,
         losses(training, 5)
     assert str(raised.value).splitlines() == [
         "data(0, 1) of counting.py ended after 3 of 5 steps. What is done is saved as step 3.",
-        "Try: --steps 3; or data that begins anew at its end: while True: yield from loader",
+        "Try: --steps 3; or data that begins again at its end: while True: yield from loader",
     ]
     assert (tmp_path / "run/step-00000003").is_dir()
     assert len(read_log(tmp_path / "run")) == 4
@@ -202,7 +202,7 @@ def test_data_that_cannot_be_trained_on_lose_nothing(trainer: Trainer, tmp_path:
     problem, _, advice = str(raised.value).partition("\nTry: ")
     assert problem.startswith(said) and problem.endswith("What is done is saved as step 2.") and advice
     again = trainer(f"{good}        yield tokens, target", every=100)
-    assert (again.done, again.went_on_from) == (2, tmp_path / "run/step-00000002")
+    assert (again.done, again.resumed_from) == (2, tmp_path / "run/step-00000002")
     assert losses(again, 2) == pytest.approx(unsplit(4)[0][2:], rel=1e-5)
 
 
@@ -250,9 +250,9 @@ def test_a_run_that_was_another_is_not_gone_on_with(trainer: Trainer, tmp_path: 
     losses(trainer(every=10), 1)
     with asked_by_command(), pytest.raises(CheckpointError) as raised:
         trainer(lines, every=10)
-    assert str(raised.value).startswith(f"the run in {tmp_path / 'run'} cannot go on: ")
+    assert str(raised.value).startswith(f"the run in {tmp_path / 'run'} cannot continue: ")
     assert said in str(raised.value)
-    assert str(raised.value).endswith("or --checkpoint with a new folder, which begins anew.")
+    assert str(raised.value).endswith("or --checkpoint with a new folder, which begins again.")
     assert losses(trainer(every=10), 1) == unsplit_at(1)
 
 

@@ -33,7 +33,7 @@ def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression]
 
     Args:
         node: the operation.
-        value: returns the expression of a value or of a size that varies.
+        value: returns the expression of a value or of a dynamic size.
         device: the expression of the device that the class runs on.
     """
     if node.target is operator.getitem:

@@ -42,7 +42,7 @@ class OperatorCall:
         node: the node.
         arguments: its arguments by name, without those that are equal to their default. A flag that follows the mode of
             the module is ``TRAINING``.
-        value: returns the expression of a value or of a size that varies.
+        value: returns the expression of a value or of a dynamic size.
         device: the expression of the device that the class runs on.
     """
 

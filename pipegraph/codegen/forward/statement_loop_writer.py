@@ -95,7 +95,7 @@ class StatementLoopWriter:
         Args:
             node: the operation.
             spelled: writes an operation, with the expressions of its operands.
-            value: returns the expression of a value or of a size that varies.
+            value: returns the expression of a value or of a dynamic size.
         """
         written = spelled(node, value)
         third = self._third.get(node)

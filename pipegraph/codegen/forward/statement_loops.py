@@ -116,7 +116,7 @@ class _Finder:
         last, used = self._part(start, size, start + count * size)
         after = start + count * size + used
         if after < len(self._items) and (frame, source) in self._loops[after]:
-            used = 0  # the loop goes on: that was no last iteration
+            used = 0  # the loop continues: that was no last iteration
         for iterations, items in (([*whole, last], count * size + used), (whole, count * size)):
             if used or iterations is whole:
                 later = (*self._items[:start], *self._items[start + items :])

@@ -1,4 +1,4 @@
-"""What a ``forward`` asks of its tensors: sizes that vary, ``x.shape[1]``, and the model's dtype, ``x.dtype``."""
+"""What a ``forward`` asks of its tensors: dynamic sizes, ``x.shape[1]``, and the model's dtype, ``x.dtype``."""
 
 from __future__ import annotations
 

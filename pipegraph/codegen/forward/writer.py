@@ -261,7 +261,7 @@ class ForwardWriter:
         return self._names.of(item, node) if self._names else "v"
 
     def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
-        """The expression of a value or of a size that varies."""
+        """The expression of a value or of a dynamic size."""
         if isinstance(argument, SymbolicSize):
             return self._sizes.expression(argument)
         return self._bodies.varying(argument) or self._values.expression(argument)

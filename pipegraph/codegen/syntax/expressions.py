@@ -329,7 +329,7 @@ def literal(value: Any) -> Expression:
         return value
     if value is None or value is ...:
         return Literal("None" if value is None else "...")
-    if type(value) in (bool, int):  # a size that varies has no literal
+    if type(value) in (bool, int):  # a dynamic size has no literal
         return Literal(str(value), is_number=True)
     if isinstance(value, float):
         if not math.isfinite(value):

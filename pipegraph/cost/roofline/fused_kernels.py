@@ -252,7 +252,7 @@ def fused_attention(
 ) -> Tensor:
     """``scaled_dot_product_attention`` by the kernel that torch chooses for these arguments on a GPU.
 
-    On tensors without memory torch chooses as for the CPU: products and a softmax that write all the scores out where,
+    On fake tensors torch chooses as for the CPU: products and a softmax that write all the scores out where,
     say, the heads of keys and values differ in size. Query [batch, heads, length, size], in any dtype.
     """
     if query.dim() != 4:

@@ -164,7 +164,7 @@ def divided_bytes(
 
 
 def offloaded_bytes(parts: SegmentGroups, held: range) -> list[int]:
-    """Return the bytes of `saved_bytes` that wait for the backward in the memory of the host.
+    """Return the bytes of `saved_bytes` that wait for the backward in CPU memory.
 
     What comes into the stage stays on the device.
     """

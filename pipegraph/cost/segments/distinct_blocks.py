@@ -82,7 +82,7 @@ class Block:
 
     @cached_property
     def offloads(self) -> bool:
-        """Whether something of what F keeps waits for the backward in the memory of the host."""
+        """Whether something of what F keeps waits for the backward in CPU memory."""
         choices = {region.choice for region in (self.regions.default, *self.regions.places.values())}
         return self.derivative is not None and OFFLOAD in choices
 
@@ -279,7 +279,7 @@ def _block(subgraph: Subgraph, count: int, regions: Regions, tracing: BlockOptio
     packed = None if function is None else loss_of_pieces(subgraph.captured, function)
     try:
         derivative = _divided(subgraph, packed, target, tracing, regions)
-    except Exception as error:  # whatever an operation raises on a tensor without memory
+    except Exception as error:  # whatever an operation raises on a fake tensor
         reason = str(error).strip().partition("\n")[0] or "no reason given"
         refusal = f"{type(error).__name__}: {reason}"
         return Block(_key(subgraph, regions), subgraph, count, regions, packed, target, None, refusal)

@@ -29,7 +29,7 @@ def explanation(model: nn.Module, error: Exception, mode: str = "") -> str:
     where = user_line(error)
     problem = summary(error)
     advice = (
-        "the model on its example inputs in Python. If that fails too, mend the inputs or the model; if not, "
+        "the model on its example inputs in Python. If that fails too, fix the inputs or the model; if not, "
         f"{'the line above' if where else 'something in it'} is Python that torch.export cannot follow"
     )
     if returned := _RETURNED.search(str(error)):

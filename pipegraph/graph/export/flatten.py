@@ -48,7 +48,7 @@ def flatten(
     tensors: dict[str, torch.Tensor],
     names: SizeNames = USUAL_NAMES,
 ) -> tuple[fx.Graph, InputSizes]:
-    """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state, and the sizes that vary.
+    """exported(state…, inputs…) → graph(inputs…) with ``get_attr`` nodes for state, and the dynamic sizes.
 
     ``no_grad`` and ``autocast`` blocks, which export keeps as graphs of their own, are inlined; their nodes carry the
     block in ``meta["regions"]``. Constants that the model's code made are added to ``state`` and ``tensors`` under the
@@ -62,7 +62,7 @@ def flatten(
 
     Raises:
         CaptureError: the graph holds what a stage's source cannot: a custom object, control flow, an unknown shape.
-        FixedSizeNeededError: something other than a whole number is computed from sizes that vary.
+        FixedSizeNeededError: something other than a whole number is computed from dynamic sizes.
     """
     return _Flattening(exported, state, tensors, InputSizes(exported, names)).run()
 

@@ -29,7 +29,7 @@ _PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.SymInt, torch.d
 _TOLERANCE = 1e-4
 _SMALL = 64  # the largest dimension of the arguments on which a Function is tried first
 _LARGEST = 2**26  # elements of an argument on which it is tried
-_VARYING = 6  # a size that varies, in such arguments
+_VARYING = 6  # a dynamic size, in such arguments
 
 
 class HelperCalls:

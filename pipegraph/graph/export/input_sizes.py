@@ -31,7 +31,7 @@ from pipegraph.graph.symbolic_size import (
 
 
 class InputSizes:
-    """The sizes that vary in an exported program.
+    """The dynamic sizes in an exported program.
 
     The first dimension of the first tensor is called ``batch``, others by the input and the dimension: ``tokens_1``.
 
@@ -120,7 +120,7 @@ class InputSizes:
         return self._names.get(shape[dim]) if dim < len(shape) else None
 
     def of(self, example: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[sympy.Symbol, int]:
-        """The sizes that vary, as they are in other arguments, positional ones and those by keyword."""
+        """The dynamic sizes, as they are in other arguments, positional ones and those by keyword."""
         leaves = pytree.tree_leaves(example)
         return {
             self._names[size]: leaves[position].shape[dim]
@@ -140,7 +140,7 @@ class InputSizes:
             self._equal[symbolic_expression(size).xreplace(self._names)] = sympy.expand(expression)
 
     def expression(self, value: Any) -> sympy.Expr:
-        """A number of the program, in symbols for the sizes that vary."""
+        """A number of the program, in symbols for the dynamic sizes."""
         return self._renamed(value) if is_symbolic(value) else sympy.sympify(value)
 
     def learn(self, shape: Sequence[Any], asked: Sequence[Any]) -> None:

@@ -23,10 +23,10 @@ MOMENTUM_OF_ALL: Final = float.fromhex("0x1.23456789abcdep-4")
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what happens inside to the attributes of modules: a cache would be left with tensors without memory.
+    """Undo what happens inside to the attributes of modules: a cache would be left with fake tensors.
 
     Tensors that are attributes get their values back. Parameters and buffers do not: ``torch.export`` and
-    `fake_parameters` put tensors without memory in their place.
+    `fake_parameters` put fake tensors in their place.
     """
     held = [container for module in model.modules() for container in _containers(vars(module))]
     before = [(container, type(container)(container)) for container in held]
@@ -117,7 +117,7 @@ def fake_parameters(
     Tracing on the meta device itself would lose the values of tensors made in ``forward`` (``torch.tensor([1, 2],
     device=x.device)``) and break code that asks for the kind of device; a fake tensor says "cpu" (or the device it
     stands for) and holds nothing. The modules get their own parameters back, also after an error, and tied
-    parameters stay tied. A batch norm of torch with ``momentum=None`` has `MOMENTUM_OF_ALL`; stages make it anew.
+    parameters stay tied. A batch norm of torch with ``momentum=None`` has `MOMENTUM_OF_ALL`; stages make it again.
 
     With ``dtype`` the model is traced as it is after ``model.to(dtype)``, on inputs of that dtype: parameters, buffers
     and inputs of floating point have it. With ``device`` it is traced as if all of them were there.

@@ -101,7 +101,7 @@ def operations_of_program(
 def without_memory(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Let a model, which is left as it was, run on tensors without memory: here, or as if it were on another device.
+    """Let a model, which is left as it was, run on fake tensors: here, or as if it were on another device.
 
     Yields:
         the inputs to run it on.

@@ -39,7 +39,7 @@ class FixedSizeNeededError(Exception):
 
 
 class ShapeExpressionLimit:
-    """Watches an export for expressions of sizes that are too long to go on with.
+    """Watches an export for expressions of sizes that are too long to continue with.
 
     Args:
         args, kwargs: what the model is exported on.

@@ -121,7 +121,7 @@ def same_sizes(
 
     Args:
         guards: of a program.
-        varying: (symbol, dimension, size in the example) of the inputs' sizes that vary, in the order of the inputs.
+        varying: (symbol, dimension, size in the example) of the inputs' dynamic sizes, in the order of the inputs.
     """
     sizes: dict[sympy.Symbol, int] = {}
     same: dict[sympy.Symbol, sympy.Symbol] = {}

@@ -35,7 +35,7 @@ def _name(fqn: str, model: nn.Module) -> str | None:
             every = [str(number) for number in range(len(module))] if names is None else names  # type: ignore[arg-type]
             names = every[slice(*(None if bound == "None" else int(bound) for bound in found.groups()))]
             continue
-        # A slice of a list counts anew; one of a Sequential has its names.
+        # A slice of a list counts again; one of a Sequential has its names.
         parts.append(part if names is None or not isinstance(module, nn.ModuleList) else names[int(part)])
         names = None
     return ".".join(parts) if names is None else None

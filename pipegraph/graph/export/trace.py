@@ -1,4 +1,4 @@
-"""The program of a model: exported, with the sizes that vary, and those for which it is not the model."""
+"""The program of a model: exported, with the dynamic sizes, and those for which it is not the model."""
 
 from __future__ import annotations
 

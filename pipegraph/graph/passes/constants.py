@@ -38,7 +38,7 @@ _FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
 _OPERATIONS = 4
 # The largest tensor that is computed while capturing: the masks of 8,192 tokens in 2 rows.
 _LARGEST = 2**27
-# A size that varies is tried by so much above the numbers that a mask is made from, and is the same modulo it.
+# A dynamic size is tried by so much above the numbers that a mask is made from, and is the same modulo it.
 _BEYOND = 64
 
 _Ends = tuple[int | None, int | None]

@@ -47,7 +47,7 @@ class ModelSource:
         batch_dims: name of an input → its role, as `pipegraph.capture` takes it.
         tp_plan: pattern of module names → style of tensor parallelism.
         batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
-        rebuild: builds the same model anew.
+        rebuild: builds the same model again.
         inputs_of: makes keyword inputs of so many rows; None if only an example is there.
         config: the fields of a Hugging Face configuration that the model was built from.
         initial_values: which parameters have initial values because no weights were found for them; "" for none.

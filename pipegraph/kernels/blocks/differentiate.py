@@ -149,7 +149,7 @@ def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedF
 
 
 def _laid_out(tensor: Tensor, layout: TensorLayout) -> Tensor:
-    """A tensor without memory of this layout."""
+    """A fake tensor of this layout."""
     like = torch.empty_strided(layout.shape, layout.strides, dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
 

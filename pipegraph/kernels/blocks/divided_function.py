@@ -30,7 +30,7 @@ from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
 from pipegraph.recompute import OFFLOAD
 
-# What torch raises where Python asks for the value of a tensor without memory.
+# What torch raises where Python asks for the value of a fake tensor.
 _NUMBER_TAKEN = "DataDependentOutputException", "GuardOnDataDependentSymNode"
 
 
@@ -159,13 +159,13 @@ class DividedFunction:
 
     @cached_property
     def offloaded(self) -> frozenset[str]:
-        """The results of F that the backward reads, and that wait for it in the memory of the host."""
+        """The results of F that the backward reads, and that wait for it in CPU memory."""
         nodes = {node.name: node for node in self.joint.module.graph.nodes}
         kept = set(self.saved(self.full_mask)) - {node.name for node in self.joint.primals}
         return frozenset(name for name in kept if self.is_offloaded(nodes[name]))
 
     def is_offloaded(self, node: fx.Node) -> bool:
-        """Return whether a result, if the backward reads it, waits for it in the memory of the host."""
+        """Return whether a result, if the backward reads it, waits for it in CPU memory."""
         call = node.args[0] if node.target is operator.getitem else None
         if isinstance(call, fx.Node) and call.target is OPERATION:
             block: Any = block_operation.block_of(call)  # its modules may have choices of their own

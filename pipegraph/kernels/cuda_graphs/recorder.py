@@ -48,7 +48,7 @@ class CudaGraphRecorder:
     def record(self, call: Callable[[], Result]) -> tuple[Result, Replay]:
         graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` would first wait for all that the GPU has to do: for a receive, too, of what another rank
-        # sends only once it has got what this one is about to compute. Threads of NCCL may go on.
+        # sends only once it has got what this one is about to compute. Threads of NCCL may continue.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -36,7 +36,7 @@ class KernelGraph:
     sizes: SymbolicSizes
 
     def values_at(self, numbers: Sequence[Any]) -> list[Tensor]:
-        """The outputs for these sizes, as tensors without memory."""
+        """The outputs for these sizes, as fake tensors."""
         (end,) = self.module.graph.find_nodes(op="output")
         values: list[Tensor] = [node.meta["val"] for node in end.args[0]]
         return [

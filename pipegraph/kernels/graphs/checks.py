@@ -65,7 +65,7 @@ def _refuse(rule: str, names: Collection[str]) -> None:
 
 
 def runs_as_traced(joint: JointGraph, numbers: Sequence[int]) -> bool:
-    """Return whether every operation, run on tensors without memory, has the shape and strides that the graph says.
+    """Return whether every operation, run on fake tensors, has the shape and strides that the graph says.
 
     With symbols, `squeeze` of a dimension leaves it there, and with a size of 1 it does not: then another graph is
     right.

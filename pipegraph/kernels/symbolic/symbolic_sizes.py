@@ -37,7 +37,7 @@ class SymbolicSizes:
 
     Attributes:
         environment: where torch notes the conditions; None without symbols.
-        values: the symbols as sizes of tensors without memory.
+        values: the symbols as sizes of fake tensors.
         symbols: the same in expressions.
     """
 

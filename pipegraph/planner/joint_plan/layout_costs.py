@@ -109,7 +109,7 @@ class LayoutCosts:
         return _options(self, layout.tp, rows)
 
     def hidden(self, layout: Layout, rows: int) -> list[int]:
-        """Return the options whose copies to the memory of the host take no longer than the shortest of F, I and W, and
+        """Return the options whose copies to CPU memory take no longer than the shortest of F, I and W, and
         those without copies."""
         link, found = self.hardware.host_link, []
         for option, costs in enumerate(self.options(layout, rows)):

@@ -177,7 +177,7 @@ class BranchAndBound:
     def run(self, until: int) -> None:
         """Relax the branch with the least bound, try the cuts of the relaxation, and divide the branch in two.
 
-        This goes on until no branch can hold better cuts, or until so many steps are spent. The whole space is relaxed
+        This continues until no branch can hold better cuts, or the steps are spent. The whole space is relaxed
         in any case, and a climb starts from the middle of its relaxation.
         """
         incumbents, segments = self._incumbents, self._segments

@@ -69,7 +69,7 @@ def search_cuts(incumbents: Incumbents, space: CutSpace, starts: Iterable[Intege
     1. Climb from each start. Remove stages from the space that no better cuts have. Climb once more from the cuts whose
        largest stage is the smallest.
     2. If few cuts are left, value all. Otherwise bound them by branch and bound, look for better ones by local search,
-       and go on with branch and bound.
+       and continue with branch and bound.
     3. Of equally good cuts, prefer the most even ones.
     """
     objective, segments = incumbents.objective, space.last[-1]

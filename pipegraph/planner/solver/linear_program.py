@@ -27,7 +27,7 @@ class LinearSolution(NamedTuple):
 class LinearProgram:
     """Minimises ``costs`` @ x, where rows @ x stay within their limits.
 
-    When variables or rows are added, the simplex method goes on from the last solution, and takes a few steps only.
+    When variables or rows are added, the simplex method continues from the last solution, and takes a few steps only.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class LinearProgram:
 
         infeasible = HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible
         status = self._run()
-        if status not in (HighsModelStatus.kOptimal, *infeasible):  # the last solution led nowhere: anew
+        if status not in (HighsModelStatus.kOptimal, *infeasible):  # the last solution led nowhere: again
             self._solver.clearSolver()
             status = self._run()
         if status in infeasible:

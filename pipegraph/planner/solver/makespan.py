@@ -45,7 +45,7 @@ class StagePath(NamedTuple):
         turns: how often it goes from an F to the last stage and back to the I or B of the same microbatch, without the
             actions of the stage between these two.
         returns: whether it goes back to the first stage at the end.
-        leaves: whether it goes on to the last stage at the end.
+        leaves: whether it continues to the last stage at the end.
     """
 
     forward: int

@@ -104,7 +104,7 @@ def solve_options(
         stages, schedule, microbatches, ranks, memory_bytes, link, state_factor, receives_ahead, names: as for `solve`.
         allowed: the options that each stage may have; by default all.
         uniform: the options with which one for all stages is tried; by default all.
-        effort: scales how long the search goes on. 1 is about ten seconds.
+        effort: scales how long the search continues. 1 is about ten seconds.
         advises: as for `solve`.
 
     Raises:

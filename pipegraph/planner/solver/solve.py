@@ -111,7 +111,7 @@ def solve(
             two moments of AdamW. It holds frozen parameters once, and without a backward all parameters.
         receives_ahead: how many receives a rank posts before the schedule reaches them.
         alternatives: how many other cuts to return, at most.
-        effort: scales how long the search goes on. 1 is a few seconds.
+        effort: scales how long the search continues. 1 is a few seconds.
         names: of the segments, for messages.
         advises: whether a shortage of memory says what would be enough, which takes long to find.
         memory: another name of ``memory_bytes``.

@@ -73,7 +73,7 @@ def bar_width(used: int, width: int | None, wanted: int) -> int:
 
 
 def wrap(text: str, width: int | None) -> str:
-    """Return ``text`` with lines that are too long broken between words; what follows a label goes on below itself.
+    """Return ``text`` with lines that are too long broken between words; what follows a label continues below itself.
 
     >>> print(wrap("predicted  250 ms a step of 1f1b with 8 microbatches on h100", 40))
     predicted  250 ms a step of 1f1b with 8

@@ -40,7 +40,7 @@ def render_hardware(hardware: Hardware, width: int | None = None) -> str:
                 rows.append((f"{what.replace('_', '-')} {where}", _span(measured, 1.0, "B/s")))
     if hardware.host_link is not None:
         figures = f"{format_seconds(hardware.host_link.latency)}, {format_count(hardware.host_link.bandwidth, 'B/s')}"
-        rows.append(("link to the host's memory", f"{figures} ({hardware.host_link.name})"))
+        rows.append(("link to CPU memory", f"{figures} ({hardware.host_link.name})"))
     ratio = hardware.measured_ratio
     if ratio != UNCORRECTED:
         factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)

@@ -45,7 +45,7 @@ class CheckpointIndex(Entry, frozen=True, kw_only=True):
 
     Attributes:
         mesh: the dimensions of the ranks that saved, and how many there were along each.
-        pipeline_steps: how many steps the pipeline had done, from which seeded random numbers go on: with accumulation
+        pipeline_steps: the steps of the pipeline, from which seeded random numbers continue: with accumulation
             more than `step`. None in a checkpoint of an older version.
         without_frozen: whether parameters that needed no gradient were left out.
     """

@@ -33,7 +33,7 @@ class Checkpoint:
         folder: where it is.
         step: how many steps were done when it was saved.
         extra: plain values as they were saved; of objects that `load` was not given, what their `state_dict()` was.
-        has_random_state: whether the random number generators go on as they were, because the ranks are the same.
+        has_random_state: whether the random number generators continue as they were, because the ranks are the same.
     """
 
     folder: Path

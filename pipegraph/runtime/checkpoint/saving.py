@@ -157,7 +157,7 @@ def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) ->
         # On every rank: where connections were lost, others may still write, and the last one leaves nothing.
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, CheckpointError):
-            ranks.gather(None)  # no rank goes on before that is done
+            ranks.gather(None)  # no rank continues before that is done
             raise CheckpointError(
                 f"{place} was not saved: {error}\nTry: a folder that all ranks can write, with room for the whole "
                 "model and its optimizer."

@@ -19,7 +19,7 @@ from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of all tensors in the memory of the host."""
+    """A copy of all tensors in CPU memory."""
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
     copied: dict[str, Tensor] = BlockingAsyncStager().stage(dict(tensors))

@@ -70,7 +70,7 @@ class FaultGuard:
 
     A failure inside is reported to all ranks and ends this rank's part: the connections are closed, and entering again
     raises RuntimeFault. ActionFailed and ConnectionLost leave the context as RuntimeFault, anything else as it is.
-    Without a store the process is alone, and can go on after a failure. Only one thread can be inside.
+    Without a store the process is alone, and can continue after a failure. Only one thread can be inside.
 
     Args:
         rank: this process's.

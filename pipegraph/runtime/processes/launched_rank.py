@@ -70,7 +70,7 @@ def scratch_folder() -> str | None:
 
 
 def stop_own_children() -> None:
-    """End what this rank has started, compilers above all, which would go on for seconds without it.
+    """End what this rank has started, compilers above all, which would continue for seconds without it.
 
     That is its process group, if its launcher gave it a session of its own. Without one, others may be in the group: a
     shell's ``| tee``.

@@ -69,7 +69,7 @@ class World:
 
     Attributes:
         pipeline: the ranks of this process's pipeline, in its order.
-        uses_nccl: whether tensors on its device cross by NCCL; else by gloo, through the memory of the host.
+        uses_nccl: whether tensors on its device cross by NCCL; else by gloo, through CPU memory.
     """
 
     def __init__(

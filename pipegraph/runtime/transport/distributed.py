@@ -1,5 +1,5 @@
 """The transport between processes: gloo for tensors on the CPU, NCCL for those on a GPU; or gloo there as well, through
-the memory of the host, if the default group was made for it.
+CPU memory, if the default group was made for it.
 
 Every direction of every pair of ranks that talk has a group of its own. NCCL works off the transfers of a group one
 after the other: with a group per direction there is no order in which two ranks could wait for each other. And when a

@@ -49,7 +49,7 @@ _ACTIONS, _RUNS = 20_000_000, 40_000
 _FEWEST, _GREEDY_SHARE = 8, 0.05  # greedy orders: the least number, and the part of the runs that they may take
 _SKELETON_SHARE, _ORDER_SHARE = 0.2, 0.15  # the parts of the runs that one climb takes
 _BEST = 2  # the number of starts of each kind from which the search climbs
-_REFILLED = 12  # the number of greedy orders of which the W are placed anew
+_REFILLED = 12  # the number of greedy orders of which the W are placed again
 _OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 _HISTORY = 80
