@@ -145,8 +145,8 @@ class PipelineState:
 
         It may have been saved with another number of stages or ranks, other cuts, schedule or mesh. All files are
         compared with their digests first; a checkpoint that is damaged is named in a warning, and the one before it is
-        taken. With `Pipeline(seed=)` random numbers continue as they were; without it, with the same number of ranks, along
-        the same dimensions, as there were.
+        taken. With `Pipeline(seed=)` random numbers continue as they were; without it, if the ranks along
+        each dimension are as many as they were.
 
         Args:
             folder: that of the run, or one of the ``step-…`` folders in it.

@@ -26,7 +26,7 @@ def wrap(line: str, indent: int) -> list[str]:
     """The lines of a statement at ``indent`` spaces, broken if it is too long for one.
 
     The value of an assignment or a ``return`` goes into brackets if it is a chain of operators or of methods. All else
-    is broken inside its last bracket. The arguments of a call stand on one line of their own if they fit; otherwise every
+    is broken inside its last bracket. The arguments of a call get one line of their own if they fit; otherwise every
     element gets a line with a trailing comma.
     """
     pad = " " * indent
