@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipegraph.codegen.draft import Source
+from pipegraph.codegen.validation.settings import Setting
 from pipegraph.codegen.validation.validate import GraphDifference, differences
+from pipegraph.errors import one_line
 from pipegraph.package.source_import import ImportedPackage
 from pipegraph.planner.plan import Plan
 
@@ -36,7 +38,12 @@ def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list
         files: name → text.
         plans: the graph, and those of other sizes for which the text is meant as well.
     """
-    with ImportedPackage(Path("package"), files, files) as package:
+    try:
+        imported = ImportedPackage(Path("package"), files, files)
+    except Exception as error:  # whatever the text raises
+        problem = one_line(f"{type(error).__name__}: {error}")
+        return [GraphDifference(0, Setting(plans[0].captured.training), ("the package",), problem, "")]
+    with imported as package:
         return [difference for plan in plans for difference in differences(plan, package.module.load_stage)]
 
 

@@ -21,6 +21,8 @@ from typing import Final
 from pipegraph.errors import PackageError, path_from_here
 
 _numbers = itertools.count()
+PACKAGE_NAME: Final = "_pipegraph_package_"
+"""What the names of imported packages begin with."""
 
 
 class ImportedPackage:
@@ -41,7 +43,7 @@ class ImportedPackage:
     """
 
     def __init__(self, folder: Path, files: Container[str], texts: Mapping[str, str] | None = None) -> None:
-        self.name = f"_pipegraph_package_{next(_numbers)}"
+        self.name = f"{PACKAGE_NAME}{next(_numbers)}"
         self._users = 0
         _SOURCE_FINDER.packages[self.name] = folder, files, texts
         if _SOURCE_FINDER not in sys.meta_path:

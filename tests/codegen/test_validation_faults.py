@@ -160,6 +160,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "a limit is another one": (BLOCKS, "max=3", "max=4"),
     "random numbers are drawn once and read twice": (BLOCKS, "roll(1, dims=[1]) - y", "roll(1, dims=[1]) - 0 * y - y"),
     "a batch norm follows another momentum": (LAST, "nn.BatchNorm1d(8)", "nn.BatchNorm1d(8, momentum=0.2)"),
+    "a file is no Python": (LAST, "return early, self.head(x)", "return early, self.head(x"),
+    "a module that is not there is constructed": (LAST, "nn.BatchNorm1d(8)", "nn.BatchNorm8d(8)"),
     "a name is not defined": (LAST, "return early, self.head(x)", "return early, self.head(y)"),
 }
 

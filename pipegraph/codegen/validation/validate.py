@@ -22,6 +22,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.internals import new_fake_mode
 from pipegraph.graph.nodes import path_of, source_line
 from pipegraph.graph.partition.stages import StageGraph
+from pipegraph.package.source_import import PACKAGE_NAME
 from pipegraph.planner.plan import Plan
 
 
@@ -79,11 +80,14 @@ def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[GraphD
 def _difference(
     captured: Captured, stage: StageGraph, tables: Sequence[Sequence[_Table]], load_stage: Callable[..., nn.Module]
 ) -> GraphDifference | None:
-    module = load_stage(stage.index, device="meta", weights=False)
+    name, first = f"Stage{stage.index}", tables[0][0].setting
     try:
+        module = load_stage(stage.index, device="meta", weights=False)
         check_state(captured, stage, module)
     except WrongStateError as error:
-        return GraphDifference(stage.index, tables[0][0].setting, (type(module).__name__,), str(error), "")
+        return GraphDifference(stage.index, first, (name,), str(error), "")
+    except Exception as error:  # whatever the written source raises
+        return _of_error(stage.index, name, first, error)
     states: dict[bool, StageState] = {}
     for alternatives in tables:
         for table in alternatives:
@@ -104,7 +108,7 @@ def _difference(
                 with TermRecorder(table.terms) as recorder:
                     actual = run_written(stage, module, state, setting, recorder, table.written_calls)
             except Exception as error:  # whatever the written source raises
-                return _of_error(stage, module, setting, error)
+                return _of_error(stage.index, name, setting, error)
             difference = _located(captured, stage, module, state, setting) if actual != expected else None
             if difference is not None:
                 return difference
@@ -117,7 +121,7 @@ def _not_run(node: fx.Node | None, error: Exception) -> str:
     at = f"\n  at {line}" if line else ""
     return (
         f"The captured graph cannot be run without memory, and is compared with nothing: {one_line(str(error))}.{at}\n"
-        "Try: torch.library.register_fake, if that operation is one of your stage_class."
+        "Try: torch.library.register_fake, if you defined that operation."
     )
 
 
@@ -185,15 +189,15 @@ def _place_of_frame(terms: Terms, term: int, package: str) -> _Place:
     return _Place(f"{operator} (at {line})" if line else operator, tuple(names))
 
 
-def _of_error(stage: StageGraph, module: nn.Module, setting: Setting, error: Exception) -> GraphDifference:
-    """The difference of a stage that raises an error."""
-    package, names, line = type(module).__module__.partition(".")[0], [type(module).__name__], ""
+def _of_error(stage: int, name: str, setting: Setting, error: Exception) -> GraphDifference:
+    """The difference of a stage whose written source raises an error."""
+    names, line = [name], ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
-            line = f"{Path(frame.f_code.co_filename).name}:{number}"
+        if str(frame.f_globals.get("__name__", "")).startswith(PACKAGE_NAME):
+            line = f" (at {Path(frame.f_code.co_filename).name}:{number})"
             names.insert(0, _name_of(frame))
-    written = f"{one_line(f'{type(error).__name__}: {error}')} (at {line})"
-    return GraphDifference(stage.index, setting, tuple(dict.fromkeys(names)), written, "")
+    written = f"{one_line(f'{type(error).__name__}: {error}')}{line}"
+    return GraphDifference(stage, setting, tuple(dict.fromkeys(names)), written, "")
 
 
 def _name_of(frame: FrameType) -> str:
