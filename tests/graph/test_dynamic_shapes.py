@@ -130,10 +130,10 @@ def test_the_batch_varies_where_torch_cannot_let_other_sizes(monkeypatch: pytest
     """Relative positions of a Conformer end in an assertion of torch's own; its batch is none of them."""
     own = torch_export._export
 
-    def export(mode: Any, model: Any, args: Any, kwargs: Any, dtype: Any, fixed: Any, allow_derivative: bool) -> Any:
+    def export(mode: Any, model: Any, args: Any, kwargs: Any, dtype: Any, fixed: Any, *options: bool) -> Any:
         if fixed is not None and (0, 1) not in fixed:
             raise AssertionError("Expected an equality constraint for s27")
-        return own(mode, model, args, kwargs, dtype, fixed, allow_derivative)
+        return own(mode, model, args, kwargs, dtype, fixed, *options)
 
     monkeypatch.setattr(torch_export, "_export", export)
     captured = pipegraph.capture(Scaled(), (FRAMES,))
