@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 import pipegraph
 from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import shape_of
+from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.package.sizes import evaluate
 
 
@@ -166,6 +169,81 @@ class OnlyMultiples(Part):
 @pytest.mark.parametrize(("length", "condition"), [(12, "x_1 % 4 == 0"), (13, "x_1 % 4 != 0")])
 def test_a_branch_that_does_something_else_stays_a_condition(length: int, condition: str) -> None:
     assert condition in captured(OnlyMultiples(), length).sizes.conditions
+
+
+class Combined(Part):
+    """torch combines 0.3 * 0.7 in its expression, which is 63 of 300; Python takes 62."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.shape[1] * 0.3 * 0.7)]
+
+
+class CombinedSum(Part):
+    def changed(self, x: Tensor) -> Tensor:
+        return x[:, : int((x.shape[1] * 0.3 + 0.1) * 0.7) - 1]
+
+
+@pytest.mark.parametrize("kind", [Combined, CombinedSum])
+def test_several_operations_that_round_fix_the_size(kind: type[Part]) -> None:
+    limits = captured(kind(), 23).sizes
+    assert list(limits.captured) == ["batch"]
+    assert any("test_kept_sizes.py" in size.line and "int(" in size.line for size in limits.fixed)
+
+
+class FloatBranch(Part):
+    def changed(self, x: Tensor) -> Tensor:
+        return x.tanh() if x.shape[1] * 0.3 > 2.5 else x
+
+
+def test_a_branch_on_a_fraction_fixes_the_size() -> None:
+    assert list(captured(FloatBranch(), 13).sizes.captured) == ["batch"]
+
+
+class ExactParts(Part):
+    def changed(self, x: Tensor) -> Tensor:
+        return x[:, : int((x.shape[1] / 4 + 0.75) * 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Half, lambda n: max(1, int(n * 0.5))),
+        (Rounded, lambda n: round(n * 0.3)),
+        (Ceil, lambda n: math.ceil(n / 4)),
+        (ExactParts, lambda n: int((n / 4 + 0.75) * 1.5)),
+    ],
+)
+def test_an_expression_is_the_number_of_the_model_at_every_length(
+    kind: type[Part], expected: Callable[[int], int]
+) -> None:
+    size = next(
+        dim
+        for node in captured(kind(), 13).returned
+        for dim in shape_of(node)
+        if isinstance(dim, SymbolicSize) and "x_1" in dim.text
+    )
+    (symbol,) = size.symbols
+    for length in range(2, 2000):
+        assert size.at({symbol: length}) == evaluate(size.text, {"x_1": length}) == expected(length)
+
+
+class Scaled(Part):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.shape[1] * self.factor)]
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.29, 0.3, 0.7, 1 / 3])
+def test_a_factor_rounds_as_it_does_in_python(factor: float) -> None:
+    output = captured(Scaled(factor), 23).returned[0]
+    size = shape_of(output)[1]
+    assert isinstance(size, SymbolicSize)
+    (symbol,) = size.symbols
+    for length in range(2, 2000):
+        assert size.at({symbol: length}) == evaluate(size.text, {"x_1": length}) == int(length * factor)
 
 
 @pytest.mark.parametrize(

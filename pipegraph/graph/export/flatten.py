@@ -16,6 +16,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import copy_places
 from pipegraph.graph.captured import PIPE_SPLITS, STRUCTURE, VALUE, StateEntry
 from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
+from pipegraph.graph.export.fractions import is_exact
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.export.kept_sizes import OF_ATEN
 from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
@@ -193,6 +194,10 @@ class _Flattening:
             elif _is_region(node):
                 values[node] = self._region(node, values, regions)
             elif isinstance(node.meta.get("val"), torch.SymInt):
+                if not is_exact(node):
+                    error = self.sizes.fixed_size_needed(node.meta["val"])
+                    error.line = source_line(node)
+                    raise error
                 values[node] = self._known(node, self.sizes.number)
             elif is_symbolic(node.meta.get("val")) and (number := self.sizes.constant(node.meta["val"])) is not None:
                 values[node] = number

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from pipegraph.errors import CaptureError
 from pipegraph.graph.export.dynamic_shapes import BATCH, USUAL_NAMES, SizeNames, WantedSizes
+from pipegraph.graph.export.fractions import has_fraction
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError
 from pipegraph.graph.export.size_guards import SizeGuards, same_sizes
 from pipegraph.graph.export.torch_export import Exported
@@ -208,6 +209,9 @@ class InputSizes:
         of_sizes = (guard for guard in self._guards if not guard.free_symbols & strides)
         own = (guard.xreplace(self._names).xreplace(self._equal) for guard in of_sizes)
         guards = SizeGuards(self._captured, (*own, *also))
+        for relation in (*guards.required, *guards.assumed):
+            if any(map(has_fraction, relation.args)):
+                raise self._fixed_size_needed(relation.free_symbols)
         for relation in guards.required:
             if not isinstance(relation, Relational):
                 raise self._fixed_size_needed(relation.free_symbols)

@@ -48,13 +48,16 @@ def sizes_of_some_remainders(guards: SizeGuards) -> Iterator[sympy.Symbol]:
 
 
 def _samples(guards: SizeGuards, relations: frozenset[sympy.Basic]) -> Iterator[Sizes]:
-    """Sizes around those of the capture, one changed at a time."""
+    """Sizes below a chunk, and at and between its multiples around those of the capture; one size changes at a time."""
+    chunks = sorted({int(part.args[1]) for each in relations for part in _remainders(each) if part.args[1].is_Integer})
     for symbol in sorted({symbol for relation in relations for symbol in relation.free_symbols}, key=str):
         captured = guards.captured[symbol]
-        for away in range(1, captured + 65):
-            yield {symbol: captured + away}
-            if captured > away:
-                yield {symbol: captured - away}
+        lengths = {captured + away for away in (-2, -1, 1, 2)}
+        for chunk in chunks:
+            multiple = captured // chunk * chunk
+            lengths |= {1, chunk // 2, chunk - 1, chunk}
+            lengths |= {multiple + count * chunk + rest for count in range(-2, 4) for rest in (0, 1)}
+        yield from ({symbol: length} for length in sorted(lengths) if length > 0 and length != captured)
 
 
 def _is_about_remainder(relation: sympy.Basic) -> bool:
