@@ -63,6 +63,11 @@ class Linspace(Part):
         return x + torch.linspace(0, 1, x.shape[1])[:, None]
 
 
+class Places(Part):
+    def changed(self, x: Tensor) -> Tensor:
+        return x + torch.linspace(0, x.shape[1] - 1, x.shape[1])[:, None]
+
+
 class HalfSteps(Part):
     def changed(self, x: Tensor) -> Tensor:
         return x + torch.arange(0.5, x.shape[1])[:, None] / x.shape[1]
@@ -95,6 +100,7 @@ SOURCE = {
     Ceil: "math.ceil(x.shape[1] / 4)",
     Floor: "math.floor(x.shape[1] / 4)",
     Linspace: "torch.linspace(0, 1, x.shape[1]",
+    Places: "torch.linspace(0, x.shape[1] - 1, x.shape[1]",
     HalfSteps: "torch.arange(0.5, x.shape[1]",
     LongSteps: "torch.arange(0.5, x.shape[1], step=3)",
     Padded: "(4 - x.shape[1] % 4) % 4",

@@ -166,7 +166,8 @@ def _is_plain(named: Mapping[str, Any], *numbers: str) -> bool:
     """Return whether arguments are numbers, and no argument is given that the operators have not."""
     names = {"start", "end", "steps", "step", "dtype", "device", "layout", "requires_grad", "pin_memory"}
     unusual = named.get("requires_grad") or named.get("pin_memory") or named.get("layout") not in (None, torch.strided)
-    return named.keys() <= names and not unusual and all(isinstance(named[name], (int, float)) for name in numbers)
+    plain = all(isinstance(named.get(name), (int, float, torch.SymInt)) for name in numbers)
+    return named.keys() <= names and not unusual and plain
 
 
 def _options(named: Mapping[str, Any]) -> dict[str, Any]:
