@@ -42,8 +42,12 @@ class StageResult:
     def read(cls, recorder: TermRecorder, outputs: Sequence[Any], tensors: Mapping[str, Tensor]) -> StageResult:
         """The terms of outputs, and of all tensors that are no parameters."""
         return cls(
-            tuple(recorder.term_of(part) if isinstance(part, Tensor) else None for part in outputs),
-            {name: recorder.term_of(part) for name, part in tensors.items() if not isinstance(part, nn.Parameter)},
+            tuple(recorder.term_of(output) if isinstance(output, Tensor) else None for output in outputs),
+            {
+                name: recorder.term_of(tensor)
+                for name, tensor in tensors.items()
+                if not isinstance(tensor, nn.Parameter)
+            },
         )
 
 
@@ -135,16 +139,15 @@ class CapturedStage:
         if len(nodes) < SMALLEST or any("writes" in node.meta for node in nodes):
             return False
         inner = set(nodes)
-        reads = [
-            node for node in dict.fromkeys(part for node in nodes for part in node.all_input_nodes) if node not in inner
-        ]
+        parents = dict.fromkeys(parent for node in nodes for parent in node.all_input_nodes)
+        reads = [node for node in parents if node not in inner]
         arguments = [self._values[node] for node in reads if node in self._values]
         makes = [node for node in nodes if self._members.read_outside(node, inner)]
-        if len(arguments) < len(reads) or not all(isinstance(part, Tensor) for part in arguments):
+        if len(arguments) < len(reads) or not all(isinstance(argument, Tensor) for argument in arguments):
             return False
         if not makes or not all(isinstance(node.meta.get("val"), Tensor) for node in makes):
             return False
-        code = self._code(tree, nodes, reads, makes)
+        code = self._code(nodes, reads, makes)
 
         def call() -> list[Tensor]:
             self._run_call(tree)
@@ -155,9 +158,7 @@ class CapturedStage:
         self._values |= zip(makes, results, strict=True)
         return True
 
-    def _code(
-        self, tree: CallTree, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]
-    ) -> Hashable:
+    def _code(self, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> Hashable:
         """What two calls have alike that compute the same of what they read."""
         places: dict[fx.Node, Hashable] = {node: ("read", place) for place, node in enumerate(reads)}
         places |= {node: ("operation", place) for place, node in enumerate(nodes)}

@@ -21,6 +21,9 @@ from pipegraph.codegen.validation.terms import Key, Operand, Terms
 from pipegraph.codegen.validation.views import dimension
 from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
 
+CAST: Final = "aten._to_copy."
+"""The operator of a term that is another one in another dtype."""
+
 _IGNORED: Final = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
 """Arguments that change no value."""
 _DIMENSION: Final = re.compile(r"(start_|end_)?dims?[01]?|axis")

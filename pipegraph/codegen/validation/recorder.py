@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipegraph.codegen.validation.operations import arguments_by_name, number_argument, operation_key
+from pipegraph.codegen.validation.operations import CAST, arguments_by_name, number_argument, operation_key
 from pipegraph.codegen.validation.terms import Key, Operand, Terms, replace_terms
 from pipegraph.codegen.validation.views import Step, expansion, split_steps, view_steps, view_term
 from pipegraph.graph.internals import (
@@ -32,8 +32,6 @@ from pipegraph.graph.operators import operator_of_target
 
 _COPIES: Final = frozenset({"clone", "_to_copy", "to", "contiguous", "lift_fresh_copy"})
 """Operators that copy a tensor if they do not change its dtype."""
-
-
 _SMALL: Final = 64
 """The numbers of a constant up to this size are those of a list in the source."""
 
@@ -107,6 +105,24 @@ class RecordedTerms:
         """Return whether an operation of the region has the term of an argument: it could not be told from that."""
         terms = frozenset(arguments)
         return any(entry.term in terms and Operand(entry.term) not in entry.arguments for entry in self.entries)
+
+
+class _Operation(NamedTuple):
+    """A call of an operator, with its arguments by name as well."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    named: Mapping[str, Any]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    def functional(self) -> OpOverload | None:
+        """``aten.add.Tensor`` for ``aten.add_.Tensor``; None if it is missing."""
+        name, overload = operator_name(self.func)
+        packet = getattr(getattr(torch.ops, self.func.namespace), name.removesuffix("_"), None)
+        return getattr(packet, overload, None) if name.endswith("_") else None
 
 
 class TermRecorder(TorchDispatchMode):
@@ -268,7 +284,7 @@ class TermRecorder(TorchDispatchMode):
         named = arguments_by_name(func, args, kwargs)
         written = [name for name in _written_names(func) if isinstance(named.get(name), Tensor)]
         if written and operator_name(func)[0] != "detach_":
-            return self._write(func, args, kwargs, named, written)
+            return self._write(_Operation(func, args, kwargs, named), written)
         result = func(*args, **kwargs)
         self._record(func, named, result)
         return result
@@ -328,61 +344,50 @@ class TermRecorder(TorchDispatchMode):
 
     # ---- writes ------------------------------------------------------------------------------------------------------
 
-    def _write(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        named: Mapping[str, Any],
-        written: Sequence[str],
-    ) -> Any:
-        """An operation that writes into arguments."""
-        name, overload = operator_name(func)
-        functional = _functional(func, name, overload) if len(written) == 1 else None
-        target = named[written[0]]
+    def _write(self, operation: _Operation, written: Sequence[str]) -> Any:
+        """Run and record an operation that writes into arguments.
+
+        Args:
+            written: the names of these arguments.
+        """
+        name = operator_name(operation.func)[0]
+        functional = operation.functional() if len(written) == 1 else None
         if name != "copy_" and functional is None:
-            return self._write_several(func, args, kwargs, named, written)
-        if name == "copy_":
-            term = self._copied(named["src"], target)
+            return self._write_several(operation, written)
+        target = operation.named[written[0]]
+        if functional is None:
+            source = operation.named["src"]
+            term = self._cast(self.term_of(source), source, target)
+            term = self._view_term(term, expansion(tuple(source.shape), tuple(target.shape)))
         else:
-            assert functional is not None
-            result = functional(*args, **kwargs)
-            term = self._operation_term(functional, named, result)
-            if result.dtype != target.dtype:
-                term = self._term("cast", target, Operand(term))
-        term, flows = self._gradient(term, _tensors_in(named), target, func)
-        returned = func(*args, **kwargs)
+            result = functional(*operation.args, **operation.kwargs)
+            term = self._cast(self._operation_term(functional, operation.named, result), result, target)
+        term, flows = self._gradient(term, _tensors_in(operation.named), target, operation.func)
+        returned = operation.run()
         self._store(target, term, flows)
         if isinstance(returned, Tensor) and id(returned) not in self._values:
             value = self._value(target)
             self._add(returned, value.memory, value.steps, term, value.requires_grad)
         return returned
 
-    def _copied(self, source: Tensor, target: Tensor) -> int:
-        """The term of a tensor after ``target.copy_(source)``."""
-        term = self.term_of(source)
-        if source.dtype != target.dtype:
-            cast = Key("cast", (Operand(term),), tuple(source.shape), str(target.dtype))
-            term = self._key_term(cast)
-        return self._view_term(term, expansion(tuple(source.shape), tuple(target.shape)))
+    def _cast(self, term: int, source: Tensor, target: Tensor) -> int:
+        """The term of a tensor in the dtype of another one."""
+        if source.dtype == target.dtype:
+            return term
+        return self._key_term(Key(CAST, (("self", Operand(term)),), tuple(source.shape), str(target.dtype)))
 
-    def _write_several(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        named: Mapping[str, Any],
-        written: Sequence[str],
-    ) -> Any:
-        """An operation that writes into arguments and may return values: batch norm with its statistics."""
-        result_term = self._operation_term(func, named, None)
-        result = func(*args, **kwargs)
+    def _write_several(self, operation: _Operation, written: Sequence[str]) -> Any:
+        """Run and record an operation that may return values as well: batch norm, which writes its statistics."""
+        result_term = self._operation_term(operation.func, operation.named, None)
+        result = operation.run()
         for name in written:
-            self._store(named[name], self._term("written", named[name], Operand(result_term), name), False)
+            target = operation.named[name]
+            self._store(target, self._term("written", target, Operand(result_term), name), False)
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else [result]):
             if isinstance(part, Tensor) and id(part) not in self._values:
                 part_term = self._term("part", part, Operand(result_term), index)
-                self._new(part, *self._gradient(part_term, _tensors_in(named), part, func))
+                sources = _tensors_in(operation.named)
+                self._new(part, *self._gradient(part_term, sources, part, operation.func))
         return result
 
     def _store(self, target: Tensor, term: int, flows: bool) -> None:
@@ -409,12 +414,6 @@ class TermRecorder(TorchDispatchMode):
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     """Where a tensor lies in its memory."""
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-
-
-def _functional(func: OpOverload, name: str, overload: str) -> OpOverload | None:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``; None if it is missing."""
-    packet = getattr(getattr(torch.ops, func.namespace), name.removesuffix("_"), None)
-    return getattr(packet, overload, None) if name.endswith("_") else None
 
 
 def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:

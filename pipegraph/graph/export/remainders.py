@@ -49,7 +49,8 @@ def sizes_of_some_remainders(guards: SizeGuards) -> Iterator[sympy.Symbol]:
 
 def _samples(guards: SizeGuards, relations: frozenset[sympy.Basic]) -> Iterator[Sizes]:
     """Sizes below a chunk, and at and between its multiples around those of the capture; one size changes at a time."""
-    chunks = sorted({int(part.args[1]) for each in relations for part in _remainders(each) if part.args[1].is_Integer})
+    remainders = [part for relation in relations for part in _remainders(relation)]
+    chunks = sorted({int(part.args[1]) for part in remainders if part.args[1].is_Integer})
     for symbol in sorted({symbol for relation in relations for symbol in relation.free_symbols}, key=str):
         captured = guards.captured[symbol]
         lengths = {captured + away for away in (-2, -1, 1, 2)}
