@@ -350,12 +350,12 @@ class TermRecorder(TorchDispatchMode):
         Args:
             written: the names of these arguments.
         """
-        name = operator_name(operation.func)[0]
+        is_copy = operator_name(operation.func)[0] == "copy_"
         functional = operation.functional() if len(written) == 1 else None
-        if name != "copy_" and functional is None:
+        if functional is None:
             return self._write_several(operation, written)
         target = operation.named[written[0]]
-        if functional is None:
+        if is_copy:
             source = operation.named["src"]
             term = self._cast(self.term_of(source), source, target)
             term = self._view_term(term, expansion(tuple(source.shape), tuple(target.shape)))
