@@ -26,6 +26,7 @@ from pipegraph.codegen.syntax.statements import (
 )
 
 _DOCSTRING_WIDTH = 112
+_REGISTER_HOOKS = '"""Register the hooks of gradients that the model has. Weights are loaded before."""'
 _TRAIN = '"""Set the mode, as the model itself does: some modules have another one."""'
 # Up to so many results, the hint of what is returned names each.
 _LISTED_RESULTS = 6
@@ -93,7 +94,12 @@ def render_blocks(
 
 def render_init(stages: Sequence[ClassSource], header: str) -> str:
     """Render ``__init__.py``."""
-    return _render("init.py.jinja", header=_docstring(header, 0), stages=[stage.name for stage in stages])
+    return _render(
+        "init.py.jinja",
+        header=_docstring(header, 0),
+        stages=[stage.name for stage in stages],
+        hooks=any(stage.hooks for stage in stages),
+    )
 
 
 def render_weights(header: str, values: InitialValues, checkpoint: bool) -> str:
@@ -134,7 +140,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
     head += _apply_lines([each for each in source.init if isinstance(each, RegisterConstant)])
     if not source.forward:
-        return head
+        return [*head, *_hook_lines(source)]
     separator = [""] if source.init else []
     return [
         *head,
@@ -142,6 +148,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         *_forward_signature(source, classes),
         *lines(shortened(source.body), 8),
         *_train_lines(source),
+        *_hook_lines(source),
     ]
 
 
@@ -150,6 +157,13 @@ def _train_lines(source: ClassSource) -> list[str]:
         return []
     head = ["", "    def train(self, mode: bool = True):", f"        {_TRAIN}", "        super().train(mode)"]
     return [*head, *lines(source.train, 8), "        return self"]
+
+
+def _hook_lines(source: ClassSource) -> list[str]:
+    if not source.hooks:
+        return []
+    head = ["", "    def register_hooks(self):", f"        {_REGISTER_HOOKS}"]
+    return [*head, *(f"        {line}" if line else "" for line in source.hooks)]
 
 
 def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
@@ -242,6 +256,8 @@ def _filled(text: str, width: int) -> list[str]:
 def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping[str, str]) -> list[str]:
     """The imports that classes need, in isort's order."""
     names = {node.name for source in sources for node in source.walk() if isinstance(node, Name)}
+    hook_libraries = {name for source in sources if isinstance(source, ClassSource) for name in source.hook_libraries}
+    names |= {f"{library}." for library in hook_libraries}
     imports = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
     if any(name.startswith("F.") for name in names):
         imports["torch.nn.functional"] = "import torch.nn.functional as F"

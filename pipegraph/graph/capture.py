@@ -14,7 +14,7 @@ from pipegraph.debug import dump
 from pipegraph.errors import CaptureError
 from pipegraph.garbage import rare_collection
 from pipegraph.graph.audit.audit import audit_model, reason_beside, warn_of_written
-from pipegraph.graph.audit.hooks import check_hooks
+from pipegraph.graph.audit.hooks import check_hooks, gradient_hooks
 from pipegraph.graph.audit.memory import check_constants, check_layouts, check_overlaps
 from pipegraph.graph.batch.report import report_rows
 from pipegraph.graph.batch.roles import DeclaredRoles, InputTensor, RoleAssignment, assign_roles, declared_roles
@@ -219,6 +219,7 @@ def _capture(
     read = {node.target for node in graph.find_nodes(op="get_attr")}
     for fqn in [fqn for fqn, entry in state.items() if entry.kind == "constant" and fqn not in read]:
         del state[fqn], tensors[fqn]
+    hooks = gradient_hooks(model, state, tensors)
     positional, keywords, constants = inputs_of(exported.program, args, kwargs)
     captured = Captured(
         graph=graph,
@@ -236,6 +237,7 @@ def _capture(
         not_trained="" if training else not_trained or exported.training_error,
         device_branch=device_branch(model, exported.mode, args, kwargs),
         batch=report_rows(graph, roles, declared, partial(compare_halves, model, exported.mode, traced.example)),
+        hooks=hooks,
     )
     check_keys("output", captured.outputs)
     if is_written and not only_once:

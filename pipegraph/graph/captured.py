@@ -53,6 +53,34 @@ class StateEntry:
 
 
 @dataclass(frozen=True)
+class GradientHook:
+    """A hook of gradients, as text that needs torch alone.
+
+    Attributes:
+        owner: the FQN of the parameter or the module that has it.
+        method: that registers it: ``register_hook`` and the like.
+        name: of the function; empty for a lambda.
+        text: of the function.
+        tensors: the tensors in the text: name there → FQN, of a parameter or buffer of the model or of a constant.
+        libraries: the names of libraries in the text: ``torch``, ``F``, ``nn`` or ``math``.
+        line: of the function, in the model's source.
+    """
+
+    owner: str
+    method: str
+    name: str
+    text: str
+    tensors: Mapping[str, str]
+    libraries: frozenset[str]
+    line: str
+
+    @property
+    def is_of_module(self) -> bool:
+        """Whether it is one of the backward of a module."""
+        return "backward" in self.method
+
+
+@dataclass(frozen=True)
 class ModuleEntry:
     """A module of the captured model: its name there, its class, its mode, and the line on which its class begins.
 
@@ -141,6 +169,7 @@ class Captured:
         device_branch: what the model does otherwise on another kind of device than here, with the lines; empty if it
             does the same. The stages do what it does here.
         batch: the roles of the inputs, and what is known of the rows of a batch.
+        hooks: of the gradients of parameters, and of the backward of layers.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -160,6 +189,7 @@ class Captured:
     other_sizes: tuple[OtherSize, ...] = field(default=(), repr=False)
     device_branch: str = ""
     batch: BatchReport = field(default=BatchReport(), repr=False)
+    hooks: tuple[GradientHook, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         weights = (entry for entry in self.state.values() if entry.kind == "parameter" and entry.fqn == entry.canonical)

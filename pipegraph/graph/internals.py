@@ -332,12 +332,20 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def hooks_of(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks for the gradient of a tensor. The public interface only adds and removes them."""
-    kinds: tuple[dict[int, Any] | None, ...] = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
-    return [hook for hooks in kinds if hooks for hook in hooks.values()]
+def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Callable[..., Any]]]:
+    """The hooks of a tensor's gradient, with the methods that register them. The public interface has no list of them.
+
+    In the order in which autograd calls them.
+    """
+    kinds: dict[str, dict[int, Any] | None] = {
+        "register_hook": tensor._backward_hooks,
+        "register_post_accumulate_grad_hook": tensor._post_accumulate_grad_hooks,
+    }
+    return [(method, hook) for method, hooks in kinds.items() for hook in (hooks or {}).values()]
 
 
-def backward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks for the backward of a module, of which torch has no public list either."""
-    return [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+def backward_hooks_of(module: nn.Module) -> list[tuple[str, Callable[..., Any]]]:
+    """The hooks of the backward of a module, with the methods that register them. Torch has no public list of them."""
+    method = "register_full_backward_hook" if module._is_full_backward_hook else "register_backward_hook"
+    before = [("register_full_backward_pre_hook", hook) for hook in module._backward_pre_hooks.values()]
+    return before + [(method, hook) for hook in module._backward_hooks.values()]

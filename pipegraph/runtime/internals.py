@@ -346,3 +346,19 @@ registered with torch."""
 def version(tensor: torch.Tensor) -> int:
     """A number that every write to the tensor changes."""
     return tensor._version
+
+
+def take_hooks(parameter: Tensor, module: str) -> list[tuple[str, Callable[..., Any]]]:
+    """Remove the hooks of a parameter whose functions a Python module defines. Only who registers a hook can remove it.
+
+    Returns the methods that register them, and the hooks, in the order in which autograd calls them.
+    """
+    kinds: dict[str, dict[int, Any] | None] = {
+        "register_hook": parameter._backward_hooks,
+        "register_post_accumulate_grad_hook": parameter._post_accumulate_grad_hooks,
+    }
+    taken = []
+    for method, hooks in kinds.items():
+        own = [key for key, hook in (hooks or {}).items() if getattr(hook, "__module__", "") == module]
+        taken += [(method, hooks.pop(key)) for key in own if hooks is not None]
+    return taken

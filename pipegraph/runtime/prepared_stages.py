@@ -16,6 +16,7 @@ from torch import nn
 from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.fully_sharded import ShardedGroup
+from pipegraph.runtime.gradient_hooks import GradientHooks
 from pipegraph.runtime.package_agreement import check_loaded_weights
 from pipegraph.runtime.parallelized_stages import check_is_used, divide_tensors, shard_stages
 from pipegraph.runtime.precision import (
@@ -52,12 +53,14 @@ class PreparedStages:
         manifest: with the shapes and dtypes that values have now.
         precision: applied to the kernels; None without one.
         groups: of each stage, the groups of its sharded parameters.
+        hooks: of parameters, in the model.
     """
 
     modules: dict[int, nn.Module]
     manifest: Manifest
     precision: AppliedPrecision | None
     groups: Mapping[int, Sequence[ShardedGroup]]
+    hooks: GradientHooks
 
 
 @torch.inference_mode(False)  # in which nothing could be trained later
@@ -68,6 +71,7 @@ def prepare_stages(
     precision = named_precision(asked.precision)
     fsdp, applied = asked.fsdp, None
     stages = parameters.load_stages(package, indices, device, asked.weights, asked.check_weights, asked.seed or 0)
+    hooks = GradientHooks(stages)
     if world is not None:
         check_loaded_weights(world, stages)
     kept = {} if precision is None else buffers_to_keep(precision, stages, package.manifest)
@@ -82,4 +86,4 @@ def prepare_stages(
         fsdp = sharding_options(precision, fsdp, stages, is_sharded)
     check_is_used("fsdp", asked.fsdp, SHARD, world)
     groups, manifest = shard_stages(stages, manifest, world, fsdp)
-    return PreparedStages(stages, manifest, applied, groups)
+    return PreparedStages(stages, manifest, applied, groups, hooks)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError
 from pipegraph.package import Package
+from pipegraph.runtime.gradient_hooks import GradientHooks
 from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.parameters import differing_names
 from pipegraph.runtime.processes.faults import FaultGuard
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class StandaloneStages:
     """The stages of a package where something else than `Pipeline` runs them, such as torch's ``PipelineStage``.
 
-    It keeps tied weights equal, and makes the gradients of inputs contiguous, which torch can only send so.
+    It keeps tied weights equal, calls hooks of parameters that the model has once for a step, and makes the gradients
+    of inputs contiguous, which torch can only send so.
 
         stage = package.load_stage(rank)
         stages = pipegraph.StandaloneStages(package, {rank: stage})
@@ -79,6 +81,7 @@ class StandaloneStages:
                         f"The module of stage {index} has other parameters than {package.path}: missing {missing}, "
                         f"added {added}.\nTry: the stage that load_stage({index}) of the package returns."
                     )
+            self._stages, self._hooks = dict(stages), GradientHooks(stages)
             own = {world.rank} if world else {0}
             self._ties = TiedWeights(package.manifest, dict(sorted(stages.items())), placement, own)
             self._ties.add_up_together()
@@ -91,9 +94,11 @@ class StandaloneStages:
     def summed_gradients(self) -> Iterator[None]:
         """A context around a step, or several: every copy of a tied weight then has the gradient that all copies got.
 
+        Hooks of parameters that the model has are called at its end.
+
         Collective: every process must enter and leave it.
         """
-        with self._guard, self._ties.summed_gradients():
+        with self._guard, self._hooks.during_step(self._stages), self._ties.summed_gradients():
             yield
 
 

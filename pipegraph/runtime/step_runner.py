@@ -149,6 +149,8 @@ class StepRunner:
 
         are_copied = world is not None and world.grid.length(*DATA) > 1
         own_loss = loss_fn if self.layout.has_last_stage else None
+        self._hooks = prepared.hooks
+        self._hooks.check(stages, frozenset(index for index, own in groups.items() if own))
         self._parameter_checks = ParameterChecks(prepared, stages, self.ties, own_loss, are_copied)
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
@@ -198,20 +200,22 @@ class StepRunner:
         for executor in executors:
             executor.observer, executor.input_gradients = observer, input_gradients
         results = StepOutputs()
-        with self._during_step(observer), self.ties.summed_gradients() if trains else nullcontext():
-            dtypes = self._boundaries.under_autocast(self._distributed)
-            inputs = StepInputs(batch, scale, request.with_loss, request.return_outputs, dtypes)
-            for executor in executors:
-                self._losses.prepare(executor, inputs, trains)
-            run_executors(executors, inputs, results)
+        dtypes = self._boundaries.under_autocast(self._distributed)
+        inputs = StepInputs(batch, scale, request.with_loss, request.return_outputs, dtypes)
+        for executor in executors:
+            self._losses.prepare(executor, inputs, trains)
+        with self._hooks.during_step(self.stages) if trains else nullcontext():
+            with self._during_step(observer), self.ties.summed_gradients() if trains else nullcontext():
+                run_executors(executors, inputs, results)
+                if trains:
+                    redistribute_gradients(self.stages)
+                    if self._collectives is not None:
+                        self._collectives.finish()
             if trains:
-                redistribute_gradients(self.stages)
-                if self._collectives is not None:
-                    self._collectives.finish()
+                self._replicas.reduce()
         if trains:
             if self._collectives is not None:
                 self._collectives.make_buffers_equal()
-            self._replicas.reduce()
             self._input_gradients.finish(input_gradients)
             self._losses.after_step()
             self._gradient_checks.after_step()

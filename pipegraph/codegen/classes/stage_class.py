@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 
 from torch import fx, nn
 
 from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
+from pipegraph.codegen.classes.hook_methods import hook_lines
 from pipegraph.codegen.classes.sequences import constructors_of_stage
 from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements, repeated_sequence
 from pipegraph.codegen.expressions.operator_call import TRAINING
+from pipegraph.codegen.expressions.state_access import module_access, parameter_access
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import (
     SELF,
     Attribute,
-    Expression,
     Name,
     Template,
     call,
@@ -60,7 +60,8 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
         *_modes(captured, modules, tree, bool(train)),
     )
     model = captured.modules[""].module
-    in_turn = None if refused or settings or train else constructors_of_stage(model, contents, tree)
+    hooks, libraries = hook_lines(captured, stage, tree)
+    in_turn = None if refused or settings or train or hooks else constructors_of_stage(model, contents, tree)
     return ClassSource(
         name=f"Stage{stage.index}",
         docstring=_docstring(plan, stage, parameters, forward.results),
@@ -70,6 +71,8 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
         parameters=tuple(parameters),
         forward=(*refused, *forward.statements) if in_turn is None else (),
         train=train,
+        hooks=hooks,
+        hook_libraries=libraries,
     )
 
 
@@ -158,7 +161,7 @@ def _ties(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator[S
         names = [name for name in group if name in stage.state]
         for name in names[1:]:
             owner, _, attribute = name.rpartition(".")
-            target, value = _module(tree, owner), _parameter(tree, names[0])
+            target, value = module_access(tree, owner), parameter_access(tree, names[0])
             if is_plain(attribute):
                 yield Assign((Attribute(target, attribute),), value)
             else:
@@ -178,7 +181,7 @@ def _frozen(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator
     for fqn in sorted(frozen):
         module = next((each for each in outer_names(fqn) if each not in partly_trained), None)
         if module not in done:
-            owner = _parameter(tree, fqn) if module is None else _module(tree, module)
+            owner = parameter_access(tree, fqn) if module is None else module_access(tree, module)
             yield Evaluate(method(owner, "requires_grad_", literal(False)))
             done |= {module} if module is not None else set()
 
@@ -202,7 +205,7 @@ def _modes(captured: Captured, modules: frozenset[str], tree: ModuleTree, has_tr
         while outer and outer not in modes:
             outer = outer.rpartition(".")[0]
         if module.training != modes.get(outer, True):
-            yield Evaluate(method(_module(tree, fqn), "train" if module.training else "eval"))
+            yield Evaluate(method(module_access(tree, fqn), "train" if module.training else "eval"))
         modes[fqn] = module.training
 
 
@@ -228,24 +231,5 @@ def _kept_modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -
             outer = outer.rpartition(".")[0]
         if module.modes != modes[outer]:
             name, arguments = settings[module.modes]
-            yield Evaluate(method(_module(tree, fqn), name, *arguments))
+            yield Evaluate(method(module_access(tree, fqn), name, *arguments))
         modes[fqn] = module.modes
-
-
-def _module(tree: ModuleTree, fqn: str) -> Expression:
-    """The expression of a module of the stage; ``self.get_submodule("…")`` for an item inside a block."""
-    path = fqn.split(".") if fqn else []
-    inside: list[str] = []
-    while path and tree.at(path) is None:
-        inside.insert(0, path.pop())
-    if not all(map(is_plain, inside)):
-        return method(SELF, "get_submodule", string(fqn))
-    return reduce(Attribute, inside, tree.access(path))
-
-
-def _parameter(tree: ModuleTree, fqn: str) -> Expression:
-    owner, _, name = fqn.rpartition(".")
-    path = owner.split(".") if owner else []
-    if is_plain(name) and (not path or tree.at(path) is not None):
-        return Attribute(tree.access(path), name)
-    return method(SELF, "get_parameter", string(fqn))

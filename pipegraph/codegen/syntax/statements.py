@@ -268,6 +268,8 @@ class ClassSource:
         given: statements that keep whether optional parameters are given, before they are assigned.
         forward: the statements of ``forward`` after those.
         train: the statements of ``train`` after ``super().train(mode)``; empty without one.
+        hooks: the lines of ``register_hooks``; empty without hooks.
+        hook_libraries: the names of libraries in them.
         model_class: the model's own class.
         attributes: the numbers, texts and None that every module of that class holds, by the name of the attribute.
         part: "" for all of the model's class; "Start", "Middle" or "End" if stages begin inside.
@@ -287,6 +289,8 @@ class ClassSource:
     given: tuple[Assign, ...] = ()
     forward: tuple[Statement, ...] = ()
     train: tuple[Statement, ...] = ()
+    hooks: tuple[str, ...] = ()
+    hook_libraries: frozenset[str] = frozenset()
     model_class: str = ""
     attributes: Mapping[str, Expression] = field(default_factory=dict)
     part: str = ""

@@ -104,6 +104,7 @@ class CapturedStage:
 
     Attributes:
         node: the operation that runs.
+        values: of the operations that ran, the inputs and the state.
     """
 
     captured: Captured
@@ -113,18 +114,18 @@ class CapturedStage:
     recorder: TermRecorder
     calls: RepeatedCalls | None
     node: fx.Node | None = None
-    _values: dict[fx.Node, Any] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def run(self) -> StageResult:
         """Run the stage."""
-        self._values |= zip(self.stage.inputs, stage_inputs(self.stage, self.setting, self.recorder), strict=True)
+        self.values |= zip(self.stage.inputs, stage_inputs(self.stage, self.setting, self.recorder), strict=True)
         self.state.name(self.recorder)
         tensors = self.state.tensors
         nodes = {str(node.target): node for node in self.captured.graph.find_nodes(op="get_attr")}
-        self._values |= {nodes[name]: tensor for name, tensor in tensors.items() if name in nodes}
+        self.values |= {nodes[name]: tensor for name, tensor in tensors.items() if name in nodes}
         self._members = StageMembers(self.stage.nodes, self.stage.outputs, self.stage.state)
         self._run_call(call_tree(self.stage.nodes))
-        return StageResult.read(self.recorder, [self._values.get(node) for node in self.stage.outputs], tensors)
+        return StageResult.read(self.recorder, [self.values.get(node) for node in self.stage.outputs], tensors)
 
     def _run_call(self, tree: CallTree) -> None:
         for item in tree.items:
@@ -141,7 +142,7 @@ class CapturedStage:
         inner = set(nodes)
         parents = dict.fromkeys(parent for node in nodes for parent in node.all_input_nodes)
         reads = [node for node in parents if node not in inner]
-        arguments = [self._values[node] for node in reads if node in self._values]
+        arguments = [self.values[node] for node in reads if node in self.values]
         makes = [node for node in nodes if self._members.read_outside(node, inner)]
         if len(arguments) < len(reads) or not all(isinstance(argument, Tensor) for argument in arguments):
             return False
@@ -151,11 +152,11 @@ class CapturedStage:
 
         def call() -> list[Tensor]:
             self._run_call(tree)
-            return [self._values[node] for node in makes]
+            return [self.values[node] for node in makes]
 
         assert self.calls is not None
         results = self.calls.run(self.recorder, code, arguments, call)
-        self._values |= zip(makes, results, strict=True)
+        self.values |= zip(makes, results, strict=True)
         return True
 
     def _code(self, nodes: Sequence[fx.Node], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> Hashable:
@@ -180,19 +181,19 @@ class CapturedStage:
     def _run_operation(self, node: fx.Node) -> None:
         if not self._runs(node):
             target = next(iter(written_by(node)), None)
-            if target in self._values:  # what reads the write reads the memory as it was, in the other mode
-                self._values[node] = self._values[target]
+            if target in self.values:  # what reads the write reads the memory as it was, in the other mode
+                self.values[node] = self.values[target]
             return
         self.node = node
         if node.target is by_mode:
-            self._values[node] = self._values[node.args[0 if self.setting.training else 1]]  # type: ignore[index]
+            self.values[node] = self.values[node.args[0 if self.setting.training else 1]]  # type: ignore[index]
         elif self._leaves_count(node):
-            self._values[node] = self._values[node.args[0]]  # type: ignore[index]
+            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
         else:
-            args, kwargs = fx.map_arg(_arguments(self, node), self._values.__getitem__)
+            args, kwargs = fx.map_arg(_arguments(self, node), self.values.__getitem__)
             args, kwargs = pytree.tree_map(self.setting.number, (args, kwargs))
             with _regions(node):
-                self._values[node] = self._computed(node, args, kwargs)
+                self.values[node] = self._computed(node, args, kwargs)
 
     def _computed(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         target: Any = node.target

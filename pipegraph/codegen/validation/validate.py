@@ -12,6 +12,7 @@ from types import FrameType
 from torch import fx, nn
 
 from pipegraph.codegen.validation.captured_stage import CapturedStage, StageState
+from pipegraph.codegen.validation.hooked_calls import hooked_call_difference
 from pipegraph.codegen.validation.recorder import TermRecorder
 from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting, settings_of
@@ -109,7 +110,11 @@ def _difference(
                     actual = run_written(stage, module, state, setting, recorder, table.written_calls)
             except Exception as error:  # whatever the written source raises
                 return _of_error(stage.index, name, setting, error)
-            difference = _located(captured, stage, module, state, setting) if actual != expected else None
+            if actual != expected:
+                difference = _located(captured, stage, module, state, setting)
+            else:
+                texts = hooked_call_difference(captured, stage, module, state, setting)
+                difference = GraphDifference(stage.index, setting, (name,), *texts) if texts else None
             if difference is not None:
                 return difference
             break

@@ -208,7 +208,7 @@ class _Crossing:
                     _span(gradients, start, stop, value_bytes(node) if node.meta["requires_grad"] else 0)
                 else:
                     _span(illegal, start, stop, 1)
-        for start, stop in (*self._writes(), *self._branches()):
+        for start, stop in (*self._writes(), *self._branches(), *self._hooked()):
             _span(illegal, start, stop, 1)
         self.bytes = list(accumulate(bytes_))
         self.gradient_bytes = list(accumulate(gradients))
@@ -238,6 +238,16 @@ class _Crossing:
             if BRANCH in node.meta:
                 places.setdefault(node.meta[BRANCH].number, []).append(position)
         yield from ((min(found), max(found)) for found in places.values())
+
+    def _hooked(self) -> Iterator[tuple[int, int]]:
+        """Yield the range of each call of a module with a hook for its backward."""
+        owners = {hook.owner for hook in self._captured.hooks if hook.is_of_module}
+        places: dict[str, list[int]] = {}
+        for node, position in self._position.items():
+            for call, fqn in path_of(node) if owners else ():
+                if fqn in owners:
+                    places.setdefault(call, []).append(position)
+        yield from ((min(positions), max(positions)) for positions in places.values())
 
 
 def _span(counts: list[int], start: int, stop: int, amount: int) -> None:

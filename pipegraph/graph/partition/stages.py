@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from pipegraph.errors import PlanError
-from pipegraph.graph.captured import BRANCH, Captured, StateEntry, split_point
+from pipegraph.graph.captured import BRANCH, Captured, GradientHook, StateEntry, split_point
 from pipegraph.graph.nodes import dimension_of, named_sizes, path_of, source_line
 from pipegraph.graph.partition.replicated_values import replicated_operations
 
@@ -213,10 +213,55 @@ def _place_state(
             if node.op == "get_attr" and not placed[index].intersection(names[str(node.target)]):
                 placed[index].add(str(node.target))
     for entry in captured.state.values():
-        if not any(entry.fqn in stage for stage in placed):
+        if not any(entry.fqn in stage for stage in placed) and entry.kind != "constant":  # those that only hooks read
             for home in _homes(entry, names, placed):
                 placed[home].add(entry.fqn)
+    for hook in captured.hooks:
+        _place_hook(captured, hook, nodes, placed)
     return [tuple(fqn for fqn in captured.state if fqn in stage) for stage in placed]
+
+
+def _place_hook(
+    captured: Captured, hook: GradientHook, nodes: Sequence[Sequence[fx.Node]], placed: Sequence[set[str]]
+) -> None:
+    """Add the tensors that a hook reads to the stages of its owner.
+
+    Raises:
+        PlanError: it is a hook of a module that is cut inside, or reads a tensor of the model that is in another stage.
+    """
+    calls: dict[str, int] = {}
+    for index, run in enumerate(nodes):
+        for call in calls_of(run, hook.owner) if hook.is_of_module else ():
+            if calls.setdefault(call, index) != index:
+                raise PlanError(
+                    f"{hook.owner} has a hook for its backward, and cannot be cut inside.\n  at {hook.line}\n"
+                    "Try: split points before and after it."
+                )
+    names = captured.names_of
+    for run, state in zip(nodes, placed, strict=True):
+        if not has_hook(captured, hook, run, state):
+            continue
+        for fqn in hook.tensors.values():
+            entry = captured.state[fqn]
+            if entry.kind == "constant":
+                state.add(fqn)
+            elif not state.intersection(names[entry.canonical]):
+                raise PlanError(
+                    f"The hook of {hook.owner} reads {fqn}, which is in another stage.\n  at {hook.line}\n"
+                    "Try: split points that leave both in one stage."
+                )
+
+
+def has_hook(captured: Captured, hook: GradientHook, nodes: Sequence[fx.Node], state: Collection[str]) -> bool:
+    """Return whether the parameter or the module that has a hook is in a stage with these operations and this state."""
+    if hook.is_of_module:
+        return bool(calls_of(nodes, hook.owner))
+    return any(fqn in state for fqn in captured.names_of[captured.state[hook.owner].canonical])
+
+
+def calls_of(nodes: Sequence[fx.Node], fqn: str) -> frozenset[str]:
+    """The calls of a module in which operations ran."""
+    return frozenset(call for node in nodes for call, module in path_of(node) if module == fqn)
 
 
 def local_name(reader: fx.Node, names: Sequence[str]) -> str:

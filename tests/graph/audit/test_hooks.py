@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipegraph
-from pipegraph.errors import CaptureError
+from pipegraph.errors import CaptureError, PlanError
+from pipegraph.package import Package
+from tests.codegen.parity import untidy
+from tests.graph.audit.hooked_models import batch, build_model, expected_gradients, train_on_ranks
+from tests.runtime import ranks
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -25,24 +30,142 @@ def halve(gradient: Tensor) -> Tensor:
     return gradient * 0.5
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    captured = pipegraph.capture(build_model(), batch()[:1])
+    return pipegraph.write_package(
+        pipegraph.plan(captured, points=["layers.1", "layers.3"]), tmp_path_factory.mktemp("hooked") / "out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernels", "schedule", "microbatches"), [("autograd", "1f1b", 4), ("eager", "zb-h1", 4), ("eager", "gpipe", 1)]
+)
+def test_hooks_are_those_of_the_whole_batch(package: Package, kernels: str, schedule: str, microbatches: int) -> None:
+    """Two accumulated steps, with another number of rows: a hook is called once for each, as by two backwards."""
+    pipe = pipegraph.Pipeline(
+        package, microbatches=microbatches, kernels=kernels, loss_fn=F.cross_entropy, schedule=schedule
+    )
+    batches = batch(), batch(12, 2)
+    for x, target in batches:
+        pipe.step(x, target=target)
+    found = {name: parameter.grad for stage in pipe.stages.values() for name, parameter in stage.named_parameters()}
+    for name, gradient in expected_gradients(*batches).items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+    assert all(not count.autograd for count in pipe.kernels_report()) or kernels == "autograd"
+
+
+def test_hooks_with_compiled_kernels(package: Package) -> None:
+    test_hooks_are_those_of_the_whole_batch(package, "inductor", "1f1b", 2)
+
+
+def test_a_stage_that_is_trained_alone_has_them(package: Package) -> None:
+    """Ties are left to `StandaloneStages`."""
+    stages = {index: package.load_stage(index) for index in range(3)}
+    x, target = batch()
+    with pipegraph.StandaloneStages(package, stages).summed_gradients():
+        for rows in (slice(0, 4), slice(4, 8)):
+            (F.cross_entropy(stages[2](stages[1](stages[0](x[rows]))), target[rows]) / 2).backward()
+    found = {name: parameter.grad for stage in stages.values() for name, parameter in stage.named_parameters()}
+    for name, gradient in expected_gradients((x, target)).items():
+        torch.testing.assert_close(found[name], gradient)
+    alone = package.load_stage(1)
+    parameter = alone.get_parameter("layers.1.up.weight")
+    parameter.sum().backward()
+    assert parameter.grad is not None and 0 < parameter.grad.count_nonzero() < parameter.numel()
+
+
+@pytest.mark.parametrize(
+    ("shape", "error"),
+    [
+        ({"pp": 3}, ""),
+        ({"pp": 1, "dp_replicate": 2}, ""),
+        ({"pp": 1, "dp_shard": 2}, "has a hook in the model"),
+        ({"pp": 1, "tp": 2}, "has a hook in the model"),
+    ],
+)
+def test_hooks_on_several_ranks(package: Package, shape: dict[str, int], error: str) -> None:
+    said = ranks.run(train_on_ranks, math.prod(shape.values()), str(package.path), shape, timeout=100)
+    if error:
+        assert all(len(each) == 1 and error in each[0] and "Try: " in each[0] for each in said), said
+    else:
+        assert said == [[]] * len(said), said
+
+
+def test_the_source_of_a_hook(package: Package) -> None:
+    text = (package.path / "stage_2.py").read_text(encoding="utf-8")
+    assert text.split("    def register_hooks(self):\n")[1] == (
+        '        """Register the hooks of gradients that the model has. Weights are loaded before."""\n'
+        "\n"
+        "        def clip(gradient):\n"
+        "            norm = gradient.norm()\n"
+        "            if norm > 0.05:\n"
+        "                gradient = gradient * (0.05 / norm)\n"
+        "            return gradient\n"
+        "\n"
+        "        self.last.weight.register_hook(clip)\n"
+        '        self.layers["3"].norm.bias.register_hook(lambda g: F.normalize(g, dim=0) * 0.01)\n'
+        '        self.layers["3"].up.weight.register_post_accumulate_grad_hook('
+        'lambda p: setattr(p, "grad", p.grad * 0.5))\n'
+        "\n"
+        "        def hook(gradient):\n"
+        "            return torch.clamp(gradient, -0.01, 0.01) + 0.1 * self.head.weight.detach().sign()\n"
+        "\n"
+        "        self.head.weight.register_hook(hook)\n"
+        '        self.layers["3"].register_full_backward_hook(lambda module, inputs, outputs: (-inputs[0],))\n'
+        "        self.act.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))\n"
+    )
+    assert untidy(package.path) == []
+
+
+def test_a_plan_does_not_cut_a_module_with_a_hook() -> None:
+    captured = pipegraph.capture(build_model(), batch()[:1])
+    plan = pipegraph.plan(captured, stages=4)
+    assert all(not str(point).startswith("layers.3.") for point in plan.points)
+    with pytest.raises(PlanError, match=r"layers.3 has a hook(.|\n)*at .*hooked_models.py:\d+\nTry: "):
+        pipegraph.plan(captured, points=["layers.3.up"])
+
+
+COUNTS: list[int] = []
+NOISE = torch.ones(8)
+
+
+def counting(gradient: Tensor) -> None:
+    COUNTS.append(1)
+
+
+def drawing(gradient: Tensor) -> Tensor:
+    return gradient + torch.randn_like(gradient)
+
+
+def writing(gradient: Tensor) -> Tensor:
+    return gradient * NOISE.add_(1)
+
+
 @pytest.mark.parametrize(
     ("add", "what"),
     [
-        (lambda each: each[2].weight.register_hook(halve), r"the parameter 2.weight has a hook"),
+        (lambda net: net[2].bias.register_hook(counting), "the parameter 2.bias has a hook.*it uses COUNTS"),
+        (lambda net: net[2].bias.register_hook(drawing), "2.bias has a hook.*each call of it computes something else"),
+        (lambda net: net[2].bias.register_hook(writing), "2.bias has a hook.*it changes a tensor that it reads"),
+        (lambda net: net[2].bias.register_hook(print), "2.bias has a hook.*has no source"),
+        (lambda net: net[2].bias.register_hook(lambda g: halve(g)), "2.bias has a hook.*it uses halve"),
+        (lambda net: net[2].bias.register_hook(lambda g: g if net.training else 0 * g), "2.bias.*the mode changes"),
+        (lambda net: net[2].register_full_backward_hook(lambda *_: None), r"2 has a hook for its.*takes \*args"),
         (
-            lambda each: each[2].weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(0.5)),
-            r"the parameter 2.weight has a hook",
+            lambda net: net[2].register_full_backward_pre_hook(lambda m, g: g[0] / g[0].norm()),
+            "2 has.*depends on other",
         ),
-        (lambda each: each[2].register_full_backward_hook(lambda *_: None), r"2 has a hook for its backward"),
-        (lambda each: each[2].register_full_backward_pre_hook(lambda *_: None), r"2 has a hook for its backward"),
-        (lambda each: each.register_full_backward_hook(lambda *_: None), r"Sequential has a hook for its backward"),
+        (lambda net: net[2].register_backward_hook(lambda m, i, o: None), "2 has a hook.*register_full_backward_hook"),
+        (lambda net: net.register_full_backward_hook(lambda m, i, o: None), "Sequential has a hook.*the model itself"),
     ],
 )
-def test_hooks_of_a_backward_are_refused(add: Callable[[nn.Sequential], object], what: str) -> None:
+def test_hooks_that_are_refused(add: Callable[[nn.Sequential], object], what: str) -> None:
     hooked = model()
     add(hooked)
-    with pytest.raises(CaptureError, match=rf"{what}(.|\n)*at .*test_hooks.py:\d+\nTry: .*parallelize_fn"):
+    with pytest.raises(CaptureError, match=rf"{what}(.|\n)*Try: .*parallelize_fn"):
         pipegraph.capture(hooked, (X,))
+    assert not COUNTS
 
 
 def test_forward_hooks_are_in_the_graph(tmp_path: Path) -> None:

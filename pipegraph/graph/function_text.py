@@ -1,0 +1,266 @@
+"""The text of a function of the model's source that needs nothing but torch: what it reads from around it is in it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import functools
+import inspect
+import linecache
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_LIBRARIES: Final = {"torch": torch, "F": F, "nn": nn, "math": math}
+"""The name in the text → the module."""
+_BUILTINS: Final = frozenset(
+    {"abs", "all", "any", "dict", "enumerate", "float", "int", "isinstance", "len", "list", "max", "min", "range"}
+    | {"reversed", "round", "setattr", "slice", "sum", "tuple", "zip"}
+)
+"""The functions of Python that leave nothing behind but what they return or set."""
+_REFUSED: Final = {
+    ast.Global: "global",
+    ast.Nonlocal: "nonlocal",
+    ast.Import: "import",
+    ast.ImportFrom: "import",
+    ast.ClassDef: "class",
+    ast.Yield: "yield",
+    ast.YieldFrom: "yield",
+    ast.Await: "await",
+}
+
+
+class NotPortableError(Exception):
+    """A function needs something that its text cannot have. The message names it."""
+
+
+@dataclass(frozen=True)
+class FunctionText:
+    """The text of a function.
+
+    Attributes:
+        name: of the function; empty for a lambda.
+        text: ``lambda gradient: gradient * _tensor_0``.
+        tensors: the tensors that it reads: name in the text → the tensor and its name in the source.
+        libraries: the names of libraries in the text: ``torch``, ``F``, ``nn`` or ``math``.
+    """
+
+    name: str
+    text: str
+    tensors: Mapping[str, tuple[Tensor, str]]
+    libraries: frozenset[str]
+
+
+def function_text(function: Callable[..., Any]) -> FunctionText:
+    """Return the text of a function, with the values of the names that it reads from around it.
+
+    Numbers are written as they are, tensors get a name, and arguments that `functools.partial`, a bound method or a
+    default give are values as well.
+
+    Raises:
+        NotPortableError: it reads or changes anything else, or its source cannot be found.
+    """
+    function, values = _with_arguments(function)
+    node = copy.deepcopy(_node_of(function.__code__))
+    for inner in ast.walk(node):
+        if type(inner) in _REFUSED:
+            raise NotPortableError(f"it uses {_REFUSED[type(inner)]}")
+    closure = inspect.getclosurevars(function)
+    around = {**closure.builtins, **closure.globals, **closure.nonlocals, **values}
+    parameters = {argument.arg for argument in _parameters(node) if argument.arg not in values}
+    stored = {
+        inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load)
+    }
+    nested = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
+    local = (parameters | stored | nested) - values.keys()
+    if changed := stored & values.keys():
+        raise NotPortableError(f"it changes its argument {min(changed)}")
+    reader = _Reader(around, local)
+    if isinstance(node, ast.Lambda):
+        _drop_parameters(node.args, values)
+        node.body = reader.visit(node.body)
+    else:
+        _drop_parameters(node.args, values)
+        node.decorator_list, node.returns = [], None
+        for argument in _parameters(node):
+            argument.annotation = None
+        node.body = [reader.visit(statement) for statement in node.body if not _is_docstring(statement)] or [ast.Pass()]
+    name = "" if isinstance(node, ast.Lambda) else node.name
+    text = ast.unparse(node)
+    if '"' not in text:
+        text = text.replace("'", '"')
+    return FunctionText(name, text, reader.tensors, frozenset(reader.libraries))
+
+
+def _with_arguments(function: Callable[..., Any]) -> tuple[types.FunctionType, dict[str, Any]]:
+    """The function that is called in the end, and the arguments that it has already."""
+    positional: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        positional, named = (*function.args, *positional), {**function.keywords, **named}
+        function = function.func
+    if isinstance(function, types.MethodType):
+        positional, function = (function.__self__, *positional), function.__func__
+    function = inspect.unwrap(function)  # of torch.no_grad(), under which autograd calls a hook anyway
+    if not isinstance(function, types.FunctionType):
+        raise NotPortableError(f"{type(function).__name__} has no source")
+    parameters = list(inspect.signature(function).parameters.values())
+    defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+    names = [each.name for each in parameters]
+    return function, {**defaults, **named, **dict(zip(names, positional, strict=False))}
+
+
+def _node_of(code: types.CodeType) -> ast.Lambda | ast.FunctionDef:
+    """The function in the tree of its file: the smallest that begins where the code does and has all of its lines."""
+    linecache.checkcache(code.co_filename)
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except SyntaxError:
+        raise NotPortableError("its source cannot be read") from None
+    places = [
+        (line, column)
+        for line, _, column, _ in code.co_positions()
+        if line is not None and column is not None and (line, column) != (code.co_firstlineno, 0)
+    ]
+    candidates: list[tuple[int, ast.Lambda | ast.FunctionDef]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda) and code.co_name == "<lambda>":
+            begin, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+            if all(begin <= place <= end for place in places):
+                candidates.append((len(ast.unparse(node)), node))
+        elif isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == code.co_firstlineno:
+                candidates.append((0, node))
+    if not candidates:
+        raise NotPortableError("its source cannot be found")
+    return min(candidates, key=lambda candidate: candidate[0])[1]
+
+
+def _parameters(node: ast.Lambda | ast.FunctionDef) -> list[ast.arg]:
+    arguments = node.args
+    if arguments.vararg or arguments.kwarg:
+        raise NotPortableError("it takes *args or **kwargs")
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+
+
+def _drop_parameters(arguments: ast.arguments, values: Mapping[str, Any]) -> None:
+    """Leave out the parameters whose values are known."""
+    for kind in ("posonlyargs", "args", "kwonlyargs"):
+        setattr(arguments, kind, [argument for argument in getattr(arguments, kind) if argument.arg not in values])
+    arguments.defaults, arguments.kw_defaults = [], []
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+class _Reader(ast.NodeTransformer):
+    """Replaces what a function reads from around it by its value.
+
+    Args:
+        around: name → value.
+        local: the names that are its own.
+    """
+
+    def __init__(self, around: Mapping[str, Any], local: set[str]) -> None:
+        self._around, self._local = around, local
+        self.tensors: dict[str, tuple[Tensor, str]] = {}
+        self.libraries: set[str] = set()
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        chain: list[ast.Attribute] = []
+        root: ast.expr = node
+        while isinstance(root, ast.Attribute):
+            chain.insert(0, root)
+            root = root.value
+        if not isinstance(root, ast.Name) or root.id in self._local:
+            return self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            raise NotPortableError(f"it changes {ast.unparse(node)}")
+        value, source = self._value(root.id), root.id
+        for position, attribute in enumerate(chain):
+            written = self._written(value, source)
+            if written is not None:
+                for rest in chain[position:]:
+                    written = ast.Attribute(written, rest.attr, ast.Load())
+                return written
+            if isinstance(value, nn.Module) and attribute.attr == "training":
+                raise NotPortableError(f"it uses {ast.unparse(node)}, which the mode changes")
+            value, source = getattr(value, attribute.attr), attribute.attr
+        return self._required(value, source, ast.unparse(node))
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if not isinstance(node.ctx, ast.Load):
+            root: ast.expr = node
+            while isinstance(root, (ast.Subscript, ast.Attribute)):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id not in self._local:
+                raise NotPortableError(f"it changes {ast.unparse(node)}")
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self._local or not isinstance(node.ctx, ast.Load):
+            return node
+        return self._required(self._value(node.id), node.id, node.id)
+
+    def _value(self, name: str) -> Any:
+        if name in self._around:
+            return self._around[name]
+        raise NotPortableError(f"it uses {name}, which is not there yet")
+
+    def _required(self, value: Any, name: str, text: str) -> ast.expr:
+        written = self._written(value, name)
+        if written is None:
+            raise NotPortableError(f"it uses {text}, which is {_kind(value)}")
+        return written
+
+    def _written(self, value: Any, name: str) -> ast.expr | None:
+        """A value as it is written; None if it cannot be."""
+        for library, module in _LIBRARIES.items():
+            if value is module:
+                self.libraries.add(library)
+                return ast.Name(library, ast.Load())
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, (torch.dtype, torch.device)):
+            self.libraries.add("torch")
+            return ast.parse(str(value) if isinstance(value, torch.dtype) else f"torch.{value!r}", mode="eval").body
+        if getattr(builtins, name, None) is value and name in _BUILTINS:
+            return ast.Name(name, ast.Load())
+        for library, module in _LIBRARIES.items():
+            if callable(value) and getattr(module, name, None) is value:
+                self.libraries.add(library)
+                return ast.Attribute(ast.Name(library, ast.Load()), name, ast.Load())
+        return _number(value)
+
+    def _tensor(self, value: Tensor, name: str) -> ast.expr:
+        known = next((key for key, (tensor, _) in self.tensors.items() if tensor is value), None)
+        if known is None:
+            known = f"_tensor_{len(self.tensors)}"
+            self.tensors[known] = value, name
+        return ast.Name(known, ast.Load())
+
+
+def _number(value: Any) -> ast.expr | None:
+    """A number, a text, None or a tuple of them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ast.parse(f"float('{value}')", mode="eval").body
+    if value is None or type(value) in (bool, int, float, str):
+        return ast.Constant(value)
+    if type(value) is tuple:
+        parts = [_number(part) for part in value]
+        return ast.Tuple([part for part in parts if part is not None], ast.Load()) if None not in parts else None
+    return None
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
