@@ -89,7 +89,7 @@ def kinds() -> dict[str, Kind]:
     return {
         "manifest": Kind(lambda data: Manifest.from_json(data, "x.json").to_json(), PackageError, manifest.to_json()),
         "plan": Kind(
-            lambda data: PlanFile.from_json(data, "x.json").to_json(), SourceError, PlanFile.of(plan).to_json()
+            lambda data: PlanFile.from_json(data, "x.json").to_json(), SourceError, PlanFile.from_plan(plan).to_json()
         ),
         "profile": Kind(lambda data: Hardware.from_json(data, "x.json").to_json(), PipegraphError, profile.to_json()),
     }

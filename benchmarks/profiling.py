@@ -79,7 +79,7 @@ def measure(rank: int, setting: ProfilingSetting) -> None:
             measured["writing"].append(timed(pipe, profiler.step))
     if rank == 0:
         file = next(profiler.folder.glob("rank_00*"))
-        actions = len(pipe._runner.executors.own[0].actions)
+        actions = len(pipe._runner.executors.training_executors[0].actions)
         result = {"steps": measured, "bytes": file.stat().st_size, "actions": actions}
         Path(setting.folder, "measured.json").write_text(json.dumps(result))
     dist.barrier()

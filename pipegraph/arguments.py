@@ -29,11 +29,11 @@ _asked_by_command = False
 def asked_by_command() -> Iterator[None]:
     """Name arguments as options of the command line meanwhile, in this process."""
     global _asked_by_command
-    before, _asked_by_command = _asked_by_command, True
+    previous_flag, _asked_by_command = _asked_by_command, True
     try:
         yield
     finally:
-        _asked_by_command = before
+        _asked_by_command = previous_flag
 
 
 def for_asker(python: str, command: str) -> str:
@@ -68,17 +68,17 @@ def _literal(value: Any) -> str:
 
 
 def require_type(
-    value: object, kinds: Any, what: str, advice: str = "", error: type[PipegraphError] = ArgumentError
+    value: object, kinds: Any, rule: str, advice: str = "", error: type[PipegraphError] = ArgumentError
 ) -> None:
-    """Raise an error that says ``what`` a function takes, and what this is, unless it is of one of the ``kinds``.
+    """Raise an error that says ``rule`` a function takes, and what this is, unless it is of one of the ``kinds``.
 
-    ``what`` is a clause, such as ``plan() takes what pipegraph.capture returns``. No bool is taken for a number.
+    ``rule`` is a clause, such as ``plan() takes what pipegraph.capture returns``. No bool is taken for a number.
     """
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     if isinstance(value, allowed) and (not isinstance(value, bool) or bool in allowed or object in allowed):
         return
     advice = f"\nTry: {advice}." if advice else ""
-    raise error(f"{what}; this is {_described(value)}.{advice}")
+    raise error(f"{rule}; this is {_described(value)}.{advice}")
 
 
 def _described(value: object) -> str:
@@ -92,13 +92,13 @@ def _described(value: object) -> str:
     return f"a{'n' if name[0] in 'aeioAEIO' else ''} {name}"
 
 
-def require_path(value: object, what: str, advice: str = "", error: type[PipegraphError] = ArgumentError) -> Path:
+def require_path(value: object, rule: str, advice: str = "", error: type[PipegraphError] = ArgumentError) -> Path:
     """Return a path. Raises an error as `require_type` does, and if no file can have this name.
 
     Of a path through a folder that does not exist, ``absent/../out``, the part without it is returned: the file system
     finds nothing under the whole one, also if there is a folder ``out``.
     """
-    require_type(value, (str, PathLike), what, advice, error)
+    require_type(value, (str, PathLike), rule, advice, error)
     path = Path(cast("str | PathLike[str]", value))
     try:
         os.lstat(path)

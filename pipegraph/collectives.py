@@ -72,6 +72,6 @@ def start_reduce(rows: Tensor, group: ProcessGroup | None) -> tuple[Work, Callab
         received = torch.empty_like(rows)
         work = dist.all_to_all_single(received.view(-1), rows.view(-1), group=group, async_op=True)
         return work, partial(torch.sum, received, 0)
-    own = torch.empty_like(rows[0])
+    rank_sum = torch.empty_like(rows[0])
     reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return reduce(own, rows.view(-1), group=group, async_op=True), lambda: own
+    return reduce(rank_sum, rows.view(-1), group=group, async_op=True), lambda: rank_sum

@@ -120,12 +120,12 @@ def current_user_line() -> str:
     """The innermost line of the model's own source that is running, as `user_line` gives it; not of who captures it."""
     frames = traceback.extract_stack()
     graph = Path(__file__).parent / "graph"
-    inside = next((at for at, each in enumerate(frames) if graph in Path(each.filename).parents), 0)
+    inside = next((at for at, frame in enumerate(frames) if graph in Path(frame.filename).parents), 0)
     return _innermost_user_line(frames[inside:])
 
 
 def _innermost_user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    frame = next((each for each in reversed(frames) if is_user_file(each.filename)), None)
+    frame = next((summary for summary in reversed(frames) if is_user_file(summary.filename)), None)
     if frame is None:
         return ""
     return f"{path_from_here(frame.filename)}:{frame.lineno}{f': {frame.line}' if frame.line else ''}"
@@ -134,22 +134,22 @@ def _innermost_user_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def path_from_here(path: str | Path) -> str:
     """Return how a command in the working folder names a file or folder: relative if it lies within."""
     try:
-        here = Path.cwd()
+        working_folder = Path.cwd()
     except OSError:  # it was removed
         return str(path)
     path = Path(path)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(path.relative_to(working_folder) if path.is_relative_to(working_folder) else path)
 
 
 @lru_cache(maxsize=1024)
 def is_user_file(path: str) -> bool:
     """Return whether a source file is neither torch's nor pipegraph's nor Python's own."""
     torch = sys.modules.get("torch")
-    ours = [Path(__file__).parent, *([Path(str(torch.__file__)).parent] if torch is not None else [])]
+    library_folders = [Path(__file__).parent, *([Path(str(torch.__file__)).parent] if torch is not None else [])]
     python = Path(os.__file__).parent  # which may hold the libraries of others, too
     file = Path(path)
     standard = python in file.parents and "site-packages" not in file.parts
-    return file.is_file() and not standard and not any(folder in file.parents for folder in ours)
+    return file.is_file() and not standard and not any(folder in file.parents for folder in library_folders)
 
 
 def closest(name: str, choices: Iterable[str]) -> str | None:
@@ -159,8 +159,8 @@ def closest(name: str, choices: Iterable[str]) -> str | None:
 
 def first_names(names: Collection[str], count: int = 3) -> str:
     """The first few names: ``a, b, c and 2 more``."""
-    rest = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"{', '.join(list(names)[:count])}{rest}"
+    remainder = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{', '.join(list(names)[:count])}{remainder}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

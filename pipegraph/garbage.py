@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 _users = 0
-_before = (0, 0, 0)
+_previous_thresholds = (0, 0, 0)
 
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
     """Let Python look for garbage less often. Traces take a tenth longer else. Threads may do so at once."""
-    global _users, _before
+    global _users, _previous_thresholds
     with _lock:
         if not _users:
-            _before = gc.get_threshold()
+            _previous_thresholds = gc.get_threshold()
             gc.set_threshold(100_000, 50, 100)
         _users += 1
     try:
@@ -27,4 +27,4 @@ def rare_collection() -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                gc.set_threshold(*_before)
+                gc.set_threshold(*_previous_thresholds)

@@ -19,19 +19,19 @@ def register_grouped_mm() -> None:
     import torch
 
     def grouped_mm(
-        one: Tensor,
-        other: Tensor,
+        mat_a: Tensor,
+        mat_b: Tensor,
         offs: Tensor | None = None,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        dtype = out_dtype or one.dtype
-        rows, columns = one.shape[-2], other.shape[-1]
+        dtype = out_dtype or mat_a.dtype
+        rows, columns = mat_a.shape[-2], mat_b.shape[-1]
         step = 16 // dtype.itemsize if torch.version.cuda else 1
         padded = (columns + step - 1) // step * step
-        if one.dim() != other.dim():
-            return one.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
-        groups = one.shape[0] if offs is None else offs.shape[0]
-        return one.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
+        if mat_a.dim() != mat_b.dim():
+            return mat_a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+        groups = mat_a.shape[0] if offs is None else offs.shape[0]
+        return mat_a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
     torch.library.register_fake("aten::_grouped_mm", grouped_mm, allow_override=True)  # which torch 2.11 asks for

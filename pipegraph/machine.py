@@ -13,11 +13,11 @@ def memory_of_host() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def require_room(needed: int, what: str) -> None:
-    """Raise ArgumentError if ``what``, an input of so many bytes, is larger than the memory of this machine."""
+def require_room(required_bytes: int, subject: str) -> None:
+    """Raise ArgumentError if ``subject``, an input of so many bytes, is larger than the memory of this machine."""
     present = memory_of_host()
-    if needed > present:
+    if required_bytes > present:
         raise ArgumentError(
-            f"{what} takes {format_bytes(needed)}, and this machine has {format_bytes(present)}.\n"
+            f"{subject} takes {format_bytes(required_bytes)}, and this machine has {format_bytes(present)}.\n"
             "Try: fewer rows or tokens."
         )

@@ -17,29 +17,29 @@ _Item = TypeVar("_Item")
 _listener: Listener | None = None
 
 
-def report_progress(what: str, done: int = 0, total: int = 0) -> None:
+def report_progress(task: str, done: int = 0, total: int = 0) -> None:
     """Report that so many of ``total`` are done. Costs nothing if nobody listens."""
     if _listener is not None:
-        _listener(what, done, total)
+        _listener(task, done, total)
 
 
-def track(what: str, items: Collection[_Item]) -> Iterator[_Item]:
+def track(task: str, items: Collection[_Item]) -> Iterator[_Item]:
     """Yield the items, and report how many are done before each of them and after the last."""
     for done, item in enumerate(items):
-        report_progress(what, done, len(items))
+        report_progress(task, done, len(items))
         yield item
-    report_progress(what, len(items), len(items))
+    report_progress(task, len(items), len(items))
 
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Send every report of this process to ``listener`` while the body runs."""
     global _listener
-    before, _listener = _listener, listener
+    previous_listener, _listener = _listener, listener
     try:
         yield
     finally:
-        _listener = before
+        _listener = previous_listener
 
 
 def current_listener() -> Listener | None:

@@ -61,29 +61,29 @@ class Recompute:
     default: Choice = DEFAULT
 
     @classmethod
-    def parse(cls, given: object) -> Recompute:
+    def parse(cls, recompute: object) -> Recompute:
         """Return what an argument means.
 
         Args:
-            given: a choice, or a policy, for everything; a mapping from patterns to choices, in which an empty pattern
-                stands for everything else; or such a mapping as text: ``layers.*=block,*.mlp=none``.
+            recompute: a choice, or a policy, for everything; a mapping from patterns to choices, in which an empty
+                pattern stands for everything else; or such a mapping as text: ``layers.*=block,*.mlp=none``.
 
         Raises:
             ArgumentError: it is none of these.
         """
-        if isinstance(given, Recompute):
-            return given
-        if isinstance(given, str) and "=" in given:
-            pairs = [part.strip().rpartition("=") for part in given.split(",")]
-            given = {pattern.strip(): choice.strip() for pattern, _, choice in pairs}
-        if isinstance(given, Mapping):
-            for pattern, choice in given.items():
+        if isinstance(recompute, Recompute):
+            return recompute
+        if isinstance(recompute, str) and "=" in recompute:
+            pairs = [part.strip().rpartition("=") for part in recompute.split(",")]
+            recompute = {pattern.strip(): choice.strip() for pattern, _, choice in pairs}
+        if isinstance(recompute, Mapping):
+            for pattern, choice in recompute.items():
                 _check_choice(choice)
                 _check_pattern(pattern)
-            rules = tuple((pattern, choice) for pattern, choice in given.items() if pattern)
-            return cls(rules, given.get("", DEFAULT))
-        _check_choice(given)
-        return cls((), given)  # type: ignore[arg-type]
+            rules = tuple((pattern, choice) for pattern, choice in recompute.items() if pattern)
+            return cls(rules, recompute.get("", DEFAULT))
+        _check_choice(recompute)
+        return cls((), recompute)  # type: ignore[arg-type]
 
     @property
     def policies(self) -> bool:
@@ -131,10 +131,10 @@ class Recompute:
 
     def __str__(self) -> str:
         """As the command line takes it. A policy has the name of its function."""
-        own = [] if self.rules and self.default == DEFAULT else [_name(self.default)]
-        if self.rules and own:
-            own = [f"={own[0]}"]
-        return ",".join([*own, *(f"{pattern}={_name(choice)}" for pattern, choice in self.rules)])
+        default_parts = [] if self.rules and self.default == DEFAULT else [_name(self.default)]
+        if self.rules and default_parts:
+            default_parts = [f"={default_parts[0]}"]
+        return ",".join([*default_parts, *(f"{pattern}={_name(choice)}" for pattern, choice in self.rules)])
 
 
 EVERYWHERE = Recompute()
@@ -150,7 +150,7 @@ def layer_lists(names: Iterable[str]) -> tuple[str, ...]:
         place = next((index for index, part in enumerate(parts) if part.isdecimal()), 0)
         if place and len(parts) > place + 2:
             numbers.setdefault(".".join(parts[:place]), set()).add(parts[place])
-    return tuple(name for name, found in numbers.items() if len(found) > 1)
+    return tuple(name for name, positions in numbers.items() if len(positions) > 1)
 
 
 def text_of_stages(text: str) -> list[str]:
@@ -160,50 +160,50 @@ def text_of_stages(text: str) -> list[str]:
     """
     if "|" not in text:
         return text.split(";")
-    return _REPEATED.sub(lambda found: found[1] * min(int(found[2]), _MOST_STAGES), text).split("|")
+    return _REPEATED.sub(lambda match: match[1] * min(int(match[2]), _MOST_STAGES), text).split("|")
 
 
 def check_text(text: str) -> None:
     """Raise ArgumentError unless a text is what `parse_stages` reads for some number of stages, or "auto"."""
     if text != AUTO:
-        for each in dict.fromkeys(text_of_stages(text)):
-            Recompute.parse(each)
+        for choice in dict.fromkeys(text_of_stages(text)):
+            Recompute.parse(choice)
 
 
-def parse_stages(given: object, stages: int) -> tuple[Recompute, ...]:
+def parse_stages(recompute: object, stages: int) -> tuple[Recompute, ...]:
     """Return what each of so many stages computes again.
 
     Args:
-        given: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, or such a sequence
-            as text, as `text_of_stages` reads it.
+        recompute: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, or such a
+            sequence as text, as `text_of_stages` reads it.
         stages: how many there are.
 
     Raises:
         ArgumentError: it is none of these, or for another number of stages.
     """
-    if isinstance(given, str) and len(choices := text_of_stages(given)) > 1:
-        given = choices
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return (Recompute.parse(given),) * stages
-    if len(given) != stages:
+    if isinstance(recompute, str) and len(choices := text_of_stages(recompute)) > 1:
+        recompute = choices
+    if isinstance(recompute, str) or not isinstance(recompute, Sequence):
+        return (Recompute.parse(recompute),) * stages
+    if len(recompute) != stages:
         raise ArgumentError(
-            f"{argument('recompute')} has a choice for each of {len(given)} stages, and there are {stages}.\n"
+            f"{argument('recompute')} has a choice for each of {len(recompute)} stages, and there are {stages}.\n"
             "Try: one for each stage, or one for all."
         )
-    return tuple(map(Recompute.parse, given))
+    return tuple(map(Recompute.parse, recompute))
 
 
-def stages_text(each: Sequence[Recompute]) -> str:
+def stages_text(choices: Sequence[Recompute]) -> str:
     """Return the choices of all stages as `parse_stages` reads them: one if they are equal."""
-    return str(each[0]) if len(set(each)) == 1 else ";".join(map(str, each))
+    return str(choices[0]) if len(set(choices)) == 1 else ";".join(map(str, choices))
 
 
-def describe_stages(each: Sequence[Recompute]) -> str:
+def describe_stages(choices: Sequence[Recompute]) -> str:
     """Return the choices of all stages in a line: ``none``, ``block (stages 0 – 1), none (stages 2 – 3)``."""
-    if len(set(each)) == 1:
-        return str(each[0])
+    if len(set(choices)) == 1:
+        return str(choices[0])
     places: dict[Recompute, list[int]] = {}
-    for stage, recompute in enumerate(each):
+    for stage, recompute in enumerate(choices):
         places.setdefault(recompute, []).append(stage)
     return ", ".join(f"{recompute} (stage{_numbers(stages)})" for recompute, stages in places.items())
 
@@ -211,8 +211,8 @@ def describe_stages(each: Sequence[Recompute]) -> str:
 def _numbers(stages: Sequence[int]) -> str:
     if len(stages) == 1:
         return f" {stages[0]}"
-    whole = stages[-1] - stages[0] == len(stages) - 1
-    return f"s {stages[0]} – {stages[-1]}" if whole else f"s {', '.join(map(str, stages))}"
+    is_contiguous = stages[-1] - stages[0] == len(stages) - 1
+    return f"s {stages[0]} – {stages[-1]}" if is_contiguous else f"s {', '.join(map(str, stages))}"
 
 
 def _order(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -236,14 +236,14 @@ def _element(pattern: str, name: str) -> str:
     """
     parts = name.split(".")
     around = (".".join(parts[: length + 1]) for length, part in enumerate(parts) if length and part.isdecimal())
-    return next((each for each in around if _matches(pattern, each)), name)
+    return next((layer for layer in around if _matches(pattern, layer)), name)
 
 
 @cache
 def _matches(pattern: str, name: str) -> bool:
     expression, slices = _compiled(pattern)
-    found = expression.fullmatch(name)
-    return found is not None and all(int(number) in each for number, each in zip(found.groups(), slices, strict=True))
+    match = expression.fullmatch(name)
+    return match is not None and all(int(number) in span for number, span in zip(match.groups(), slices, strict=True))
 
 
 @cache
@@ -252,11 +252,11 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
     parts: list[str] = []
     slices: list[range] = []
     end = 0
-    for found in _SLICE.finditer(pattern):
-        start, stop, step = (int(text) if text else None for text in found.groups())
+    for match in _SLICE.finditer(pattern):
+        start, stop, step = (int(text) if text else None for text in match.groups())
         slices.append(range(start or 0, 10**9 if stop is None else stop, 1 if step is None else step))
-        parts += [_translated(pattern[end : found.start()]), r"\.(\d+)"]
-        end = found.end()
+        parts += [_translated(pattern[end : match.start()]), r"\.(\d+)"]
+        end = match.end()
     parts.append(_translated(pattern[end:]))
     return re.compile("".join(parts), re.DOTALL), tuple(slices)
 
@@ -276,8 +276,8 @@ def _check_choice(choice: object) -> None:
 
 
 def _check_pattern(pattern: object) -> None:
-    rest = _SLICE.sub("", pattern) if isinstance(pattern, str) else "["
-    if set("[],;=") & set(rest) or any(found[3] == "0" for found in _SLICE.finditer(str(pattern))):
+    literal = _SLICE.sub("", pattern) if isinstance(pattern, str) else "["
+    if set("[],;=") & set(literal) or any(match[3] == "0" for match in _SLICE.finditer(str(pattern))):
         raise ArgumentError(
             f"{argument('recompute')}: {pattern!r} is no pattern of module names: a slice has whole numbers from 0 on, "
             "as in layers[4:8] and layers[::2], and other brackets, commas and signs of equality mean nothing.\n"

@@ -39,7 +39,7 @@ class Effect(NamedTuple):
     """A kind of call.
 
     Attributes:
-        what: the call does, as the end of a sentence: "it adds a hook to a tensor".
+        description: the call does, as the end of a sentence: "it adds a hook to a tensor".
         consequence: of leaving it out.
         advice: what to do instead.
         is_once: whether a traced function has what the call gave or did when it was traced, in each later call.
@@ -47,7 +47,7 @@ class Effect(NamedTuple):
             results.
     """
 
-    what: str
+    description: str
     consequence: str
     advice: str
     is_once: bool = False
@@ -287,8 +287,8 @@ def effects_noted(watched: Container[int] = (), packages: frozenset[str] = froze
         if line is not None:
             notes.calls.append(EffectCall(effect, line))
 
-    before: Any = sys.getprofile()
-    if before is not None and not callable(before):  # a profiler in C, which could not be given back
+    profiler: Any = sys.getprofile()
+    if profiler is not None and not callable(profiler):  # a profiler in C, which could not be given back
         yield notes
         return
     state = _numpy_state()
@@ -296,7 +296,7 @@ def effects_noted(watched: Container[int] = (), packages: frozenset[str] = froze
     try:
         yield notes
     finally:
-        sys.setprofile(before)
+        sys.setprofile(profiler)
         is_drawn = _described(_numpy_state()) != _described(state)
         if is_drawn:
             sys.modules["numpy"].random.set_state(state)

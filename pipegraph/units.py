@@ -54,13 +54,13 @@ def format_bytes(number: float | None, decimals: int = 1) -> str:
     return " ".join(_scaled(number, 1024, _BINARY, decimals))
 
 
-def bytes_option(needed: int) -> str:
+def bytes_option(number: int) -> str:
     """Format bytes as `parse_bytes` reads them, rounded up to four digits.
 
     >>> bytes_option(85_047_905_485)
     '79.21GiB'
     """
-    unit, name, count = 2**20, "MiB", max(needed, _LEAST)
+    unit, name, count = 2**20, "MiB", max(number, _LEAST)
     if count >= 2**30:
         unit, name = 2**30, "GiB"
     step = 10 ** max(0, 4 - len(str(count // unit)))
@@ -72,10 +72,10 @@ def parse_bytes(text: str) -> int:
 
     Raises ValueError for anything else, and for less than 1 MiB or more than 1 PiB.
     """
-    found = _BYTES.fullmatch(text.strip())
-    if found is None or found[2].casefold() not in _FACTORS:
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or match[2].casefold() not in _FACTORS:
         raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 16GB, 500MB or plain bytes.")
-    number = float(found[1]) * _FACTORS[found[2].casefold()]
+    number = float(match[1]) * _FACTORS[match[2].casefold()]
     if not _LEAST <= number <= _MOST:
         raise ValueError(f"{text!r} is too little or too much: give 1MiB to 1PiB, such as 80GiB.")
     return int(number)
@@ -118,7 +118,7 @@ def format_seconds(seconds: float | None) -> str:
     >>> format_seconds(0.0185223), format_seconds(7200.0), format_seconds(-2e-6), format_seconds(0.0)
     ('18.52 ms', '7200 s', '−2 µs', '0 s')
     """
-    return TimeFormat.of(seconds or 0.0).text(seconds)
+    return TimeFormat.for_seconds(seconds or 0.0).text(seconds)
 
 
 def format_duration(seconds: float) -> str:
@@ -127,10 +127,10 @@ def format_duration(seconds: float) -> str:
     >>> format_duration(45.2), format_duration(754), format_duration(7_500), format_duration(190_000)
     ('45 s', '12 min', '2 h 5 min', '2 d 4 h')
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    minutes, hours, days = whole_seconds // 60, whole_seconds // 3600, whole_seconds // 86400
     if not hours:
         return f"{minutes} min"
     return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min"
@@ -148,7 +148,7 @@ class TimeFormat:
     decimals: int | None = None
 
     @classmethod
-    def of(cls, seconds: float) -> TimeFormat:
+    def for_seconds(cls, seconds: float) -> TimeFormat:
         """Return the format in which this time is a number from 1 on.
 
         >>> TimeFormat.of(0.25)
@@ -169,9 +169,9 @@ class TimeFormat:
         ('ms', ['18.52', '0.50', '33 µs', '—'])
         """
         largest = max((abs(time) for time in times if time), default=0.0)
-        found = cls.of(largest)
-        digits = math.floor(math.log10(largest / found.size)) + 1 if largest else 1
-        return cls(found.size, found.unit, max(0, _FIGURES - max(digits, 1)))
+        time_format = cls.for_seconds(largest)
+        digits = math.floor(math.log10(largest / time_format.size)) + 1 if largest else 1
+        return cls(time_format.size, time_format.unit, max(0, _FIGURES - max(digits, 1)))
 
     def number(self, time: float | None) -> str:
         """Format a time without its unit, or in a column with another one if it is far shorter than the longest.
@@ -203,7 +203,7 @@ class TimeFormat:
         """Return whether the time would have one figure or none, and more of them in a smaller unit."""
         if self.decimals is None or not self.unit or not time:
             return False
-        return abs(time) / self.size < 10.0 ** (1 - self.decimals) and self.of(time).size < self.size
+        return abs(time) / self.size < 10.0 ** (1 - self.decimals) and self.for_seconds(time).size < self.size
 
 
 def tick_marks(end: float, largest_number: int) -> list[float]:

@@ -92,7 +92,7 @@ class Stopwatch:
         """the arguments of the first microbatch, by stage"""
         self.keeps = keeps
         # Private, because an observer sees actions, which contain more than their kernels.
-        (self._executor,) = pipe._runner.executors.own
+        (self._executor,) = pipe._runner.executors.training_executors
         self._kernels = self._executor._kernels
         self._executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}
         self._parameters = pipe.parameters

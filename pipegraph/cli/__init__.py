@@ -43,8 +43,8 @@ for verb in (split, plan, verify, show, run, export, schedule, calibrate):
 app.add_typer(trace, name="trace")
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"pipegraph {__version__}, torch {version('torch')}, Python {platform.python_version()}")
         raise typer.Exit
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code or 0)  # a verb that is done returns nothing
 
 
-def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+def _show_warning(message: Warning | str, *where: object, **options: object) -> None:
     print_warning(wrapped(f"warning: {printable(str(message))}", sys.stderr))
 
 
@@ -110,7 +110,7 @@ def _message(error: Exception | SystemExit) -> str:
     if isinstance(error, PipegraphError):
         return str(error) if "\nTry: " in str(error) else f"{error}\nTry: --debug, which shows where it happened."
     if isinstance(error, _UsageError):
-        said = error.format_message()
+        message = error.format_message()
         verb = error.ctx.command_path if error.ctx is not None else "pipegraph"
-        return said if "\nTry: " in said else f"{said}\nTry: {verb} --help"
+        return message if "\nTry: " in message else f"{message}\nTry: {verb} --help"
     return f"{type(error).__name__}: {error}\nThis was not expected.\nTry: --debug, which shows where it happened."

@@ -30,7 +30,7 @@ def print_json(result: dict[str, Any]) -> None:
 def json_text(result: dict[str, Any]) -> str:
     """Return what `print_json` prints. Characters that are not printable are escaped: names may hold anything."""
     text = json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=1, ensure_ascii=False)
-    return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
 
 
 def terminal_width(stream: TextIO, wide: bool = False) -> int | None:
@@ -65,13 +65,13 @@ def print_drawing(draw: Callable[[int | None, bool], Text], wide: bool = False) 
     console = Console(highlight=False, soft_wrap=True)
     coloured = console.color_system is not None and not console.no_color
     width = terminal_width(sys.stdout, wide)
-    drawn = draw(width, coloured)
+    drawing = draw(width, coloured)
     if not coloured:
-        print(wrap(drawn.plain, width), flush=True)
+        print(wrap(drawing.plain, width), flush=True)
         return
     if "TERM" not in os.environ:  # colour is forced, as in the log of a build: use more than 16 of them
         console = Console(highlight=False, soft_wrap=True, color_system="256")
-    lines = drawn.split("\n", allow_blank=True)
+    lines = drawing.split("\n", allow_blank=True)
     console.print(Text("\n").join(line if line.spans else Text(wrap(line.plain, width)) for line in lines))
 
 
@@ -82,9 +82,9 @@ def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
     something else, such as the model's source; if two have one name; and as `write_files` does.
     """
     files = list(files)
-    for (file, *_), (other, *_) in combinations(files, 2):
-        if file.resolve() == other.resolve():
-            raise PipegraphError(f"{other} was named for two files, of which one would be left.\nTry: two names.")
+    for (file, *_), (other_file, *_) in combinations(files, 2):
+        if file.resolve() == other_file.resolve():
+            raise PipegraphError(f"{other_file} was named for two files, of which one would be left.\nTry: two names.")
     for file, suffix, _ in files:
         if file.is_file() and file.suffix.lower() != suffix and file.stat().st_size:
             raise PipegraphError(
@@ -112,18 +112,18 @@ def write_files(files: Iterable[tuple[Path, str]]) -> None:
 
 
 def check_target(
-    file: Path | None, overwrite: bool, ours: Callable[[Path], bool] = lambda file: False, option: str = "-o"
+    file: Path | None, overwrite: bool, is_replaceable: Callable[[Path], bool] = lambda file: False, option: str = "-o"
 ) -> None:
     """Check before the work that a file, which an option names, can be written after it. Its folder need not exist.
 
-    Raises PipegraphError if the file exists, unless ``overwrite`` is given or it is ``ours`` to replace; if it is no
-    regular file; and if nothing can be written there.
+    Raises PipegraphError if the file exists, unless ``overwrite`` is given or ``is_replaceable`` returns True for it;
+    if it is not a regular file; and if nothing can be written there.
     """
     if file is None:
         return
     if _is_not_a_file(file):
         raise PipegraphError(f"{file} cannot be written: it is no regular file.\nTry: the name of a file.")
-    if file.exists() and not overwrite and not ours(file):
+    if file.exists() and not overwrite and not is_replaceable(file):
         raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for {option}.")
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir():

@@ -131,7 +131,7 @@ def plan(
         from pipegraph.report.text.plan_tables import plan_comparison_dict, render_plan, render_plan_comparison
         from pipegraph.workflows.batch import loss_and_target
 
-        check_target(out, overwrite, ours=is_plan)
+        check_target(out, overwrite, is_replaceable=is_plan)
         plans = (
             ()
             if ranks is None
@@ -161,7 +161,7 @@ def plan(
     else:
         print_text(lambda width: f"{render_plan_comparison(comparison, width)}\n", wide)
         print_drawing(lambda width, coloured: render_plan(best, width, coloured), wide)
-    write_target(out, PlanFile.of(best).to_json())
+    write_target(out, PlanFile.from_plan(best).to_json())
     if out is not None and not json:
         print(f"wrote {out}")
 
@@ -209,19 +209,19 @@ def _plan_cluster(
             source.tp_plan or tp_plan_of(source.model),
         )
     if json:
-        print_json({"plan": PlanFile.of(best).to_dict(), **joint_comparison_dict(comparison)})
+        print_json({"plan": PlanFile.from_plan(best).to_dict(), **joint_comparison_dict(comparison)})
     else:
         of_row = source.seq or tokens
         print_text(lambda width: f"{render_joint_comparison(comparison, global_batch, devices, of_row, width)}\n", wide)
         print_drawing(lambda width, coloured: render_plan(best, width, coloured), wide)
-    write_target(out, PlanFile.of(best).to_json())
+    write_target(out, PlanFile.from_plan(best).to_json())
     if out is not None and not json:
         print(f"wrote {out}")
 
 
-def _check_not_chosen(given: Mapping[str, object]) -> None:
+def _check_not_chosen(options: Mapping[str, object]) -> None:
     """Raise typer.BadParameter if something was given that a plan for a cluster chooses itself."""
-    for option, value in given.items():
+    for option, value in options.items():
         if value is not None:
             raise typer.BadParameter(
                 "a plan for --devices chooses this itself.\nTry: without it; or --ranks, for plans of one pipeline",
@@ -232,10 +232,10 @@ def _check_not_chosen(given: Mapping[str, object]) -> None:
 def _check_what_is_planned(ranks: int | None, devices: int | None, global_batch: int | None) -> None:
     """Raise typer.BadParameter unless either ranks are given, or devices and the rows of a step."""
     if ranks is not None and (devices is not None or global_batch is not None):
-        given = "--devices" if devices is not None else "--global-batch"
+        flag = "--devices" if devices is not None else "--global-batch"
         raise typer.BadParameter(
-            f"--ranks plans one pipeline, and {given} a cluster.\nTry: --ranks alone, or --devices with --global-batch",
-            param_hint=f"--ranks / {given}",
+            f"--ranks plans one pipeline, and {flag} a cluster.\nTry: --ranks alone, or --devices with --global-batch",
+            param_hint=f"--ranks / {flag}",
         )
     if devices is not None and global_batch is None:
         raise typer.BadParameter(
@@ -254,9 +254,9 @@ def _check_what_is_planned(ranks: int | None, devices: int | None, global_batch:
         )
 
 
-def _choices(given: Iterable[str]) -> list[str]:
+def _choices(texts: Iterable[str]) -> list[str]:
     """Return what is compared. Commas part choices of one word each; in a text with rules, or with a choice for each
     stage, they are its own."""
     return [
-        choice for text in given for choice in ([text] if set("=;|") & set(text) else parse_names(text, "--recompute"))
+        choice for text in texts for choice in ([text] if set("=;|") & set(text) else parse_names(text, "--recompute"))
     ]

@@ -28,7 +28,7 @@ _DELAY = 1.0  # seconds before a bar is shown
 _WIDTH = 28  # columns of a bar, in a terminal with room for its label as well
 _LABEL = 44  # columns beside a bar
 _BEGAN = time.monotonic()  # the command's time, which continues from one bar to the next
-_shown: _TerminalBar | None = None
+_current_bar: _TerminalBar | None = None
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def progress(doing: str, quiet: bool = False) -> Iterator[PrintLine]:
         doing: what to show until `report_progress` says more.
         quiet: show nothing, as all ranks but one do.
     """
-    global _shown
+    global _current_bar
     relay = ProgressRelay.to_parent(quiet)
     if relay is not None:
         with closing(relay), listen(relay.report):
@@ -51,44 +51,44 @@ def progress(doing: str, quiet: bool = False) -> Iterator[PrintLine]:
     if quiet or not sys.stderr.isatty():
         yield partial(print, flush=True)
         return
-    before, _shown = _shown, _TerminalBar(doing)
+    previous_bar, _current_bar = _current_bar, _TerminalBar(doing)
     try:
-        with _shown, listen(_shown.update):
-            yield _shown.print
+        with _current_bar, listen(_current_bar.update):
+            yield _current_bar.print
     finally:
-        _shown = before
+        _current_bar = previous_bar
 
 
 def print_warning(line: str) -> None:
     """Print a line on stderr, above the bar."""
-    if _shown is None:
+    if _current_bar is None:
         print(line, file=sys.stderr)
     else:
-        _shown.print(line, error=True)
+        _current_bar.print(line, error=True)
 
 
 @dataclass(frozen=True)
 class _Count:
-    """How many of one kind are done of a round of them, and how many ``before`` it: a bar only moves forward."""
+    """How many of one kind are done of a round of them, and how many ``preceding`` it: a bar only moves forward."""
 
-    before: int = 0
+    preceding: int = 0
     done: int = 0
     total: int = 0
 
-    def after(self, done: int, total: int) -> _Count:
+    def with_report(self, done: int, total: int) -> _Count:
         """Return the count with a report, which begins another round if this one is over or was of another size."""
         if total == self.total and (done >= self.done or self.done < self.total):
-            return _Count(self.before, max(done, self.done), total)
-        return _Count(self.before + self.done, done, total)
+            return _Count(self.preceding, max(done, self.done), total)
+        return _Count(self.preceding + self.done, done, total)
 
 
 class _TerminalBar:
     """A line at the bottom of the terminal: what is being done, a bar, and the time so far."""
 
     def __init__(self, doing: str) -> None:
-        self._what, self._done, self._total = doing, 0, 0
+        self._task, self._done, self._total = doing, 0, 0
         self._counts: dict[str, _Count] = {}
-        self._drawn: dict[str, float] = {}  # of a bar, which does not go back when there turns out to be more to do
+        self._fractions: dict[str, float] = {}  # of a bar, which does not go back when there turns out to be more to do
         self._spinner = Spinner("dots")
         self._stderr = sys.stderr
         self._console = Console(file=self._stderr)
@@ -117,13 +117,13 @@ class _TerminalBar:
             self._timer.cancel()
             self._live.stop()
 
-    def update(self, what: str, done: int, total: int) -> None:
+    def update(self, task: str, done: int, total: int) -> None:
         """Take a report of `pipegraph.progress.report_progress`."""
-        count = self._counts.get(what, _Count()).after(done, total)
-        self._what, self._counts[what] = what, count
-        self._done, self._total = count.before + count.done, count.before + count.total
+        count = self._counts.get(task, _Count()).with_report(done, total)
+        self._task, self._counts[task] = task, count
+        self._done, self._total = count.preceding + count.done, count.preceding + count.total
         if self._total:
-            self._drawn[what] = max(self._drawn.get(what, 0.0), self._done / self._total)
+            self._fractions[task] = max(self._fractions.get(task, 0.0), self._done / self._total)
 
     def print(self, line: str, error: bool = False) -> None:
         """Print above the bar."""
@@ -144,15 +144,15 @@ class _TerminalBar:
 
     def _render(self) -> Table:
         """One line, however narrow the terminal is: of a second one nothing would know when it is taken away."""
-        what, done, total = self._what, self._done, self._total
+        task, done, total = self._task, self._done, self._total
         minutes, seconds = divmod(int(time.monotonic() - _BEGAN), 60)
         width = min(_WIDTH, max(self._console.width - _LABEL, 6))
-        bar = (ProgressBar(1.0, self._drawn.get(what, 0.0), width),) if total else ()
+        bar = (ProgressBar(1.0, self._fractions.get(task, 0.0), width),) if total else ()
         figures = (*([f"{done} of {total}"] if total else []), f"{minutes}:{seconds:02}")
-        beside = 2 + (width + 1 if total else 0) + sum(len(each) + 1 for each in figures) + 1
+        used_columns = 2 + (width + 1 if total else 0) + sum(len(figure) + 1 for figure in figures) + 1
         line = Table.grid(padding=(0, 1))
-        label = f"{what}{'' if total else ' …'}"
-        line.add_row(self._spinner, clip(label, max(self._console.width - beside, 1)), *bar, *figures)
+        label = f"{task}{'' if total else ' …'}"
+        line.add_row(self._spinner, clip(label, max(self._console.width - used_columns, 1)), *bar, *figures)
         return line
 
 
@@ -187,10 +187,10 @@ def hold_back_stderr(unless: bool) -> Iterator[None]:
         return
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    held = io.StringIO()
+    buffer = io.StringIO()
     try:
-        with redirect_stderr(held):
+        with redirect_stderr(buffer):
             yield
     finally:
         logging.disable(disabled)
-    sys.stderr.write(held.getvalue())
+    sys.stderr.write(buffer.getvalue())

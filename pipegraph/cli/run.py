@@ -122,8 +122,8 @@ def run(
             "they belong to --model; without it the package's own sizes are used.\nTry: --model too",
             param_hint="--batch / --seq",
         )
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-    lengths = {name: length for name, length in given.items() if length is not None}
+    dimensions = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+    lengths = {name: length for name, length in dimensions.items() if length is not None}
     check_training(learning_rate, kernels, precision, model, cuda_graphs, device)
     if recalibrate is not None:
         check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
@@ -215,9 +215,9 @@ def _choose(
     def usual_ranks() -> int:
         return choose_schedule(package, schedule, microbatches).ranks
 
-    asked = pipeline_ranks(processes, lengths, usual_ranks, launched, planned)
-    chosen = choose_schedule(package, schedule, microbatches, ranks=asked if launched or asked != 1 else None)
-    ranks = asked or chosen.ranks
+    rank_count = pipeline_ranks(processes, lengths, usual_ranks, launched, planned)
+    chosen = choose_schedule(package, schedule, microbatches, ranks=rank_count if launched or rank_count != 1 else None)
+    ranks = rank_count or chosen.ranks
     grid = grid_of(ranks, lengths, order)
     require_plan(package.manifest.tp_plan, grid.length(TENSOR))
     check_processes(chosen, ranks, launched, grid.size // ranks)
@@ -273,7 +273,7 @@ def _train(
     from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
     from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
 
-    begun, taken = training.done, []
+    begun, records = training.done, []
     shows = training.knows_loss and not json
     if training.resumed_from is not None and shows:
         say(f"continues from {training.resumed_from}")
@@ -281,14 +281,14 @@ def _train(
     profiled = nullcontext() if profile is None or count == 0 else training.profiled(profile, count, hardware)
     with profiled as recorded:
         for step in training.steps(count):
-            taken.append(dataclasses.asdict(step))
+            records.append(dataclasses.asdict(step))
             if shows:
                 say(str(step))
     if training.was_terminated and shows:
         say(f"SIGTERM came: saved after {training.done} steps. The same command continues.")
     if training.done == begun:
         if training.knows_loss:
-            say(json_text({"steps": taken}) if json else f"{begun} steps are done, and no more are to do.")
+            say(json_text({"steps": records}) if json else f"{begun} steps are done, and no more are to do.")
         return
     measured = training.measured()
     kernels, is_compiled = training.kernels()
@@ -299,7 +299,7 @@ def _train(
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
-        "steps": taken,
+        "steps": records,
         "predicted_and_measured": run_comparison_dict(compared),
         "kernels": kernels,
     }

@@ -116,14 +116,14 @@ def schedule(
         from pipegraph.report.timeline_picture import schedule_svg
         from pipegraph.workflows.schedules import make_schedule, unit_times
 
-        given = None if times is None else read_times(times)
-        made = make_schedule(
+        stage_times = None if times is None else read_times(times)
+        chosen = make_schedule(
             name,
             ranks,
             microbatches,
             chunks,
             placement,
-            given,
+            stage_times,
             memory_limit,
             1.0 if effort is None else effort,
             sharded,
@@ -131,10 +131,10 @@ def schedule(
             join and not is_search,
         )
         simulated = SimulatedSchedule(
-            made, given or unit_times(made.stages), memory_limit, in_seconds=given is not None
+            chosen, stage_times or unit_times(chosen.stages), memory_limit, in_seconds=stage_times is not None
         )
         files = [] if svg is None else [(svg, ".svg", schedule_svg(simulated))]
-        files += [] if csv is None else [(csv, ".csv", to_csv(made))]
+        files += [] if csv is None else [(csv, ".csv", to_csv(chosen))]
         write_drawings(files)
     if json:
         print_json(simulated_schedule_dict(simulated))

@@ -65,9 +65,9 @@ def show(
             picture = package_picture(package, chosen)
             files.append((svg, ".svg", picture.package))
             if picture.timeline is not None:
-                beside = svg.with_name(f"{svg.stem}_timeline{svg.suffix}")
-                files.append((beside, ".svg", picture.timeline))
-                print_warning(f"note: the schedule is too wide for {svg}, and has a picture of its own: {beside}")
+                timeline_svg = svg.with_name(f"{svg.stem}_timeline{svg.suffix}")
+                files.append((timeline_svg, ".svg", picture.timeline))
+                print_warning(f"note: the schedule is too wide for {svg}, and has a picture of its own: {timeline_svg}")
         write_drawings(files)
     if json:
         print_json(package_dict(package, chosen, damaged))

@@ -93,8 +93,8 @@ def split(
     """
     search = {"balance": balance, "schedule": schedule, "microbatches": microbatches, "ranks": ranks}
     search |= {"hardware": hardware, "recompute": recompute, "device": device}
-    given = {name: value for name, value in search.items() if _is_given(context, name)}
-    _check_cuts(points, stages, plan_file, given)
+    options = {name: value for name, value in search.items() if _is_given(context, name)}
+    _check_cuts(points, stages, plan_file, options)
     if check and (dry_run or overwrite):
         raise typer.BadParameter("it writes nothing.\nTry: leave out --dry-run and --overwrite.", param_hint="--check")
     if checkpoint is not None and no_weights:
@@ -110,7 +110,7 @@ def split(
         from pipegraph.planner.plan_file import PlanFile
         from pipegraph.report.text.package_tables import manifest_dict
 
-        settings = _settings(given)
+        settings = _settings(options)
         file = None if plan_file is None else PlanFile.read(plan_file)
         if file is not None and file.inputs:  # the plan may be for other numbers of rows and tokens than the example's
             rows, *tokens = file.inputs[0].shape or (batch,)
@@ -146,28 +146,28 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, given: Mapping[str, Any]) -> None:
+def _check_cuts(points: str | None, stages: int | None, plan_file: Path | None, flags: Mapping[str, Any]) -> None:
     """Raise typer.BadParameter unless just one option says where to cut, and no other contradicts it."""
-    if sum(each is not None for each in (points, stages, plan_file)) != 1 or points == "":
+    if sum(choice is not None for choice in (points, stages, plan_file)) != 1 or points == "":
         raise typer.BadParameter(
             "say where to cut: --points layers.4 (modules that start a stage), or --stages 2, and not both; or --plan "
             "plan.json, which `pipegraph plan` wrote.",
             param_hint="--points / --stages / --plan",
         )
-    if plan_file is not None and given:
-        options = ", ".join(f"--{name}" for name in given)
+    if plan_file is not None and flags:
+        options = ", ".join(f"--{name}" for name in flags)
         raise typer.BadParameter(
             f"a plan is used as it was made.\nTry: leave out {options}; or leave out --plan.", param_hint="--plan"
         )
-    if points is not None and given.get("balance") not in (None, "time", "measured", "auto"):
+    if points is not None and flags.get("balance") not in (None, "time", "measured", "auto"):
         raise typer.BadParameter(
-            f"{given['balance']} chooses points, and they were given.\nTry: --stages instead, or --balance time, which "
+            f"{flags['balance']} chooses points, and they were given.\nTry: --stages instead, or --balance time, which "
             "predicts what a step takes with these points.",
             param_hint="--balance",
         )
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a search as arguments of `plan`, checked before anything is loaded."""
     from pipegraph.cost.balance import parse_balance
     from pipegraph.cost.block_times import MeasureOptions
@@ -175,12 +175,12 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from pipegraph.recompute import AUTO, check_text
     from pipegraph.workflows.schedules import named_schedule
 
-    settings = {name: value for name, value in given.items() if name != "device"}
+    settings = {name: value for name, value in options.items() if name != "device"}
     readers = {"schedule": named_schedule, "hardware": Hardware.load}
-    settings |= {name: read(settings[name]) for name, read in readers.items() if name in given}
+    settings |= {name: read(settings[name]) for name, read in readers.items() if name in options}
     parse_balance(settings.get("balance", "time"))
     check_text(settings.get("recompute", AUTO))
-    return {**settings, "setting": MeasureOptions(given.get("device", "cpu"))}
+    return {**settings, "setting": MeasureOptions(options.get("device", "cpu"))}
 
 
 def _captured(source: ModelSource, allow_derivative: bool, debug: bool) -> Captured:

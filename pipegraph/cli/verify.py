@@ -57,12 +57,12 @@ def verify(
 
         source = load(model, True, batch, seq, attention_mask="attention_mask" in package.manifest.kwargs)
     with progress("comparing"):
-        found = compare(package, source, weights, check_weights)
+        verification = compare(package, source, weights, check_weights)
     if json:
-        print_json(found.to_dict())
+        print_json(verification.to_dict())
     else:
-        print_text(lambda width: str(found))
-    if not found.equal:
-        said = f"error: {out} does not compute what {model} computes.\n{found.hint()}"
-        print(wrapped(said, sys.stderr), file=sys.stderr)
+        print_text(lambda width: str(verification))
+    if not verification.equal:
+        message = f"error: {out} does not compute what {model} computes.\n{verification.hint()}"
+        print(wrapped(message, sys.stderr), file=sys.stderr)
         raise typer.Exit(1)

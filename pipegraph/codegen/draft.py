@@ -125,7 +125,7 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     source_names = _source_names(plan, blocks)
     stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
     shared, stages = merge_classes(blocks.used_by(stages), stages, forms)
-    functions = blocks.functions.used_by(functions_called(node for each in (*shared, *stages) for node in each.walk()))
+    functions = blocks.functions.used_by(functions_called(node for cls in (*shared, *stages) for node in cls.walk()))
     written = Source(
         tuple(functions),
         tuple(shared),
@@ -137,7 +137,7 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     names = _unique(plan.boundaries, source_names, set(captured.constants))
     draws = [draw_names(captured, stage.nodes, blocks.called[stage.index]) for stage in plan.stages]
     manifest = _manifest(plan, names, draws, weights, tuple(written.libraries), source)
-    return Draft(written, manifest, {name: shape_of(each.node) for each, name in names.items()})
+    return Draft(written, manifest, {name: shape_of(boundary.node) for boundary, name in names.items()})
 
 
 def _manifest(
@@ -149,8 +149,8 @@ def _manifest(
     source: ModelSource | None,
 ) -> Manifest:
     captured = plan.captured
-    by_label = {label_of(each.node): names[each] for each in plan.boundaries if each.producer < 0}
-    by_label |= {label_of(each.node): names[each] for each in plan.stage_outputs(plan.stages[-1])}
+    by_label = {label_of(boundary.node): names[boundary] for boundary in plan.boundaries if boundary.producer < 0}
+    by_label |= {label_of(boundary.node): names[boundary] for boundary in plan.stage_outputs(plan.stages[-1])}
 
     def unique_name(label: Any) -> Any:
         return by_label.get(label, label)
@@ -181,8 +181,8 @@ def _manifest(
                 index=stage.index,
                 module=f"stage_{stage.index}",
                 class_name=f"Stage{stage.index}",
-                inputs=tuple(names[each] for each in plan.stage_inputs(stage)),
-                outputs=tuple(names[each] for each in plan.stage_outputs(stage)),
+                inputs=tuple(names[boundary] for boundary in plan.stage_inputs(stage)),
+                outputs=tuple(names[boundary] for boundary in plan.stage_outputs(stage)),
                 parameters=tuple(fqn for fqn in stage.state if captured.state[fqn].kind == "parameter"),
                 buffers=tuple(
                     Buffer(fqn, captured.state[fqn].persistent)
@@ -288,7 +288,7 @@ def batch_dim(shape: Sequence[int], sizes: Collection[str]) -> int | None:
 def _lists(captured: Captured) -> Iterator[str]:
     """The places of what the model returns that are lists, and no tuples."""
     for name in ("outputs", "evaluation_outputs"):
-        yield from (place for place, each in sequences(getattr(captured, name), name) if isinstance(each, list))
+        yield from (place for place, sequence in sequences(getattr(captured, name), name) if isinstance(sequence, list))
 
 
 def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
@@ -306,20 +306,20 @@ def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
     for boundary in plan.boundaries:
         node = boundary.node
         if node.op == "placeholder":
-            wanted = label_of(node)
+            source_name = label_of(node)
         elif node in captured.returned:
-            wanted = keys.get(label_of(node)) or blocks.names.value_name(node, default="output")
+            source_name = keys.get(label_of(node)) or blocks.names.value_name(node, default="output")
         else:
-            wanted = blocks.names.value_name(node)
-        names[node] = variable(wanted, "x")
+            source_name = blocks.names.value_name(node)
+        names[node] = variable(source_name, "x")
     return names
 
 
-def _unique(crossing: Sequence[Boundary], wanted: Mapping[fx.Node, str], taken: set[str]) -> dict[Boundary, str]:
+def _unique(crossing: Sequence[Boundary], base_names: Mapping[fx.Node, str], reserved: set[str]) -> dict[Boundary, str]:
     """Make the names of values unique, as the manifest needs them: ``h``, ``h_1``."""
     names: dict[Boundary, str] = {}
     for boundary in crossing:
-        names[boundary] = unused(wanted[boundary.node], taken | set(names.values()))
+        names[boundary] = unused(base_names[boundary.node], reserved | set(names.values()))
     return names
 
 

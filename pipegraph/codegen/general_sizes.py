@@ -33,25 +33,25 @@ class _UnknownGrowthError(Exception):
     """Two captures do not say how a dimension follows from a size: it is half of it, say."""
 
 
-def with_general_sizes(own: Draft, others: Sequence[tuple[OtherSize, Draft]]) -> Draft:
+def with_general_sizes(draft: Draft, variants: Sequence[tuple[OtherSize, Draft]]) -> Draft:
     """Return a package that takes any of those sizes at which its code stays the same.
 
     Args:
-        own: the package.
-        others: the sizes that may be general, each with the package at another one.
+        draft: the package.
+        variants: the sizes that may be general, each with the package at another one.
     """
-    shapes, sources, sizes = dict(own.shapes), [], []
-    for size, other in others:
-        if _written(own) != _written(other):
+    shapes, sources, sizes = dict(draft.shapes), [], []
+    for size, variant in variants:
+        if _written(draft) != _written(variant):
             continue
         try:
-            grown = {name: _grown(shapes[name], own.shapes[name], other.shapes[name], size) for name in shapes}
+            grown = {name: _grown(shapes[name], draft.shapes[name], variant.shapes[name], size) for name in shapes}
         except _UnknownGrowthError:
             continue
         shapes = grown
-        sources.append((size, other.source))
+        sources.append((size, variant.source))
         sizes.append(size)
-    return Draft(_source(own.source, sources), _manifest(own.manifest, sizes, shapes), shapes) if sizes else own
+    return Draft(_source(draft.source, sources), _manifest(draft.manifest, sizes, shapes), shapes) if sizes else draft
 
 
 def _written(package: Draft) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ def _written(package: Draft) -> tuple[Any, ...]:
     manifest, source = package.manifest, package.source
     code: list[Any] = [*source.functions, *source.blocks, *source.stages]
     return (
-        [replace(each, docstring="") for each in code],
+        [replace(part, docstring="") for part in code],
         source.initial_values,
         [structs.replace(value, shape=("",) * len(value.shape)) for value in manifest.values.values()],
         [structs.replace(stage, cost=StageCost()) for stage in manifest.stages],
@@ -71,28 +71,28 @@ def _written(package: Draft) -> tuple[Any, ...]:
 # ---- how a dimension follows -----------------------------------------------------------------------------------------
 
 
-def _grown(known: Sequence[int], own: Sequence[int], other: Sequence[int], size: OtherSize) -> tuple[int, ...]:
+def _grown(general: Sequence[int], first: Sequence[int], second: Sequence[int], size: OtherSize) -> tuple[int, ...]:
     """A shape for any value of a size.
 
     Args:
-        known: the shape, with the sizes that are general so far.
-        own, other: the shape in both captures.
+        general: the shape, with the sizes that are general so far.
+        first, second: the shape in both captures.
         size: the size.
 
     Raises:
         _UnknownGrowthError: a dimension does not grow evenly.
     """
     grown: list[int] = []
-    for dim, here, there in zip(known, own, other, strict=True):
-        expression = _expression(dim) + _growth(_expression(here), _expression(there), size)
+    for dim, first_dim, second_dim in zip(general, first, second, strict=True):
+        expression = _expression(dim) + _growth(_expression(first_dim), _expression(second_dim), size)
         values = {_symbol(size): size.size, **getattr(dim, "symbols", {})}
         grown.append(SymbolicSize(expression, values) if expression.free_symbols else int(expression))
     return tuple(grown)
 
 
-def _growth(own: sympy.Expr, other: sympy.Expr, size: OtherSize) -> sympy.Expr:
+def _growth(first: sympy.Expr, second: sympy.Expr, size: OtherSize) -> sympy.Expr:
     """What a dimension has more than in the first capture: ``tokens_1 - 13``."""
-    growth = sympy.expand((other - own) / (size.other - size.size))
+    growth = sympy.expand((second - first) / (size.captured_size - size.size))
     if not all(number.is_Integer for number in growth.as_coefficients_dict().values()):
         raise _UnknownGrowthError
     return sympy.expand(growth * (_symbol(size) - size.size))
@@ -109,39 +109,39 @@ def _symbol(size: OtherSize) -> sympy.Symbol:
 # ---- manifest and docstrings -----------------------------------------------------------------------------------------
 
 
-def _manifest(own: Manifest, general: Sequence[OtherSize], shapes: Shapes) -> Manifest:
-    sizes = own.sizes | {each.name: Size(captured=each.size, min=each.lowest) for each in general}
-    values = {name: structs.replace(own.values[name], shape=written_shape(shape)) for name, shape in shapes.items()}
-    return structs.replace(own, sizes=sizes, values=own.values | values)
+def _manifest(base: Manifest, general: Sequence[OtherSize], shapes: Shapes) -> Manifest:
+    sizes = base.sizes | {size.name: Size(captured=size.size, min=size.lowest) for size in general}
+    values = {name: structs.replace(base.values[name], shape=written_shape(shape)) for name, shape in shapes.items()}
+    return structs.replace(base, sizes=sizes, values=base.values | values)
 
 
-def _source(own: Source, others: Sequence[tuple[OtherSize, Source]]) -> Source:
+def _source(source: Source, variants: Sequence[tuple[OtherSize, Source]]) -> Source:
     def documented(part: str) -> tuple[Any, ...]:
-        others_of = zip(*(getattr(other, part) for _, other in others), strict=True)
+        variant_parts = zip(*(getattr(variant, part) for _, variant in variants), strict=True)
         return tuple(
             replace(
-                each,
+                definition,
                 docstring=_docstring(
-                    each.docstring, [(size, it.docstring) for size, it in zip(sizes, its, strict=True)]
+                    definition.docstring, [(size, peer.docstring) for size, peer in zip(sizes, peers, strict=True)]
                 ),
             )
-            for each, its in zip(getattr(own, part), others_of, strict=True)
+            for definition, peers in zip(getattr(source, part), variant_parts, strict=True)
         )
 
-    sizes = [size for size, _ in others]
-    return replace(own, functions=documented("functions"), blocks=documented("blocks"), stages=documented("stages"))
+    sizes = [size for size, _ in variants]
+    return replace(source, functions=documented("functions"), blocks=documented("blocks"), stages=documented("stages"))
 
 
-def _docstring(own: str, others: Sequence[tuple[OtherSize, str]]) -> str:
+def _docstring(docstring: str, variants: Sequence[tuple[OtherSize, str]]) -> str:
     """A docstring with names for the sizes in its shapes, and without the sentences that a size is fixed."""
-    sizes = [size for size, _ in others]
-    text = _without_fixed(own, sizes)
-    theirs = [(size, _SHAPE.findall(_without_fixed(other, sizes))) for size, other in others]
+    sizes = [size for size, _ in variants]
+    text = _without_fixed(docstring, sizes)
+    variant_shapes = [(size, _SHAPE.findall(_without_fixed(variant, sizes))) for size, variant in variants]
     numbers = iter(range(len(text)))
 
     def named(match: re.Match[str]) -> str:
         position = next(numbers)
-        return _shape(match[0], [(size, shapes[position]) for size, shapes in theirs if position < len(shapes)])
+        return _shape(match[0], [(size, shapes[position]) for size, shapes in variant_shapes if position < len(shapes)])
 
     return _SHAPE.sub(named, text)
 
@@ -151,24 +151,24 @@ def _without_fixed(docstring: str, sizes: Sequence[OtherSize]) -> str:
     return _PARTS.join(part for part in docstring.split(_PARTS) if not part.startswith(fixed))
 
 
-def _shape(own: str, others: Sequence[tuple[OtherSize, str]]) -> str:
+def _shape(shape: str, variants: Sequence[tuple[OtherSize, str]]) -> str:
     """``batch, tokens_1`` for ``batch, 13`` and ``batch, 7``."""
-    dims = own.split(", ")
-    theirs = [(size, text.split(", ")) for size, text in others]
-    alike = [(size, each) for size, each in theirs if len(each) == len(dims)]
-    return ", ".join(_dim(dim, [(size, each[at]) for size, each in alike]) for at, dim in enumerate(dims))
+    dims = shape.split(", ")
+    variant_dims = [(size, text.split(", ")) for size, text in variants]
+    same_rank = [(size, variant) for size, variant in variant_dims if len(variant) == len(dims)]
+    return ", ".join(_dim(dim, [(size, variant[at]) for size, variant in same_rank]) for at, dim in enumerate(dims))
 
 
-def _dim(own: str, others: Sequence[tuple[OtherSize, str]]) -> str:
+def _dim(dim: str, variants: Sequence[tuple[OtherSize, str]]) -> str:
     """A dimension in words; as it is if it does not say how it grows."""
-    changed = [(size, text) for size, text in others if text != own]
-    if not changed or not all(map(_SUM_OF_PRODUCTS.fullmatch, (own, *(text for _, text in changed)))):
-        return own
-    here = _parsed(own)
+    changed = [(size, text) for size, text in variants if text != dim]
+    if not changed or not all(map(_SUM_OF_PRODUCTS.fullmatch, (dim, *(text for _, text in changed)))):
+        return dim
+    first = _parsed(dim)
     try:
-        return expression_text(sympy.expand(here + sum(_growth(here, _parsed(text), size) for size, text in changed)))
+        return expression_text(sympy.expand(first + sum(_growth(first, _parsed(text), size) for size, text in changed)))
     except _UnknownGrowthError:
-        return own
+        return dim
 
 
 def _parsed(text: str) -> sympy.Expr:

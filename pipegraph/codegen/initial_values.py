@@ -20,17 +20,17 @@ class InitialValues(NamedTuple):
     """How parameters start without weights: their names, with ``*`` for any number → a function of ``torch.nn.init``.
 
     Attributes:
-        known: as the model does it.
+        initialisation: as the model does it.
         guessed: of parameters of which that is not known.
     """
 
-    known: dict[str, Initialisation]
+    initialisation: dict[str, Initialisation]
     guessed: dict[str, Initialisation]
 
     @property
     def known_lines(self) -> list[str]:
         """The entries of ``INITIALISATION``."""
-        return _lines(self.known)
+        return _lines(self.initialisation)
 
     @property
     def guessed_lines(self) -> list[str]:
@@ -38,25 +38,25 @@ class InitialValues(NamedTuple):
         return _lines(self.guessed)
 
 
-def initial_values(captured: Captured, made_here: AbstractSet[str]) -> InitialValues:
+def initial_values(captured: Captured, empty_names: AbstractSet[str]) -> InitialValues:
     """Return how the parameters of stages are initialised.
 
     ``*`` stands for every number in a name if all parameters that it fits are initialised alike. Left out are
     parameters that their module initialises so in any case, or that are made with their value.
 
     Args:
-        made_here: the first names of the parameters that classes of the package make, and no constructor of torch.
+        empty_names: the first names of the parameters that classes of the package make, and no constructor of torch.
     """
-    found = dict(_entries(captured, made_here))
-    alike: dict[str, set[object]] = {}
+    entries = dict(_entries(captured, empty_names))
+    entries_by_pattern: dict[str, set[object]] = {}
     for entry in captured.state.values():
         if entry.kind == "parameter" and entry.canonical == entry.fqn:
-            alike.setdefault(_pattern(entry.fqn), set()).add(found.get(entry.fqn))
+            entries_by_pattern.setdefault(_pattern(entry.fqn), set()).add(entries.get(entry.fqn))
     tables = InitialValues({}, {})
-    for name, (values, is_guess) in found.items():
+    for name, (values, is_guess) in entries.items():
         pattern = _pattern(name)
-        table = tables.guessed if is_guess else tables.known
-        table.setdefault(pattern if len(alike[pattern]) == 1 else name, values)
+        table = tables.guessed if is_guess else tables.initialisation
+        table.setdefault(pattern if len(entries_by_pattern[pattern]) == 1 else name, values)
     return tables
 
 
@@ -65,16 +65,16 @@ def patterns_of(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(map(_pattern, names)))
 
 
-def _entries(captured: Captured, made_here: AbstractSet[str]) -> Iterator[tuple[str, tuple[Initialisation, bool]]]:
+def _entries(captured: Captured, empty_names: AbstractSet[str]) -> Iterator[tuple[str, tuple[Initialisation, bool]]]:
     """The parameters that have an entry: name → their values, and whether these are a guess."""
     for entry in captured.state.values():
         if entry.kind != "parameter" or entry.canonical != entry.fqn:
             continue
         values, is_tied = entry.initialisation, len(captured.names_of[entry.fqn]) > 1
         if values is None:
-            if entry.fqn in made_here or is_tied:  # each module would initialise a tied one in its own way
+            if entry.fqn in empty_names or is_tied:  # each module would initialise a tied one in its own way
                 yield entry.fqn, (guess_of(captured.tensors[entry.fqn]), True)
-        elif is_tied or (values.constant is None if entry.fqn in made_here else not values.is_usual):
+        elif is_tied or (values.constant is None if entry.fqn in empty_names else not values.is_usual):
             yield entry.fqn, (values, False)
 
 

@@ -94,7 +94,7 @@ class _Attempt:
 
     def lacks_operation_of(self, difference: GraphDifference) -> bool:
         """Return whether the captured graph still has an operation that its stage lacks."""
-        places = {(known.stage, known.captured) for known in self.differences}
+        places = {(graph_difference.stage, graph_difference.captured) for graph_difference in self.differences}
         return (difference.stage, difference.captured) in places
 
 
@@ -112,7 +112,7 @@ def _draft(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) 
     plans = {}
     for size in plan.captured.other_sizes:
         try:
-            plans[size.name] = plan.of(size.captured)
+            plans[size.name] = plan.for_capture(size.captured)
             drafts.append((size, draft(plans[size.name], weights, source, forms)))
         except PlanError:  # a cut inside the loop, after an iteration that the other one does not have
             continue
@@ -131,12 +131,12 @@ def _files(plan: Plan, package: Draft, source: ModelSource | None) -> dict[str, 
 def _warn_of_guesses(model: str, names: Sequence[str]) -> None:
     """Warn of parameters that start from guesses, which only matters where there are no weights."""
     listed = patterns_of(names)
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    asked = for_asker("`pipegraph split FILE`", "split")
+    suffix = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+    command = for_asker("`pipegraph split FILE`", "split")
     warnings.warn(
-        f"How {model} initialises {', '.join(listed[:_LISTED])}{more} is not known. Without weights they start from a "
-        "guess: normal random numbers with the mean and standard deviation that their values have now, or with 0.02 "
+        f"How {model} initialises {', '.join(listed[:_LISTED])}{suffix} is not known. Without weights they start from "
+        "a guess: normal random numbers with the mean and standard deviation that their values have now, or with 0.02 "
         "where they have none. Try: correct GUESSES in weights.py of the package, or start from weights; "
-        f"{asked} sees how build_model() of a file makes parameters with torch.randn, torch.nn.init and the like.",
+        f"{command} sees how build_model() of a file makes parameters with torch.randn, torch.nn.init and the like.",
         stacklevel=4,
     )

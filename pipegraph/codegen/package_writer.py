@@ -146,8 +146,8 @@ def _foreign_files(folder: Path) -> list[str]:
     """The names in a folder that are no files of a package; all names, if pipegraph wrote no package there."""
     names = sorted(entry.name for entry in folder.iterdir())
     source = folder / "__init__.py"
-    ours = source.is_file() and "written by pipegraph" in source.read_text(encoding="utf-8", errors="replace")
-    return [name for name in names if not (ours and _PACKAGE_FILE.fullmatch(name))]
+    is_package = source.is_file() and "written by pipegraph" in source.read_text(encoding="utf-8", errors="replace")
+    return [name for name in names if not (is_package and _PACKAGE_FILE.fullmatch(name))]
 
 
 def compare_package(out: str | PathLike[str], files: Mapping[str, str], manifest: Manifest) -> dict[str, str]:
@@ -170,9 +170,9 @@ def compare_package(out: str | PathLike[str], files: Mapping[str, str], manifest
     generated = {**files, MANIFEST: structs.replace(manifest, shards=shards).to_json()}
     changes: dict[str, str] = {}
     for name in sorted({*generated, *(path.name for path in folder.glob("*.py"))}):
-        before, after = _lines(folder / name), generated.get(name, "").splitlines(keepends=True)
-        if before != after:
-            changes[name] = "".join(difflib.unified_diff(before, after, f"{folder / name}", f"{name}, as it would be"))
+        old, new = _lines(folder / name), generated.get(name, "").splitlines(keepends=True)
+        if old != new:
+            changes[name] = "".join(difflib.unified_diff(old, new, f"{folder / name}", f"{name}, as it would be"))
     return changes
 
 

@@ -138,7 +138,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         parameters = _parameters(source.init_parameters, source.init_defaults)
         head += wrap(f"def __init__({parameters}):", 4)
         head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
-    head += _apply_lines([each for each in source.init if isinstance(each, RegisterConstant)])
+    head += _apply_lines([statement for statement in source.init if isinstance(statement, RegisterConstant)])
     if not source.forward:
         return [*head, *_hook_lines(source)]
     separator = [""] if source.init else []
@@ -187,7 +187,7 @@ def _signature(name: str, parameters: Sequence[str], counts: AbstractSet[int], i
     if len(line) <= LINE_LENGTH:
         return [line]
     inside = f"{space}    {', '.join(parameters)}"
-    listed = [inside] if len(inside) <= LINE_LENGTH else [f"{space}    {each}," for each in parameters]
+    listed = [inside] if len(inside) <= LINE_LENGTH else [f"{space}    {parameter}," for parameter in parameters]
     return [f"{space}def {name}(", *listed, f"{space}) -> {returns}:"]
 
 
@@ -214,16 +214,16 @@ def _apply_lines(constants: Sequence[RegisterConstant]) -> list[str]:
     """A method that lets ``.to(device)`` move constants, but no ``.to(dtype)`` convert them. As bits nothing does."""
     if not constants:
         return []
-    names = ", ".join(each.tensor.text.removeprefix("self.") for each in constants)
+    names = ", ".join(constant.tensor.text.removeprefix("self.") for constant in constants)
     reason = "it is a plain attribute" if len(constants) == 1 else "they are plain attributes"
     docstring = _docstring(f"Move {names} too, but convert only the rest: in the model {reason}.", 8)
     return [
         "",
         "    def _apply(self, fn, recurse=True):",
         *(f"        {line}" if line else "" for line in docstring),
-        *(line for each in constants for line in _view(each.tensor, each.bits)),
+        *(line for constant in constants for line in _view(constant.tensor, constant.bits)),
         "        super()._apply(fn, recurse)",
-        *(line for each in constants for line in _view(each.tensor, each.dtype)),
+        *(line for constant in constants for line in _view(constant.tensor, constant.dtype)),
         "        return self",
     ]
 
@@ -243,9 +243,9 @@ def _docstring(text: str, indent: int) -> list[str]:
         return [f'"""{text}"""']
     joined = _NAMED_SHAPE.sub(lambda match: match[0].replace(" ", _NO_BREAK_SPACE), text)
     head, *parts = joined.replace("→ ", f"→{_NO_BREAK_SPACE}").split("  ")
-    first, *others = _filled(head, _DOCSTRING_WIDTH - indent - 3)
+    first, *head_lines = _filled(head, _DOCSTRING_WIDTH - indent - 3)
     body = [line for part in parts for line in _filled(part, _DOCSTRING_WIDTH - indent)]
-    filled = [f'"""{first}', *others, *([""] if body else []), *body, '"""']
+    filled = [f'"""{first}', *head_lines, *([""] if body else []), *body, '"""']
     return [line.replace(_NO_BREAK_SPACE, " ") for line in filled]
 
 
@@ -270,8 +270,8 @@ def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
     classes = [source for source in sources if isinstance(source, ClassSource)]
     is_hinted = len(classes) < len(sources) or any(source.forward for source in classes)
-    own = [*(["Tensor"] if is_hinted else []), *(["nn"] if classes else [])]
-    return [*(imports[module] for module in sorted(imports)), f"from torch import {', '.join(own)}"]
+    torch_names = [*(["Tensor"] if is_hinted else []), *(["nn"] if classes else [])]
+    return [*(imports[module] for module in sorted(imports)), f"from torch import {', '.join(torch_names)}"]
 
 
 def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:

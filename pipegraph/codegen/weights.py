@@ -94,10 +94,10 @@ def _check_values(captured: Captured, names: Iterable[str]) -> None:
     empty = [name for name in names if captured.tensors[name].device == torch.device("meta")]
     if empty:
         kind = "weights" if captured.state[empty[0]].kind == "parameter" else "buffers"
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        suffix = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         advice = (
             f"capture the model with its weights, or give {argument('weights', False)}"
             if kind == "weights"
             else "build the model on the CPU, so that its buffers hold their values"
         )
-        raise PackageError(f"{empty[0]}{more} on the meta device: there are no {kind} to write.\nTry: {advice}.")
+        raise PackageError(f"{empty[0]}{suffix} on the meta device: there are no {kind} to write.\nTry: {advice}.")

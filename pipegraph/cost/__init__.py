@@ -30,7 +30,7 @@ class TransientBytes(NamedTuple):
     backward: int = 0
 
 
-NOTHING = TransientBytes()
+NO_BYTES = TransientBytes()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SegmentCost:
     trained_bytes: int | None = None
     buffer_bytes: int = 0
     offloaded_bytes: int = 0
-    transient_bytes: TransientBytes = NOTHING
+    transient_bytes: TransientBytes = NO_BYTES
     added_bytes: int | None = None
 
     @property

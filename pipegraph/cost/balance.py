@@ -46,10 +46,10 @@ def parse_balance(balance: object, choices: Collection[str] = BALANCES) -> tuple
     """
     name, colon, pattern = str(balance).partition(":")
     if name not in choices or bool(colon) != (name == "type") or (name == "type" and not pattern):
-        known = [f"{each}:REGEX" if each == "type" else each for each in choices]
+        balance_names = [f"{choice}:REGEX" if choice == "type" else choice for choice in choices]
         raise ArgumentError(
-            f'Stages cannot be balanced by "{balance}".{nearest(str(balance), known)}\n'
-            f"Try: {argument('balance')} with one of {', '.join(known)}."
+            f'Stages cannot be balanced by "{balance}".{nearest(str(balance), balance_names)}\n'
+            f"Try: {argument('balance')} with one of {', '.join(balance_names)}."
         )
     return name, pattern
 
@@ -63,14 +63,14 @@ def begins_of_type(captured: Captured, pattern: str) -> list[int]:
         PlanError: the pattern is none, or matches no class.
     """
     try:
-        wanted = re.compile(pattern, re.IGNORECASE)
+        regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         types = _types(captured) or ["layer"]
         near = next(iter(get_close_matches(pattern, types, n=1, cutoff=0.0)), types[0])
         raise PlanError(f"type:{pattern} is no regular expression: {error}.\nTry: type:{near}.") from None
     begins: dict[str, int] = {}
     for position, node in enumerate(captured.nodes):
-        matching = (call for call, fqn in path_of(node) if wanted.search(captured.modules[fqn].class_name))
+        matching = (call for call, fqn in path_of(node) if regex.search(captured.modules[fqn].class_name))
         call = next(matching, None)
         if call is not None:
             begins.setdefault(call, position)
@@ -87,20 +87,20 @@ def _types(captured: Captured) -> list[str]:
 
 def _no_match(captured: Captured, pattern: str) -> PlanError:
     types = _types(captured)
-    what = f"type:{pattern} matches no module that {captured.model_name} calls"
+    problem = f"type:{pattern} matches no module that {captured.model_name} calls"
     if not types:
-        return PlanError(f"{what}: it calls none.\nTry: {argument('balance', 'time')}.")
-    return PlanError(f"{what}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
+        return PlanError(f"{problem}: it calls none.\nTry: {argument('balance', 'time')}.")
+    return PlanError(f"{problem}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
 
 
 def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[StateEntry]]:
     """The parameters, buffers and constants of each segment, given the state that it reads: what several read where it
     is used first."""
-    seen: set[str] = set()
-    found = []
+    used_fqns: set[str] = set()
+    segment_entries = []
     for state in segments:
         entries = [chain.captured.state[str(node.target)] for node in state]
-        new = [entry for entry in entries if entry.fqn not in seen]
-        seen |= {entry.fqn for entry in new}
-        found.append(new)
-    return found
+        new = [entry for entry in entries if entry.fqn not in used_fqns]
+        used_fqns |= {entry.fqn for entry in new}
+        segment_entries.append(new)
+    return segment_entries

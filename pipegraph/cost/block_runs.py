@@ -46,20 +46,20 @@ class Rounds:
         self._turn += 1
 
     def _launch(self) -> None:
-        before, self._saved = self._saved, {}
+        previous_saved, self._saved = self._saved, {}
         for index, run in self._runs:
             run.take_weights(self._turn)
             with self.clock.timed(index, "F"):
                 forward = run.kernels.forward(run.inputs, target=run.target, with_loss=run.with_loss)
             self._saved[index] = forward.saved
             del forward
-        for index, run in reversed(self._runs if before else []):
+        for index, run in reversed(self._runs if previous_saved else []):
             run.take_weights(self._turn - 1)
             with self.clock.timed(index, "I" if run.has_input_grad else "W"):
-                run.kernels.input_backward(before[index], run.gradients)
-        for index, run in reversed(self._runs if before else []):
+                run.kernels.input_backward(previous_saved[index], run.gradients)
+        for index, run in reversed(self._runs if previous_saved else []):
             with self.clock.timed(index, "W"):
-                run.kernels.weight_backward(before.pop(index))
+                run.kernels.weight_backward(previous_saved.pop(index))
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class BlockRun:
     has_input_grad: bool
 
     @classmethod
-    def of(cls, block: Block, kernels: str, device: torch.device, generator: torch.Generator) -> BlockRun:
+    def from_block(cls, block: Block, kernels: str, device: torch.device, generator: torch.Generator) -> BlockRun:
         subgraph, captured = block.subgraph, block.subgraph.captured
 
         def state() -> list[Tensor]:
@@ -87,9 +87,9 @@ class BlockRun:
         sets += [dict(SubgraphModule(subgraph, state(), device)._parameters) for _ in range(_weight_sets(block) - 1)]
         gradients: list[Tensor | None] = [
             torch.randn(node.meta["val"].shape, generator=generator, device=device).to(node.meta["val"].dtype)
-            if comes and block.loss is None
+            if has_gradient and block.loss is None
             else None
-            for node, comes in zip(subgraph.outputs, subgraph.output_gradients, strict=True)
+            for node, has_gradient in zip(subgraph.outputs, subgraph.output_gradients, strict=True)
         ]
         return cls(
             module=module,

@@ -105,8 +105,8 @@ def measure(
         PlanError: the blocks do not fit the device's memory. It says by how much.
     """
     setting = setting or MeasureOptions()
-    found = _measure_missing(blocks, setting, cache or Cache())
-    return tuple(found[block.key] for block in blocks)
+    times = _measure_missing(blocks, setting, cache or Cache())
+    return tuple(times[block.key] for block in blocks)
 
 
 def measure_first(
@@ -118,40 +118,40 @@ def measure_first(
     same blocks, it returns the same times, whatever is possible by then.
     """
     key = {**setting.key(blocks[0]), "block": "the first of several", "of": [block.key for block in blocks]}
-    held = (cache.get(key) or {}).get("measured")
-    known = [block for block in blocks if isinstance(held, list) and block.key in held]
-    if known:
-        return _measure_missing(known, setting, cache)
-    found = _measure_missing(possible, setting, cache, seconds)
-    if found:
-        cache.put(key, {"measured": list(found)})
-    return found
+    measured_keys = (cache.get(key) or {}).get("measured")
+    measured_blocks = [block for block in blocks if isinstance(measured_keys, list) and block.key in measured_keys]
+    if measured_blocks:
+        return _measure_missing(measured_blocks, setting, cache)
+    times = _measure_missing(possible, setting, cache, seconds)
+    if times:
+        cache.store(key, {"measured": list(times)})
+    return times
 
 
 def _measure_missing(
     blocks: Sequence[Block], setting: MeasureOptions, cache: Cache, within: float | None = None
 ) -> dict[str, BlockTimes]:
     """Return the times of blocks from the cache, and run the others: ``within`` some seconds only the first of them."""
-    found: dict[str, BlockTimes] = {}
+    times_by_key: dict[str, BlockTimes] = {}
     for block in blocks:
-        held = cache.get(setting.key(block))
-        times = None if held is None else _read(held)
+        cache_entry = cache.get(setting.key(block))
+        times = None if cache_entry is None else _read(cache_entry)
         if times is not None:
-            found[block.key] = times
-    missing = [block for block in blocks if block.key not in found]
+            times_by_key[block.key] = times
+    missing = [block for block in blocks if block.key not in times_by_key]
     if missing:
         with compute_threads(setting.threads):
             for block, times in zip(missing, _run(missing, setting, within), strict=False):
-                found[block.key] = times
-                cache.put(setting.key(block), asdict(times))
-    return found
+                times_by_key[block.key] = times
+                cache.store(setting.key(block), asdict(times))
+    return times_by_key
 
 
 def _read(entry: dict[str, Any]) -> BlockTimes | None:
     """Return the times in an entry of the cache; None if it is damaged."""
     names = BlockTimes.__dataclass_fields__
     figures = [entry.get(name) for name in names]
-    if set(entry) != set(names) or not all(isinstance(each, float) and 0 <= each < float("inf") for each in figures):
+    if set(entry) != set(names) or not all(isinstance(value, float) and 0 <= value < float("inf") for value in figures):
         return None
     return BlockTimes(**entry)
 
@@ -169,8 +169,8 @@ def _run(blocks: Sequence[Block], setting: MeasureOptions, within: float | None 
     seconds = setting.seconds
     if within is not None:
         seconds = min(seconds, max(0.0, begun + within - time.perf_counter()))
-    others = 0 if setting.has_own_device else setting.ranks - 1
-    with busy_ranks(others, torch.get_num_threads()):
+    other_ranks = 0 if setting.has_own_device else setting.ranks - 1
+    with busy_ranks(other_ranks, torch.get_num_threads()):
         for _ in range(_WARM_UP):
             rounds.next()
         start = time.perf_counter()
@@ -195,7 +195,7 @@ def _runs(
         started = time.perf_counter()
         if deadline is not None and runs and started + longest > deadline:
             break
-        run = BlockRun.of(block, setting.kernels, device, generator)
+        run = BlockRun.from_block(block, setting.kernels, device, generator)
         if deadline is not None:
             run.once()
         runs.append(run)
@@ -204,10 +204,10 @@ def _runs(
 
 
 def _check_memory(blocks: Sequence[Block], device: torch.device) -> None:
-    needed, free = sum(map(bytes_to_run, blocks)), free_bytes(device)
-    if free is not None and needed > free:
+    required, free = sum(map(bytes_to_run, blocks)), free_bytes(device)
+    if free is not None and required > free:
         raise PlanError(
-            f"To measure {len(blocks)} distinct blocks takes {format_bytes(needed)}, and {format_bytes(free)} are "
+            f"To measure {len(blocks)} distinct blocks takes {format_bytes(required)}, and {format_bytes(free)} are "
             f"free on {device}.\nTry: {argument('balance', 'time')}, which runs nothing, or a smaller microbatch."
         )
 
@@ -220,5 +220,5 @@ def free_bytes(device: torch.device) -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else None

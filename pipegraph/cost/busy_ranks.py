@@ -31,19 +31,19 @@ def busy_ranks(count: int, threads: int) -> Iterator[None]:
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "pipegraph.cost.busy_ranks"]
-    found = [
+    processes = [
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
         )
         for _ in range(count)
     ]
     try:
-        for process in found:
+        for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # that it has begun, or its end
         yield
     finally:
-        for process in found:
+        for process in processes:
             process.kill()
             process.communicate()
 
@@ -51,12 +51,12 @@ def busy_ranks(count: int, threads: int) -> Iterator[None]:
 @contextmanager
 def compute_threads(count: int | None) -> Iterator[None]:
     """Let torch compute with so many threads inside; None leaves it as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    previous_count = torch.get_num_threads()
+    torch.set_num_threads(count or previous_count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_count)
 
 
 def _train() -> None:

@@ -33,7 +33,7 @@ THROUGH_HOST = "an assumption: from a device to its host and on to the other one
 _MIB = 2**20
 # Bytes that go through the caches around a kernel: none but its own, some that the last cache holds, and more.
 _FOOTPRINTS = {"cpu": (0, 8 * _MIB, 128 * _MIB)}
-_OWN = 1 * _MIB  # what stands for none in a table, whose sizes are positive
+_OWN_FOOTPRINT = 1 * _MIB  # what stands for none in a table, whose sizes are positive
 _DTYPES = {
     "cpu": {"float32": torch.float32, "bfloat16": torch.bfloat16},
     "cuda": {
@@ -62,9 +62,9 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
         flops = {}
         for name_of_dtype, dtype in _DTYPES[where.type].items():
             with _less_precision(is_allowed=name_of_dtype == "tfloat32"):
-                found = _over_footprints(watches, partial(measure_compute_rates, dtype=dtype))
-            if found:
-                flops[name_of_dtype] = found
+                kind_tables = _over_footprints(watches, partial(measure_compute_rates, dtype=dtype))
+            if kind_tables:
+                flops[name_of_dtype] = kind_tables
         noise["attained_flops"] = _noise(watches)
         bandwidth = _over_footprints(watches, lambda watch: {"": measure_bandwidth(watch)})[""]
         noise["attained_bandwidth"] = _noise(watches)
@@ -106,10 +106,10 @@ def _over_footprints(
     watches: Sequence[Stopwatch], measure: Callable[[Stopwatch], Mapping[str, SizeTable]]
 ) -> dict[str, SizeTable]:
     """What is measured, over how much goes through the caches around it."""
-    found = {max(watch.footprint, _OWN): measure(watch) for watch in watches}
-    kinds = next(iter(found.values()))
+    measurements = {max(watch.footprint, _OWN_FOOTPRINT): measure(watch) for watch in watches}
+    kinds = next(iter(measurements.values()))
     return {
-        kind: SizeTable.stacked("footprint", {float(size): tables[kind] for size, tables in found.items()})
+        kind: SizeTable.stacked("footprint", {float(size): tables[kind] for size, tables in measurements.items()})
         for kind in kinds
     }
 
@@ -144,16 +144,16 @@ def _sources(noise: Mapping[str, float], device: torch.device) -> dict[str, str]
     }
 
 
-def _links(found: LinkRates) -> Links:
+def _links(link_rates: LinkRates) -> Links:
     """The tables, and for ranks beyond them the median link."""
-    measured = found.links
+    measured = link_rates.links
     rows = range(measured.ranks)
-    pairs = [(rank, other) for rank in rows for other in rows if rank != other]
+    pairs = [(rank, peer) for rank in rows for peer in rows if rank != peer]
 
     def median(matrix: Sequence[Sequence[float | None]]) -> float:
-        return _rounded(statistics.median(matrix[rank][other] or 0.0 for rank, other in pairs))
+        return _rounded(statistics.median(matrix[rank][peer] or 0.0 for rank, peer in pairs))
 
-    tables = {name: table.map(_rounded) for name, table in found.collectives.items()}
+    tables = {name: table.map(_rounded) for name, table in link_rates.collectives.items()}
     usual = Link(median(measured.latency), median(measured.bandwidth), measured.name, **tables)
     return Links(ranks_per_node=measured.ranks, intra_node=usual, measured=measured)
 
@@ -168,12 +168,12 @@ def _through_host(host_link: Link) -> Links:
 def _less_precision(is_allowed: bool) -> Iterator[None]:
     """A context in which products and convolutions in float32 may round to tfloat32, or may not."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
+    previous_flags = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = is_allowed
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        matmul.allow_tf32, cudnn.allow_tf32 = previous_flags
 
 
 def _part(table: SizeTable, peak: float) -> SizeTable:

@@ -16,7 +16,7 @@ from pipegraph.arguments import require_path
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
 from pipegraph.package.json_errors import FieldError
-from pipegraph.package.json_file import Entry, FileKind, Name, Text, json_text, one_of
+from pipegraph.package.json_file import Entry, FileKind, Name, Text, choice_of, json_text
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 
 Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
@@ -28,7 +28,7 @@ SCHEMA_VERSION: Final = 1
 _COLLECTIVES: Final = ("gather", "reduce", "all_reduce", "all_gather")
 ANY: Final = "any"
 """The dtype of an attained part that holds for every dtype without its own."""
-OTHER: Final = "other"
+OTHER_OPERATIONS: Final = "other"
 """The element rate of operations that have none of their own."""
 
 _PROFILES = files("pipegraph.cost") / "profiles"
@@ -46,9 +46,9 @@ _AXES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Kind of kernel → the sizes that its table may be over. A convolution is the product of matrices that it is."""
 
-Dtype = Annotated[str, one_of(*_DTYPES)]
-AttainedDtype = Annotated[str, one_of(*_DTYPES, ANY)]
-KernelKind = Annotated[str, one_of(*_AXES)]
+Dtype = Annotated[str, choice_of(*_DTYPES)]
+AttainedDtype = Annotated[str, choice_of(*_DTYPES, ANY)]
+KernelKind = Annotated[str, choice_of(*_AXES)]
 
 
 class Link(Entry, frozen=True):
@@ -109,18 +109,18 @@ class MeasuredLinks(Entry, frozen=True):
     name: Text = ""
 
     def __post_init__(self) -> None:
-        for what, rows in (("latency", self.latency), ("bandwidth", self.bandwidth)):
+        for matrix_name, rows in (("latency", self.latency), ("bandwidth", self.bandwidth)):
             for rank, row in enumerate(rows):
                 if len(rows) != self.ranks or len(row) != self.ranks:
                     raise FieldError(
-                        what,
+                        matrix_name,
                         f"it has {len(row)} figures for rank {rank} and {len(rows)} rows; latency and bandwidth have "
                         f"one row and one column for each of the {self.ranks} ranks",
                     )
-                for other, figure in enumerate(row):
-                    if (figure is None) != (rank == other):
-                        must = "null on the diagonal" if rank == other else "a number: from one rank to another"
-                        raise FieldError(f"{what}[{rank}][{other}]", f"it is {figure}, and must be {must}")
+                for other_rank, figure in enumerate(row):
+                    if (figure is None) != (rank == other_rank):
+                        must = "null on the diagonal" if rank == other_rank else "a number: from one rank to another"
+                        raise FieldError(f"{matrix_name}[{rank}][{other_rank}]", f"it is {figure}, and must be {must}")
 
     @property
     def ranks(self) -> int:
@@ -139,14 +139,14 @@ class Links(Entry, frozen=True):
     inter_node: Link | None = None
     measured: MeasuredLinks | None = None
 
-    def between(self, rank: int, other: int) -> Link:
+    def between(self, rank: int, other_rank: int) -> Link:
         """The link from a rank to another."""
         table = self.measured
-        if table is not None and max(rank, other) < table.ranks:
-            latency, bandwidth = table.latency[rank][other], table.bandwidth[rank][other]
+        if table is not None and max(rank, other_rank) < table.ranks:
+            latency, bandwidth = table.latency[rank][other_rank], table.bandwidth[rank][other_rank]
             if latency is not None and bandwidth is not None:
                 return Link(latency, bandwidth, table.name)
-        return self.among((rank, other))
+        return self.among((rank, other_rank))
 
     def among(self, ranks: Iterable[int]) -> Link:
         """The usual link between ranks that do a collective together: between nodes if they are in several."""
@@ -236,9 +236,9 @@ class Hardware(Entry, frozen=True, kw_only=True):
         """The profile without its name, sources and correction: equal for one device as it was measured once."""
         return structs.replace(self, name="", measured_ratio=UNCORRECTED, sources={})
 
-    def link(self, rank: int, other: int) -> Link:
+    def link(self, rank: int, other_rank: int) -> Link:
         """The link from a rank to another."""
-        return self.links.between(rank, other)
+        return self.links.between(rank, other_rank)
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -256,14 +256,14 @@ class Hardware(Entry, frozen=True, kw_only=True):
         file = require_path(name, "hardware is the name of a profile, or its file", error=PipegraphError)
         if not str(name) or not os.path.exists(file):
             raise PipegraphError(_no_profile(str(name), cls.names()))
-        found = _KIND.read(file)
-        if found.name in cls.names() and found.figures != cls.load(found.name).figures:
+        spec = _KIND.read(file)
+        if spec.name in cls.names() and spec.figures != cls.load(spec.name).figures:
             raise PipegraphError(
-                f'{file} calls its profile "{found.name}", as pipegraph calls one of its own, and has other figures: a '
+                f'{file} calls its profile "{spec.name}", as pipegraph calls one of its own, and has other figures: a '
                 f'package would not tell which of them priced it.\nTry: another "name" in it, such as '
-                f'"{found.name}-here".'
+                f'"{spec.name}-here".'
             )
-        return found
+        return spec
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "this profile") -> Hardware:
@@ -272,14 +272,14 @@ class Hardware(Entry, frozen=True, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a profile's file."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
+        content: dict[str, Any] = msgspec.to_builtins(self)
         if self.measured_ratio == UNCORRECTED:
-            del found["measured_ratio"]
-        links = {name: value for name, value in found["links"].items() if value is not None}
-        for holder, name in ((links, "intra_node"), (links, "inter_node"), (found, "host_link")):
+            del content["measured_ratio"]
+        links = {name: value for name, value in content["links"].items() if value is not None}
+        for holder, name in ((links, "intra_node"), (links, "inter_node"), (content, "host_link")):
             if holder.get(name) is not None:
                 holder[name] = {key: value for key, value in holder[name].items() if value is not None}
-        return _figures({name: value for name, value in found.items() if value is not None} | {"links": links})
+        return _figures({name: value for name, value in content.items() if value is not None} | {"links": links})
 
     def to_json(self) -> str:
         """The text of a profile's file; a table of figures is compact."""
@@ -309,11 +309,11 @@ def _no_profile(name: str, names: tuple[str, ...]) -> str:
     """Return the message for a name that is neither a profile nor a file."""
     file = Path(name)
     if file.suffix == ".json":
-        others = [str(each) for each in file.parent.glob("*.json")] if os.path.isdir(file.parent) else []
-        what = f"There is no hardware profile {file}.{nearest(str(file), [*others, *names])}"
+        paths = [str(path) for path in file.parent.glob("*.json")] if os.path.isdir(file.parent) else []
+        problem = f"There is no hardware profile {file}.{nearest(str(file), [*paths, *names])}"
     else:
-        what = f'No hardware profile is called "{name}".{nearest(name, names)}'
-    return f"{what} There are: {', '.join(names)}; or give a JSON file.\n{_MEASURE}"
+        problem = f'No hardware profile is called "{name}".{nearest(name, names)}'
+    return f"{problem} There are: {', '.join(names)}; or give a JSON file.\n{_MEASURE}"
 
 
 def _figures(part: Any) -> Any:
@@ -329,12 +329,12 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
     """The content of a file with a table, without axes, for each figure that may be one."""
     attained, links = content.get("attained_flops"), content.get("links")
     tables: list[tuple[dict[str, Any], tuple[str, ...]]] = [(content, ("attained_bandwidth", "first_touch"))]
-    tables += [(each, tuple(each)) for each in _objects(attained, *(attained if isinstance(attained, dict) else ()))]
-    tables += [(each, _COLLECTIVES) for each in _objects(links, "intra_node", "inter_node")]
-    for held, names in tables:
+    tables += [(rates, tuple(rates)) for rates in _objects(attained, *(attained if isinstance(attained, dict) else ()))]
+    tables += [(link, _COLLECTIVES) for link in _objects(links, "intra_node", "inter_node")]
+    for holder, names in tables:
         for name in names:
-            if not isinstance(held.get(name), dict | None):
-                held[name] = {"axes": {}, "values": held[name]}
+            if not isinstance(holder.get(name), dict | None):
+                holder[name] = {"axes": {}, "values": holder[name]}
     return content
 
 

@@ -28,11 +28,11 @@ def measure_host_link(stopwatch: Stopwatch) -> Link:
 
 
 def _there_and_back(stopwatch: Stopwatch, size: int, is_pinned: bool) -> float:
-    own = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
+    device_tensor = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
 
     def copy() -> Tensor:
-        host.copy_(own, non_blocking=True)
-        return own.copy_(host, non_blocking=True)
+        host.copy_(device_tensor, non_blocking=True)
+        return device_tensor.copy_(host, non_blocking=True)
 
     return stopwatch.seconds(copy)

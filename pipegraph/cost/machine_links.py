@@ -72,7 +72,7 @@ def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> LinkRat
             process.join()
     *tables, rates = json.loads(store.get("found"))
     latency, bandwidth = (tuple(map(tuple, rows)) for rows in tables)
-    return LinkRates(MeasuredLinks(latency, bandwidth, backend), {name: _table(each) for name, each in rates.items()})
+    return LinkRates(MeasuredLinks(latency, bandwidth, backend), {name: _table(rate) for name, rate in rates.items()})
 
 
 def _table(rates: Mapping[str, Sequence[float]]) -> SizeTable:
@@ -138,26 +138,26 @@ def _collective_rates(rank: int, ranks: int, backend: str, device: torch.device)
     All groups of so many ranks are at it together, as they are in a step: they share what leads from rank to rank.
     """
     counts = sorted({count for count in (2**power for power in range(1, 17)) if count < ranks} | {ranks})
-    found: dict[str, dict[str, list[float]]] = {}
+    collective_rates: dict[str, dict[str, list[float]]] = {}
     for count in counts:
         groups = [dist.new_group(list(range(first, first + count))) for first in range(0, ranks - count + 1, count)]
         place = rank // count
         for size in _SIZES if place < len(groups) else ():
             group = groups[place]
-            whole = torch.zeros(-(-size // (4 * count)) * count, device=device)  # float32, as gradients are
-            part = torch.zeros(len(whole) // count, device=device)
-            rows = whole.view(count, -1)
+            full_tensor = torch.zeros(-(-size // (4 * count)) * count, device=device)  # float32, as gradients are
+            part = torch.zeros(len(full_tensor) // count, device=device)
+            rows = full_tensor.view(count, -1)
             calls: dict[str, Callable[[], object]] = {
                 "gather": partial(_gather, rows, rank % count, group),
                 "reduce": partial(_reduce, rows, group),
-                "all_reduce": partial(dist.all_reduce, whole, group=group),
+                "all_reduce": partial(dist.all_reduce, full_tensor, group=group),
             }
             if backend == "gloo":  # with another one it is what `gather` does
-                calls["all_gather"] = partial(_ALL_GATHER, whole, part, group=group)
+                calls["all_gather"] = partial(_ALL_GATHER, full_tensor, part, group=group)
             for name, call in calls.items():
-                rates = found.setdefault(name, {}).setdefault(str(count), [])
-                rates.append(whole.nbytes / _usual_seconds(call, device))
-    return found
+                rates = collective_rates.setdefault(name, {}).setdefault(str(count), [])
+                rates.append(full_tensor.nbytes / _usual_seconds(call, device))
+    return collective_rates
 
 
 def _gather(rows: Tensor, place: int, group: dist.ProcessGroup) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipegraph.cost.hardware import OTHER
+from pipegraph.cost.hardware import OTHER_OPERATIONS
 from pipegraph.cost.measured_sizes import Axes, MeasuredSizes, sizes_on
 from pipegraph.cost.roofline.graph_price import trace_aten
 from pipegraph.cost.size_table import SizeTable, Values
@@ -54,7 +54,7 @@ class Stopwatch:
         # The time of a core leaves out what other processes take of it, and knows nothing of other threads or a GPU.
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if alone else time.perf_counter
-        self._other = torch.ones(self.footprint // 4, device=self.device)
+        self._filler = torch.ones(self.footprint // 4, device=self.device)
 
     def seconds(self, run: Callable[[], object]) -> float:
         """The median time of one run."""
@@ -79,7 +79,7 @@ class Stopwatch:
 
     def _sample(self, run: Callable[[], object], count: int) -> float:
         if self.footprint:
-            self._other.sum()
+            self._filler.sum()
         self._wait()
         started = self._clock()
         for _ in range(count):
@@ -115,13 +115,13 @@ def measure_compute_rates(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str,
         inputs = [random(1, sizes.batch, length, head_dim) for _ in range(3)]
         flops = 4 * sizes.batch * length * length * head_dim
         # Backward, the scores are computed again, and four more products.
-        return _both(stopwatch, F.scaled_dot_product_attention, inputs, flops, 2.5 * flops)
+        return _rates(stopwatch, F.scaled_dot_product_attention, inputs, flops, 2.5 * flops)
 
     def convolution(m: int, n: int, k: int) -> list[float]:
         side = round((m / sizes.images) ** 0.5)
         inputs = [random(sizes.images, k // _WINDOW, side, side), random(n, k // _WINDOW, 3, 3)]
         flops = 2 * m * n * k
-        return _both(stopwatch, lambda image, weight: F.conv2d(image, weight, padding=1), inputs, flops, 2 * flops)
+        return _rates(stopwatch, lambda image, weight: F.conv2d(image, weight, padding=1), inputs, flops, 2 * flops)
 
     return (
         _tables(sizes.matrices, matmul, "matmul")
@@ -136,13 +136,13 @@ def _probe(stopwatch: Stopwatch, dtype: torch.dtype) -> Callable[[], Tensor]:
     return lambda: torch.mm(matrix, matrix)
 
 
-def _both(
+def _rates(
     stopwatch: Stopwatch, function: Callable[..., Tensor], inputs: Sequence[Tensor], forward: float, backward: float
 ) -> list[float]:
     """The rates of a forward and a backward that need so many operations."""
     with torch.no_grad():
         first = stopwatch.seconds(lambda: function(*inputs))
-    result = function(*(each.requires_grad_() for each in inputs))
+    result = function(*(tensor.requires_grad_() for tensor in inputs))
     gradient = torch.ones_like(result)
     second = stopwatch.seconds(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
     return [forward / first, backward / second]
@@ -150,11 +150,11 @@ def _both(
 
 def _tables(axes: Axes, measure: Callable[..., list[float]], *kinds: str) -> dict[str, SizeTable]:
     """What is measured at each combination of sizes: one table for each kind."""
-    found = {sizes: measure(*sizes) for sizes in itertools.product(*axes.values())}
+    measurements = {sizes: measure(*sizes) for sizes in itertools.product(*axes.values())}
     return {
         kind: SizeTable(
             {name: tuple(map(float, sizes)) for name, sizes in axes.items()},
-            _nested(list(axes.values()), lambda *sizes, at=index: found[sizes][at]),
+            _nested(list(axes.values()), lambda *sizes, at=index: measurements[sizes][at]),
         )
         for index, kind in enumerate(kinds)
     }
@@ -170,8 +170,8 @@ def measure_bandwidth(stopwatch: Stopwatch) -> SizeTable:
     """Bytes per second of a sum of two tensors, over the bytes it reads and writes: caches, and memory."""
 
     def rate(size: int) -> float:
-        one, other, result = torch.ones(3, size // 12, device=stopwatch.device).unbind()
-        return size / stopwatch.seconds(lambda: torch.add(one, other, out=result))
+        first, second, result = torch.ones(3, size // 12, device=stopwatch.device).unbind()
+        return size / stopwatch.seconds(lambda: torch.add(first, second, out=result))
 
     sizes = stopwatch.sizes.streamed
     return SizeTable({"bytes": tuple(map(float, sizes))}, tuple(map(rate, sizes)))
@@ -214,14 +214,14 @@ def measure_element_rates(stopwatch: Stopwatch) -> dict[str, float]:
     if stopwatch.device.type != "cpu":
         return {}
     cases = _cases(stopwatch.device)
-    whole = compiled([(case.function, case.inputs) for case in cases.values()])
+    runs = compiled([(case.function, case.inputs) for case in cases.values()])
     without = compiled([(case.without, case.inputs) for case in cases.values()])
-    found = {}
-    for (name, case), run, other in zip(cases.items(), whole, without, strict=True):
-        beyond = stopwatch.seconds(run) - stopwatch.seconds(other)
+    rates = {}
+    for (name, case), run, baseline_run in zip(cases.items(), runs, without, strict=True):
+        beyond = stopwatch.seconds(run) - stopwatch.seconds(baseline_run)
         if beyond > 0:
-            found[name] = case.count * case.inputs[0].numel() / beyond
-    return found
+            rates[name] = case.count * case.inputs[0].numel() / beyond
+    return rates
 
 
 def _cases(device: torch.device) -> dict[str, _Case]:
@@ -243,7 +243,7 @@ def _cases(device: torch.device) -> dict[str, _Case]:
         "random": torch.rand_like,
     }
     return {name: _Case(function, (x,)) for name, function in functions.items()} | {
-        OTHER: _Case(_chain_of_products_and_sums, (x,), count=_CHAIN),
+        OTHER_OPERATIONS: _Case(_chain_of_products_and_sums, (x,), count=_CHAIN),
         "write bool": _Case(lambda x: x <= 0, (normal,)),
         "read bool": _Case(lambda mask, x: torch.where(mask, x, 0), (normal > 0, x), without=lambda mask, x: x * 2),
         # What a row is reduced to is needed before the rest of the row's loop, which reads it again.
@@ -279,12 +279,12 @@ def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Cal
     """Functions with their arguments, compiled by Inductor as a stage's are; as they are where it has no compiler."""
     distinct = list(dict.fromkeys((function, tuple(inputs)) for function, inputs in functions))
     modules = [trace_aten(function, inputs) for function, inputs in distinct]
-    made: Sequence[Run | Exception] = []
+    compiled_runs: Sequence[Run | Exception] = []
     if cpp_internals.compiler_is_missing() is None:
-        made = compile_graphs(modules)
+        compiled_runs = compile_graphs(modules)
     runs = {
-        each: internals.boxed(module) if run is None or isinstance(run, Exception) else run
-        for each, module, run in itertools.zip_longest(distinct, modules, made)
+        key: internals.boxed(module) if run is None or isinstance(run, Exception) else run
+        for key, module, run in itertools.zip_longest(distinct, modules, compiled_runs)
     }
     return [partial(_call, runs[function, tuple(inputs)], inputs) for function, inputs in functions]
 

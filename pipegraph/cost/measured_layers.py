@@ -51,11 +51,11 @@ def auto_times(
         keys = (layer_of[index].block.key for index in part.segments)
         around.setdefault(part.block.key, {}).update(dict.fromkeys(key for key in keys if key in measured))
     of_all = _ratio(measured, roofline, (layer.block.key for layer in layers))
-    found = {}
+    times = {}
     for key, inside in around.items():
         ratio = _ratio(measured, roofline, inside) if inside else of_all
-        found[key] = measured.get(key) or _multiplied(roofline[key], ratio)
-    return found
+        times[key] = measured.get(key) or _multiplied(roofline[key], ratio)
+    return times
 
 
 def _layers(parts: SegmentGroups) -> list[SegmentGroup]:
@@ -78,8 +78,8 @@ def _measured(
         took[layer.block.key] += sum(roofline[layer.block.key])
     first = [blocks[key] for key in sorted(blocks, key=took.__getitem__, reverse=True)]
     short = [block for block in first if _is_short(roofline[block.key], setting, within)]
-    found = measure_first(first, _that_fit(short, setting), setting, cache, within)
-    return {key: each.times for key, each in found.items()}
+    block_times = measure_first(first, _that_fit(short, setting), setting, cache, within)
+    return {key: medians.times for key, medians in block_times.items()}
 
 
 def _is_short(times: Times, setting: MeasureOptions, within: float) -> bool:
@@ -91,12 +91,12 @@ def _that_fit(blocks: Sequence[Block], setting: MeasureOptions) -> list[Block]:
     """Return the first blocks that fit the device's memory together."""
     free = free_bytes(torch.device(setting.device))
     limit = float("inf") if free is None else _MEMORY * free
-    held = 0
+    used_bytes = 0
 
     def fits(block: Block) -> bool:
-        nonlocal held
-        held += bytes_to_run(block)
-        return held <= limit
+        nonlocal used_bytes
+        used_bytes += bytes_to_run(block)
+        return used_bytes <= limit
 
     return list(takewhile(fits, blocks))
 
@@ -105,14 +105,14 @@ def _ratio(measured: Mapping[str, Times], roofline: Mapping[str, Times], keys: I
     """Return how many times as long as in the roofline F, I and W of these blocks took, if they were measured. What a
     roofline has none of is as the whole backward."""
     pairs = [(measured[key], roofline[key]) for key in keys if key in measured]
-    took, expected = ([sum(each) for each in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
+    took, expected = ([sum(column) for column in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
     backward = sum(took[1:]) / sum(expected[1:]) if sum(expected[1:]) else took[0] / max(expected[0], 1e-12)
     forward, of_inputs, of_weights = (
-        own / other if own and other else backward for own, other in zip(took, expected, strict=True)
+        actual / priced if actual and priced else backward for actual, priced in zip(took, expected, strict=True)
     )
     return forward, of_inputs, of_weights
 
 
 def _multiplied(times: Times, ratio: Times) -> Times:
-    forward, of_inputs, of_weights = (own * factor for own, factor in zip(times, ratio, strict=True))
+    forward, of_inputs, of_weights = (seconds * factor for seconds, factor in zip(times, ratio, strict=True))
     return forward, of_inputs, of_weights

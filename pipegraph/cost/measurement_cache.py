@@ -14,8 +14,8 @@ from typing import Any
 
 def default_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/pipegraph``, or ``~/.cache/pipegraph`` if that variable is not an absolute path."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "pipegraph"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "pipegraph"
 
 
 class Cache:
@@ -30,13 +30,13 @@ class Cache:
     def get(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the entry of ``key``; None if it is missing or its file is damaged."""
         try:
-            held = json.loads(self._file(key).read_text())
+            record = json.loads(self._file(key).read_text())
         except (OSError, ValueError):
             return None
-        sound = isinstance(held, dict) and held.get("key") == dict(key) and isinstance(held.get("entry"), dict)
-        return held["entry"] if sound else None
+        sound = isinstance(record, dict) and record.get("key") == dict(key) and isinstance(record.get("entry"), dict)
+        return record["entry"] if sound else None
 
-    def put(self, key: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
+    def store(self, key: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
         """Keep an entry. Another process sees the old file or the new one, never a part."""
         text = json.dumps({"key": dict(key), "entry": dict(entry)}, indent=1, sort_keys=True)
         with suppress(OSError):

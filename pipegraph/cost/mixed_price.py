@@ -33,17 +33,17 @@ def mix(models: Mapping[Choice, PricedModel], choices: Sequence[Choice]) -> Pric
     )
     parts = SegmentGroups(first.chain, segments, layers, runs)
     every = range(len(segments))
-    saved, kept, away = (of(parts, every) for of in (saved_bytes, weight_saved_bytes, offloaded_bytes))
+    saved, weight_saved, away = (count(parts, every) for count in (saved_bytes, weight_saved_bytes, offloaded_bytes))
     transient = segment_transient_bytes(parts)
     costs = tuple(
         replace(
             models[choice].costs[index],
             saved_bytes=saved[index],
-            weight_saved_bytes=kept[index],
+            weight_saved_bytes=weight_saved[index],
             offloaded_bytes=away[index],
             transient_bytes=transient[index],
         )
         for index, choice in enumerate(choices)
     )
-    crossing = tuple(models[choices[each.maker]].crossing[number] for number, each in enumerate(first.crossing))
+    crossing = tuple(models[choices[value.maker]].crossing[number] for number, value in enumerate(first.crossing))
     return replace(first, costs=costs, crossing=crossing, parts=parts)

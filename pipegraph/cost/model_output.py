@@ -37,10 +37,10 @@ def output_tensors(structure: Any, path: str = "") -> dict[str, Tensor]:
         items = [(field.name, getattr(structure, field.name)) for field in fields(structure)]
     else:
         return {}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, item in items:
-        found |= output_tensors(item, f"{path}.{key}" if path else key)
-    return found
+        tensors |= output_tensors(item, f"{path}.{key}" if path else key)
+    return tensors
 
 
 def loss_of_pieces(captured: Captured, function: LossOf) -> Loss:

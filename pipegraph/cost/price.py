@@ -65,28 +65,28 @@ class PricedModel:
         once; a tied weight counts in each stage that has it. If no input has a gradient, ``weight_grad`` is the whole
         backward.
         """
-        held = range(start, stop)
+        stage = range(start, stop)
         times = [(cost.forward, cost.input_grad, cost.weight_grad) for cost in self.costs[start:stop]]
-        times += [each.at_ends(held) for each in self.crossing]
-        forward, of_inputs, of_weights = (sum(each) for each in zip(*times, strict=True))
-        comes = start > 0 and self.chain.segments[start - 1].gradient_bytes > 0
-        if not comes:
+        times += [value.at_ends(stage) for value in self.crossing]
+        forward, of_inputs, of_weights = (sum(column) for column in zip(*times, strict=True))
+        has_gradient = start > 0 and self.chain.segments[start - 1].gradient_bytes > 0
+        if not has_gradient:
             of_inputs, of_weights = 0.0, of_inputs + of_weights
         state = dict.fromkeys(node for part in self.parts.segments[start:stop] for node in part.subgraph.state)
         (entries,) = first_uses(self.chain, [list(state)])
-        saved = sum(saved_bytes(self.parts, held))
-        kept = sum(weight_saved_bytes(self.parts, held))
-        if not comes:
-            kept = saved + self.chain.segments[stop - 1].gradient_bytes
+        saved = sum(saved_bytes(self.parts, stage))
+        weight_saved = sum(weight_saved_bytes(self.parts, stage))
+        if not has_gradient:
+            weight_saved = saved + self.chain.segments[stop - 1].gradient_bytes
         if self.method == "parameters":
-            forward, of_inputs, of_weights = _alike(_numel(entries))
+            forward, of_inputs, of_weights = _triple(_numel(entries))
         elif self.method == "memory":
-            forward, of_inputs, of_weights = _alike(parameter_bytes(entries) + saved)
+            forward, of_inputs, of_weights = _triple(parameter_bytes(entries) + saved)
         flops, crossing = sum(cost.flops for cost in self.costs[start:stop]), self.costs[stop - 1].boundary_bytes
         return SegmentCost(
-            forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, kept,
-            parameter_bytes(entries, trained=True), buffer_bytes(entries), sum(offloaded_bytes(self.parts, held)),
-            stage_transient_bytes(self.parts, held, comes), sum(added_bytes(self.parts, held)),
+            forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, weight_saved,
+            parameter_bytes(entries, trained=True), buffer_bytes(entries), sum(offloaded_bytes(self.parts, stage)),
+            stage_transient_bytes(self.parts, stage, has_gradient), sum(added_bytes(self.parts, stage)),
         )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def price(
     again.check_names({fqn for node in captured.nodes for _, fqn in path_of(node)})
     again = again.with_layers(fqn for fqn, entry in captured.state.items() if entry.kind == "parameter")
     begins = begins_of_type(captured, pattern) if name == "type" else ()
-    chain = find_chain(captured, inside_layers=name != "type", kept={*kept, *begins})
+    chain = find_chain(captured, inside_layers=name != "type", cut_positions={*kept, *begins})
     chain.check_stages(stages)
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     is_run = name in ("measured", AUTO)
@@ -139,7 +139,7 @@ def price(
     parts = group_segments(chain, BlockOptions(loss, again, gpu, {} if traced is None else traced))
     blocks = parts.blocks()
     prices = {block.key: _price(block, hardware) for block in blocks}
-    uncounted = sorted({each for three in prices.values() for graph in three for each in graph.uncounted})
+    uncounted = sorted({operation for three in prices.values() for graph in three for operation in graph.uncounted})
     _warn(blocks, uncounted)
     state = first_uses(chain, [part.subgraph.state for part in parts.segments])
     every = range(len(chain.segments))
@@ -148,16 +148,16 @@ def price(
     transient, added = segment_transient_bytes(parts), added_bytes(parts, every)
     crossing: tuple[CrossingValue, ...] = ()
     if name == "type":
-        times = [_alike(sum(each.start <= begin < each.stop for begin in begins)) for each in chain.segments]
+        times = [_triple(sum(segment.start <= begin < segment.stop for begin in begins)) for segment in chain.segments]
     elif name == "parameters":
-        times = [_alike(_numel(each)) for each in state]
+        times = [_triple(_numel(entries)) for entries in state]
     elif name == "memory":
-        times = [_alike(parameter_bytes(each) + bytes) for each, bytes in zip(state, saved, strict=True)]
+        times = [_triple(parameter_bytes(entries) + bytes) for entries, bytes in zip(state, saved, strict=True)]
     else:
         of_blocks = {key: _counted(three, name, hardware) for key, three in prices.items()}
         if name == "measured":
-            found = measure(blocks, setting, cache)
-            of_blocks = {block.key: each.times for block, each in zip(blocks, found, strict=True)}
+            measured = measure(blocks, setting, cache)
+            of_blocks = {block.key: block_times.times for block, block_times in zip(blocks, measured, strict=True)}
         elif name == AUTO:
             of_blocks = auto_times(parts, of_blocks, setting, cache or Cache(), time.perf_counter() - begun)
         times, crossing = segment_times(parts, of_blocks)
@@ -195,12 +195,12 @@ def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, Gr
 
 
 def _counted(graphs: Sequence[GraphPrice], name: str, hardware: Hardware) -> Times:
-    forward, of_inputs, of_weights = (float(each.flops) if name == "flops" else each.seconds for each in graphs)
+    forward, of_inputs, of_weights = (float(graph.flops) if name == "flops" else graph.seconds for graph in graphs)
     times = forward, of_inputs, of_weights
-    return hardware.measured_ratio.of(times) if name in (AUTO, "time") else times
+    return hardware.measured_ratio.corrected_times(times) if name in (AUTO, "time") else times
 
 
-def _alike(weight: float) -> Times:
+def _triple(weight: float) -> Times:
     return weight, weight, weight
 
 

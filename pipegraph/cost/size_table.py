@@ -78,32 +78,32 @@ def _interpolate(values: Values, places: Sequence[tuple[int, float]]) -> float:
     """The logarithm of the figure."""
     if not isinstance(values, tuple):
         return math.log(values)
-    (index, part), *rest = places
-    low = _interpolate(values[index], rest)
-    return low + part * (_interpolate(values[index + 1], rest) - low) if part else low
+    (index, part), *inner_places = places
+    low = _interpolate(values[index], inner_places)
+    return low + part * (_interpolate(values[index + 1], inner_places) - low) if part else low
 
 
 def _checked(values: Any, axes: Sequence[tuple[str, int]], place: str) -> Values:
     """The figures as nested tuples, if they are as many as the sizes. Raises FieldError."""
     if not axes:
         if isinstance(values, bool) or not isinstance(values, (int, float)) or not 0 < values <= 1e30:
-            shown = values if isinstance(values, (int, float, str)) else f"a {type(values).__name__}"
-            raise FieldError(place, f"{str(shown)[:40]!r} must be one positive number")
+            description = values if isinstance(values, (int, float, str)) else f"a {type(values).__name__}"
+            raise FieldError(place, f"{str(description)[:40]!r} must be one positive number")
         return float(values)
-    (name, length), *rest = axes
-    found = len(values) if isinstance(values, (list, tuple)) else 0
-    if found != length:
-        raise FieldError(place, f"it has {found} entries, and there are {length} sizes along {name}")
-    return tuple(_checked(each, rest, f"{place}[{index}]") for index, each in enumerate(values))
+    (name, length), *inner_axes = axes
+    count = len(values) if isinstance(values, (list, tuple)) else 0
+    if count != length:
+        raise FieldError(place, f"it has {count} entries, and there are {length} sizes along {name}")
+    return tuple(_checked(value, inner_axes, f"{place}[{index}]") for index, value in enumerate(values))
 
 
 def _mapped(values: Values, change: Callable[[float], float]) -> Values:
-    return tuple(_mapped(each, change) for each in values) if isinstance(values, tuple) else change(values)
+    return tuple(_mapped(value, change) for value in values) if isinstance(values, tuple) else change(values)
 
 
 def _figures(values: Values) -> Iterator[float]:
     if not isinstance(values, tuple):
         yield values
         return
-    for each in values:
-        yield from _figures(each)
+    for value in values:
+        yield from _figures(value)

@@ -21,13 +21,13 @@ def count_flops(nodes: Iterable[fx.Node]) -> list[int]:
     is made of. Elementwise work counts as zero, as it does in torch, and so does what runs in evaluation mode only.
     """
     counted: dict[str, int] = {}
-    found: list[int] = []
+    flops: list[int] = []
     for node in nodes:
         key = f"{node.target} {fx.map_arg((node.args, node.kwargs), _signature)}"
         if key not in counted:
             counted[key] = _flops(node)
-        found.append(counted[key] if runs_in_training(node) else 0)
-    return found
+        flops.append(counted[key] if runs_in_training(node) else 0)
+    return flops
 
 
 def _signature(node: fx.Node) -> Any:
@@ -36,7 +36,7 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _flops(node: fx.Node) -> int:
-    values = [each.meta.get("val") for each in node.all_input_nodes]
+    values = [input_node.meta.get("val") for input_node in node.all_input_nodes]
     floats = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)
     if not floats or not callable(node.target):
         return 0
@@ -54,13 +54,13 @@ def stage_cost(
     nodes: Iterable[fx.Node], state: Iterable[StateEntry], received: Iterable[fx.Node], sent: Iterable[fx.Node]
 ) -> StageCost:
     """Add up a stage. Operations are counted by torch's own registry (``torch.utils.flop_counter``)."""
-    held = {entry.canonical: entry for entry in state}.values()
+    entries = {entry.canonical: entry for entry in state}.values()
     return StageCost(
         flops=sum(count_flops(nodes)),
-        parameters=sum(entry.numel for entry in held if entry.kind == "parameter"),
-        parameter_bytes=parameter_bytes(held),
-        trained_bytes=parameter_bytes(held, trained=True),
-        buffer_bytes=buffer_bytes(held),
+        parameters=sum(entry.numel for entry in entries if entry.kind == "parameter"),
+        parameter_bytes=parameter_bytes(entries),
+        trained_bytes=parameter_bytes(entries, trained=True),
+        buffer_bytes=buffer_bytes(entries),
         input_bytes=sum(value_bytes(node) for node in received),
         output_bytes=sum(value_bytes(node) for node in sent),
     )

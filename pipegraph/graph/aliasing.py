@@ -27,10 +27,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 def viewed_by(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of an operation may share."""
-    found = _marked_arguments(node, written=False)
-    if found and operator_of(node).cast and found[0].meta["val"].dtype != node.meta["val"].dtype:
+    arguments = _marked_arguments(node, written=False)
+    if arguments and operator_of(node).cast and arguments[0].meta["val"].dtype != node.meta["val"].dtype:
         return []
-    return found
+    return arguments
 
 
 def is_view(node: fx.Node) -> bool:
@@ -55,20 +55,22 @@ def _marked_arguments(node: fx.Node, written: bool) -> list[fx.Node]:
 @cache
 def _marked_names(target: OpOverload, written: bool) -> tuple[str, ...]:
     arguments = schema_arguments(target)
-    return tuple(each.name for each in arguments if each.alias_info and each.alias_info.is_write == written)
+    return tuple(
+        argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write == written
+    )
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
     """The operations that read a node's memory, through views as well."""
-    found: list[fx.Node] = []
+    readers: list[fx.Node] = []
     waiting = [node]
     while waiting:
         current = waiting.pop()
         for user in current.users:
-            found.append(user)
+            readers.append(user)
             if current in viewed_by(user) or current in written_by(user):
                 waiting.append(user)
-    return found
+    return readers
 
 
 def shared_memory(node: fx.Node, beyond_detach: bool = True) -> set[fx.Node]:
@@ -77,19 +79,19 @@ def shared_memory(node: fx.Node, beyond_detach: bool = True) -> set[fx.Node]:
     Args:
         beyond_detach: whether results of ``detach``, and what shares memory only with them, belong to it.
     """
-    waiting, seen = [node], {node}
+    waiting, visited = [node], {node}
     while waiting:
         current = waiting.pop()
         shared = [user for user in current.users if current in (*viewed_by(user), *written_by(user))]
-        for other in (*viewed_by(current), *written_by(current), *shared):
-            if other not in seen and (beyond_detach or not operator_of(other).detaches):
-                seen.add(other)
-                waiting.append(other)
-    return seen
+        for neighbour in (*viewed_by(current), *written_by(current), *shared):
+            if neighbour not in visited and (beyond_detach or not operator_of(neighbour).detaches):
+                visited.add(neighbour)
+                waiting.append(neighbour)
+    return visited
 
 
 def is_stable(node: fx.Node) -> bool:
     """Return whether nothing ever writes into the memory that a value may lie in: a copy is then as good as a view."""
     return not any(
-        written_by(each) or any(each in written_by(user) for user in each.users) for each in shared_memory(node)
+        written_by(alias) or any(alias in written_by(user) for user in alias.users) for alias in shared_memory(node)
     )

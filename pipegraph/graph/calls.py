@@ -115,7 +115,7 @@ def call_values(captured: Captured, members: StageMembers, tree: CallTree, unrea
     returned = members.results_read.get(tree.fqn, set()) if unread else set()
     nodes = tuple(tree.nodes())
     inner = set(nodes)
-    read = dict.fromkeys(node for each in nodes for node in each.all_input_nodes if node not in inner)
+    read = dict.fromkeys(node for operation in nodes for node in operation.all_input_nodes if node not in inner)
     names = captured.names_of
     has_state = not helper_function(tree.call)  # a function is given the parameters that it reads
     foreign = [
@@ -124,7 +124,7 @@ def call_values(captured: Captured, members: StageMembers, tree: CallTree, unrea
         if node.op != "get_attr"
         or not (has_state and any(is_within(name, tree.fqn) for name in names[str(node.target)]))
     ]
-    made = [
+    results = [
         node
         for node in nodes
         if members.read_outside(node, inner)
@@ -134,7 +134,7 @@ def call_values(captured: Captured, members: StageMembers, tree: CallTree, unrea
         tree,
         nodes,
         sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
-        sorted_by_place(made, (result_place(node, tree.call) for node in made)),
+        sorted_by_place(results, (result_place(node, tree.call) for node in results)),
     )
 
 
@@ -171,10 +171,10 @@ class ArgumentPlace:
         """All parameters that took the value."""
         return self.other_names if self.name is None else (self.name, *self.other_names)
 
-    def joined(self, other: ArgumentPlace) -> ArgumentPlace:
+    def joined(self, other_place: ArgumentPlace) -> ArgumentPlace:
         """This place, with the names and positions of another place of the same value in the same call."""
-        names = (name for name in other.names if name not in self.names)
-        orders = (order for order in other.orders if order not in self.orders)
+        names = (name for name in other_place.names if name not in self.names)
+        orders = (order for order in other_place.orders if order not in self.orders)
         return replace(self, other_names=(*self.other_names, *names), other_orders=(*self.other_orders, *orders))
 
 
@@ -226,10 +226,10 @@ def sorted_by_place(
     values: Sequence[fx.Node], places: Iterable[ArgumentPlace | ResultPlace | None]
 ) -> tuple[fx.Node, ...]:
     """Values in the order of their places; values without one come last, in their own order."""
-    known = [
+    numbered_values = [
         (sys.maxsize if place is None else place.order, value) for value, place in zip(values, places, strict=True)
     ]
-    return tuple(value for _, value in sorted(known, key=lambda each: each[0]))
+    return tuple(value for _, value in sorted(numbered_values, key=lambda pair: pair[0]))
 
 
 def copy_places(source: fx.Node, target: fx.Node) -> None:

@@ -101,8 +101,8 @@ def capture(
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, batch_dims)
-        wanted = wanted_sizes(model, *example, dynamic_shapes, declared.rows)
-        return _capture(model, example, wanted, declared, allow_derivative)
+        requested_sizes = wanted_sizes(model, *example, dynamic_shapes, declared.rows)
+        return _capture(model, example, requested_sizes, declared, allow_derivative)
 
 
 def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
@@ -115,8 +115,8 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
-        wanted = wanted_sizes(model, *example, source.dynamic_shapes, declared.rows)
-        return _capture(model, example, wanted, declared, allow_derivative, source.batch, source.seq)
+        requested_sizes = wanted_sizes(model, *example, source.dynamic_shapes, declared.rows)
+        return _capture(model, example, requested_sizes, declared, allow_derivative, source.batch, source.seq)
 
 
 def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False) -> Captured:
@@ -135,8 +135,8 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
-        wanted = wanted_sizes(model, *example, shapes, declared.rows)
-        return _capture(model, example, wanted, declared, allow_derivative, batch, seq, is_written=False)
+        requested_sizes = wanted_sizes(model, *example, shapes, declared.rows)
+        return _capture(model, example, requested_sizes, declared, allow_derivative, batch, seq, is_written=False)
 
 
 def _check(model: nn.Module, example: Example) -> None:
@@ -158,7 +158,7 @@ def _check(model: nn.Module, example: Example) -> None:
 def _capture(
     model: nn.Module,
     example: Example,
-    wanted: WantedSizes,
+    requested_sizes: WantedSizes,
     declared: DeclaredRoles,
     allow_derivative: bool,
     batch: int | None = None,
@@ -179,26 +179,26 @@ def _capture(
     next(phases)
     modules = modules_of(model)
     try:
-        traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
+        traced = trace(model, example, requested_sizes, allow_derivative, not not_trained, declared.dims)
     except CaptureError as error:
         raise (reason_beside(model, *example) or error) from error.__cause__
     roles, traced = _with_roles(model, traced, declared)
-    if roles.fixed and wanted.fixed is not None:
-        wanted = wanted.with_fixed_rows(roles.fixed)
-        traced = trace(model, example, wanted, allow_derivative, not not_trained, declared.dims)
+    if roles.fixed and requested_sizes.fixed is not None:
+        requested_sizes = requested_sizes.with_fixed_rows(roles.fixed)
+        traced = trace(model, example, requested_sizes, allow_derivative, not not_trained, declared.dims)
         roles, traced = _with_roles(model, traced, declared)
     (args, kwargs), exported, graph = traced.example, traced.exported, traced.graph
     state, tensors = traced.state, traced.tensors
     sizes = traced.sizes_of(example, batch, seq)
     dump("export", lambda: str(exported.program))
-    fixed_dimensions = dict(fixed_sizes(exported, traced.sizes, wanted))
+    fixed_dimensions = dict(fixed_sizes(exported, traced.sizes, requested_sizes))
     next(phases)
     training = exported.mode[model]
     if is_written:
         mark_dtypes(graph, exported, model, args, kwargs, traced.names)
         for node in graph.find_nodes(op="get_attr"):
-            own, other = dtypes_of(node)
-            if node.meta["kind"] == "constant" and other not in (None, own):
+            dtype, other_dtype = dtypes_of(node)
+            if node.meta["kind"] == "constant" and other_dtype not in (None, dtype):
                 state[node.target] = replace(state[node.target], follows_model=True)
     run_all_passes(graph, state)
     next(phases)
@@ -211,9 +211,18 @@ def _capture(
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
             return _capture(
-                model, example, wanted, declared, allow_derivative, batch, seq, is_written, error.difference, only_once
+                model,
+                example,
+                requested_sizes,
+                declared,
+                allow_derivative,
+                batch,
+                seq,
+                is_written,
+                error.difference,
+                only_once,
             )
-    if sizes != traced.sizes.of(traced.example):
+    if sizes != traced.sizes.values_in(traced.example):
         run_passes(graph, [partial(resize, sizes=sizes)], state)
     next(phases)
     read = {node.target for node in graph.find_nodes(op="get_attr")}
@@ -232,7 +241,9 @@ def _capture(
         state=state,
         tensors=tensors,
         modules=modules,
-        sizes=replace(wanted.limited(traced.limits(sizes), fixed_dimensions), fixed=tuple(fixed_dimensions.values())),
+        sizes=replace(
+            requested_sizes.limited(traced.limits(sizes), fixed_dimensions), fixed=tuple(fixed_dimensions.values())
+        ),
         training=training,
         not_trained="" if training else not_trained or exported.training_error,
         device_branch=device_branch(model, exported.mode, args, kwargs),
@@ -253,19 +264,21 @@ def _capture(
         )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
-    if only_once or not is_written or wanted.fixed is None:
+    if only_once or not is_written or requested_sizes.fixed is None:
         return captured
     next(phases)
 
-    def again(other: Example) -> Captured:
-        first, own = (each.tensors()[0][1].shape[1:2] for each in (other, example))
-        tokens = seq if first == own else None
-        return _capture(model, other, wanted, declared, allow_derivative, batch, tokens, True, not_trained, True)
+    def again(other_example: Example) -> Captured:
+        first, example_length = (candidate.tensors()[0][1].shape[1:2] for candidate in (other_example, example))
+        tokens = seq if first == example_length else None
+        return _capture(
+            model, other_example, requested_sizes, declared, allow_derivative, batch, tokens, True, not_trained, True
+        )
 
-    by_user = wanted.fixed  # stays fixed
+    by_user = requested_sizes.fixed  # stays fixed
     fixed = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in by_user}
-    others = _other_sizes(captured, model, exported.mode, example, fixed, traced.names.by_dimension, again)
-    return replace(captured, other_sizes=tuple(others))
+    other_sizes = _other_sizes(captured, model, exported.mode, example, fixed, traced.names.by_dimension, again)
+    return replace(captured, other_sizes=tuple(other_sizes))
 
 
 def _with_roles(model: nn.Module, traced: Trace, declared: DeclaredRoles) -> tuple[RoleAssignment, Trace]:
@@ -303,13 +316,17 @@ def _other_sizes(
     modes = [mode, *([modes_of(model).evaluation] if branches else [])]
     for size in unrolled_sizes(model, modes, example, fixed, names):
         try:
-            with warnings.catch_warnings(), listen(lambda what, done, total: None):
+            with warnings.catch_warnings(), listen(lambda task, done, total: None):
                 warnings.simplefilter("ignore")  # they were shown for the example
-                other = again(size.example)
+                variant = again(size.example)
         except CaptureError:
             continue
-        mine, its = captured.sizes, other.sizes
-        is_alike = (mine.lowest, mine.highest, mine.conditions) == (its.lowest, its.highest, its.conditions)
-        if is_alike and captured.not_trained == other.not_trained and size.name not in mine.captured:
+        captured_sizes, variant_sizes = captured.sizes, variant.sizes
+        is_alike = (captured_sizes.lowest, captured_sizes.highest, captured_sizes.conditions) == (
+            variant_sizes.lowest,
+            variant_sizes.highest,
+            variant_sizes.conditions,
+        )
+        if is_alike and captured.not_trained == variant.not_trained and size.name not in captured_sizes.captured:
             places = tuple(fixed[dimension].place for dimension in sorted(size.dimensions))
-            yield OtherSize(size.name, places, size.size, size.lowest, size.other, other)
+            yield OtherSize(size.name, places, size.size, size.lowest, size.other_size, variant)

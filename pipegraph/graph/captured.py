@@ -114,7 +114,7 @@ class OtherSize:
         places: where it is: ``tokens.shape[1]``.
         size: in the example.
         lowest: the smallest one with which the model does the same.
-        other: in the example of ``captured``.
+        captured_size: in the example of ``captured``.
         captured: the model with that size.
     """
 
@@ -122,7 +122,7 @@ class OtherSize:
     places: tuple[str, ...]
     size: int
     lowest: int
-    other: int
+    captured_size: int
     captured: Captured
 
 
@@ -214,11 +214,11 @@ class Captured:
     def pipe_splits(self) -> list[tuple[int, str]]:
         """The model's calls of ``torch.distributed.pipelining.pipe_split()``: the position in ``nodes`` of what runs
         after each, and its line of source."""
-        found: dict[int, tuple[int, str]] = {}
+        splits: dict[int, tuple[int, str]] = {}
         for position, node in enumerate(self.nodes):
             for number, line in enumerate(node.meta.get(PIPE_SPLITS, ())):
-                found.setdefault(number, (position, line))
-        return list(found.values())
+                splits.setdefault(number, (position, line))
+        return list(splits.values())
 
     @property
     def checkpointed(self) -> tuple[str, ...]:
@@ -259,8 +259,10 @@ def own_recompute(captured: Captured) -> Recompute:
     rules: dict[str, str] = {}
     for name in captured.checkpointed:
         container, _, number = name.rpartition(".")
-        others = [each for each in captured.modules if each.rpartition(".")[0] == container and container]
-        is_whole = number.isdecimal() and {*others} <= {*captured.checkpointed}
+        siblings = [
+            module_name for module_name in captured.modules if module_name.rpartition(".")[0] == container and container
+        ]
+        is_whole = number.isdecimal() and {*siblings} <= {*captured.checkpointed}
         rules[f"{container}.*" if is_whole else name] = "block"
     return Recompute.parse(rules or DEFAULT)
 
@@ -307,14 +309,14 @@ def by_mode(training: torch.Tensor, evaluation: torch.Tensor) -> torch.Tensor:
     return training
 
 
-def model_dtype(own: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Mark a dtype that is ``own`` in the model as captured, and ``other`` if it is converted to the other dtype."""
-    return own
+def model_dtype(dtype: torch.dtype, other_dtype: torch.dtype) -> torch.dtype:
+    """Mark a dtype that is ``dtype`` in the captured model, and ``other_dtype`` in the model in the other dtype."""
+    return dtype
 
 
-def model_number(own: torch.dtype, other: torch.dtype, limit: str) -> float:
+def model_number(dtype: torch.dtype, other_dtype: torch.dtype, limit: str) -> float:
     """Mark a number that ``torch.finfo`` says of the model's dtype: ``min`` or ``eps``."""
-    return float(getattr(torch.finfo(own), limit))
+    return float(getattr(torch.finfo(dtype), limit))
 
 
 def in_training(node: fx.Node) -> fx.Node:

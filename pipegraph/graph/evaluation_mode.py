@@ -54,13 +54,13 @@ def add_evaluation_mode(
     Raises:
         EvaluationCaptureError: that cannot be traced, or no branch can hold it.
     """
-    both, both_tensors = dict(state), dict(tensors)
-    same = same_in_both_modes(model, args, kwargs)
-    evaluation = graph if same else _evaluation_graph(model, args, kwargs, exported, names, both, both_tensors)
+    both_state, both_tensors = dict(state), dict(tensors)
+    equal = same_in_both_modes(model, args, kwargs)
+    evaluation = graph if equal else _evaluation_graph(model, args, kwargs, exported, names, both_state, both_tensors)
     settle = partial(settle_fixed_modes, evaluation=evaluation, modules=modules, mode=exported.mode)
     mark = partial(mark_mode_differences, evaluation=evaluation, modules=modules)
     try:
-        run_passes(graph, [settle, mark], both)
+        run_passes(graph, [settle, mark], both_state)
     except OtherGraphError as error:
         line = source_line(error.node)
         raise EvaluationCaptureError(
@@ -70,7 +70,7 @@ def add_evaluation_mode(
             f"the modes differ by more than branches, at {line}",
         ) from error
     for node in graph.find_nodes(op="get_attr"):  # with constants that only evaluation mode reads
-        state[node.target], tensors[node.target] = both[node.target], both_tensors[node.target]
+        state[node.target], tensors[node.target] = both_state[node.target], both_tensors[node.target]
 
 
 def _evaluation_graph(

@@ -112,8 +112,8 @@ def _with_arguments(function: Callable[..., Any]) -> tuple[types.FunctionType, d
     if not isinstance(function, types.FunctionType):
         raise NotPortableError(f"{type(function).__name__} has no source")
     parameters = list(inspect.signature(function).parameters.values())
-    defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
-    names = [each.name for each in parameters]
+    defaults = {param.name: param.default for param in parameters if param.default is not inspect.Parameter.empty}
+    names = [param.name for param in parameters]
     return function, {**defaults, **named, **dict(zip(names, positional, strict=False))}
 
 
@@ -189,8 +189,8 @@ class _Reader(ast.NodeTransformer):
         for position, attribute in enumerate(chain):
             written = self._written(value, source)
             if written is not None:
-                for rest in chain[position:]:
-                    written = ast.Attribute(written, rest.attr, ast.Load())
+                for remaining_attribute in chain[position:]:
+                    written = ast.Attribute(written, remaining_attribute.attr, ast.Load())
                 return written
             if isinstance(value, nn.Module) and attribute.attr == "training":
                 raise NotPortableError(f"it uses {ast.unparse(node)}, which the mode changes")
@@ -242,11 +242,11 @@ class _Reader(ast.NodeTransformer):
         return _number(value)
 
     def _tensor(self, value: Tensor, name: str) -> ast.expr:
-        known = next((key for key, (tensor, _) in self.tensors.items() if tensor is value), None)
-        if known is None:
-            known = f"_tensor_{len(self.tensors)}"
-            self.tensors[known] = value, name
-        return ast.Name(known, ast.Load())
+        tensor_name = next((key for key, (tensor, _) in self.tensors.items() if tensor is value), None)
+        if tensor_name is None:
+            tensor_name = f"_tensor_{len(self.tensors)}"
+            self.tensors[tensor_name] = value, name
+        return ast.Name(tensor_name, ast.Load())
 
 
 def _number(value: Any) -> ast.expr | None:

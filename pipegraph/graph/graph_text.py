@@ -31,17 +31,17 @@ def graph_text(nodes: Iterable[fx.Node], title: str) -> str:
 
 def segments_text(captured: Captured) -> str:
     """The chain of segments, each under its name."""
-    parts = [(each.fqn, captured.nodes[each.start : each.stop]) for each in captured.segments]
+    parts = [(segment.fqn, captured.nodes[segment.start : segment.stop]) for segment in captured.segments]
     return "\n\n".join(graph_text(nodes, f"segment {index}: {fqn}") for index, (fqn, nodes) in enumerate(parts))
 
 
 def stages_text(stages: Sequence[StageGraph], boundaries: Sequence[Boundary]) -> str:
     """The values that cross the cuts, then each stage with its inputs, outputs and state."""
     lines = ["# boundaries"]
-    for each in boundaries:
-        grad = "  requires_grad" if each.requires_grad else ""
-        crossing = f"stage {each.producer} -> stages {list(each.consumers)}{grad}"
-        lines.append(f"{each.node.name}: {value_text(each.node)}  {crossing}")
+    for boundary in boundaries:
+        grad = "  requires_grad" if boundary.requires_grad else ""
+        crossing = f"stage {boundary.producer} -> stages {list(boundary.consumers)}{grad}"
+        lines.append(f"{boundary.node.name}: {value_text(boundary.node)}  {crossing}")
     for stage in stages:
         lines += ["", graph_text(stage.nodes, f"stage {stage.index}{stage.inputs} -> {stage.outputs}")]
         lines += ["# state", *stage.state]
@@ -99,12 +99,12 @@ def stage_modules(captured: Captured, stage: StageGraph) -> list[str]:
     cuts = captured.graph.find_nodes(op="call_function", target=split_point)
     fqn, side = cuts[stage.index - 1].args if stage.index else (None, None)
     begins = str(fqn) if side == SplitPoint.BEGINNING.value else None
-    listed = list(dict.fromkeys(_whole(captured, call_tree(stage.nodes), begins)))
+    listed = list(dict.fromkeys(_module_fqns(captured, call_tree(stage.nodes), begins)))
     named = [run[0] if len(run) == 1 else f"{run[0]} – {run[-1]}" for run in _runs(listed)]
     return named or ["operations of the model itself"]
 
 
-def _whole(captured: Captured, root: CallTree, begins: str | None) -> Iterator[str]:
+def _module_fqns(captured: Captured, root: CallTree, begins: str | None) -> Iterator[str]:
     """Yield the FQNs of calls that hold parameters, and of the one with which the stage begins.
 
     A call that was cut is replaced with the calls inside it; one without any is a part.
@@ -135,6 +135,6 @@ def _runs(names: Sequence[str]) -> list[list[str]]:
     return runs
 
 
-def _follows(before: str, after: str) -> bool:
-    (stem, _, number), (other, _, next_number) = before.rpartition("."), after.rpartition(".")
-    return stem == other and number.isdecimal() and next_number.isdecimal() and int(next_number) == int(number) + 1
+def _follows(name: str, next_name: str) -> bool:
+    (stem, _, number), (next_stem, _, next_number) = name.rpartition("."), next_name.rpartition(".")
+    return stem == next_stem and number.isdecimal() and next_number.isdecimal() and int(next_number) == int(number) + 1

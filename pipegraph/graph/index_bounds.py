@@ -26,13 +26,13 @@ def index_bound(node: fx.Node) -> int | None:
     Of a dynamic size it is the number at capture.
     """
     bounds: list[int] = []
-    waiting, seen = [node], {node}
+    waiting, visited = [node], {node}
     while waiting:
         current = waiting.pop()
         for user in current.users:
             bounds += _bounds(user, current)
-            if operator_of(user).keeps_values and user not in seen:
-                seen.add(user)
+            if operator_of(user).keeps_values and user not in visited:
+                visited.add(user)
                 waiting.append(user)
     return min(map(int, bounds), default=None)
 
@@ -45,7 +45,7 @@ def _bounds(user: fx.Node, index: fx.Node) -> list[int]:
     if user.target is aten.embedding.default and args[1] is index:
         return [shape[0]]
     if user.target is aten.index.Tensor:
-        return [shape[dim] for dim, each in enumerate(args[1]) if each is index]
+        return [shape[dim] for dim, dim_index in enumerate(args[1]) if dim_index is index]
     if len(args) > 2 and args[2] is index and _name(user) in _ALONG:
         return [shape[args[1]]]
     if user.target is aten.take_along_dim.default and args[1] is index and len(args) > 2:
@@ -79,8 +79,8 @@ class RangeLimit(NamedTuple):
         sizes = tuple(self.length.free_symbols)
         if len(sizes) != 1 or not self.length.is_polynomial(*sizes) or sympy.degree(self.length, *sizes) != 1:
             return sympy.true
-        factor, more = self.length.coeff(*sizes), self.length.as_coeff_Add()[0]
-        return sympy.Le(*sizes, (self.rows - more) // factor) if factor > 0 else sympy.true
+        factor, constant = self.length.coeff(*sizes), self.length.as_coeff_Add()[0]
+        return sympy.Le(*sizes, (self.rows - constant) // factor) if factor > 0 else sympy.true
 
 
 def range_limits(graph: fx.Graph) -> Iterator[RangeLimit]:

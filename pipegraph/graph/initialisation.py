@@ -44,31 +44,31 @@ class Initialisation:
     is_usual: bool = False
 
     @classmethod
-    def of(cls, function: str, **arguments: Any) -> Initialisation:
+    def from_call(cls, function: str, **arguments: Any) -> Initialisation:
         """Return the call with these arguments, or a simpler one that does the same."""
         if function == "constant_" and arguments.get("val") in (0, 1):
             return cls("ones_" if arguments["val"] else "zeros_")
         defaults = inspect.signature(getattr(nn.init, function)).parameters
-        given = ((name, value) for name, value in arguments.items() if value != defaults[name].default)
-        return cls(function, tuple(given))
+        non_defaults = ((name, value) for name, value in arguments.items() if value != defaults[name].default)
+        return cls(function, tuple(non_defaults))
 
     @property
     def constant(self) -> float | None:
         """The number that every element is; None if they are random."""
-        known = {"zeros_": 0.0, "ones_": 1.0}
-        return known.get(self.function, dict(self.arguments).get("val"))
+        constants = {"zeros_": 0.0, "ones_": 1.0}
+        return constants.get(self.function, dict(self.arguments).get("val"))
 
     def scaled(self, factor: float) -> Initialisation | None:
         """The initialisation whose values are so many times as large; None if no function has them."""
-        given = dict(self.arguments)
+        arguments = dict(self.arguments)
         if self.constant is not None:
-            return Initialisation.of("constant_", val=self.constant * factor)
+            return Initialisation.from_call("constant_", val=self.constant * factor)
         if self.function == "normal_":
-            mean, std = given.get("mean", 0.0) * factor, given.get("std", 1.0) * abs(factor)
-            return Initialisation.of("normal_", mean=mean, std=std)
+            mean, std = arguments.get("mean", 0.0) * factor, arguments.get("std", 1.0) * abs(factor)
+            return Initialisation.from_call("normal_", mean=mean, std=std)
         if self.function == "uniform_":
-            ends = sorted((given.get("a", 0.0) * factor, given.get("b", 1.0) * factor))
-            return Initialisation.of("uniform_", a=ends[0], b=ends[1])
+            ends = sorted((arguments.get("a", 0.0) * factor, arguments.get("b", 1.0) * factor))
+            return Initialisation.from_call("uniform_", a=ends[0], b=ends[1])
         return None
 
 
@@ -91,25 +91,25 @@ def initialisation_of(model: nn.Module) -> dict[int, Initialisation]:
     memory, by a ``reset_parameters`` of their own or by ``_init_weights`` of a transformers model. A parameter of a
     class outside torch whose elements are all one number is taken to be made so.
     """
-    owners = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
-    marked = {id(each): vars(each)[_MARK] for each in model.parameters() if _MARK in vars(each)}
+    owners = Counter(id(param) for module in model.modules() for param in module.parameters(recurse=False))
+    marked = {id(param): vars(param)[_MARK] for param in model.parameters() if _MARK in vars(param)}
     usual: dict[int, Initialisation] = {}
-    asked: dict[int, Initialisation] = {}
+    by_module: dict[int, Initialisation] = {}
     with torch.random.fork_rng(devices=[]):
         for module in reversed(list(model.modules())):
             if _is_of_torch(module) and can_reset_parameters(module):
                 usual |= _initialised(module, reset_parameters)
             if len(marked) < len(owners):
-                asked |= _asked(model, module)
-    found: dict[int, Initialisation] = {}
+                by_module |= _module_initialisation(model, module)
+    initialisations: dict[int, Initialisation] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             key = id(parameter)
-            values = marked.get(key) or asked.get(key) or (None if _is_of_torch(module) else _constant(parameter))
+            values = marked.get(key) or by_module.get(key) or (None if _is_of_torch(module) else _constant(parameter))
             if values is not None:
                 is_usual = values == usual.get(key) and owners[key] == 1
-                found.setdefault(key, replace(values, is_usual=is_usual))
-    return found
+                initialisations.setdefault(key, replace(values, is_usual=is_usual))
+    return initialisations
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -124,7 +124,7 @@ def _constant(parameter: nn.Parameter) -> Initialisation | None:
         return None
     first = parameter.detach().flatten()[0]
     is_constant = bool(torch.isfinite(first)) and bool((parameter.detach() == first).all())
-    return Initialisation.of("constant_", val=number_of(first)) if is_constant else None
+    return Initialisation.from_call("constant_", val=number_of(first)) if is_constant else None
 
 
 def guess_of(tensor: Tensor) -> Initialisation:
@@ -135,24 +135,24 @@ def guess_of(tensor: Tensor) -> Initialisation:
     as most models of language have it. Numbers of a dtype in which torch draws none are 0.
     """
     if not (tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)):
-        return Initialisation.of("zeros_")
+        return Initialisation.from_call("zeros_")
     values = None if tensor.is_meta else tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
     if values is None or not values.numel() or not bool(torch.isfinite(values).all()):
-        return Initialisation.of("normal_", std=0.02)
+        return Initialisation.from_call("normal_", std=0.02)
     mean = 0.0 if values.is_complex() else values.mean().item()
     std = (values - mean).abs().square().mean().sqrt().item()
     if abs(mean) < 3 * std / math.sqrt(values.numel()):
         mean = 0.0
-    return Initialisation.of("normal_", mean=float(f"{mean:.3g}"), std=float(f"{std:.3g}"))
+    return Initialisation.from_call("normal_", mean=float(f"{mean:.3g}"), std=float(f"{std:.3g}"))
 
 
-def _asked(model: nn.Module, module: nn.Module) -> dict[int, Initialisation]:
+def _module_initialisation(model: nn.Module, module: nn.Module) -> dict[int, Initialisation]:
     """What a module's own function does, and what the model does to it afterwards, by the parameters' ids."""
-    found = _initialised(module, reset_parameters) if can_reset_parameters(module) else {}
+    initialisations = _initialised(module, reset_parameters) if can_reset_parameters(module) else {}
     transformers: Any = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        found |= _initialised(module, partial(initialise_of_transformers, model))
-    return found
+        initialisations |= _initialised(module, partial(initialise_of_transformers, model))
+    return initialisations
 
 
 def _initialised(module: nn.Module, function: Callable[[Any], Any]) -> dict[int, Initialisation]:
@@ -161,15 +161,15 @@ def _initialised(module: nn.Module, function: Callable[[Any], Any]) -> dict[int,
     Nothing is known if it raises an error, because it takes something else or reads values.
     """
     recorder = _Recorder()
-    twins = {id(each): nn.Parameter(_on_meta(each), each.requires_grad) for each in module.parameters()}
-    held: dict[int, Any] = {**twins, **{id(each): _on_meta(each) for each in module.buffers()}}
+    twins = {id(param): nn.Parameter(_on_meta(param), param.requires_grad) for param in module.parameters()}
+    memo: dict[int, Any] = {**twins, **{id(buffer): _on_meta(buffer) for buffer in module.buffers()}}
     try:
-        twin = copy.deepcopy(module, held)
+        twin = copy.deepcopy(module, memo)
         with torch.no_grad(), recorder:
             function(twin)
     except Exception:  # a user's class, which may not be copied, or a function on fake tensors
         return {}
-    return {key: known for key, each in twins.items() if (known := recorder.known(each)) is not None}
+    return {key: call for key, param in twins.items() if (call := recorder.lookup(param)) is not None}
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -187,43 +187,43 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, Initialisation | None] = {}
+        self._initialisations: dict[int, Initialisation | None] = {}
 
     def mark(self, model: nn.Module) -> None:
         for parameter in model.parameters():
-            known = self.known(parameter)
-            if known is not None:
-                setattr(parameter, _MARK, known)
+            call = self.lookup(parameter)
+            if call is not None:
+                setattr(parameter, _MARK, call)
 
-    def known(self, tensor: Tensor) -> Initialisation | None:
-        return self._known.get(storage_identity(tensor))
+    def lookup(self, tensor: Tensor) -> Initialisation | None:
+        return self._initialisations.get(storage_identity(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
+        keywords = kwargs or {}
+        result = func(*args, **keywords)
         name = getattr(func, "__name__", "")
-        first = args[0] if args else given.get("tensor")
+        first = args[0] if args else keywords.get("tensor")
         if getattr(func, "__module__", "") == "torch.nn.init":
             if isinstance(first, Tensor):
-                bound = inspect.signature(func).bind(*args, **given).arguments
+                bound = inspect.signature(func).bind(*args, **keywords).arguments
                 self._write(first, _call_of(name, bound))
         elif isinstance(first, Tensor) and (name in ("__setitem__", "__imul__", "__itruediv__") or _is_in_place(name)):
-            self._write(first, self._written(name, first, args[1:], given))
+            self._write(first, self._written(name, first, args[1:], keywords))
         elif name == "__get__" and isinstance(first, Tensor) and first.is_meta:
             call = _init_call()  # some functions do nothing on the meta device, once they have asked for it
             if call is not None:
                 self._write(first, call)
         elif isinstance(result, Tensor) and not any(
-            isinstance(each, Tensor) and storage_identity(each) == storage_identity(result) for each in args
+            isinstance(arg, Tensor) and storage_identity(arg) == storage_identity(result) for arg in args
         ):
-            self._known[storage_identity(result)] = self._made(name, args, given)
+            self._initialisations[storage_identity(result)] = self._new_values(name, args, keywords)
         return result
 
     def _write(self, tensor: Tensor, values: Initialisation | None) -> None:
         """Note what a tensor holds. A part set to zero is a row for padding, as torch has it."""
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        if whole or values is None or values.constant != 0:
-            self._known[storage_identity(tensor)] = values if whole else None
+        covers_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        if covers_storage or values is None or values.constant != 0:
+            self._initialisations[storage_identity(tensor)] = values if covers_storage else None
 
     def _written(self, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Initialisation | None:
         """What an operation in place leaves in a tensor."""
@@ -233,15 +233,15 @@ class _Recorder(TorchFunctionMode):
         if name in _SCALE | _DIVIDE:
             return self._scaled(name, (tensor, *args))
         if name == "zero_":
-            return Initialisation.of("zeros_")
+            return Initialisation.from_call("zeros_")
         if name == "copy_" and args and isinstance(args[0], Tensor):
-            return self.known(args[0]) if args[0].shape == tensor.shape else None
+            return self.lookup(args[0]) if args[0].shape == tensor.shape else None
         if name == "__setitem__":
             value = args[1] if len(args) > 1 else None
             is_zero = isinstance(value, (int, float)) and value == 0
-            return Initialisation.of("zeros_") if is_zero and args[0] in (slice(None), Ellipsis) else None
+            return Initialisation.from_call("zeros_") if is_zero and args[0] in (slice(None), Ellipsis) else None
         if name in ("requires_grad_", "detach_", "share_memory_"):
-            return self.known(tensor)
+            return self.lookup(tensor)
         functions = {"normal_": ("mean", "std"), "uniform_": ("a", "b"), "fill_": ("val",)}
         if name not in functions:
             return None
@@ -250,32 +250,32 @@ class _Recorder(TorchFunctionMode):
         values.pop("generator", None)
         if not all(isinstance(value, (int, float)) for value in values.values()):
             return None
-        return Initialisation.of(name if name != "fill_" else "constant_", **values)
+        return Initialisation.from_call(name if name != "fill_" else "constant_", **values)
 
-    def _made(self, name: str, args: Any, kwargs: Any) -> Initialisation | None:
+    def _new_values(self, name: str, args: Any, kwargs: Any) -> Initialisation | None:
         """What a new tensor holds."""
         kind = name.removesuffix("_like").removeprefix("new_")
         if kind in ("zeros", "ones"):
-            return Initialisation.of(f"{kind}_")
+            return Initialisation.from_call(f"{kind}_")
         if kind == "full":
             value = kwargs.get("fill_value", args[-1] if args else None)
-            return Initialisation.of("constant_", val=value) if isinstance(value, (int, float)) else None
+            return Initialisation.from_call("constant_", val=value) if isinstance(value, (int, float)) else None
         if kind == "tensor":
             value = args[0] if args else None
-            return Initialisation.of("constant_", val=value) if isinstance(value, (int, float)) else None
+            return Initialisation.from_call("constant_", val=value) if isinstance(value, (int, float)) else None
         if kind in ("randn", "rand"):
-            return Initialisation.of("normal_" if kind == "randn" else "uniform_")
+            return Initialisation.from_call("normal_" if kind == "randn" else "uniform_")
         if name in _COPIES and args:
-            return self.known(args[0])
+            return self.lookup(args[0])
         return self._scaled(name, args) if name in _SCALE | _DIVIDE else None
 
     def _scaled(self, name: str, args: Any) -> Initialisation | None:
-        tensors = [each for each in args if isinstance(each, Tensor)]
-        numbers = [each for each in args if isinstance(each, (int, float)) and not isinstance(each, bool)]
-        known = self.known(tensors[0]) if len(tensors) == 1 and len(numbers) == 1 else None
-        if known is None or (name in _DIVIDE and (numbers[0] == 0 or args[0] is not tensors[0])):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        numbers = [arg for arg in args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+        call = self.lookup(tensors[0]) if len(tensors) == 1 and len(numbers) == 1 else None
+        if call is None or (name in _DIVIDE and (numbers[0] == 0 or args[0] is not tensors[0])):
             return None
-        return known.scaled(1 / numbers[0] if name in _DIVIDE else numbers[0])
+        return call.scaled(1 / numbers[0] if name in _DIVIDE else numbers[0])
 
 
 def _is_in_place(name: str) -> bool:
@@ -285,19 +285,19 @@ def _is_in_place(name: str) -> bool:
 def _init_call() -> Initialisation | None:
     """The call of a function of ``torch.nn.init`` around this one, the outermost one."""
     frame: FrameType | None = inspect.currentframe()
-    found: FrameType | None = None
+    caller: FrameType | None = None
     while frame is not None:
         if frame.f_code.co_filename == nn.init.__file__ and not frame.f_code.co_name.startswith("_"):
-            found = frame
+            caller = frame
         frame = frame.f_back
-    if found is None:
+    if caller is None:
         return None
-    names = inspect.signature(getattr(nn.init, found.f_code.co_name)).parameters
-    return _call_of(found.f_code.co_name, {name: found.f_locals[name] for name in names if name in found.f_locals})
+    names = inspect.signature(getattr(nn.init, caller.f_code.co_name)).parameters
+    return _call_of(caller.f_code.co_name, {name: caller.f_locals[name] for name in names if name in caller.f_locals})
 
 
 def _call_of(function: str, bound: Mapping[str, Any]) -> Initialisation | None:
     arguments = {name: value for name, value in bound.items() if name not in ("tensor", "generator")}
     plain = all(isinstance(value, (bool, int, float, str)) for value in arguments.values())
     finite = all(math.isfinite(value) for value in arguments.values() if isinstance(value, float))
-    return Initialisation.of(function, **arguments) if plain and finite else None
+    return Initialisation.from_call(function, **arguments) if plain and finite else None

@@ -154,8 +154,8 @@ def guards_of(tensor: torch.Tensor) -> list[sympy.Basic]:
     mode = fake_mode_of(tensor)
     if mode is None or mode.shape_env is None:
         return []
-    asked = (guard for guard in mode.shape_env.guards if "_prims_common" not in str(guard.sloc.framework_loc))
-    return [mode.shape_env.replace(guard.expr) for guard in asked]
+    guards = (guard for guard in mode.shape_env.guards if "_prims_common" not in str(guard.sloc.framework_loc))
+    return [mode.shape_env.replace(guard.expr) for guard in guards]
 
 
 def exporting() -> AbstractContextManager[Any]:
@@ -202,20 +202,20 @@ def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None
 
 
 def _with_helpers(
-    frames: traceback.StackSummary, kept: traceback.StackSummary, name_of: Callable[[types.FrameType], str]
+    frames: traceback.StackSummary, torch_frames: traceback.StackSummary, name_of: Callable[[types.FrameType], str]
 ) -> traceback.StackSummary:
     """The frames that torch keeps, and those of others that they call, under other names."""
-    known = {(frame.filename, frame.lineno) for frame in kept}
-    first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in known), len(frames))
+    places = {(frame.filename, frame.lineno) for frame in torch_frames}
+    first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in places), len(frames))
     running = _frames_outside(inspect.currentframe())
     named = []
     for frame in frames[first:]:
-        if (frame.filename, frame.lineno) in known:
+        if (frame.filename, frame.lineno) in places:
             named.append(frame)
         elif not frame.filename.startswith(_LIBRARIES):
             place = (frame.filename, frame.lineno, frame.name)
-            found = next((each for each in running if _place_of(each) == place), None)
-            name = name_of(found) if found is not None else frame.name
+            live_frame = next((candidate for candidate in running if _place_of(candidate) == place), None)
+            name = name_of(live_frame) if live_frame is not None else frame.name
             named.append(traceback.FrameSummary(frame.filename, frame.lineno, name, line=frame.line))
     return traceback.StackSummary.from_list(named)
 
@@ -296,9 +296,9 @@ def replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Itera
     thread replacements nest.
     """
     with CAPTURE_LOCK:
-        before = vars(owner)[name]
-        is_classmethod = isinstance(before, (classmethod, types.ClassMethodDescriptorType))
-        original = _function_of(before)
+        attribute = vars(owner)[name]
+        is_classmethod = isinstance(attribute, (classmethod, types.ClassMethodDescriptorType))
+        original = _function_of(attribute)
         thread = threading.get_ident()
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -311,7 +311,7 @@ def replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Itera
         try:
             yield
         finally:
-            setattr(owner, name, before)
+            setattr(owner, name, attribute)
 
 
 def _function_of(attribute: Any) -> Callable[..., Any]:
@@ -347,5 +347,5 @@ def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Callable[..., Any]]]:
 def backward_hooks_of(module: nn.Module) -> list[tuple[str, Callable[..., Any]]]:
     """The hooks of the backward of a module, with the methods that register them. Torch has no public list of them."""
     method = "register_full_backward_hook" if module._is_full_backward_hook else "register_backward_hook"
-    before = [("register_full_backward_pre_hook", hook) for hook in module._backward_pre_hooks.values()]
-    return before + [(method, hook) for hook in module._backward_hooks.values()]
+    pre_hooks = [("register_full_backward_pre_hook", hook) for hook in module._backward_pre_hooks.values()]
+    return pre_hooks + [(method, hook) for hook in module._backward_hooks.values()]

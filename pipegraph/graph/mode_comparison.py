@@ -50,37 +50,37 @@ class ModeComparison:
         self._graph = graph
         self._evaluation = evaluation
         self._modules = modules
-        self._found = ModeDifferences(graph, self._is_own)
+        self._differences = ModeDifferences(graph, self._is_own)
         self.in_every_mode: list[fx.Node] = []
         self.outputs: Any = None
         self.more_outputs: list[fx.Node] = []
         inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
         state = {node.target: node for node in graph.find_nodes(op="get_attr")}
         for node in evaluation.nodes:
-            same = inputs.get(node.target) if node.op == "placeholder" else state.get(node.target)
+            training_node = inputs.get(node.target) if node.op == "placeholder" else state.get(node.target)
             if node.op in ("placeholder", "get_attr"):
-                self._found.pair(node, same if same is not None else node)
+                self._differences.pair(node, training_node if training_node is not None else node)
         self._last = next(node for node in graph.nodes if node.op == "output")
         self._compare()
 
     @property
     def differences(self) -> Sequence[ModeDifference]:
-        return self._found.differences
+        return self._differences.differences
 
     def value_of(self, twin: fx.Node) -> fx.Node:
         """The value of training mode that one of evaluation mode is; itself if training mode does not make it."""
-        return self._found.value_of(twin)
+        return self._differences.value_of(twin)
 
     def _compare(self) -> None:
         """Find the branches and what is read after them."""
-        own, other = (
+        training_tree, evaluation_tree = (
             call_tree([node for node in graph.nodes if node.op == "call_function"])
             for graph in (self._graph, self._evaluation)
         )
-        self._align(own.items, other.items, ())
+        self._align(training_tree.items, evaluation_tree.items, ())
         self._compare_outputs(next(node for node in self._evaluation.nodes if node.op == "output"))
-        self._found.settle()
-        for difference in self._found.differences:
+        self._differences.settle()
+        for difference in self._differences.differences:
             while (call := self._call_around(difference)) is not None:
                 difference.path = (*difference.path, call)
 
@@ -96,15 +96,15 @@ class ModeComparison:
         if difference.evaluation or difference.runs_in_both or len(calls) != 1 or calls == {()}:
             return None
         ((call,),) = calls
-        readers = {reader for each in difference.phis.values() for reader, _ in each}
+        readers = {reader for uses in difference.phis.values() for reader, _ in uses}
         passes_on = all(
             result_place(value, call[0]) is not None
-            and argument_place(other, call[0]) is not None
+            and argument_place(evaluation_value, call[0]) is not None
             and readers.union(nodes).issuperset(value.users)
-            for value, other in difference.phis
+            for value, evaluation_value in difference.phis
         )
-        whole = difference.phis and nodes[-1].next is difference.before
-        return call if whole and passes_on and mentions_mode(type(self._modules[call[1]].module)) else None
+        covers_call = difference.phis and nodes[-1].next is difference.anchor
+        return call if covers_call and passes_on and mentions_mode(type(self._modules[call[1]].module)) else None
 
     def _compare_outputs(self, output: fx.Node) -> None:
         """Compare what the modes return.
@@ -113,71 +113,71 @@ class ModeComparison:
         returns, too; or stands in the place of one of the same form that evaluation mode does not return; or it is an
         output more, which both modes compute.
         """
-        own: Any = self._last.args[0]
+        outputs: Any = self._last.args[0]
         leaves: Any = output.args[0]
         nested_alike = self._last.meta.get(STRUCTURE) == output.meta.get(STRUCTURE)
-        if nested_alike and all(map(_same_leaf, own, leaves)):
+        if nested_alike and all(map(_same_leaf, outputs, leaves)):
             self._compare_arguments(self._last, output)
             return
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, fx.Node):
                 raise OtherGraphError(self._last.all_input_nodes[-1])
         values = [None if leaf is None else self.value_of(leaf) for leaf in leaves]
-        returned = {self._found.effective(node): place for place, node in enumerate(own) if node is not None}
-        chosen = [None if value is None else returned.get(self._found.effective(value)) for value in values]
+        returned = {self._differences.effective(node): place for place, node in enumerate(outputs) if node is not None}
+        chosen = [None if value is None else returned.get(self._differences.effective(value)) for value in values]
         for index, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if value is not None and chosen[index] is None:
-                chosen[index] = self._place_of(leaf, value, own, chosen)
+                chosen[index] = self._place_of(leaf, value, outputs, chosen)
         if all(place is None for place in chosen):
             raise OtherGraphError(self._last.all_input_nodes[-1])
-        for place, node in enumerate(own):
+        for place, node in enumerate(outputs):
             if place not in chosen:
-                self._found.run_in_both(node)
+                self._differences.run_in_both(node)
         self.outputs = pytree.tree_unflatten(chosen, output.meta[STRUCTURE])
 
-    def _place_of(self, leaf: fx.Node, value: fx.Node, own: Sequence[Any], chosen: Sequence[int | None]) -> int:
+    def _place_of(self, leaf: fx.Node, value: fx.Node, outputs: Sequence[Any], chosen: Sequence[int | None]) -> int:
         """The place among the outputs of one that evaluation mode alone returns."""
-        nodes = [node for node in own if node is not None]
-        for place, node in enumerate(own):
-            if node is not None and place not in chosen and own.count(node) == 1 and same_form(node, value):
-                self._found.compare(self._last, nodes.index(node), node, leaf)
+        nodes = [node for node in outputs if node is not None]
+        for place, node in enumerate(outputs):
+            if node is not None and place not in chosen and outputs.count(node) == 1 and same_form(node, value):
+                self._differences.compare(self._last, nodes.index(node), node, leaf)
                 return place
-        self._found.run_in_both(value)
+        self._differences.run_in_both(value)
         self.more_outputs.append(value)
-        return len(own) + len(self.more_outputs) - 1
+        return len(outputs) + len(self.more_outputs) - 1
 
     def _is_own(self, node: fx.Node) -> bool:
         """Return whether the model itself runs an operation, and no layer of torch.nn."""
         path = path_of(node)
         return not path or not follows_mode(self._modules[path[-1][1]].module)
 
-    def _align(self, own: Sequence[_Item], other: Sequence[_Item], path: tuple[tuple[str, str], ...]) -> None:
+    def _align(self, call_items: Sequence[_Item], twins: Sequence[_Item], path: tuple[tuple[str, str], ...]) -> None:
         """Pair what two calls run, and collect what only one of them runs."""
-        every, own, other = own, *(list(filter(_does_something, items)) for items in (own, other))
-        matcher = SequenceMatcher(None, list(map(_key, own)), list(map(_key, other)), autojunk=False)
+        every, call_items, twins = call_items, *(list(filter(_does_something, items)) for items in (call_items, twins))
+        matcher = SequenceMatcher(None, list(map(_key, call_items)), list(map(_key, twins)), autojunk=False)
         for kind, start, stop, other_start, other_stop in matcher.get_opcodes():
             if kind == "equal":
-                for item, twin in zip(own[start:stop], other[other_start:other_stop], strict=True):
+                for item, twin in zip(call_items[start:stop], twins[other_start:other_stop], strict=True):
                     self._pair(item, twin)
                 continue
-            training = [node for item in own[start:stop] for node in _nodes(item)]
-            evaluation = [node for item in other[other_start:other_stop] for node in _nodes(item)]
-            before = next(_nodes(own[stop])) if stop < len(own) else list(_nodes(every[-1]))[-1].next
-            self._found.add(ModeDifference(before, path, self._with_transparent(training, before), evaluation))
+            training = [node for item in call_items[start:stop] for node in _nodes(item)]
+            evaluation = [node for item in twins[other_start:other_stop] for node in _nodes(item)]
+            anchor = next(_nodes(call_items[stop])) if stop < len(call_items) else list(_nodes(every[-1]))[-1].next
+            self._differences.add(ModeDifference(anchor, path, self._with_transparent(training, anchor), evaluation))
 
-    def _with_transparent(self, nodes: list[fx.Node], before: fx.Node) -> list[fx.Node]:
-        """Operations of a branch, and the dropouts of their results before ``before``."""
-        found = list(nodes)
-        node = nodes[0] if nodes else before
-        while node is not before:
-            if node not in nodes and is_transparent(node) and node.args[0] in found:
-                found.append(node)
+    def _with_transparent(self, nodes: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
+        """Operations of a branch, and the dropouts of their results before ``anchor``."""
+        operations = list(nodes)
+        node = nodes[0] if nodes else anchor
+        while node is not anchor:
+            if node not in nodes and is_transparent(node) and node.args[0] in operations:
+                operations.append(node)
             node = node.next
-        return found
+        return operations
 
     def _pair(self, item: _Item, twin: _Item) -> None:
         if isinstance(item, fx.Node) and isinstance(twin, fx.Node):
-            self._found.pair(twin, item)
+            self._differences.pair(twin, item)
             self._compare_arguments(item, twin)
             if _drops_or_trains(item) and _drops_or_trains(twin):
                 self.in_every_mode.append(item)
@@ -187,34 +187,34 @@ class ModeComparison:
             else:
                 self._align(item.items, twin.items, path_of(next(item.nodes()))[: _depth(item)])
 
-    def _pair_calls(self, own: CallTree, other: CallTree) -> None:
+    def _pair_calls(self, training_call: CallTree, twin_call: CallTree) -> None:
         """Pair what two calls of a module of torch.nn, which follows its mode itself, read and return."""
-        calls = [_Call(tree, graph) for tree, graph in ((own, self._graph), (other, self._evaluation))]
-        if any(len(one) != len(two) for one, two in zip(calls[0].values, calls[1].values, strict=True)):
-            raise OtherGraphError(next(own.nodes()))
+        calls = [_Call(tree, graph) for tree, graph in ((training_call, self._graph), (twin_call, self._evaluation))]
+        if any(len(values) != len(two) for values, two in zip(calls[0].values, calls[1].values, strict=True)):
+            raise OtherGraphError(next(training_call.nodes()))
         (reads, results), (other_reads, other_results) = (call.values for call in calls)
         for value, twin in zip(reads, other_reads, strict=True):
-            for node in own.nodes():
+            for node in training_call.nodes():
                 if value in node.all_input_nodes:
-                    self._found.compare(node, None, value, twin)
+                    self._differences.compare(node, None, value, twin)
         for result, twin in zip(results, other_results, strict=True):
-            self._found.pair(twin, result)
+            self._differences.pair(twin, result)
 
     def _compare_arguments(self, node: fx.Node, twin: fx.Node) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
         twins = [leaf for leaf in pytree.tree_leaves((twin.args, twin.kwargs)) if isinstance(leaf, fx.Node)]
         if len(leaves) != len(twins):
             raise OtherGraphError(node)
-        for position, (value, other) in enumerate(zip(leaves, twins, strict=True)):
-            self._found.compare(node, position, value, other)
+        for position, (value, twin_value) in enumerate(zip(leaves, twins, strict=True)):
+            self._differences.compare(node, position, value, twin_value)
 
     def _follows_mode(self, tree: CallTree) -> bool:
         """Return whether a call is of a module of torch.nn, which holds no module of the model's own."""
         called = (tree, *tree.descendants())
-        modules = (self._modules[each.fqn].module for each in called if each.fqn in self._modules)
+        modules = (self._modules[call.fqn].module for call in called if call.fqn in self._modules)
         containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-        own = type(self._modules[tree.fqn].module) if tree.fqn in self._modules else nn.Module
-        return own not in containers and all(map(follows_mode, modules))
+        module_class = type(self._modules[tree.fqn].module) if tree.fqn in self._modules else nn.Module
+        return module_class not in containers and all(map(follows_mode, modules))
 
 
 class _Call:
@@ -224,13 +224,13 @@ class _Call:
 
     def __init__(self, tree: CallTree, graph: fx.Graph) -> None:
         inside = set(tree.nodes())
-        reads = dict.fromkeys(each for node in inside for each in node.all_input_nodes if each not in inside)
+        reads = dict.fromkeys(parent for node in inside for parent in node.all_input_nodes if parent not in inside)
         position = {node: index for index, node in enumerate(graph.nodes)}
         foreign = sorted(filter(_is_no_state, reads), key=position.__getitem__)
-        made = [node for node in filter(_is_no_state, tree.nodes()) if any(user not in inside for user in node.users)]
+        values = [node for node in filter(_is_no_state, tree.nodes()) if any(user not in inside for user in node.users)]
         self.values = (
             sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
-            sorted_by_place(made, (result_place(node, tree.call) for node in made)),
+            sorted_by_place(values, (result_place(node, tree.call) for node in values)),
         )
 
 
@@ -268,11 +268,11 @@ def _key(item: _Item) -> object:
 def _plain_arguments(node: fx.Node) -> Any:
     """The arguments of an operation that are no values, without those that follow the mode."""
     named = arguments_of(node) if isinstance(node.target, OpOverload) else dict(enumerate(node.args))
-    kept = {name: value for name, value in named.items() if name not in _FOLLOWS_MODE}
+    arguments = {name: value for name, value in named.items() if name not in _FOLLOWS_MODE}
     if any_layout(node) is aten.reshape.default:  # a view in one mode may be a reshape in the other
-        kept.pop("size", None)
-        kept.pop("shape", None)
-    return pytree.tree_map(_plain, kept)
+        arguments.pop("size", None)
+        arguments.pop("shape", None)
+    return pytree.tree_map(_plain, arguments)
 
 
 def _plain(leaf: Any) -> Any:
@@ -281,8 +281,8 @@ def _plain(leaf: Any) -> Any:
     return leaf.text if isinstance(leaf, SymbolicSize) else leaf
 
 
-def _same_leaf(one: Any, other: Any) -> bool:
+def _same_leaf(leaf: Any, twin_leaf: Any) -> bool:
     """Return whether two outputs are of the same form, or the same constant."""
-    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-        return same_form(one, other)
-    return type(one) is type(other) and one == other
+    if isinstance(leaf, fx.Node) and isinstance(twin_leaf, fx.Node):
+        return same_form(leaf, twin_leaf)
+    return type(leaf) is type(twin_leaf) and leaf == twin_leaf

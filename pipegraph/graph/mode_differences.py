@@ -37,7 +37,7 @@ class ModeDifference:
     """Operations of one call that one mode runs and the other does not.
 
     Attributes:
-        before: the operation of the training graph before which it lies.
+        anchor: the operation of the training graph before which it lies.
         path: of the call.
         training, evaluation: its operations.
         phis: (value in training mode, value in evaluation mode) of what is read after it → where it is read. A value
@@ -45,7 +45,7 @@ class ModeDifference:
         runs_in_both: whether both modes run its operations all the same, because no branch can hold them.
     """
 
-    before: fx.Node
+    anchor: fx.Node
     path: _Path
     training: list[fx.Node]
     evaluation: list[fx.Node]
@@ -80,18 +80,18 @@ class ModeDifferences:
 
     def compare(self, reader: fx.Node, position: int | None, value: fx.Node, twin: fx.Node) -> None:
         """Note that a reader gets other values in the two modes, if it does."""
-        other = self.value_of(twin)
-        if self.effective(value) is not self.effective(other):
-            self._join(reader, position, value, other)
+        twin_value = self.value_of(twin)
+        if self.effective(value) is not self.effective(twin_value):
+            self._join(reader, position, value, twin_value)
 
-    def _join(self, reader: fx.Node, position: int | None, value: fx.Node, other: fx.Node) -> None:
-        ends = [self._difference_of[node] for node in (value, other) if node in self._difference_of]
-        branch = max(ends, key=self.differences.index) if ends else self._choice(reader, value, other)
-        branch.phis.setdefault((value, other), []).append((reader, position))
+    def _join(self, reader: fx.Node, position: int | None, value: fx.Node, twin_value: fx.Node) -> None:
+        ends = [self._difference_of[node] for node in (value, twin_value) if node in self._difference_of]
+        branch = max(ends, key=self.differences.index) if ends else self._choice(reader, value, twin_value)
+        branch.phis.setdefault((value, twin_value), []).append((reader, position))
 
-    def _choice(self, reader: fx.Node, value: fx.Node, other: fx.Node) -> ModeDifference:
+    def _choice(self, reader: fx.Node, value: fx.Node, twin_value: fx.Node) -> ModeDifference:
         """A branch that runs nothing, and chooses between two values that both modes make."""
-        path = _choice_path(reader, value, other)
+        path = _choice_path(reader, value, twin_value)
         branch = ModeDifference(_beginning(reader, len(path)), path, [], [])
         self.add(branch)
         self._choices.add(branch)
@@ -125,18 +125,18 @@ class ModeDifferences:
         branch = self._difference_of.get(node)
         if branch is None:
             return
-        needed = _needed(node, branch)
-        for each in needed:
-            draws = each in branch.evaluation and not is_transparent(each) and _draws(each)
-            if self._is_own(each) and ("writes" in each.meta or draws):
-                raise OtherGraphError(each)
-            del self._difference_of[each]
-        (own, training), (other, evaluation) = (
-            ([each for each in side if each in needed], [each for each in side if each not in needed])
+        sources = _source_operations(node, branch)
+        for operation in sources:
+            draws = operation in branch.evaluation and not is_transparent(operation) and _draws(operation)
+            if self._is_own(operation) and ("writes" in operation.meta or draws):
+                raise OtherGraphError(operation)
+            del self._difference_of[operation]
+        (common_training, training), (common_evaluation, evaluation) = (
+            ([member for member in side if member in sources], [member for member in side if member not in sources])
             for side in (branch.training, branch.evaluation)
         )
         branch.training, branch.evaluation = training, evaluation
-        common = ModeDifference(branch.before, branch.path, own, other, runs_in_both=True)
+        common = ModeDifference(branch.anchor, branch.path, common_training, common_evaluation, runs_in_both=True)
         self.differences.insert(self.differences.index(branch), common)
 
     def settle(self) -> None:
@@ -150,23 +150,23 @@ class ModeDifferences:
         if node is not None:
             self.run_in_both(node)
             return True
-        for (value, other), readers in branch.phis.items():
-            if not same_form(value, other):
-                raise OtherGraphError(other if other in self._difference_of else value)
-            foreign = [each for each in (value, other) if self._difference_of.get(each, branch) is not branch]
-            own = [each for each in (value, other) if self._difference_of.get(each) is not branch]
-            late = any(self._position.get(each, -1) >= self._position[branch.before] for each in own)
+        for (value, twin_value), readers in branch.phis.items():
+            if not same_form(value, twin_value):
+                raise OtherGraphError(twin_value if twin_value in self._difference_of else value)
+            foreign = [side for side in (value, twin_value) if self._difference_of.get(side, branch) is not branch]
+            outer_values = [side for side in (value, twin_value) if self._difference_of.get(side) is not branch]
+            late = any(self._position.get(side, -1) >= self._position[branch.anchor] for side in outer_values)
             if foreign:
                 self.run_in_both(foreign[0])
                 return True
             if late:
                 if branch in self._choices:
                     raise OtherGraphError(value)
-                del branch.phis[value, other]
+                del branch.phis[value, twin_value]
                 self.run_in_both(value)
-                self.run_in_both(other)
-                choice = self._choice(readers[0][0], value, other)
-                choice.phis[value, other] = readers
+                self.run_in_both(twin_value)
+                choice = self._choice(readers[0][0], value, twin_value)
+                choice.phis[value, twin_value] = readers
                 return True
         return False
 
@@ -188,7 +188,7 @@ class ModeDifferences:
 
     def _is_joined(self, value: fx.Node, source: ModeDifference, reader: ModeDifference) -> bool:
         """Return whether a value of a branch is known after it, where another branch reads it."""
-        is_earlier = self._position[source.before] <= self._position[reader.before]
+        is_earlier = self._position[source.anchor] <= self._position[reader.anchor]
         return is_earlier and any(value in phi for phi in source.phis)
 
 
@@ -213,46 +213,46 @@ def written_value(node: fx.Node) -> fx.Node:
     return node
 
 
-def same_form(node: fx.Node, other: fx.Node) -> bool:
+def same_form(node: fx.Node, other_node: fx.Node) -> bool:
     """Return whether two values have the same dtype and sizes."""
-    values = node.meta["val"], other.meta["val"]
+    values = node.meta["val"], other_node.meta["val"]
     if not all(isinstance(value, torch.Tensor) for value in values):
         return False
-    return bool(values[0].dtype == values[1].dtype and tuple(shape_of(node)) == tuple(shape_of(other)))
+    return bool(values[0].dtype == values[1].dtype and tuple(shape_of(node)) == tuple(shape_of(other_node)))
 
 
-def _needed(node: fx.Node, branch: ModeDifference) -> set[fx.Node]:
+def _source_operations(node: fx.Node, branch: ModeDifference) -> set[fx.Node]:
     """The operations of a branch from which a value is made: whole calls of modules."""
     inside = {*branch.training, *branch.evaluation}
     depth = len(branch.path)
-    needed: set[fx.Node] = set()
+    sources: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         current = waiting.pop()
-        if current in inside and current not in needed:
-            needed.add(current)
+        if current in inside and current not in sources:
+            sources.add(current)
             call = path_of(current)[depth : depth + 1]
-            together = [each for each in inside if call and path_of(each)[depth : depth + 1] == call]
+            together = [member for member in inside if call and path_of(member)[depth : depth + 1] == call]
             waiting += [*current.all_input_nodes, *together]
-    return needed
+    return sources
 
 
 def _draws(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _choice_path(reader: fx.Node, value: fx.Node, other: fx.Node) -> _Path:
+def _choice_path(reader: fx.Node, value: fx.Node, twin_value: fx.Node) -> _Path:
     """The innermost call around a reader in which both of two values are known, made there or given to it."""
     path = path_of(reader)
-    depth = max(_common_depth(path, path_of(node)) for node in (value, other))
-    while depth < len(path) and all(argument_place(node, path[depth][0]) is not None for node in (value, other)):
+    depth = max(_common_depth(path, path_of(node)) for node in (value, twin_value))
+    while depth < len(path) and all(argument_place(node, path[depth][0]) is not None for node in (value, twin_value)):
         depth += 1
     return path[:depth]
 
 
-def _common_depth(path: Sequence[object], other: Sequence[object]) -> int:
+def _common_depth(path: Sequence[object], other_path: Sequence[object]) -> int:
     """How many calls two paths have in common."""
-    pairs = zip(path, other, strict=False)
+    pairs = zip(path, other_path, strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 

@@ -27,7 +27,7 @@ MODULE_ATTRIBUTES: Final = frozenset(dir(nn.Module()))
 """What every module has, such as ``half`` and ``training``: a buffer or an argument of that name would hide it."""
 
 _LONGEST: Final = 4000  # characters; a manifest takes a few more
-_SHOWN: Final = 40
+_EXCERPT_LENGTH: Final = 40
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, torch.Tensor]]:
@@ -66,7 +66,7 @@ def modules_of(model: nn.Module) -> dict[str, ModuleEntry]:
             class_name=type(module).__name__,
             training=module.training,
             source=lines[type(module)],
-            modes=modes.of(module),
+            modes=modes.mode_pair(module),
             module=module,
         )
         for fqn, module in model.named_modules(remove_duplicate=False)
@@ -76,8 +76,8 @@ def modules_of(model: nn.Module) -> dict[str, ModuleEntry]:
 def _first_line(cls: type) -> str:
     """``file.py:line`` of a class outside torch, or nothing. Only the file's name, so that output does not depend on a
     machine's folders."""
-    found = class_text(cls)
-    return "" if found is None or _TORCH in found.file.parents else f"{found.file.name}:{found.line}"
+    source = class_text(cls)
+    return "" if source is None or _TORCH in source.file.parents else f"{source.file.name}:{source.line}"
 
 
 def inputs_of(
@@ -122,9 +122,9 @@ def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:
     leaves: list[str | None] = []
     for value in values[: spec.num_leaves]:
         if value is not None and not isinstance(value, fx.Node):
-            what = repr(value) if isinstance(value, (bool, int, float, str)) else "a number that it computes"
+            description = repr(value) if isinstance(value, (bool, int, float, str)) else "a number that it computes"
             raise CaptureError(
-                f"The model returns {what}, which is neither a tensor nor None.\nTry: return tensors only."
+                f"The model returns {description}, which is neither a tensor nor None.\nTry: return tensors only."
             )
         leaves.append(None if value is None else label_of(value))
     if not any(leaves):
@@ -152,8 +152,8 @@ def class_text(cls: type) -> ClassText | None:
         return None
     linecache.checkcache(file)
     lines = linecache.getlines(file)
-    found = _classes("".join(lines)).get(cls.__qualname__)
-    return None if found is None else ClassText(Path(file), found[0], "".join(lines[found[0] - 1 : found[1]]))
+    span = _classes("".join(lines)).get(cls.__qualname__)
+    return None if span is None else ClassText(Path(file), span[0], "".join(lines[span[0] - 1 : span[1]]))
 
 
 def is_layer_of_torch(cls: type) -> bool:
@@ -177,11 +177,11 @@ def _classes(source: str) -> dict[str, tuple[int, int]]:
         tree = ast.parse(source)
     except SyntaxError:
         return {}
-    found: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for name, node in _definitions(tree, ""):
-        first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-        found.setdefault(name, (first, node.end_lineno or first))
-    return found
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        spans.setdefault(name, (first, node.end_lineno or first))
+    return spans
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
@@ -231,17 +231,17 @@ def _keys(structure: Any) -> Iterator[str]:
 
 
 def _check(kind: str, name: str) -> None:
-    shown = one_line(name[:_SHOWN]) + ("…" if len(name) > _SHOWN else "")
+    excerpt = one_line(name[:_EXCERPT_LENGTH]) + ("…" if len(name) > _EXCERPT_LENGTH else "")
     if len(name) > _LONGEST:
         problem = f"has {len(name)} characters, and {_LONGEST} at most can be written"
     elif any("\ud800" <= character <= "\udfff" for character in name):
         problem = "holds half a character, which cannot be written: \\ud800 to \\udfff stand in pairs"
     else:
         return
-    raise CaptureError(f'The name of the {kind} "{shown}" {problem}.\nTry: rename it in the model.')
+    raise CaptureError(f'The name of the {kind} "{excerpt}" {problem}.\nTry: rename it in the model.')
 
 
 def mentions_mode(cls: type[nn.Module]) -> bool:
     """Return whether the source of a class asks for its mode."""
-    own = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
-    return any(found is None or ".training" in found.text for found in map(class_text, own))
+    user_classes = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
+    return any(source is None or ".training" in source.text for source in map(class_text, user_classes))

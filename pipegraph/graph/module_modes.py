@@ -22,7 +22,7 @@ class ModuleModes(NamedTuple):
     training: Modes
     evaluation: Modes
 
-    def of(self, module: nn.Module) -> tuple[bool, bool]:
+    def mode_pair(self, module: nn.Module) -> tuple[bool, bool]:
         """The mode of one module after both."""
         return self.training[module], self.evaluation[module]
 

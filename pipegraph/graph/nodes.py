@@ -116,7 +116,7 @@ def number_of(tensor: torch.Tensor) -> Any:
     if not isinstance(number, float):
         return number
     shorter = (float(f"{number:.{digits}g}") for digits in range(1, 17))
-    return next((each for each in shorter if torch.tensor(each, dtype=tensor.dtype).item() == number), number)
+    return next((decimal for decimal in shorter if torch.tensor(decimal, dtype=tensor.dtype).item() == number), number)
 
 
 def value_bytes(node: fx.Node) -> int:

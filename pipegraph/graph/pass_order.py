@@ -78,11 +78,11 @@ def run_passes(graph: fx.Graph, passes: Sequence[Pass], state: Mapping[str, Stat
         prefix: what the names of dumped files begin with.
     """
     verifier = GraphVerifier(state) if verifying() else None
-    for each in passes:
-        name = getattr(each, "func", each).__name__
+    for graph_pass in passes:
+        name = getattr(graph_pass, "func", graph_pass).__name__
         begin = perf_counter()
-        each(graph)
+        graph_pass(graph)
         seconds = perf_counter() - begin
         dump(prefix + name, lambda: graph_text(graph.nodes, f"{name}: {format_seconds(seconds)}"))  # noqa: B023
         if verifier is not None:
-            verifier.check(graph, each, name)
+            verifier.check(graph, graph_pass, name)

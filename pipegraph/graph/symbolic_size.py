@@ -38,12 +38,12 @@ class UnknownSizeError(Exception):
 
     Attributes:
         size: the size.
-        whole: the one that it is a part of, if that is known.
+        parent: the one that it is a part of, if that is known.
     """
 
-    def __init__(self, size: sympy.Expr, whole: sympy.Expr | None = None) -> None:
+    def __init__(self, size: sympy.Expr, parent: sympy.Expr | None = None) -> None:
         super().__init__(str(size))
-        self.size, self.whole = size, whole
+        self.size, self.whole = size, parent
 
 
 InputDimension = tuple[int, int]
@@ -112,10 +112,10 @@ class SymbolicSize(int):
 
     def __new__(cls, expression: sympy.Expr, symbols: Mapping[sympy.Symbol, int]) -> SymbolicSize:
         expression = _without_exact_divisions(sympy.expand(expression))
-        own = {symbol: symbols[symbol] for symbol in sorted(expression.free_symbols, key=str)}
-        made = super().__new__(cls, _evaluate(expression, tuple(own.items())))
-        made.expression, made.symbols = expression, MappingProxyType(own)
-        return made
+        sizes = {symbol: symbols[symbol] for symbol in sorted(expression.free_symbols, key=str)}
+        size = super().__new__(cls, _evaluate(expression, tuple(sizes.items())))
+        size.expression, size.symbols = expression, MappingProxyType(sizes)
+        return size
 
     @property
     def text(self) -> str:
@@ -165,16 +165,16 @@ def fold(
     """
 
     def build(part: sympy.Expr) -> T:
-        found = leaf(part)
-        if found is not None:
-            return found
+        leaf_value = leaf(part)
+        if leaf_value is not None:
+            return leaf_value
         if isinstance(part, sympy.Add):
             return total(part)
         if isinstance(part, sympy.Mul):
             factors = sorted(part.as_ordered_factors(), key=lambda factor: factor.is_Float)  # n * 0.5, but 2 * n
-            return reduce(lambda left, right: combine("*", left, right), map(build, factors))
+            return reduce(lambda product, right: combine("*", product, right), map(build, factors))
         if isinstance(part, sympy.Pow):
-            return reduce(lambda left, right: combine("*", left, right), [build(part.base)] * int(part.exp))
+            return reduce(lambda product, right: combine("*", product, right), [build(part.base)] * int(part.exp))
         name = type(part).__name__
         if name == TO_FLOAT:
             return build(part.args[0])
@@ -188,12 +188,12 @@ def fold(
 
     def total(part: sympy.Add) -> T:
         """The sum, with terms that are added before those that are subtracted."""
-        first, *others = sorted(part.as_ordered_terms(), key=_is_negative)
-        made = build(first)
-        for term in others:
+        first, *terms = sorted(part.as_ordered_terms(), key=_is_negative)
+        subtotal = build(first)
+        for term in terms:
             negative = _is_negative(term)
-            made = combine("-" if negative else "+", made, build(-term if negative else term))
-        return made
+            subtotal = combine("-" if negative else "+", subtotal, build(-term if negative else term))
+        return subtotal
 
     return build(expression)
 
@@ -207,13 +207,13 @@ def expression_text(expression: sympy.Expr) -> str:
             return repr(float(part))
         return str(part) if part.is_Integer or part.is_Symbol else None
 
-    def combine(symbol: str, left: str, right: str) -> str:
+    def combine(symbol: str, left_operand: str, right: str) -> str:
         if symbol in FUNCTIONS.values():
-            return f"{symbol}({left}, {right})"
-        is_sum = " + " in left or " - " in left
-        left = f"({left})" if is_sum and symbol not in "+-" else left
+            return f"{symbol}({left_operand}, {right})"
+        is_sum = " + " in left_operand or " - " in left_operand
+        left_operand = f"({left_operand})" if is_sum and symbol not in "+-" else left_operand
         right = f"({right})" if " " in right and symbol != "+" else right
-        return f"{left} {symbol} {right}"
+        return f"{left_operand} {symbol} {right}"
 
     return fold(expression, leaf, combine, lambda function, argument: f"{function}({argument})")
 

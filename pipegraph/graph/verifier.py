@@ -47,13 +47,13 @@ class GraphVerifier:
         self._passes: list[Pass] = []
         self._computed: dict[fx.Node, tuple[object, ...]] = {}
 
-    def check(self, graph: fx.Graph, after: Pass, name: str) -> None:
+    def check(self, graph: fx.Graph, graph_pass: Pass, name: str) -> None:
         """Check the graph after a pass.
 
         Raises:
             InvalidGraphError: names the pass, the node, its line of the model's source and the rule.
         """
-        self._passes.append(after)
+        self._passes.append(graph_pass)
         nodes = list(graph.nodes)
         position = {node: index for index, node in enumerate(nodes)}
         for rule in (_problems_of_order, self._problems_of_content):
@@ -104,17 +104,17 @@ class GraphVerifier:
 
     def _problems_of_value(self, node: fx.Node) -> Iterator[str]:
         values = [node.meta["val"], *(parent.meta["val"] for parent in node.all_input_nodes)]
-        before = self._computed.get(node)
+        previous_call = self._computed.get(node)
         now = (node.target, node.args, node.kwargs, node.meta["regions"], tuple(map(id, values)), values)
-        if before is not None and before[:-1] == now[:-1]:
+        if previous_call is not None and previous_call[:-1] == now[:-1]:
             return
         self._computed[node] = now  # with the values, so that their ids stay theirs
         try:
-            made = _run(node)
+            output = _run(node)
         except Exception as error:  # whatever an operation raises on arguments that do not fit
             yield f"cannot run: {type(error).__name__}: {error}"
             return
-        promised, actual = _type(node.meta["val"]), _type(made)
+        promised, actual = _type(node.meta["val"]), _type(output)
         if promised != actual:
             yield f"has the value {promised} in its metadata, and its operation gives {actual}"
 
@@ -153,7 +153,7 @@ def _run(node: fx.Node) -> Any:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
         may_write = isinstance(node.target, OpOverload) and is_mutable(node.target)
         args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda each: _fresh(each.meta["val"]) if may_write else each.meta["val"]
+            (node.args, node.kwargs), lambda parent: _fresh(parent.meta["val"]) if may_write else parent.meta["val"]
         )
         tensors = [leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
         if tensors:

@@ -28,9 +28,9 @@ def autocast_number(device: str) -> int:
 def autocast_as(state: AutocastState) -> Iterator[None]:
     """Run the inside under this state of autocast."""
     with ExitStack() as stack:
-        for device, wanted, current in zip(_DEVICES, state, autocast_state(), strict=True):
-            if wanted != current:
-                enabled, dtype = wanted
+        for device, device_state, current in zip(_DEVICES, state, autocast_state(), strict=True):
+            if device_state != current:
+                enabled, dtype = device_state
                 stack.enter_context(torch.autocast(device, dtype, enabled))
         yield
 

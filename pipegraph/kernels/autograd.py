@@ -52,8 +52,8 @@ class AutogradKernels(StageKernels):
     def draw_from(self, keys: DrawKeys) -> None:
         self._keys = keys
 
-    def compute_in(self, dtype: torch.dtype, kept: Collection[str]) -> None:
-        self._copies = ComputedCopies(self._stage, dtype, kept)
+    def compute_in(self, dtype: torch.dtype, uncast_names: Collection[str]) -> None:
+        self._copies = ComputedCopies(self._stage, dtype, uncast_names)
 
     def begin(self) -> None:
         self._state = None
@@ -64,9 +64,9 @@ class AutogradKernels(StageKernels):
         # Each input becomes a leaf: the graph of this microbatch ends here.
         leaves = tuple(
             value.detach().requires_grad_()
-            if differentiable and (wanted or (isinstance(value, Tensor) and value.requires_grad))
+            if differentiable and (needs_grad or (isinstance(value, Tensor) and value.requires_grad))
             else None
-            for value, wanted in zip(inputs, self._input_gradients, strict=True)
+            for value, needs_grad in zip(inputs, self._input_gradients, strict=True)
         )
         with self._drawing(), torch.set_grad_enabled(differentiable):
             with self._computing():
@@ -80,8 +80,8 @@ class AutogradKernels(StageKernels):
             check_gradients(outputs, self._output_gradients)
         ends = outputs if loss is None else (*outputs, loss)
         saved = _GraphEnds(leaves, tuple(map(_edge, ends))) if differentiable else None
-        own = None if loss is None else loss.detach()
-        return Forward(tuple(map(_detached, outputs)), own, saved, metrics=metrics)
+        detached_loss = None if loss is None else loss.detach()
+        return Forward(tuple(map(_detached, outputs)), detached_loss, saved, metrics=metrics)
 
     def backward(self, saved: _GraphEnds, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         pairs = [
@@ -111,11 +111,11 @@ class AutogradKernels(StageKernels):
         if self._state is None:
             self._state = ModuleState(self._stage.modules())
             self._copies.renew(self._state.tensors())
-        before = self._copies.versions()
+        previous_versions = self._copies.versions()
         with self._in_place():
             yield
         with torch.no_grad():
-            self._copies.write_back(written(before, self._copies.versions()))
+            self._copies.write_back(written(previous_versions, self._copies.versions()))
 
     def _in_place(self) -> AbstractContextManager[None]:
         """A context in which the stage's modules hold the copies: a backward may run a part of the forward again."""
@@ -129,9 +129,9 @@ class AutogradKernels(StageKernels):
             return
         pairs = list(zip(self._state.tensors(), self._copies.tensors(), strict=True))
         with torch.no_grad():
-            accumulate((own, copy.grad) for own, copy in pairs if copy is not own and copy.grad is not None)
-        for own, copy in pairs:
-            if copy is not own:
+            accumulate((tensor, copy.grad) for tensor, copy in pairs if copy is not tensor and copy.grad is not None)
+        for original, copy in pairs:
+            if copy is not original:
                 copy.grad = None
 
     def _drawing(self) -> AbstractContextManager[None]:
@@ -139,7 +139,7 @@ class AutogradKernels(StageKernels):
         if keys is None:
             return nullcontext()
         draws = RandomOps(self._stage, LOSS, key=lambda position: keys.key(*numbered(draws.modules, position)))
-        return draws.found()
+        return draws.replacing()
 
 
 def _edge(output: Any) -> GradientEdge | None:

@@ -54,8 +54,8 @@ def decompositions(inductor: bool) -> Mapping[Any, Any]:
     table = without_cpu_pools(inductor_internals.inductor_decompositions()) if inductor else {}
     if inductor and not torch.cuda.is_initialized():
         cpp_internals.preparing_headers()
-    other = table.get(convolution_backward, lambda *args: NotImplemented)
-    return {**table, convolution_backward: functools.partial(separate_gradients, other)}
+    decomposition = table.get(convolution_backward, lambda *args: NotImplemented)
+    return {**table, convolution_backward: functools.partial(separate_gradients, decomposition)}
 
 
 def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:

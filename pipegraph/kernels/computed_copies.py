@@ -24,12 +24,12 @@ class ComputedCopies:
     Args:
         stage: whose tensors of floats have copies.
         dtype: of the copies.
-        kept: the names of the tensors that the stage computes with as they are.
+        uncast_names: the names of the tensors that the stage computes with as they are.
     """
 
-    def __init__(self, stage: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-        self._stage, self._dtype, self._kept = stage, dtype, frozenset(kept)
-        self._of: list[Tensor] = []
+    def __init__(self, stage: nn.Module, dtype: torch.dtype, uncast_names: Collection[str]) -> None:
+        self._stage, self._dtype, self._uncast_names = stage, dtype, frozenset(uncast_names)
+        self._tensors: list[Tensor] = []
         self._copies: list[Tensor | None] = []
 
     def renew(self, tensors: Iterable[Tensor]) -> None:
@@ -38,25 +38,29 @@ class ComputedCopies:
             self._renew(list(tensors))
 
     def _renew(self, tensors: list[Tensor]) -> None:
-        if [id(each) for each in tensors] != [id(each) for each in self._of]:
+        if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._tensors]:
             named = (*self._stage.named_parameters(), *self._stage.named_buffers())
-            copied = {id(each) for name, each in named if name not in self._kept and each.is_floating_point()}
-            self._copies = [self._copy(each) if id(each) in copied else None for each in tensors]
-            self._of = tensors
-        pairs = [(copy, local(each)) for each, copy in zip(tensors, self._copies, strict=True) if copy is not None]
+            copied = {
+                id(tensor) for name, tensor in named if name not in self._uncast_names and tensor.is_floating_point()
+            }
+            self._copies = [self._copy(tensor) if id(tensor) in copied else None for tensor in tensors]
+            self._tensors = tensors
+        pairs = [(copy, local(tensor)) for tensor, copy in zip(tensors, self._copies, strict=True) if copy is not None]
         if pairs:
-            copy_all(*(list(each) for each in zip(*pairs, strict=True)))
-        for each, copy in zip(tensors, self._copies, strict=True):
+            copy_all(*(list(column) for column in zip(*pairs, strict=True)))
+        for original, copy in zip(tensors, self._copies, strict=True):
             if copy is not None:
-                copy.requires_grad_(each.requires_grad)
+                copy.requires_grad_(original.requires_grad)
 
     def tensors(self) -> list[Tensor]:
         """The tensors as they are computed with, in order. Of a DTensor it is the part of this rank."""
-        return [local(each) if copy is None else copy for each, copy in zip(self._of, self._copies, strict=True)]
+        return [
+            local(tensor) if copy is None else copy for tensor, copy in zip(self._tensors, self._copies, strict=True)
+        ]
 
     def versions(self) -> list[int]:
         """How often each has been written to."""
-        return [version(each) for each in self.tensors()]
+        return [version(tensor) for tensor in self.tensors()]
 
     def write_back(self, places: Iterable[int]) -> None:
         """Give tensors that a forward has written to, such as running means, what it has written.
@@ -66,13 +70,13 @@ class ComputedCopies:
         for place in places:
             copy = self._copies[place] if place < len(self._copies) else None
             if copy is not None:
-                local(self._of[place]).copy_(copy)
+                local(self._tensors[place]).copy_(copy)
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
-        own = local(tensor.detach())
-        return None if own.dtype == self._dtype else torch.empty_like(own, dtype=self._dtype)
+        shard = local(tensor.detach())
+        return None if shard.dtype == self._dtype else torch.empty_like(shard, dtype=self._dtype)
 
 
-def written(before: Sequence[int], after: Sequence[int]) -> list[int]:
+def written(old_versions: Sequence[int], new_versions: Sequence[int]) -> list[int]:
     """The places of what was written to in between, by two calls of `versions`."""
-    return [place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    return [place for place, (old, new) in enumerate(zip(old_versions, new_versions, strict=True)) if old != new]

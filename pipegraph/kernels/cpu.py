@@ -16,9 +16,9 @@ _LARGEST: Final = 512 * 2**20
 
 def threads_per_rank(ranks: int) -> int:
     """``OMP_NUM_THREADS`` if it is set; else this process's cores, shared out equally; at least one."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 

@@ -54,15 +54,15 @@ def products_of(kernel_graph: KernelGraph, gradients: Collection[str]) -> dict[s
     graph = kernel_graph.module.graph
     (end,) = graph.find_nodes(op="output")
     names = {node: name for node, name in zip(end.args[0], kernel_graph.outputs, strict=True) if name in gradients}
-    found = find_products(names, [node for node in graph.nodes if node.op == "call_function"])
-    return {names[product.gradient]: product for product in found}
+    products = find_products(names, [node for node in graph.nodes if node.op == "call_function"])
+    return {names[product.gradient]: product for product in products}
 
 
 def find_products(gradients: Collection[fx.Node], nodes: Sequence[fx.Node]) -> list[FoundProduct]:
     """Return of some nodes of a graph the products that are gradients and that no other node reads."""
     among = set(nodes)
-    found = (_find_product(node, among) for node in nodes if node in gradients)
-    return [product for product in found if product is not None]
+    candidates = (_find_product(node, among) for node in nodes if node in gradients)
+    return [product for product in candidates if product is not None]
 
 
 def apart_from_graph(
@@ -78,22 +78,22 @@ def apart_from_graph(
 
 
 def _find_product(gradient: fx.Node, among: Collection[fx.Node]) -> FoundProduct | None:
-    node, after = gradient, []
+    node, transpositions = gradient, []
     while _is_transposition(node):
-        after.append(node)
+        transpositions.append(node)
         node = node.all_input_nodes[0]
-    chain = (*after, node)
-    if node.target is not aten.mm.default or any(each not in among or len(each.users) > 1 for each in chain):
+    chain = (*transpositions, node)
+    if node.target is not aten.mm.default or any(member not in among or len(member.users) > 1 for member in chain):
         return None
     operands: Any = node.args
     views: dict[fx.Node, None] = {}
     for operand in operands:
-        before = []
+        operand_views = []
         while operand in among and is_view(operand):
-            before.append(operand)
+            operand_views.append(operand)
             operand = operand.all_input_nodes[0]
-        views |= dict.fromkeys(reversed(before))
-    return FoundProduct(gradient, chain, len(after) % 2 == 1, operands, tuple(views))
+        views |= dict.fromkeys(reversed(operand_views))
+    return FoundProduct(gradient, chain, len(transpositions) % 2 == 1, operands, tuple(views))
 
 
 class GradientProduct:

@@ -134,12 +134,12 @@ class SeededKernels(Protocol):
 class LowPrecisionKernels(Protocol):
     """Kernels that can compute in another dtype than that of the stage's parameters."""
 
-    def compute_in(self, dtype: torch.dtype, kept: Collection[str]) -> None:
+    def compute_in(self, dtype: torch.dtype, uncast_names: Collection[str]) -> None:
         """Compute with copies of the stage's tensors of floats in this dtype, and add gradients up in their own.
 
         Called once, before all else.
 
         Args:
-            kept: the names of the tensors that the stage computes with as they are.
+            uncast_names: the names of the tensors that the stage computes with as they are.
         """
         ...

@@ -67,14 +67,14 @@ def storage_identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def add_all(tensors: list[Tensor], others: list[Tensor]) -> None:
+def add_all(tensors: list[Tensor], addends: list[Tensor]) -> None:
     """Add tensors in place, as one operation on a GPU. Optimizers of torch do so too, by the same private function."""
-    torch._foreach_add_(tensors, others)
+    torch._foreach_add_(tensors, addends)
 
 
-def copy_all(tensors: list[Tensor], others: list[Tensor]) -> None:
+def copy_all(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others of any dtype, as one operation on a GPU, by a private function as `add_all`."""
-    torch._foreach_copy_(tensors, others)
+    torch._foreach_copy_(tensors, sources)
 
 
 def zero_all(tensors: list[Tensor]) -> None:
@@ -123,8 +123,8 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def hook_dicts(module: nn.Module) -> dict[str, dict[int, Any]]:
     """Return the hooks on a module's calls by kind and number. There is no public way to ask for them."""
-    held = vars(module)
-    return {name: held[name] for name in _HOOKS if held.get(name)}
+    namespace = vars(module)
+    return {name: namespace[name] for name in _HOOKS if namespace.get(name)}
 
 
 def hook_numbers(module: nn.Module) -> tuple[int, ...]:
@@ -138,8 +138,8 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     So have those of what torch's composable functions, `fully_shard` among them, note of a module.
     """
     places = {"_parameters", "_buffers", "_modules", *_ALL_HOOKS}
-    held = vars(module).items()
-    return {name: item for name, item in held if name not in places and not name.startswith("__composable_api_")}
+    items = vars(module).items()
+    return {name: item for name, item in items if name not in places and not name.startswith("__composable_api_")}
 
 
 def rnn_weight_lists(module: nn.Module) -> dict[str, Any]:
@@ -294,11 +294,11 @@ class GraphSources:
         from torch.fx import graph_module
 
         self._sources: dict[str, str] = graph_module._loader.eval_cache
-        self._earlier = {*self._sources}
+        self._old_names = {*self._sources}
 
     def release_with(self, owner: object) -> None:
         """Remove those of the graphs that were made until now when this object is gone."""
-        weakref.finalize(owner, _remove_sources, self._sources, self._sources.keys() - self._earlier).atexit = False
+        weakref.finalize(owner, _remove_sources, self._sources, self._sources.keys() - self._old_names).atexit = False
 
 
 def _remove_sources(sources: dict[str, str], names: Iterable[str]) -> None:

@@ -44,10 +44,10 @@ class KernelCount:
         where = f"{self.name} (stage {', '.join(map(str, self.stages))})"
         parts = [f"{self.static} static", f"{self.symbolic} symbolic"]
         parts += [f"{self.autograd} left to autograd"] if self.autograd else []
-        conditions = [" and ".join(each) for each in self.conditions if each]
+        conditions = [" and ".join(terms) for terms in self.conditions if terms]
         parts[-1] += f" ({'; '.join(self.reasons)})" if self.reasons else ""
         parts += self.inlined
-        return f"{where}: {', '.join(parts)}{''.join(f'; for {each}' for each in conditions)}"
+        return f"{where}: {', '.join(parts)}{''.join(f'; for {condition}' for condition in conditions)}"
 
 
 def kernels_report(kernels: Mapping[int, StageKernels]) -> list[KernelCount]:
@@ -55,23 +55,23 @@ def kernels_report(kernels: Mapping[int, StageKernels]) -> list[KernelCount]:
     counts: list[KernelCount] = []
     blocks: dict[Any, dict[DividedFunction, None]] = {}
     stages: dict[Any, dict[int, None]] = {}
-    for stage, each in kernels.items():
-        if not isinstance(each, TracedKernels):
+    for stage, stage_kernels in kernels.items():
+        if not isinstance(stage_kernels, TracedKernels):
             continue
-        for variants in each.by_kind:
+        for variants in stage_kernels.by_kind:
             functions = [variant.divided for variant in variants.every if variant is not None]
-            left = len(variants.every) - len(functions)
-            counts.append(_count(each.name, (stage,), functions, left, tuple(variants.reasons)))
+            autograd_count = len(variants.every) - len(functions)
+            counts.append(_count(stage_kernels.name, (stage,), functions, autograd_count, tuple(variants.reasons)))
             for block in (block for function in functions for block in _blocks(function)):
                 blocks.setdefault(block.family, {})[block] = None
                 stages.setdefault(block.family, {})[stage] = None
     return counts + [
-        _count(next(iter(found)).name, tuple(stages[family]), list(found), 0) for family, found in blocks.items()
+        _count(next(iter(members)).name, tuple(stages[family]), list(members), 0) for family, members in blocks.items()
     ]
 
 
 def _count(
-    name: str, stages: tuple[int, ...], functions: list[DividedFunction], left: int, reasons: tuple[str, ...] = ()
+    name: str, stages: tuple[int, ...], functions: list[DividedFunction], autograd: int, reasons: tuple[str, ...] = ()
 ) -> KernelCount:
     symbolic = [function for function in functions if function.sizes]
     inlined = {name: why for function in functions for name, why in function.inlined.items()}
@@ -80,7 +80,7 @@ def _count(
         stages,
         len(functions) - len(symbolic),
         len(symbolic),
-        left,
+        autograd,
         tuple(tuple(function.sizes.described()) for function in symbolic),
         reasons,
         tuple(f"{name} in it compiled at each call ({why})" for name, why in inlined.items()),

@@ -94,15 +94,15 @@ def check_loss(value: Any) -> None:
     if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
         return
     if not isinstance(value, Tensor):
-        what = f"a {type(value).__name__}" if value is not None else "nothing"
+        description = f"a {type(value).__name__}" if value is not None else "nothing"
         is_number = isinstance(value, (bool, int, float, complex))
         advice = "return it as a tensor, without .item()" if is_number else "return loss, or (loss, metrics)"
     elif value.dim():
-        what, advice = f"a tensor of shape {list(value.shape)}", "take its mean"
+        description, advice = f"a tensor of shape {list(value.shape)}", "take its mean"
     else:
-        what, advice = "a complex number", "take its real part, or its absolute value"
+        description, advice = "a complex number", "take its real part, or its absolute value"
     raise PipegraphError(
-        f"loss_fn(output, target) returned {what}; a step needs a tensor of one number.\nTry: {advice}."
+        f"loss_fn(output, target) returned {description}; a step needs a tensor of one number.\nTry: {advice}."
     )
 
 
@@ -134,7 +134,7 @@ def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) ->
 
 def check_memory(tensors: Iterable[Any]) -> None:
     """Raise PipegraphError if a result is no tensor with numbers in it."""
-    if any(isinstance(each, Tensor) and internals.is_fake(each) for each in tensors):
+    if any(isinstance(tensor, Tensor) and internals.is_fake(tensor) for tensor in tensors):
         raise PipegraphError(
             "the stage or loss_fn reads a tensor that it made when it was called first, which was to trace it: there "
             "are no numbers in it.\nTry: make that tensor before the first step, or kernels='autograd'."
@@ -162,13 +162,13 @@ def objects_held_by(loss: Loss | None) -> list[Any]:
     """
     names: set[str] = set()
     while True:  # code that comes later may name an attribute of an object that came before
-        known = len(names)
+        name_count = len(names)
         objects = _objects(loss, names)
-        if len(names) == known:
+        if len(names) == name_count:
             break
-    files = {id(values): values for each in objects if (values := _namespace(each)) is not None}
-    held = [each for each in objects if not isinstance(each, types.ModuleType)]
-    return [*held, *(Namespace(values, frozenset(names)) for values in files.values())]
+    files = {id(values): values for candidate in objects if (values := _namespace(candidate)) is not None}
+    objects_read = [candidate for candidate in objects if not isinstance(candidate, types.ModuleType)]
+    return [*objects_read, *(Namespace(values, frozenset(names)) for values in files.values())]
 
 
 def _namespace(value: Any) -> dict[str, Any] | None:
@@ -187,7 +187,7 @@ def _objects(loss: Loss | None, names: set[str]) -> list[Any]:
             continue
         objects[id(value)] = value
         if type(value).__module__.startswith("torch.") and not isinstance(value, (nn.Module, Tensor)):
-            waiting += [each for each in vars(value).values() if isinstance(each, Tensor)]
+            waiting += [attribute for attribute in vars(value).values() if isinstance(attribute, Tensor)]
         else:
             waiting += _read_by(value, names)
     return list(objects.values())
@@ -220,7 +220,7 @@ def _read_by(value: Any, names: set[str]) -> Iterable[Any]:
     if isinstance(value, types.ModuleType):
         return [item for name, item in vars(value).items() if name in names]
     called = (getattr(type(value), name, None) for name in ("__call__", *sorted(names)))
-    read = [item for each in called if isinstance(each, types.FunctionType) for item in _read_by(each, names)]
+    read = [item for method in called if isinstance(method, types.FunctionType) for item in _read_by(method, names)]
     attributes = getattr(value, "__dict__", {})
     return [*read, *(item for name, item in attributes.items() if name in names)]
 

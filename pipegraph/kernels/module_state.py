@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from pipegraph.kernels import internals
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
-from pipegraph.kernels.symbolic.symbolic_sizes import same
+from pipegraph.kernels.symbolic.symbolic_sizes import are_equal
 
 
 @dataclass(frozen=True)
 class _TensorPlace:
-    """The place of a tensor in a module: `held` is the module's dict of parameters or of buffers."""
+    """The place of a tensor in a module: `tensors` is the module's dict of parameters or of buffers."""
 
     module: nn.Module
-    held: dict[str, Tensor | None]
+    tensors: dict[str, Tensor | None]
     name: str
 
 
@@ -31,10 +31,10 @@ class ModuleState:
         modules = list(modules)
         places: dict[int, list[_TensorPlace]] = {}
         for module in modules:
-            for held in internals.tensor_dicts(module):
-                for name, tensor in held.items():
+            for tensors in internals.tensor_dicts(module):
+                for name, tensor in tensors.items():
                     if tensor is not None:
-                        places.setdefault(id(tensor), []).append(_TensorPlace(module, held, name))
+                        places.setdefault(id(tensor), []).append(_TensorPlace(module, tensors, name))
         self._places = list(places.values())
         self._recurrent = [module for module in modules if internals.rnn_weight_lists(module)]
 
@@ -43,7 +43,7 @@ class ModuleState:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the modules hold now, which may be others than when this was made."""
-        return [places[0].held[places[0].name] for places in self._places]  # type: ignore[misc]
+        return [places[0].tensors[places[0].name] for places in self._places]  # type: ignore[misc]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -52,32 +52,32 @@ class ModuleState:
         A DTensor is replaced by the DTensor around the given local tensor. Raises RuntimeError if the modules
         themselves put other tensors there.
         """
-        before = self.tensors()
-        replacements = [rebuilt(tensor, like) for tensor, like in zip(tensors, before, strict=True)]
+        previous_tensors = self.tensors()
+        replacements = [rebuilt(tensor, like) for tensor, like in zip(tensors, previous_tensors, strict=True)]
         weight_lists = [(module, internals.rnn_weight_lists(module)) for module in self._recurrent]
-        self._put(replacements)
+        self._set_tensors(replacements)
         try:
             yield
             for places, tensor in zip(self._places, replacements, strict=True):
                 for place in places:
-                    if place.held.get(place.name) is not tensor:
+                    if place.tensors.get(place.name) is not tensor:
                         raise RuntimeError(f"its forward sets {type(place.module).__name__}.{place.name}")
         finally:
-            self._put(before)
+            self._set_tensors(previous_tensors)
             for module, lists in weight_lists:
                 vars(module).update(lists)
 
-    def _put(self, tensors: Sequence[Tensor]) -> None:
+    def _set_tensors(self, tensors: Sequence[Tensor]) -> None:
         for places, tensor in zip(self._places, tensors, strict=True):
             for place in places:
-                place.held[place.name] = tensor
+                place.tensors[place.name] = tensor
         for module in self._recurrent:
             internals.renew_rnn_weights(module)
 
 
 def with_strides(tensor: Tensor, strides: Sequence[Any]) -> Tensor:
     """Return the tensor with the strides that graphs were traced for: a copy if it has others."""
-    if same(tensor.stride(), strides):
+    if are_equal(tensor.stride(), strides):
         return tensor
     copy = torch.empty_strided(tensor.shape, list(strides), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
@@ -96,16 +96,16 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
     """
     sums: list[Tensor] = []
     addends: list[Tensor] = []
-    taken = set(map(id, shared))
+    used_ids = set(map(id, shared))
     for parameter, gradient in pairs:
         if parameter.grad is None:
-            own = _laid_out(gradient, local(parameter))
-            if not own.is_sparse:
-                own = own.to(parameter.dtype)  # of one that is computed with in fewer bits
-            if id(own) in taken:
-                own = own.clone()
-            taken.add(id(own))
-            parameter.grad = rebuilt(own, parameter)
+            local_gradient = _laid_out(gradient, local(parameter))
+            if not local_gradient.is_sparse:
+                local_gradient = local_gradient.to(parameter.dtype)  # of one that is computed with in fewer bits
+            if id(local_gradient) in used_ids:
+                local_gradient = local_gradient.clone()
+            used_ids.add(id(local_gradient))
+            parameter.grad = rebuilt(local_gradient, parameter)
         elif (own_sum := gradient_in_place(parameter)) is not None:
             sums.append(own_sum)
             addends.append(gradient)

@@ -87,7 +87,7 @@ def graph_key(module: fx.GraphModule, sizes: SymbolicSizes) -> object:
         elif node.op == "get_attr":
             lines.append(("constant", id(constant_of(module, node))))
         else:
-            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: f"%{number[each]}")
+            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda argument: f"%{number[argument]}")
             lines.append((str(node.target), repr(arguments)))
     return tuple(lines)
 
@@ -161,9 +161,9 @@ class Compiler:
         self._compile = compile
         self._compiled: weakref.WeakValueDictionary[Any, CompiledGraph] = weakref.WeakValueDictionary()
 
-    def programs(self, divided: DividedFunction, wanted: Sequence[tuple[str, GradientMask]]) -> list[Program]:
+    def programs(self, divided: DividedFunction, requests: Sequence[tuple[str, GradientMask]]) -> list[Program]:
         """Return the programs of some of F, I, W and B, ready to run."""
-        programs = [self.program(divided, kind, mask) for kind, mask in wanted]
+        programs = [self.program(divided, kind, mask) for kind, mask in requests]
         every = [graph for program in programs for graph in program.compiled_graphs()]
         new = list(dict.fromkeys(graph for graph in every if graph.run is None))
         for graph, run in zip(new, self._compile([graph.module for graph in new]), strict=True):
@@ -223,10 +223,10 @@ class _ProgramBuilder:
     def _add_between(self, nodes: list[fx.Node], outputs: Sequence[fx.Node], gradients: Collection[fx.Node]) -> None:
         """Add a graph of its own for some nodes, and then products for those of the gradients that are some."""
         products = find_products(gradients, nodes)
-        made = [self._module(product.views, product.operands) for product in products]
+        operand_graphs = [self._module(product.views, product.operands) for product in products]
         apart = apart_from_graph(products, nodes, outputs)
         inside = {node: None for node in nodes if node not in apart}
-        read = {node for _, reads in made for node in reads}
+        read = {node for _, reads in operand_graphs for node in reads}
         writes = [
             node
             for node in inside
@@ -235,14 +235,14 @@ class _ProgramBuilder:
         if writes:
             module, reads = self._module([*inside], writes)
             self.steps.append((self.compiler.compiled_graph(module, self.kernel_graph.sizes), reads, [*writes], None))
-        for product, (module, reads) in zip(products, made, strict=True):
+        for product, (module, reads) in zip(products, operand_graphs, strict=True):
             code = GradientProduct(module, product.is_transposed)
             self.steps.append((code, reads, [product.gradient], None))
 
     def _module(self, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node]]:
         """Return a graph of some nodes, and the tensors that it reads. It computes the sizes that they read."""
         inside = set(nodes)
-        read = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
         read |= dict.fromkeys(node for node in writes if node not in inside)
         reads = [node for node in read if not is_size(node) and (node.op != "get_attr" or self._is_constant(node))]
         graph = fx.Graph()
@@ -301,7 +301,7 @@ def _with_whole_backwards(module: fx.GraphModule) -> fx.Graph:
     for node in graph.find_nodes(op="call_function", target=OPERATION):
         _, _, block, kind, _, call = node.args
         calls.setdefault((block, call), {})[kind] = node
-    pairs = [(found["I"], found["W"]) for found in calls.values() if "I" in found and "W" in found]
+    pairs = [(nodes["I"], nodes["W"]) for nodes in calls.values() if "I" in nodes and "W" in nodes]
     for of_inputs, of_weights in pairs:
         _join(graph, of_inputs, of_weights)
     if pairs:
@@ -313,12 +313,12 @@ def _join(graph: fx.Graph, of_inputs: fx.Node, of_weights: fx.Node) -> None:
     tensors: dict[str, Any] = {}
     for node in (of_weights, of_inputs):
         tensors |= zip(called_graph(node).inputs, node.args[0], strict=True)  # type: ignore[arg-type]
-    whole = called_graph(of_inputs, "B")
+    full = called_graph(of_inputs, "B")
     _, sizes, block, _, mask, call = of_inputs.args
     with graph.inserting_before(of_inputs):
-        arguments = [tensors[name] for name in whole.inputs], sizes, block, "B", mask, call
+        arguments = [tensors[name] for name in full.inputs], sizes, block, "B", mask, call
         joined = graph.call_function(OPERATION, arguments)
-        items = {name: graph.call_function(operator.getitem, (joined, i)) for i, name in enumerate(whole.outputs)}
+        items = {name: graph.call_function(operator.getitem, (joined, i)) for i, name in enumerate(full.outputs)}
     for node in (of_inputs, of_weights):
         names = called_graph(node).outputs
         for item in list(node.users):

@@ -52,12 +52,12 @@ def _traced(name: str) -> MakeMakers:
             partial(
                 TracedKernels,
                 compiler=compiler(name),
-                options=replace(shared, recompute=each),
+                options=replace(shared, recompute=choice),
                 max_variants=max_variants,
                 strict=strict,
                 recorder=recorder,
             )
-            for each in recompute
+            for choice in recompute
         ]
 
     return makers
@@ -119,8 +119,8 @@ def maker(
     recorder: MakeRecorder | None = None,
 ) -> Maker:
     """Return what makes the kernels of stages that recompute alike. The arguments are as for `makers` and `make`."""
-    (made,) = makers(name, [_parsed(recompute)], max_variants, strict, recorder)
-    return made
+    (stage_maker,) = makers(name, [_parsed(recompute)], max_variants, strict, recorder)
+    return stage_maker
 
 
 def make(

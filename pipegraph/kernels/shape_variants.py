@@ -46,7 +46,7 @@ class ShapeVariants:
         self.reasons: dict[str, None] = {}
         self._static: dict[Any, StageVariant | None] = {}
         self._symbolic: list[StageVariant] = []
-        self._seen: list[Shapes] = []
+        self._call_shapes: list[Shapes] = []
 
     @property
     def every(self) -> list[StageVariant | None]:
@@ -82,7 +82,7 @@ class ShapeVariants:
             trace: raises PipegraphError for a stage or loss that is refused, MadeWhenCalled for one that cannot be
                 traced yet, and anything for what cannot be traced.
         """
-        self._seen.append(call.shapes)
+        self._call_shapes.append(call.shapes)
         if len(self._static) >= STATIC and self.refusal is None:
             try:
                 return self._add_symbolic(call, names, trace)
@@ -103,13 +103,13 @@ class ShapeVariants:
 
     def _add_symbolic(self, call: StageCall, names: Sequence[Sequence[Dimension]], trace: Trace) -> FittingVariant:
         """Trace a variant for all sizes. Only where it is not for sizes of 1, as in this call, trace one for those."""
-        known = call.named(names)
-        general = call_layout(call.tensors, self._seen, known)
+        dimension_names = call.named(names)
+        general = call_layout(call.tensors, self._call_shapes, dimension_names)
         if general.match(call.tensors) != general.numbers and general.shapes not in map(_shapes, self._symbolic):
             self._symbolic.append(trace(call, general))
             if (numbers := self._symbolic[-1].match(call)) is not None:
                 return FittingVariant(self._symbolic[-1], numbers)
-        layout = call_layout(call.tensors, self._seen, known, ones=False)
+        layout = call_layout(call.tensors, self._call_shapes, dimension_names, ones_as_sizes=False)
         if layout in (variant.layout for variant in self._symbolic):  # of this very call: another one would be equal
             raise RuntimeError("kernels that are compiled for a size do not take it")
         variant = trace(call, layout)

@@ -41,8 +41,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def differentiable_local(tensor: Any) -> Tensor:
     """Return the same, differentiably."""
-    own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return own
+    shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return shard
 
 
 def rebuilt(tensor: Tensor, like: Any) -> Tensor:
@@ -103,14 +103,14 @@ def is_style(value: Any) -> bool:
 
 def runs_fsdp_hooks(module: nn.Module) -> bool:
     """Return whether `fully_shard` has hooks on a module, which gather and reduce. Its class alone does not say so."""
-    return any(_is_of_fsdp(hook) for held in internals.hook_dicts(module).values() for hook in held.values())
+    return any(_is_of_fsdp(hook) for hooks in internals.hook_dicts(module).values() for hook in hooks.values())
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:
     """Take the hooks of `fully_shard` off a module. Nobody has handles of them."""
-    for held in internals.hook_dicts(module).values():
-        for number in [number for number, hook in held.items() if _is_of_fsdp(hook)]:
-            del held[number]
+    for hooks in internals.hook_dicts(module).values():
+        for number in [number for number, hook in hooks.items() if _is_of_fsdp(hook)]:
+            del hooks[number]
 
 
 def _is_of_fsdp(hook: Any) -> bool:
@@ -122,11 +122,11 @@ def wrapper_of(modules: Iterable[nn.Module]) -> str | None:
 
     Modules without the hooks of `fully_shard` are managed by who took them off.
     """
-    held = tuple(modules)
+    candidates = tuple(modules)
     for name, attribute, called in _WRAPPERS:
         wrapper = getattr(sys.modules.get(name), attribute, ())
-        found = [module for module in held if isinstance(module, wrapper)]
-        if found and (called != "fully_shard" or any(map(runs_fsdp_hooks, found))):
+        wrapped_modules = [module for module in candidates if isinstance(module, wrapper)]
+        if wrapped_modules and (called != "fully_shard" or any(map(runs_fsdp_hooks, wrapped_modules))):
             return called
     return None
 
@@ -167,5 +167,5 @@ def shards(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     with torch.no_grad():
-        given = tensor.detach().to(like.device)
-        return distribute_tensor(given, like.device_mesh, like.placements, src_data_rank=None)
+        source = tensor.detach().to(like.device)
+        return distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)

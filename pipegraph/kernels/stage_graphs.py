@@ -48,7 +48,7 @@ class StageGraphs:
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """Forget all graphs if the tensors with which the stage computes are in another place than before."""
-        addresses = [each.data_ptr() for each in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             self._addresses = addresses
             self.clear()
@@ -72,9 +72,9 @@ class StageGraphs:
         if not self._was_launched((key, "F")):
             return None
         graphs = self._graphs.setdefault(key, [])
-        for each in graphs:
-            if each.is_free:
-                return each
+        for microbatch_graphs in graphs:
+            if microbatch_graphs.is_free:
+                return microbatch_graphs
         try:
             with torch.inference_mode(False), torch.no_grad():  # a step may follow an evaluation
                 graphs.append(MicrobatchGraphs(forward, inputs, self._recorder_for(variant)))
@@ -103,14 +103,14 @@ class StageGraphs:
         """
         key = saved.variant, saved.numbers
         is_first = not self._was_launched((key, kind))
-        found = None if is_first or saved.graphs is None else self._replayed(saved, key, kind, parameters, backward)
+        results = None if is_first or saved.graphs is None else self._replayed(saved, key, kind, parameters, backward)
         saved.arrived = ()
-        if found is None:
+        if results is None:
             saved.graphs = None  # W finds elsewhere what I leaves to it
-            found = backward(saved.values)
-            if any(each.grad is not None and each.grad.is_sparse for each in parameters.values()):
+            results = backward(saved.values)
+            if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters.values()):
                 self._refused.add(key)  # its `.grad` cannot begin as zeros, which are dense
-        of_inputs, saved.values = found
+        of_inputs, saved.values = results
         return tuple(of_inputs)
 
     def _replayed(
@@ -121,18 +121,18 @@ class StageGraphs:
         if graphs is None or key in self._refused:
             return None
         places = self._gradients.places(parameters)
-        own = kind, places, saved.replayed  # W reads what I left, which lies where that was recorded
-        if not graphs.has(own):
+        graph_key = kind, places, saved.replayed  # W reads what I left, which lies where that was recorded
+        if not graphs.is_recorded(graph_key):
             if places is None or graphs.recorded == _KINDS * _PLACES:
                 return None
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    graphs.record(own, saved.values, arrived, backward)
+                    graphs.record(graph_key, saved.values, arrived, backward)
             except Exception as error:
                 self._refuse(key, error)
                 return None
-        saved.replayed = own
-        return graphs.backward(own, arrived)
+        saved.replayed = graph_key
+        return graphs.backward(graph_key, arrived)
 
     def _was_launched(self, key: Any) -> bool:
         """Return whether a kernel has been launched before, and note that it will have been from now on."""

@@ -52,8 +52,8 @@ class StageRun:
             What `StageVariant.forward` does, and the graphs that were used.
         """
 
-        def launch(given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Values]:
-            return variant.forward([*computed, *given], numbers)
+        def launch(inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Values]:
+            return variant.forward([*computed, *inputs], numbers)
 
         graphs = None if self._graphs is None else self._graphs.find(variant, numbers, launch, tensors)
         outputs, values = launch(tensors) if graphs is None else graphs.forward(tensors)
@@ -101,10 +101,10 @@ def _launch(
     of_state = [(tensor, name) for tensor, name in pairs if name is not None]
     several = Counter(names)
     sums = {
-        name: own for tensor, name in of_state if several[name] == 1 and (own := gradient_in_place(tensor)) is not None
+        name: dst for tensor, name in of_state if several[name] == 1 and (dst := gradient_in_place(tensor)) is not None
     }
-    found = variant.backward(kind, mask, numbers, values, read_by_w, sums)
-    of_inputs = variant.of_inputs(found, names)
-    left = ((tensor, found[name]) for tensor, name in of_state if found[name] is not sums.get(name))
-    accumulate(left, shared=of_inputs)
-    return of_inputs, {name: found[name] for name in read_by_w}
+    results = variant.backward(kind, mask, numbers, values, read_by_w, sums)
+    of_inputs = variant.of_inputs(results, names)
+    gradient_pairs = ((tensor, results[name]) for tensor, name in of_state if results[name] is not sums.get(name))
+    accumulate(gradient_pairs, shared=of_inputs)
+    return of_inputs, {name: results[name] for name in read_by_w}

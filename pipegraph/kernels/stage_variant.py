@@ -62,7 +62,7 @@ class StageCall:
     gradients: tuple[bool, ...] = ()
 
     @classmethod
-    def of(cls, inputs: Sequence[Any], target: Any, with_loss: bool, differentiable: bool) -> StageCall:
+    def from_arguments(cls, inputs: Sequence[Any], target: Any, with_loss: bool, differentiable: bool) -> StageCall:
         """Return the call with these inputs; the target counts only with the loss."""
         target = target if with_loss else None
         leaves, spec = ([target], None) if isinstance(target, Tensor) else internals.tree_flatten(target)
@@ -76,9 +76,9 @@ class StageCall:
 
     def named(self, names: Sequence[Sequence[Dimension]]) -> list[Sequence[Dimension]]:
         """Return what is known of the dimensions of each tensor, by what is known of each input's."""
-        known = [*names[: self.inputs], *((),) * (len(self.leaves) - len(names))]
-        tensors = ((leaf, own) for leaf, own in zip(self.leaves, known, strict=False) if isinstance(leaf, Tensor))
-        return [own if len(own) == leaf.dim() else (None,) * leaf.dim() for leaf, own in tensors]
+        by_leaf = [*names[: self.inputs], *((),) * (len(self.leaves) - len(names))]
+        tensors = ((leaf, dims) for leaf, dims in zip(self.leaves, by_leaf, strict=False) if isinstance(leaf, Tensor))
+        return [dims if len(dims) == leaf.dim() else (None,) * leaf.dim() for leaf, dims in tensors]
 
     @property
     def kind(self) -> Any:
@@ -206,9 +206,9 @@ class StageVariant:
             self._compile([(kind, mask)])
         return self._programs[kind, mask]
 
-    def _compile(self, wanted: list[tuple[str, GradientMask]]) -> None:
+    def _compile(self, requests: list[tuple[str, GradientMask]]) -> None:
         sources = internals.GraphSources()
-        self._programs |= zip(wanted, self._compiler.programs(self.divided, wanted), strict=True)
+        self._programs |= zip(requests, self._compiler.programs(self.divided, requests), strict=True)
         sources.release_with(self)
 
 
@@ -222,12 +222,12 @@ def _no_effects() -> Iterator[None]:
             notes.restore_states()
     for effect, line in notes.calls:
         if effect.is_once:
-            raise RuntimeError(f"it {effect.what}, at {line}")
+            raise RuntimeError(f"it {effect.description}, at {line}")
 
 
 def trace(
     stage: StageSpec,
-    held: Sequence[Any],
+    guarded_objects: Sequence[Any],
     state: ModuleState,
     call: StageCall,
     compiler: Compiler,
@@ -239,7 +239,7 @@ def trace(
 
     Args:
         stage: the stage and its loss.
-        held: the modules of both, and what else tracing must not change.
+        guarded_objects: the modules of both, and what else tracing must not change.
         state: the modules' tensors.
         call: an example of its calls.
         compiler: makes programs of the graphs.
@@ -260,28 +260,28 @@ def trace(
         values = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         returned = stage.module(*values[:inputs])
         outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-        loss, found = None, dict[str, Tensor]()
+        loss, loss_metrics = None, dict[str, Tensor]()
         if call.with_loss:
             target = internals.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
-            loss, found = compute_loss(stage.loss, outputs, target)
+            loss, loss_metrics = compute_loss(stage.loss, outputs, target)
         check_outputs(outputs)
         check_gradients(outputs, stage.output_gradients)
         positions = iter(range(len(outputs)))
         results[:] = [next(positions) if isinstance(output, Tensor) else (output,) for output in outputs]
         metrics.clear()
-        metrics.update(found)
+        metrics.update(loss_metrics)
         tensors_returned = [output for output in outputs if isinstance(output, Tensor)]
-        return [*tensors_returned, *([] if loss is None else [loss]), *found.values()]
+        return [*tensors_returned, *([] if loss is None else [loss]), *loss_metrics.values()]
 
     def has_gradient(index: int, output: Tensor) -> bool:
         if call.with_loss:  # then gradients arrive through the loss alone, which follows the outputs
             return index == sum(isinstance(result, int) for result in results)
         return stage.output_gradients[results.index(index)]
 
-    wanted = [tensor.requires_grad for tensor in state.tensors()]
+    needs_gradient = [tensor.requires_grad for tensor in state.tensors()]
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            wanted.append(position < inputs and (stage.input_gradients[position] or call.gradients[position]))
+            needs_gradient.append(position < inputs and (stage.input_gradients[position] or call.gradients[position]))
     sizes = SymbolicSizes() if layout is None else SymbolicSizes(layout.numbers, layout.names)
     if computed is None:
         computed = [local(tensor) for tensor in state.tensors()]
@@ -293,7 +293,7 @@ def trace(
     strides += call.strides if layout is None else layout.strides_at(sizes.values)
     like = [*computed, *call.tensors]
     with (
-        unchanged(held),
+        unchanged(guarded_objects),
         _no_effects(),
         internals.fake_tensors(sizes.environment),
         torch.set_grad_enabled(call.differentiable),
@@ -302,7 +302,7 @@ def trace(
             torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).requires_grad_(
                 is_wanted and call.differentiable
             )
-            for shape, stride, tensor, is_wanted in zip(shapes, strides, like, wanted, strict=True)
+            for shape, stride, tensor, is_wanted in zip(shapes, strides, like, needs_gradient, strict=True)
         ]
         recompute = options.recompute if isinstance(options.recompute, Recompute) else Recompute()
         regions = ModuleRegions.of_stage(stage.module, recompute)

@@ -35,8 +35,8 @@ class MadeWhenCalled(RuntimeError):
 class _Identity:
     """Equal to the signature of the same object alone. Holding the object keeps its id from being reused."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, value: Any) -> None:
+        self.held = value
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -55,8 +55,8 @@ class _Numbers:
 
 def tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor that a graph is made for."""
-    own = local(tensor)
-    return (*tensor_kind(tensor), dimensions(own.shape), dimensions(own.stride()))
+    local_tensor = local(tensor)
+    return (*tensor_kind(tensor), dimensions(local_tensor.shape), dimensions(local_tensor.stride()))
 
 
 def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
@@ -82,13 +82,13 @@ def _of_module(module: nn.Module, numbers: _Numbers) -> tuple[Any, ...]:
     # Hooks are numbered among the module's own: no two of the process are registered under one number.
     registered = sorted(internals.hook_numbers(module))
     hooks = tuple(
-        (name, tuple((registered.index(number), _of_value(hook, numbers)) for number, hook in held.items()))
-        for name, held in internals.hook_dicts(module).items()
+        (name, tuple((registered.index(number), _of_value(hook, numbers)) for number, hook in hook_dict.items()))
+        for name, hook_dict in internals.hook_dicts(module).items()
     )
     tensors = tuple(
         (name, None if tensor is None else numbers.tensors.setdefault(id(tensor), len(numbers.tensors)))
-        for held in internals.tensor_dicts(module)
-        for name, tensor in held.items()
+        for tensor_dict in internals.tensor_dicts(module)
+        for name, tensor in tensor_dict.items()
     )
     children = tuple(
         (name, None if child is None else _of_module(child, numbers))
@@ -116,7 +116,7 @@ def _of_value(value: Any, numbers: _Numbers) -> Any:
         return (
             value.__code__,
             cells,
-            *(_of_value(each, numbers) for each in (value.__defaults__, value.__kwdefaults__)),
+            *(_of_value(defaults, numbers) for defaults in (value.__defaults__, value.__kwdefaults__)),
         )
     return _Identity(value)
 
@@ -152,15 +152,15 @@ def unchanged(objects: Iterable[Any]) -> Iterator[None]:
     attributes of modules and in containers count too.
     """
     contents: dict[int, _Content] = {}  # by identity of the container
-    for each in objects:
-        if isinstance(each, Namespace):
-            copy = {name: each.values[name] for name in each.names if name in each.values}
-            contents[id(each.values)] = _Content("a global", each.values, copy, each.names)
-        elif type(each) in CONTAINERS:
-            _keep(contents, f"a {type(each).__name__}", each)
-        elif isinstance(getattr(each, "__dict__", None), dict):
+    for owner in objects:
+        if isinstance(owner, Namespace):
+            copy = {name: owner.values[name] for name in owner.names if name in owner.values}
+            contents[id(owner.values)] = _Content("a global", owner.values, copy, owner.names)
+        elif type(owner) in CONTAINERS:
+            _keep(contents, f"a {type(owner).__name__}", owner)
+        elif isinstance(getattr(owner, "__dict__", None), dict):
             # Another object may hold anything, a data set for example: its own attributes are enough.
-            _keep(contents, type(each).__name__, vars(each), nested=isinstance(each, nn.Module))
+            _keep(contents, type(owner).__name__, vars(owner), nested=isinstance(owner, nn.Module))
     try:
         yield
         changes = [change for content in contents.values() for change in content.changes()]
@@ -168,13 +168,13 @@ def unchanged(objects: Iterable[Any]) -> Iterator[None]:
         raise
     except Exception as error:
         for content in contents.values():
-            for name in content.made():
+            for name in content.new_tensor_names():
                 raise MadeWhenCalled(f"its forward makes {name}") from error
         raise
     else:
-        made = [name for content in contents.values() for name in content.made()]
-        if made and len(made) == len(changes):
-            raise MadeWhenCalled(f"its forward makes {made[0]}")
+        new_tensors = [name for content in contents.values() for name in content.new_tensor_names()]
+        if new_tensors and len(new_tensors) == len(changes):
+            raise MadeWhenCalled(f"its forward makes {new_tensors[0]}")
     finally:
         for content in contents.values():
             content.restore()
@@ -192,21 +192,21 @@ class _Content(NamedTuple):
 
     def changes(self) -> list[str]:
         """The names of items that are other objects now. An equal number is no change."""
-        now, before = _items(self.container), _items(self.copy)
-        keys = self.only if self.only is not None else dict.fromkeys((*now, *before))
+        now, previous = _items(self.container), _items(self.copy)
+        keys = self.only if self.only is not None else dict.fromkeys((*now, *previous))
         return [
             _named(self.name, key)
             for key in keys
-            if (key in now or key in before)
-            and (key not in now or key not in before or not _same(now[key], before[key]))
+            if (key in now or key in previous)
+            and (key not in now or key not in previous or not _is_unchanged(now[key], previous[key]))
         ]
 
-    def made(self) -> list[str]:
+    def new_tensor_names(self) -> list[str]:
         """The names of items that are tensors now, and were none before."""
-        now, before = _items(self.container), _items(self.copy)
+        now, previous = _items(self.container), _items(self.copy)
         keys = now if self.only is None else self.only & now.keys()
         return (
-            [_named(self.name, key) for key in keys if isinstance(now[key], Tensor) and before.get(key) is None]
+            [_named(self.name, key) for key in keys if isinstance(now[key], Tensor) and previous.get(key) is None]
             if isinstance(self.container, dict)
             else []
         )
@@ -243,15 +243,15 @@ def _named(name: str, key: Any) -> str:
     return f"{name}.{key}" if isinstance(key, str) else name
 
 
-def _same(item: Any, other: Any) -> bool:
-    return item is other or (type(item) is type(other) and isinstance(item, ATOMS) and item == other)
+def _is_unchanged(item: Any, previous: Any) -> bool:
+    return item is previous or (type(item) is type(previous) and isinstance(item, ATOMS) and item == previous)
 
 
 class TraceGuard:
     """Looks at a stage and its loss once per step.
 
     Attributes:
-        held: what tracing must leave as it is: all modules, and what else the loss reads.
+        objects: what tracing must leave as it is: all modules, and what else the loss reads.
         state: the parameters and buffers of all modules.
         key: what can change and change back: modes, dtypes, shapes, `requires_grad`, and the obstacle.
         obstacle: why stage and loss cannot be traced, or None.
@@ -271,10 +271,10 @@ class TraceGuard:
             tensors that the loss holds are other objects; else None.
         """
         read = objects_held_by(self._loss)
-        loss_modules = (part for each in read if isinstance(each, nn.Module) for part in each.modules())
+        loss_modules = (part for root in read if isinstance(root, nn.Module) for part in root.modules())
         modules = list(dict.fromkeys((*self._stage.modules(), *loss_modules)))
-        tensors = [tensor for module in modules for held in internals.tensor_dicts(module) for tensor in held.values()]
-        tensors += [each for each in read if isinstance(each, Tensor)]
+        tensors = [tensor for module in modules for kind in internals.tensor_dicts(module) for tensor in kind.values()]
+        tensors += [tensor for tensor in read if isinstance(tensor, Tensor)]
         of_modules = tuple(map(id, modules)), tuple(map(internals.hook_numbers, modules))
         of_tensors = tuple(map(id, tensors))
         changed = None
@@ -286,7 +286,7 @@ class TraceGuard:
             self.state = ModuleState(modules)
         self._of_modules, self._of_tensors = of_modules, of_tensors
         self._alive = modules, tensors  # until the next look: no other object gets the identity of one of them
-        self.held = [*modules, *(each for each in read if not isinstance(each, (nn.Module, Tensor)))]
+        self.held = [*modules, *(value for value in read if not isinstance(value, (nn.Module, Tensor)))]
         state = self.state.tensors()
         self.obstacle = _obstacle(modules, state)
         modes = tuple(module.training for module in modules)

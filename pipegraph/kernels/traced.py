@@ -65,7 +65,7 @@ class TracedKernels:
         self._refusal: str | None = None  # why the stage is left to autograd, before the user is warned
         self._warned: set[str] = set()
         self._awaited: str | None = None  # what a call without a graph has to make before there can be one
-        self._made: set[str] = set()
+        self._completed: set[str] = set()
         self._keys: DrawKeys | None = None
         self._copies: ComputedCopies | None = None
         self._kernels = StageRun(self.name, recorder)
@@ -93,9 +93,9 @@ class TracedKernels:
         self._options = replace(self._options, is_seeded=True)
         self._autograd.draw_from(keys)
 
-    def compute_in(self, dtype: torch.dtype, kept: Collection[str]) -> None:
-        self._copies = ComputedCopies(self._stage.module, dtype, kept)
-        self._autograd.compute_in(dtype, kept)
+    def compute_in(self, dtype: torch.dtype, uncast_names: Collection[str]) -> None:
+        self._copies = ComputedCopies(self._stage.module, dtype, uncast_names)
+        self._autograd.compute_in(dtype, uncast_names)
 
     def begin(self) -> None:
         if self._guard is None:
@@ -114,10 +114,10 @@ class TracedKernels:
         self._guard = None
         self._variant_count = 0
         self._warned.clear()
-        self._made.clear()
+        self._completed.clear()
 
     def prepare(self, inputs: Sequence[Any], *, target: Any, with_loss: bool, differentiable: bool, kinds: str) -> None:
-        call = StageCall.of(inputs, target, with_loss, differentiable)
+        call = StageCall.from_arguments(inputs, target, with_loss, differentiable)
         try:
             while (variant := self._variant(call).variant) is not None:
                 variant.prepare(kinds)
@@ -129,20 +129,20 @@ class TracedKernels:
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
     ) -> Forward:
-        call = StageCall.of(inputs, target, with_loss, differentiable)
+        call = StageCall.from_arguments(inputs, target, with_loss, differentiable)
         variant, numbers, _ = self._variant(call)
         if variant is None:
             result = self._autograd.forward(inputs, target=target, with_loss=with_loss, differentiable=differentiable)
             check_memory((*result.outputs, result.loss, *result.metrics.values()))
-            self._made |= {self._awaited} if self._awaited is not None else set()
+            self._completed |= {self._awaited} if self._awaited is not None else set()
             self._warn()  # after it: an error of the model's own has nothing to do with tracing
             return result
         with without_autograd_and_autocast():
-            given = [*call.tensors, *self._keys_of(variant)]
-            tensors, values, graphs = self._kernels.forward(variant, numbers, self._computed, given)
+            call_tensors = [*call.tensors, *self._keys_of(variant)]
+            tensors, values, graphs = self._kernels.forward(variant, numbers, self._computed, call_tensors)
             if self._copies is not None:
                 self._copies.write_back(variant.divided.joint.written)
-        tensors = [each.detach() if each.requires_grad else each for each in tensors]
+        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
         outputs = tuple(tensors[result] if isinstance(result, int) else result[0] for result in variant.results)
         saved = SavedValues(variant, numbers, values, graphs) if differentiable else None
         first = len(tensors) - len(variant.metrics)
@@ -177,7 +177,7 @@ class TracedKernels:
     @property
     def _computed(self) -> list[Tensor]:
         """What this rank computes with in the place of the state."""
-        return [local(each) for each in self._state] if self._copies is None else self._copies.tensors()
+        return [local(tensor) for tensor in self._state] if self._copies is None else self._copies.tensors()
 
     def _keys_of(self, variant: StageVariant) -> list[Tensor]:
         """The keys of the draws of this forward [draws], if there are any."""
@@ -195,8 +195,8 @@ class TracedKernels:
         assert self._guard is not None
         key = self._guard.key, call.kind, autocast_state(), torch.is_anomaly_enabled()
         variants = self._variants.get(key)
-        found = None if variants is None else variants.find(call)
-        return self._new_variant(key, call, self._guard) if found is None else found
+        fit = None if variants is None else variants.find(call)
+        return self._new_variant(key, call, self._guard) if fit is None else fit
 
     def _new_variant(self, key: Any, call: StageCall, guard: TraceGuard) -> FittingVariant:
         """Trace a variant for a call, unless there are too many. The third shape of inputs and all after it are one."""
@@ -207,16 +207,16 @@ class TracedKernels:
             return FittingVariant(None)
         self._variant_count += is_counted
         try:
-            found = self._variants.setdefault(key, ShapeVariants()).add(call, self._names, partial(self._trace, guard))
+            fit = self._variants.setdefault(key, ShapeVariants()).add(call, self._names, partial(self._trace, guard))
         except MadeWhenCalled:  # autograd takes this call, which makes what is missing
             self._variant_count -= is_counted
             return FittingVariant(None)
-        if found.refusal is not None:
+        if fit.refusal is not None:
             self._refusal = (
                 f"{self.name} cannot be traced and is left to autograd, where a zero-bubble "
-                f"schedule gains nothing: {found.refusal}"
+                f"schedule gains nothing: {fit.refusal}"
             )
-        return found
+        return fit
 
     def _trace(self, guard: TraceGuard, call: StageCall, layout: CallLayout | None) -> StageVariant:
         if guard.obstacle is not None:
@@ -228,7 +228,7 @@ class TracedKernels:
             with torch.inference_mode(False):  # an evaluation in it computes the same
                 return trace(self._stage, guard.held, state, call, compiler, options, layout, self._computed)
         except MadeWhenCalled as error:
-            if str(error) in self._made:  # and a real call has not made it
+            if str(error) in self._completed:  # and a real call has not made it
                 raise RuntimeError(str(error)) from error
             self._awaited = str(error)
             raise

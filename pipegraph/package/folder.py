@@ -73,17 +73,17 @@ class Package:
     def open(cls, path: str | PathLike[str]) -> Package:
         """Read and check the manifest in the folder `path`; nothing is imported and no weight read yet."""
         written = 'pipegraph.write_package(plan, "out/"), which writes one'
-        given = require_path(path, "A package is given by its folder", written, PackageError)
-        folder = Path(os.path.realpath(given))
-        if not os.path.lexists(given):
-            beside = (each.parent.name for each in folder.parent.glob(f"*/{MANIFEST}"))
+        package_path = require_path(path, "A package is given by its folder", written, PackageError)
+        folder = Path(os.path.realpath(package_path))
+        if not os.path.lexists(package_path):
+            neighbours = (file.parent.name for file in folder.parent.glob(f"*/{MANIFEST}"))
             raise PackageError(
-                f"There is no package {given}: the folder does not exist.{nearest(folder.name, beside)}\n"
-                f"Try: pipegraph split MODEL -o {given}, which writes one."
+                f"There is no package {package_path}: the folder does not exist.{nearest(folder.name, neighbours)}\n"
+                f"Try: pipegraph split MODEL -o {package_path}, which writes one."
             )
         if folder.exists() and not folder.is_dir():
             raise PackageError(
-                f"{given} is a file, and a package is a folder.\nTry: the folder that pipegraph split wrote."
+                f"{package_path} is a file, and a package is a folder.\nTry: the folder that pipegraph split wrote."
             )
         while True:
             identity = _identity(folder)
@@ -109,13 +109,13 @@ class Package:
     def check_whole(self, damaged: Sequence[str] = ()) -> None:
         """Raise PackageError if files are missing, or some are known to be damaged."""
         states = {"missing": self.missing(), "damaged, or changed": damaged}
-        found = [
+        problems = [
             f"{', '.join(files)} {'is' if len(files) == 1 else 'are'} {state}"
             for state, files in states.items()
             if files
         ]
-        if found:
-            raise PackageError(f"{path_from_here(self.path)} is not whole: {'; '.join(found)}.\n{_RESTORE}")
+        if problems:
+            raise PackageError(f"{path_from_here(self.path)} is not whole: {'; '.join(problems)}.\n{_RESTORE}")
 
     def check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str] = True) -> None:
         """Check the sizes and digests of the files of weights that `load_stage` reads for these stages.
@@ -144,13 +144,13 @@ class Package:
             if shard := next((name for name in self._shards if name != WEIGHTS_INDEX), ""):
                 raise PackageError(f"{index} is missing: without it nothing says what {shard} holds.\n{_RESTORE}")
             return {}
-        found = _INDEX.read(index).weight_map
-        for file in dict.fromkeys(found.values()):
+        shard_by_name = _INDEX.read(index).weight_map
+        for file in dict.fromkeys(shard_by_name.values()):
             if problem := path_problem(file) or self._link_problem(file):
                 raise _INDEX.problem(str(index), f"weight_map: {problem}")
-        for shard in sorted({*self._shards} - {*found.values(), WEIGHTS_INDEX}):
+        for shard in sorted({*self._shards} - {*shard_by_name.values(), WEIGHTS_INDEX}):
             raise _INDEX.problem(str(index), f"weight_map: it has no tensor of {shard}, a shard that {MANIFEST} lists")
-        return found
+        return shard_by_name
 
     @property
     def has_weights(self) -> bool:
@@ -174,7 +174,7 @@ class Package:
     def _load(self, index: int, device: str, weights: bool | str | PathLike[str], seed: int) -> nn.Module:
         entry = self.manifest.stages[index]
         if not isinstance(weights, bool):
-            return self._made(
+            return self._import_stage(
                 index, device, checkpoint_folder(weights), f", with weights of {weights},", _OF_CHECKPOINT
             )
         read = self._read_shards(index, weights)
@@ -186,7 +186,7 @@ class Package:
             where = f"{entry.weights} of stage {index}"
             raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {unlisted}, which {where} holds.\n{_RESTORE}")
         weights_of = f", with weights of {', '.join(read)}," if read else ""
-        return self._made(index, device, weights, weights_of, _OF_PACKAGE, seed)
+        return self._import_stage(index, device, weights, weights_of, _OF_PACKAGE, seed)
 
     def _link_problem(self, file: str) -> str:
         """What is wrong with a shard that is a link out of the folder: nothing says what must be there."""
@@ -209,10 +209,10 @@ class Package:
         for name in stored:
             if name not in self.weight_map:
                 raise PackageError(f"{self.path / WEIGHTS_INDEX} lacks {name}, a weight of stage {index}.\n{_RESTORE}")
-        own = {entry.weights} if entry.weights else set()
-        return tuple(sorted({self.weight_map[name] for name in stored} | own))
+        stage_shards = {entry.weights} if entry.weights else set()
+        return tuple(sorted({self.weight_map[name] for name in stored} | stage_shards))
 
-    def _made(
+    def _import_stage(
         self, index: int, device: str, weights: bool | Path, weights_of: str, advice: str, seed: int = 0
     ) -> nn.Module:
         seeded = {"seed": seed} if seed and weights is False else {}  # a package of an older version takes none
@@ -271,8 +271,8 @@ def _check_stage(stage: object, device: str) -> None:
 
     if not isinstance(stage, nn.Module):
         raise ValueError(f"load_stage returned a {type(stage).__name__}, and not the stage")
-    held = [*stage.named_parameters(), *stage.named_buffers()]
-    unread = [name for name, tensor in held if tensor.is_meta] if device != "meta" else []
+    tensors = [*stage.named_parameters(), *stage.named_buffers()]
+    unread = [name for name, tensor in tensors if tensor.is_meta] if device != "meta" else []
     if unread:
         raise ValueError(f"{unread[0]} has no value")
 
@@ -293,9 +293,9 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
     if not folder.is_dir():
         raise PackageError(f"{folder} is no folder with a checkpoint.\nTry: {saved}.")
     if not any((folder / name).is_file() for name in (WEIGHTS_INDEX, single)):
-        found = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
+        names = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
         raise PackageError(
-            f"{folder} holds neither {single} nor {WEIGHTS_INDEX}, but {found}. Pickled weights are never read.\n"
+            f"{folder} holds neither {single} nor {WEIGHTS_INDEX}, but {names}. Pickled weights are never read.\n"
             "Try: save_pretrained of transformers, which writes safetensors."
         )
     return folder

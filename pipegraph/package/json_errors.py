@@ -56,7 +56,7 @@ def place_text(place: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def shown(value: Any) -> str:
+def as_json(value: Any) -> str:
     """Return a value as JSON, on one line and not long.
 
     >>> shown("a"), shown([1]), shown(None)
@@ -76,7 +76,7 @@ def clipped(text: str) -> str:
 
 def shortened(message: str) -> str:
     """Return a message with its long words clipped, and clipped itself: names in a file may be very long."""
-    text = _LONG_WORD.sub(lambda found: clipped(found[0]), message)
+    text = _LONG_WORD.sub(lambda match: clipped(match[0]), message)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
@@ -88,45 +88,45 @@ def explain(error: msgspec.ValidationError, content: Any, structure: type) -> st
         content: the content of the file, of which entries are removed here.
         structure: what the content does not fit.
     """
-    said, _, path = str(error).partition(" - at ")
+    message, _, path = str(error).partition(" - at ")
     is_key = path.startswith("`key` in ")
     parts = re.findall(r"\w+|\.\.\.", path.partition("$")[2]) + ["..."] * is_key
     place, spec = _locate(parts, content, structure, str(error))
     key = place.pop() if is_key else None
-    there, value = (f"{place_text(place)}: " if place else ""), _at(content, place)
+    prefix, value = (f"{place_text(place)}: " if place else ""), _at(content, place)
     if isinstance(error.__cause__, FieldError):
         below = error.__cause__.place
         dot = "." if place and below and not below.startswith("[") else ""
         return f"{place_text(place)}{dot}{below}: {error.__cause__.problem}".removeprefix(": ")
     if is_key:
-        return f"{there}the key {shown(key)} {_must(said, key)}"
-    if found := re.fullmatch(r"Object missing required field `(.*)`", said):
-        return f"{there}it lacks {found[1]}"
-    if said.startswith("Object contains unknown field"):
+        return f"{prefix}the key {as_json(key)} {_must(message, key)}"
+    if match := re.fullmatch(r"Object missing required field `(.*)`", message):
+        return f"{prefix}it lacks {match[1]}"
+    if message.startswith("Object contains unknown field"):
         fields = spec.fields if isinstance(spec, inspect.StructType) else ()
-        known = [field.encode_name for field in fields if field.encode_name != HIDDEN_KEY]
-        unknown = next(name for name in value if name not in known and name != HIDDEN_KEY)
-        return f"{there}{shown(unknown)} is not a key here.{nearest(unknown, known)} There are: {', '.join(known)}"
-    return f"{there}{shown(value)} {_must(said, value)}"
+        keys = [field.encode_name for field in fields if field.encode_name != HIDDEN_KEY]
+        unknown = next(name for name in value if name not in keys and name != HIDDEN_KEY)
+        return f"{prefix}{as_json(unknown)} is not a key here.{nearest(unknown, keys)} There are: {', '.join(keys)}"
+    return f"{prefix}{as_json(value)} {_must(message, value)}"
 
 
-def _must(said: str, value: Any) -> str:
+def _must(message: str, value: Any) -> str:
     """Return what msgspec expected of a value, in words."""
-    if found := re.match(r"Expected `([^`]*)`(?:, got|$)", said):
-        return f"must be {' or '.join(_TYPES.get(each, each) for each in found[1].split(' | '))}"
-    if found := re.match(r"Expected `\w+` (<=?|>=?) (\S+)", said):
-        limit = f"{float(found[2]):g}" if "." in found[2] or "e" in found[2] else found[2]
-        return f"must be {_LIMITS[found[1]].format(limit)}"
-    if found := re.match(r"Expected `(\w+)` of length (>=|<=) (\d+)", said):
-        what = "characters" if found[1] == "str" else "entries"
-        return f"must have {found[3]} or {'more' if found[2] == '>=' else 'fewer'} {what}"
-    if found := re.fullmatch(r"Expected `str` matching regex '\^\((.*)\)\$'", said):
-        choices = found[1].split("|")
+    if match := re.match(r"Expected `([^`]*)`(?:, got|$)", message):
+        return f"must be {' or '.join(_TYPES.get(name, name) for name in match[1].split(' | '))}"
+    if match := re.match(r"Expected `\w+` (<=?|>=?) (\S+)", message):
+        limit = f"{float(match[2]):g}" if "." in match[2] or "e" in match[2] else match[2]
+        return f"must be {_LIMITS[match[1]].format(limit)}"
+    if match := re.match(r"Expected `(\w+)` of length (>=|<=) (\d+)", message):
+        unit = "characters" if match[1] == "str" else "entries"
+        return f"must have {match[3]} or {'more' if match[2] == '>=' else 'fewer'} {unit}"
+    if match := re.fullmatch(r"Expected `str` matching regex '\^\((.*)\)\$'", message):
+        choices = match[1].split("|")
         return f"must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
-    return f"does not fit: {said}"
+    return f"does not fit: {message}"
 
 
-def _locate(parts: Sequence[str], content: Any, structure: type, said: str) -> tuple[Place, inspect.Type | None]:
+def _locate(parts: Sequence[str], content: Any, structure: type, message: str) -> tuple[Place, inspect.Type | None]:
     """Follow a path of msgspec, and find the keys of objects that it leaves out (``...``).
 
     A key is found by halving: of an object, the half of the entries with which the same error comes stays.
@@ -137,26 +137,26 @@ def _locate(parts: Sequence[str], content: Any, structure: type, said: str) -> t
     place: Place = []
     spec: inspect.Type | None = inspect.type_info(structure)
     for part in parts:
-        held = _at(content, place)
-        spec = _member(spec, held)
-        while part == "..." and len(held) > 1:
-            entries = list(held.items())
+        container = _at(content, place)
+        spec = _member(spec, container)
+        while part == "..." and len(container) > 1:
+            entries = list(container.items())
             half = dict(entries[: len(entries) // 2])
-            held.clear()
-            held.update(half)
-            if not _fails(content, structure, said):
-                held.clear()
-                held.update(entries[len(half) :])
-        place.append(int(part) if part.isdigit() else next(iter(held)) if part == "..." else part)
+            container.clear()
+            container.update(half)
+            if not _fails(content, structure, message):
+                container.clear()
+                container.update(entries[len(half) :])
+        place.append(int(part) if part.isdigit() else next(iter(container)) if part == "..." else part)
         spec = _below(spec, place[-1])
     return place, _member(spec, _at(content, place))
 
 
-def _fails(content: Any, structure: type, said: str) -> bool:
+def _fails(content: Any, structure: type, message: str) -> bool:
     try:
         msgspec.convert(content, structure)
     except (msgspec.ValidationError, PipegraphError) as error:
-        return str(error) == said
+        return str(error) == message
     return False
 
 
@@ -180,5 +180,5 @@ def _member(spec: inspect.Type | None, value: Any) -> inspect.Type | None:
     """The member of a union that takes such a value."""
     if not isinstance(spec, inspect.UnionType):
         return spec
-    wanted: Any = (inspect.StructType, inspect.DictType) if isinstance(value, dict) else inspect.VarTupleType
-    return next((each for each in spec.types if isinstance(each, wanted)), None)
+    expected_types: Any = (inspect.StructType, inspect.DictType) if isinstance(value, dict) else inspect.VarTupleType
+    return next((member for member in spec.types if isinstance(member, expected_types)), None)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from pipegraph.errors import PipegraphError, one_line, path_from_here
-from pipegraph.package.json_errors import HIDDEN_KEY, FieldError, Place, clipped, explain, place_text, shown
+from pipegraph.package.json_errors import HIDDEN_KEY, FieldError, Place, as_json, clipped, explain, place_text
 from pipegraph.regular_file import read_regular_file
 
 _LINE: Final = 140
@@ -41,7 +41,7 @@ KEY: Final = HIDDEN_KEY
 Structure = TypeVar("Structure")
 
 
-def one_of(*choices: str) -> Meta:
+def choice_of(*choices: str) -> Meta:
     """Restrict a string to these choices."""
     return Meta(pattern=f"^({'|'.join(choices)})$")
 
@@ -87,31 +87,31 @@ class FileKind(Generic[Structure]):
             content = self.prepare(self._checked(_parse(data)))
             return msgspec.convert(content, self.structure)
         except msgspec.ValidationError as problem:
-            said = explain(problem, content, self.structure)
+            message = explain(problem, content, self.structure)
         except RecursionError:
-            said = "the file is nested too deeply"
+            message = "the file is nested too deeply"
         except (PipegraphError, ValueError) as problem:  # of a structure, or of `_parse`
-            said = str(problem).partition("\nTry:")[0]
-        raise self.problem(where, said)
+            message = str(problem).partition("\nTry:")[0]
+        raise self.problem(where, message)
 
-    def problem(self, where: str, said: str) -> PipegraphError:
+    def problem(self, where: str, message: str) -> PipegraphError:
         """Return the error for something that is wrong with a file."""
-        return self.error(f"{one_line(where)}: {one_line(said).rstrip('.')}.\n{self.advice}")
+        return self.error(f"{one_line(where)}: {one_line(message).rstrip('.')}.\n{self.advice}")
 
     def _checked(self, content: Any) -> dict[str, Any]:
         """The content, if it is an object of a version that can be read."""
         if not isinstance(content, dict):
-            raise ValueError(f"the whole is {shown(content)}: {self.name} must be an object")
-        other = _other_kind(self.name, content)
-        if other is not None:
-            raise ValueError(f"it is {other}, and must be {self.name}")
+            raise ValueError(f"the whole is {as_json(content)}: {self.name} must be an object")
+        other_kind = _other_kind(self.name, content)
+        if other_kind is not None:
+            raise ValueError(f"it is {other_kind}, and must be {self.name}")
         if self.version is not None:
-            found = content.get("schema_version")
-            if type(found) is not int:
+            version = content.get("schema_version")
+            if type(version) is not int:
                 raise ValueError(f"it has no schema_version, and is not {self.name} of pipegraph")
-            if not 1 <= found <= self.version:
+            if not 1 <= version <= self.version:
                 raise ValueError(
-                    f"schema_version: it is {shown(found)}, and this pipegraph reads 1 to {self.version}. A newer "
+                    f"schema_version: it is {as_json(version)}, and this pipegraph reads 1 to {self.version}. A newer "
                     f"pipegraph may read the file, if it is {self.name} at all"
                 )
         return content
@@ -125,15 +125,15 @@ def json_text(content: Any, indent: str = "") -> str:
     if isinstance(content, dict):
         inner = [f"{json.dumps(key, ensure_ascii=False)}: {json_text(content[key], indent + ' ')}" for key in content]
     else:
-        inner = [json_text(each, indent + " ") for each in content]
+        inner = [json_text(member, indent + " ") for member in content]
     opening, closing = "{}" if isinstance(content, dict) else "[]"
     return f"{opening}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{closing}"
 
 
 def _other_kind(name: str, content: dict[str, Any]) -> str | None:
     """Return the kind of file that has these keys, if it is not the one that is called ``name``."""
-    own = _SIGNS.get(name)
-    if own is not None and own <= content.keys():
+    expected_keys = _SIGNS.get(name)
+    if expected_keys is not None and expected_keys <= content.keys():
         return None
     return next((kind for kind, keys in _SIGNS.items() if keys <= content.keys()), None)
 
@@ -157,13 +157,13 @@ def _parse(data: bytes) -> Any:
     repeated: list[_Repeated] = []
 
     def gathered(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
+        json_object = dict(pairs)
+        if len(json_object) < len(pairs):
             names = [key for key, _ in pairs]
-            made = _Repeated(made)
-            made.key = next(key for key in names if names.count(key) > 1)
-            repeated.append(made)
-        return made
+            json_object = _Repeated(json_object)
+            json_object.key = next(key for key in names if names.count(key) > 1)
+            repeated.append(json_object)
+        return json_object
 
     try:
         content = json.loads(text, object_pairs_hook=gathered)
@@ -187,7 +187,7 @@ def _strange_parts(content: Any) -> Iterator[tuple[Place, str]]:
             yield place, f'it has the key "{clipped(one_line(part.key))}" twice'
         for text in part if isinstance(part, dict) else [part] if isinstance(part, str) else []:
             if any("\ud800" <= character <= "\udfff" for character in text):
-                yield place, f"{shown(text)} has half a character: \\ud800 to \\udfff stand in pairs"
+                yield place, f"{as_json(text)} has half a character: \\ud800 to \\udfff stand in pairs"
         if isinstance(part, (dict, list)):
             items = part.items() if isinstance(part, dict) else enumerate(part)
             pending += (([*place, key], item) for key, item in items)

@@ -223,7 +223,7 @@ def _tuples(structure: Nested, place: str, depth: int = 0) -> Nested:
 def _sorted(item: Any) -> Any:
     if isinstance(item, dict):
         return {key: _sorted(item[key]) for key in sorted(item)}
-    return [_sorted(each) for each in item] if isinstance(item, (list, tuple)) else item
+    return [_sorted(member) for member in item] if isinstance(item, (list, tuple)) else item
 
 
 def _edges(values: Iterable[Value]) -> tuple[tuple[int, int], ...]:
@@ -251,8 +251,8 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
         for name in stage.inputs:
             if values[name].producer >= stage.index or stage.index not in values[name].consumers:
                 yield f"{place}.inputs", f"{name!r} ({values[name]}) does not reach stage {stage.index}"
-    both = {"outputs": manifest.outputs, "evaluation_outputs": manifest.evaluation_outputs}
-    places = {place for name, nested in both.items() for place, _ in sequences(nested, name)}
+    outputs_by_mode = {"outputs": manifest.outputs, "evaluation_outputs": manifest.evaluation_outputs}
+    places = {place for name, nested in outputs_by_mode.items() for place, _ in sequences(nested, name)}
     yield from (("lists", f"{place!r} is no list of the outputs") for place in manifest.lists if place not in places)
     for condition in manifest.conditions:
         try:
@@ -289,7 +289,7 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for leaf in leaves((manifest.args, manifest.kwargs)):
         if leaf is not None and (leaf not in values or values[leaf].producer != CALLER):
             yield "args", f"the argument {leaf!r} is not a value that the caller passes"
-    for key, nested in both.items():
+    for key, nested in outputs_by_mode.items():
         for leaf in leaves(nested):
             if leaf is not None and leaf not in stages[-1].outputs:
                 yield key, f"the output {leaf!r} is not an output of the last stage"
@@ -313,7 +313,7 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
             value[KEY] = name
     for stage in stages if isinstance(stages, list) else []:
         if isinstance(stage, dict) and isinstance(stage.get("buffers"), list):
-            stage["buffers"] = [{"name": each} if isinstance(each, str) else each for each in stage["buffers"]]
+            stage["buffers"] = [{"name": buffer} if isinstance(buffer, str) else buffer for buffer in stage["buffers"]]
     prediction = plan.get("prediction") if isinstance(plan, dict) else None
     if content["schema_version"] == 1:
         for value in values.values():

@@ -10,7 +10,7 @@ from msgspec import Meta, structs
 
 from pipegraph.errors import ArgumentError
 from pipegraph.package.json_errors import FieldError
-from pipegraph.package.json_file import Count, Entry, Figure, Name, Text, one_of
+from pipegraph.package.json_file import Count, Entry, Figure, Name, Text, choice_of
 from pipegraph.recompute import describe_stages, parse_stages
 from pipegraph.units import format_bytes, format_count, format_number_of, format_percent, format_seconds
 
@@ -27,7 +27,7 @@ class MeasuredRatio(Entry, frozen=True):
     input_grad: Ratio
     weight_grad: Ratio
 
-    def of(self, times: tuple[float, float, float]) -> tuple[float, float, float]:
+    def corrected_times(self, times: tuple[float, float, float]) -> tuple[float, float, float]:
         """Times of F, I and W, corrected."""
         forward, of_inputs, of_weights = times
         return forward * self.forward, of_inputs * self.input_grad, of_weights * self.weight_grad
@@ -110,7 +110,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     recompute: Text
     hardware: Text
     measured_ratio: MeasuredRatio = UNCORRECTED
-    unit: Annotated[str, one_of("s", "FLOP", "parameters", "layers", "bytes")]
+    unit: Annotated[str, choice_of("s", "FLOP", "parameters", "layers", "bytes")]
     schedule: Name
     placement: Annotated[tuple[Count, ...], Meta(min_length=1)]
     microbatches: Annotated[int, Meta(ge=1, le=10**6)]
@@ -119,7 +119,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     lower_bound: Figure | None
     memory: Annotated[tuple[Count, ...], Meta(min_length=1)]
     transient: tuple[Count, ...] = ()
-    mesh: dict[Annotated[str, one_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
+    mesh: dict[Annotated[str, choice_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
         msgspec.field(default_factory=dict)
     )
     resident: Annotated[int, Meta(ge=1, le=65536)] | None = None
@@ -175,9 +175,9 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
 
     def reason(self, number: int) -> str:
         """Why a cut is where it is: ``stages 0 and 1 take 3.1 ms and 3.2 ms; 2.0 MiB cross; …``."""
-        cut, before, behind = self.cuts[number], self.stages[number], self.stages[number + 1]
+        cut, upstream, downstream = self.cuts[number], self.stages[number], self.stages[number + 1]
         words = [
-            f"stages {number} and {number + 1} take {self.amount(before.total)} and {self.amount(behind.total)}",
+            f"stages {number} and {number + 1} take {self.amount(upstream.total)} and {self.amount(downstream.total)}",
             f"{format_bytes(cut.boundary_bytes)} cross",
         ]
         for side, shifted in (("earlier", cut.earlier), ("later", cut.later)):
@@ -213,20 +213,20 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         silent = {"costs"} if not self.stages else set()
         silent |= {name for name in ("mesh", "resident", "transient") if not getattr(self, name)}
         silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, value in msgspec.to_builtins(self).items():
             if name == "memory":
-                found["gap"] = None if self.gap is None else round(self.gap, 6)
+                fields["gap"] = None if self.gap is None else round(self.gap, 6)
             if name not in silent:
-                found[name] = value
-        for stage in found.get("costs", ()):
+                fields[name] = value
+        for stage in fields.get("costs", ()):
             if stage["offloaded_bytes"] is None:
                 del stage["offloaded_bytes"]
-        return found
+        return fields
 
 
 def mesh_text(ranks: int, mesh: Mapping[str, int], resident: int | None = None) -> str:
     """Return the dimensions of a mesh with a pipeline of so many ranks, without those of one; empty for a pipeline."""
-    others = [f"{name} {length}" for name, length in mesh.items() if length > 1]
-    whole = "" if resident is None else f", with {format_number_of('stage', resident)} of a rank whole at a time"
-    return f"{' × '.join([f'pp {ranks}', *others])}{whole}" if others else ""
+    dimensions = [f"{name} {length}" for name, length in mesh.items() if length > 1]
+    suffix = "" if resident is None else f", with {format_number_of('stage', resident)} of a rank whole at a time"
+    return f"{' × '.join([f'pp {ranks}', *dimensions])}{suffix}" if dimensions else ""

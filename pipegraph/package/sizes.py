@@ -73,20 +73,20 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
     if isinstance(dimension, int):
         return dimension
     try:
-        found = _evaluate(ast.parse(dimension.strip(), mode="eval").body, sizes)
+        number = _evaluate(ast.parse(dimension.strip(), mode="eval").body, sizes)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         raise PackageError(f'"{dimension}" is no expression of sizes') from None
-    if found < 0 or not isinstance(found, int):
-        raise PackageError(f'"{dimension}" is {found} with {dict(sizes)}')
-    return found
+    if number < 0 or not isinstance(number, int):
+        raise PackageError(f'"{dimension}" is {number} with {dict(sizes)}')
+    return number
 
 
 def holds(condition: str, sizes: Mapping[str, int]) -> bool:
     """Return whether a condition holds. Raises PackageError if it is none, or names an unknown size."""
     try:
         match ast.parse(condition.strip(), mode="eval").body:
-            case ast.Compare(left=left, ops=[how], comparators=[right]) if type(how) in _COMPARISONS:
-                return _COMPARISONS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
+            case ast.Compare(left=left_operand, ops=[how], comparators=[right]) if type(how) in _COMPARISONS:
+                return _COMPARISONS[type(how)](_evaluate(left_operand, sizes), _evaluate(right, sizes))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         pass
     raise PackageError(f'"{condition}" is no comparison of sizes')
@@ -100,13 +100,13 @@ def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> float:
             return -_evaluate(operand, sizes)
         case ast.Name(id=name):
             if name not in sizes:
-                known = ", ".join(sizes) or "none"
-                raise PackageError(f'there is no size "{name}".{nearest(name, sizes)} There are: {known}')
+                names = ", ".join(sizes) or "none"
+                raise PackageError(f'there is no size "{name}".{nearest(name, sizes)} There are: {names}')
             return sizes[name]
-        case ast.BinOp(left=left, op=how, right=right) if type(how) in _OPERATORS:
-            return _OPERATORS[type(how)](_evaluate(left, sizes), _evaluate(right, sizes))
-        case ast.Call(func=ast.Name(id=name), args=[first, *others], keywords=[]) if name in _FUNCTIONS:
-            return reduce(_FUNCTIONS[name], (_evaluate(each, sizes) for each in (first, *others)))
+        case ast.BinOp(left=left_operand, op=how, right=right) if type(how) in _OPERATORS:
+            return _OPERATORS[type(how)](_evaluate(left_operand, sizes), _evaluate(right, sizes))
+        case ast.Call(func=ast.Name(id=name), args=[first, *arguments], keywords=[]) if name in _FUNCTIONS:
+            return reduce(_FUNCTIONS[name], (_evaluate(expression, sizes) for expression in (first, *arguments)))
         case ast.Call(func=function, args=[argument], keywords=[]) if ast.unparse(function) in _ROUNDINGS:
             return _ROUNDINGS[ast.unparse(function)](_evaluate(argument, sizes))
     raise ValueError(type(node).__name__)

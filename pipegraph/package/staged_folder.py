@@ -19,7 +19,7 @@ from pipegraph.units import format_bytes
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_SECONDS: Final = 10.0
-_HERE, _SWAP = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+_AT_FDCWD, _SWAP = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 
 @contextmanager
@@ -68,8 +68,8 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 def existing_parent(folder: Path) -> Path:
     """Return the innermost folder around a path that exists."""
-    whole = folder.absolute()
-    return next((parent for parent in whole.parents if parent.exists()), whole)  # the root has none around it
+    path = folder.absolute()
+    return next((parent for parent in path.parents if parent.exists()), path)  # the root has none around it
 
 
 def unwritable(folder: Path, above: Path, error: OSError) -> PackageError:
@@ -139,14 +139,14 @@ def replace_folder(folder: Path, staging: Path) -> None:
                 shutil.rmtree(old)
 
 
-def _swap(one: Path, other: Path) -> bool:
+def _swap(folder: Path, staging: Path) -> bool:
     """Exchange two folders in one moment, as Linux can. Return whether that is done."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _SWAP) == 0:
+    if rename(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(staging), _SWAP) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise OSError(number, os.strerror(number), str(one))
+    raise OSError(number, os.strerror(number), str(folder))

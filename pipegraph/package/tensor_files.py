@@ -23,10 +23,10 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, st
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1])), str(file)) from error
 
 
 def write_tensor_index(

@@ -83,30 +83,30 @@ def candidates(
         ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank, or as many as one that
             has a choice for each.
     """
-    for each in recompute:
-        check_text(each)
-    stages_of = {each: len(text_of_stages(each)) for each in recompute}  # 1 for what holds for any number of them
-    recipes = [find_recipe(name) for name in schedules] if schedules else [each for each in RECIPES if each.trains]
+    for text in recompute:
+        check_text(text)
+    stages_of = {choice: len(text_of_stages(choice)) for choice in recompute}  # 1 for what holds for any number of them
+    recipes = [find_recipe(name) for name in schedules] if schedules else [entry for entry in RECIPES if entry.trains]
     plans = []
     for recipe in recipes:
         numbers = [recipe.chunks]
         if recipe.any_chunks:
-            more = [4] if recipe.chunks == 2 and 4 * ranks <= _MANY_STAGES else []
-            numbers = list(chunks) if chunks else numbers + more
+            extra_chunks = [4] if recipe.chunks == 2 and 4 * ranks <= _MANY_STAGES else []
+            numbers = list(chunks) if chunks else numbers + extra_chunks
         elif chunks and recipe.chunks not in chunks:
             continue
         again = recompute if recipe.trains else recompute[:1]  # without a backward it does not matter
         plans += [
-            PlanCandidate(recipe.name, number, count, each)
+            PlanCandidate(recipe.name, number, count, choice)
             for number in numbers
             for count in microbatches or (2 * ranks, 4 * ranks)
-            for each in again
-            if stages_of[each] in (1, ranks * number)
+            for choice in again
+            if stages_of[choice] in (1, ranks * number)
         ]
-    for each, stages in stages_of.items():
-        if stages > 1 and all(plan.recompute != each for plan in plans):
+    for text, stages in stages_of.items():
+        if stages > 1 and all(plan.recompute != text for plan in plans):
             raise ArgumentError(
-                f"{argument('recompute', each)} has a choice for each of {stages} stages, and no plan that is compared "
+                f"{argument('recompute', text)} has a choice for each of {stages} stages, and no plan that is compared "
                 f"has as many on {format_number_of('rank', ranks)}.\nTry: one for each stage, or one for all."
             )
     if not plans:
@@ -136,8 +136,8 @@ def compare_plans(
     fewest = min(plans, key=lambda plan: plan.chunks)
     if ranks * fewest.chunks > segments:
         possible = segments // fewest.chunks
-        each = max(1, segments // ranks)
-        fewer = for_asker(f"chunks={each}", f"--stages-per-rank {each}")
+        chunks = max(1, segments // ranks)
+        fewer = for_asker(f"chunks={chunks}", f"--stages-per-rank {chunks}")
         raise PlanError(
             f"The model can be cut into {format_number_of('segment', segments)}, and {fewest.schedule} has "
             f"{ranks * fewest.chunks} stages on {ranks} ranks.\n"
@@ -147,21 +147,21 @@ def compare_plans(
     if not estimates:
         raise nothing_to_compare(refused)
     memory = options.largest_memory
-    change = max(_possible_change(each.costs.segments, each.schedule.stages) for each in estimates)
-    estimates_left = _competitive([each for each in estimates if each.peak <= memory * (1 + change)], memory, change)
+    change = max(_possible_change(estimate.costs.segments, estimate.schedule.stages) for estimate in estimates)
+    estimates_left = _competitive([cuts for cuts in estimates if cuts.peak <= memory * (1 + change)], memory, change)
     second_change = min(change, _LARGEST_CHANGE) * _SECOND_SHARE
-    second_estimates = _competitive([improve_cuts(each) for each in estimates_left], memory, second_change)
+    second_estimates = _competitive([improve_cuts(estimate) for estimate in estimates_left], memory, second_change)
     choices, shortages = _search_cuts(second_estimates, options.effort)
     # Even cuts of a plan may need far more memory than its best ones that fit.
-    fastest = min((each.per_microbatch for each in choices), default=math.inf)
-    large = [each for each in estimates if each.peak > memory * (1 + change) and each.per_microbatch < fastest]
-    closest = sorted(large if choices else estimates, key=lambda each: each.peak)[:_CLOSEST]
-    more_choices, more = _search_cuts(closest, _LOW_EFFORT * options.effort)
-    choices, shortages = choices + more_choices, shortages + more
+    fastest = min((choice.per_microbatch for choice in choices), default=math.inf)
+    large = [choice for choice in estimates if choice.peak > memory * (1 + change) and choice.per_microbatch < fastest]
+    closest = sorted(large if choices else estimates, key=lambda choice: choice.peak)[:_CLOSEST]
+    more_choices, more_shortages = _search_cuts(closest, _LOW_EFFORT * options.effort)
+    choices, shortages = choices + more_choices, shortages + more_shortages
     if not choices:
         raise _shortage(shortages, memory)
-    best, *others = pareto_front(choices)
-    return PlanComparison((refine_cuts(best), *others), len(estimates), refused)
+    best, *alternatives = pareto_front(choices)
+    return PlanComparison((refine_cuts(best), *alternatives), len(estimates), refused)
 
 
 def nothing_to_compare(refused: Iterable[str]) -> PlanError:
@@ -183,7 +183,7 @@ def _first_estimates(
             why = f"{plan.schedule} has {stages} stages, and the model can be cut into {len(chain.segments)} segments."
             refused[why] = None
             continue
-        own = replace(
+        plan_options = replace(
             options,
             schedule=plan.schedule,
             microbatches=plan.microbatches,
@@ -191,7 +191,7 @@ def _first_estimates(
             recompute=Recompute.parse(plan.recompute),
         )
         try:
-            schedule = own.schedule_of(stages)
+            schedule = plan_options.schedule_of(stages)
         except (ScheduleError, PlanError) as error:
             refused[str(error).replace("\n", " ")] = None
             continue
@@ -199,7 +199,7 @@ def _first_estimates(
             even[plan.recompute, stages] = solve(
                 chain.segments, stages, "gpipe", 1, objective="bottleneck", alternatives=0, effort=_LOW_EFFORT
             ).cuts
-        estimates.append(CutChoice(chain, own, even[plan.recompute, stages], schedule))
+        estimates.append(CutChoice(chain, plan_options, even[plan.recompute, stages], schedule))
     return estimates, tuple(refused)
 
 
@@ -216,15 +216,15 @@ def _competitive(choices: Sequence[CutChoice], memory: float, margin: float) -> 
     A faster one may need a little more memory, as in `pareto_front`.
     """
 
-    def beats(one: CutChoice, other: CutChoice) -> bool:
+    def beats(rival: CutChoice, plan: CutChoice) -> bool:
         faster = (
-            one.per_microbatch * (1 + margin) <= other.per_microbatch and one.peak * (1 - SAME_MEMORY) <= other.peak
+            rival.per_microbatch * (1 + margin) <= plan.per_microbatch and rival.peak * (1 - SAME_MEMORY) <= plan.peak
         )
-        leaner = one.per_microbatch <= other.per_microbatch and one.peak * (1 + margin) <= other.peak
+        leaner = rival.per_microbatch <= plan.per_microbatch and rival.peak * (1 + margin) <= plan.peak
         return faster or leaner
 
     fitting = [choice for choice in choices if choice.peak <= memory]
-    return [choice for choice in choices if not any(beats(other, choice) for other in fitting)]
+    return [choice for choice in choices if not any(beats(rival, choice) for rival in fitting)]
 
 
 def _search_cuts(
@@ -232,16 +232,16 @@ def _search_cuts(
 ) -> tuple[list[CutChoice], list[tuple[CutChoice, MemoryShortage]]]:
     """Return the best cuts of the plans that fit into the memory, and the shortages of the others."""
     choices, shortages = [], []
-    for each in estimates:
+    for choice in estimates:
         try:
-            choices.append(choose_cuts(each.costs, replace(each.options, effort=effort), each.schedule.stages))
+            choices.append(choose_cuts(choice.costs, replace(choice.options, effort=effort), choice.schedule.stages))
         except MemoryShortage as shortage:
-            shortages.append((each, shortage))
+            shortages.append((choice, shortage))
     return choices, shortages
 
 
 def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: float) -> MemoryShortage:
-    choice, least = min(shortages, key=lambda each: each[1].needed)
+    choice, least = min(shortages, key=lambda pair: pair[1].needed)
     schedule, again = choice.schedule, choice.options.recompute_text
     return MemoryShortage(
         f"No plan that was compared fits into {format_bytes(memory)} on each rank. The closest is {schedule.name} with "
@@ -256,14 +256,14 @@ def pareto_front(choices: Sequence[CutChoice]) -> tuple[CutChoice, ...]:
 
     Equal means within `SAME_TIME` and `SAME_MEMORY`. Of equal ones, the simplest is taken.
     """
-    left, front = list(choices), list[CutChoice]()
-    while left:
-        fastest = min(choice.per_microbatch for choice in left)
-        as_fast = [choice for choice in left if choice.per_microbatch <= fastest * (1 + SAME_TIME)]
+    remaining_choices, front = list(choices), list[CutChoice]()
+    while remaining_choices:
+        fastest = min(choice.per_microbatch for choice in remaining_choices)
+        as_fast = [choice for choice in remaining_choices if choice.per_microbatch <= fastest * (1 + SAME_TIME)]
         leanest = min(choice.peak for choice in as_fast)
         chosen = min((choice for choice in as_fast if choice.peak * (1 - SAME_MEMORY) <= leanest), key=_complexity)
         front.append(chosen)
-        left = [choice for choice in left if choice.peak <= chosen.peak * (1 - SAME_MEMORY)]
+        remaining_choices = [choice for choice in remaining_choices if choice.peak <= chosen.peak * (1 - SAME_MEMORY)]
     return tuple(front)
 
 

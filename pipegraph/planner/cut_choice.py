@@ -76,7 +76,7 @@ class CutChoice:
         if self.options.memory_bytes is None:
             return True
         limits = self.options.memory_of_ranks(self.schedule.ranks)
-        return all(needed <= limit for needed, limit in zip(self.memory, limits, strict=True))
+        return all(required_bytes <= limit for required_bytes, limit in zip(self.memory, limits, strict=True))
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -107,14 +107,14 @@ class CutChoice:
                     rounded(f),
                     rounded(i),
                     rounded(w),
-                    each.saved_bytes,
-                    each.parameter_bytes,
-                    each.weight_saved_bytes,
-                    each.offloaded_bytes or None,
-                    each.transient_bytes,
-                    each.added_bytes,
+                    stage.saved_bytes,
+                    stage.parameter_bytes,
+                    stage.weight_saved_bytes,
+                    stage.offloaded_bytes or None,
+                    stage.transient_bytes,
+                    stage.added_bytes,
                 )
-                for (f, i, w), each in zip(figures, stages, strict=True)
+                for (f, i, w), stage in zip(figures, stages, strict=True)
             ),
             cuts=tuple(
                 Cut(
@@ -137,10 +137,10 @@ class CutChoice:
         return replace(self, cuts=(*self.cuts[:number], place, *self.cuts[number + 1 :]))
 
     def _shifted(self, number: int, step: int) -> ShiftedCut | None:
-        other = self.shift(number, step)
-        if other is None:
+        choice = self.shift(number, step)
+        if choice is None:
             return None
-        return ShiftedCut(str(other.points[number]), rounded(other.value) if other.fits else None)
+        return ShiftedCut(str(choice.points[number]), rounded(choice.value) if choice.fits else None)
 
 
 def rounded(figure: float) -> float:
@@ -170,8 +170,8 @@ def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoi
                 raise
             raise _shortage(least, _NONE_FITS, "more stages") from None
         choices = [
-            CutChoice(costs, options, each.cuts, solution.schedule, solution)
-            for each in (solution, *solution.alternatives)
+            CutChoice(costs, options, alternative.cuts, solution.schedule, solution)
+            for alternative in (solution, *solution.alternatives)
         ]
         fitting = [choice for choice in choices if choice.fits]
         if fitting:
@@ -187,7 +187,7 @@ def _leanest(choice: CutChoice) -> CutChoice:
     segments, and a stage may need less, or, with a tied weight, more."""
     while True:
         shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-        best = min((other for other in shifted if other is not None), key=lambda other: other.peak, default=choice)
+        best = min((cuts for cuts in shifted if cuts is not None), key=lambda cuts: cuts.peak, default=choice)
         if best.peak >= choice.peak:
             return choice
         choice = best
@@ -205,8 +205,8 @@ def refine_cuts(choice: CutChoice) -> CutChoice:
     """Move single cuts by a segment for as long as that improves the exact value."""
     while True:
         shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-        fitting = (other for other in shifted if other is not None and other.fits)
-        best = min(fitting, key=lambda other: other.value, default=choice)
+        fitting = (cuts for cuts in shifted if cuts is not None and cuts.fits)
+        best = min(fitting, key=lambda cuts: cuts.value, default=choice)
         if best.value >= choice.value * (1 - _BETTER):
             return choice
         choice = best
@@ -216,7 +216,7 @@ def improve_cuts(choice: CutChoice) -> CutChoice:
     """Return cuts near these from which no small move makes a step shorter, whatever memory they need."""
     segments = choice.costs.segments
     makespan = Makespan(PrefixSums(segments), choice.schedule, choice.options.link)
-    incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), kept=1)
+    incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), capacity=1)
     improved, _ = hill_climb(incumbents, np.array(choice.cuts, np.int64), len(segments))
     return replace(choice, cuts=tuple(improved.tolist()))
 
@@ -229,11 +229,11 @@ def given_cuts(costs: ChainCosts, options: PlanOptions, cuts: Sequence[int], ins
     return choice
 
 
-def _shortage(choice: CutChoice, what: str, instead: str) -> MemoryShortage:
+def _shortage(choice: CutChoice, cause: str, instead: str) -> MemoryShortage:
     limits = choice.options.memory_of_ranks(choice.schedule.ranks)
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
-        f"{what}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.\n"
+        f"{cause}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.\n"
         f"Try: {argument('memory_bytes', bytes_option(choice.peak))}, {argument('recompute', 'block')}, or {instead}.",
         choice.peak,
     )

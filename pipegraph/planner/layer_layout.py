@@ -24,7 +24,7 @@ from pipegraph.units import format_number_of
 
 EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
 _SEVERAL = re.compile(r"\(([^()]*)\)\*(\d+)")
-_ONE = re.compile(r"([A-Za-z])\*(\d+)")
+_REPEATED_LETTER = re.compile(r"([A-Za-z])\*(\d+)")
 _MOST = 10_000  # stages and layers together
 
 
@@ -39,18 +39,18 @@ def parse_layout(text: str) -> list[str]:
     Raises:
         PlanError: it is no layout, or a stage has no layer.
     """
-    whole = re.sub(r"[\s,]", "", text)
-    for pattern in (_SEVERAL, _ONE):
-        if sum(int(found[2]) for found in pattern.finditer(whole)) > _MOST:
+    letters = re.sub(r"[\s,]", "", text)
+    for pattern in (_SEVERAL, _REPEATED_LETTER):
+        if sum(int(match[2]) for match in pattern.finditer(letters)) > _MOST:
             raise PlanError(f"The layout {text} has more than {_MOST:,} stages or layers.\nTry: Et*3|(tt|)*4,L.")
-        whole = pattern.sub(lambda found: found[1] * int(found[2]), whole)
-    unknown = sorted(set(whole) - {EMBEDDING, LAYER, PREDICTION, LOSS, "|"})
+        letters = pattern.sub(lambda match: match[1] * int(match[2]), letters)
+    unknown = sorted(set(letters) - {EMBEDDING, LAYER, PREDICTION, LOSS, "|"})
     if unknown:
         raise PlanError(
             f'The layout {text} has "{unknown[0]}". It may have E for the embedding, t for a layer, L for what follows '
             "the layers, | between stages, t*3 for ttt and (tt|)*2 for tt|tt|.\nTry: Et*3|(tt|)*4,L."
         )
-    stages = whole.split("|")
+    stages = letters.split("|")
     if not any(stages):
         raise PlanError(f"The layout {text} has no layer.\nTry: Et*3|(tt|)*4,L.")
     empty = [number for number, stage in enumerate(stages) if not stage]
@@ -67,18 +67,18 @@ class _LayerRow(NamedTuple):
 
     Attributes:
         layers: two or more.
-        has_before: whether anything runs before them.
-        after: the first segment behind them; None if nothing runs there.
+        has_embedding: whether anything runs before them.
+        next_segment: the first segment behind them; None if nothing runs there.
     """
 
     layers: Sequence[Segment]
-    has_before: bool
-    after: Segment | None
+    has_embedding: bool
+    next_segment: Segment | None
 
     @property
     def letters(self) -> str:
         """The layout of all in one stage."""
-        return EMBEDDING * self.has_before + LAYER * len(self.layers) + LOSS * (self.after is not None)
+        return EMBEDDING * self.has_embedding + LAYER * len(self.layers) + LOSS * (self.next_segment is not None)
 
 
 def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
@@ -92,9 +92,9 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
     if row is None:
         raise _no_row(captured)
     letters = "".join(stages)
-    given = letters if row.has_before else letters.removeprefix(EMBEDDING)
-    given = given if row.after is not None else given.removesuffix(LOSS)
-    if given != row.letters:
+    layout_letters = letters if row.has_embedding else letters.removeprefix(EMBEDDING)
+    layout_letters = layout_letters if row.next_segment is not None else layout_letters.removesuffix(LOSS)
+    if layout_letters != row.letters:
         raise PlanError(
             f"The layout {text} has {_described(letters)}, and {captured.model_name} has {_described(row.letters)}.\n"
             f"Try: {argument('points', _even(row.letters, len(stages)))}."
@@ -102,15 +102,15 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
     points, done = [], 0
     for stage, following in pairwise(stages):
         done += stage.count(LAYER)
-        if not done and not row.has_before:
+        if not done and not row.has_embedding:
             raise PlanError(
                 f"The first stage of the layout {text} has nothing to compute: {captured.model_name} begins with its "
                 f"first layer.\nTry: {argument('points', _even(row.letters, len(stages) - 1))}."
             )
         if following[0] == LAYER:
             points.append(point_before(captured, row.layers[done]))
-        elif row.after is not None:
-            points.append(point_before(captured, row.after))
+        elif row.next_segment is not None:
+            points.append(point_before(captured, row.next_segment))
         else:
             raise PlanError(
                 f"The last stage of the layout {text} has nothing to compute: {captured.model_name} ends with its last "
@@ -129,14 +129,14 @@ def layout_of(captured: Captured, starts: Sequence[int]) -> str:
     if row is None or not starts:
         return ""
     places = {segment.start: index for index, segment in enumerate(row.layers)}
-    if row.after is not None:
-        places[row.after.start] = len(row.layers)
+    if row.next_segment is not None:
+        places[row.next_segment.start] = len(row.layers)
     if any(start not in places for start in starts):
         return ""
     edges = [0, *(places[start] for start in starts), len(row.layers)]
     stages = [LAYER * (stop - start) for start, stop in pairwise(edges)]
-    stages[0] = EMBEDDING * row.has_before + stages[0]
-    stages[-1] += LOSS * (row.after is not None)
+    stages[0] = EMBEDDING * row.has_embedding + stages[0]
+    stages[-1] += LOSS * (row.next_segment is not None)
     return format_layout(stages)
 
 
@@ -145,9 +145,9 @@ def format_layout(stages: Sequence[str]) -> str:
     parts = []
     groups = [(stage, len(list(group))) for stage, group in groupby(stages[:-1])]
     for stage, count in groups:
-        text = re.sub(r"(t)\1{2,}", lambda found: f"{found[1]}*{len(found[0])}", stage)
+        text = re.sub(r"(t)\1{2,}", lambda match: f"{match[1]}*{len(match[0])}", stage)
         parts.append(f"{text}|" if count == 1 else f"({text}|)*{count},")
-    last = re.sub(r"(t)\1{2,}", lambda found: f"{found[1]}*{len(found[0])}", stages[-1])
+    last = re.sub(r"(t)\1{2,}", lambda match: f"{match[1]}*{len(match[0])}", stages[-1])
     return "".join([*parts, last])
 
 
@@ -157,11 +157,11 @@ def _layer_row(captured: Captured) -> _LayerRow | None:
     if len(lists) != 1:
         return None
     (numbers,) = lists
-    first, behind = numbers[0], numbers[-1] + 1
-    row, after = captured.segments[first:behind], captured.segments[behind : behind + 1]
+    first, stop = numbers[0], numbers[-1] + 1
+    row, next_segments = captured.segments[first:stop], captured.segments[stop : stop + 1]
     if len(row) != len(numbers) or len({layer.fqn for layer in row}) != len(row):
         return None
-    return _LayerRow(row, first > 0, after[0] if after else None)
+    return _LayerRow(row, first > 0, next_segments[0] if next_segments else None)
 
 
 def _layer_lists(captured: Captured) -> dict[str, list[int]]:
@@ -177,16 +177,16 @@ def _layer_lists(captured: Captured) -> dict[str, list[int]]:
         if number.isdecimal():
             of_class.setdefault((name, captured.modules[segment.fqn].class_name), []).append(index)
     repeated = {key: indices for key, indices in of_class.items() if len(indices) > 1}
-    whole = {key: each for key, each in repeated.items() if captured.segments[each[0]].fqn in holders}
+    blocks = {key: positions for key, positions in repeated.items() if captured.segments[positions[0]].fqn in holders}
     lists: dict[str, list[int]] = {}
-    for (name, _), indices in (whole or repeated).items():
+    for (name, _), indices in (blocks or repeated).items():
         lists[name] = sorted([*lists.get(name, ()), *indices])
     return lists
 
 
 def _no_row(captured: Captured) -> PlanError:
     lists = _layer_lists(captured)
-    counts = [f"{format_number_of('layer', len(found))} in {name or 'itself'}" for name, found in lists.items()]
+    counts = [f"{format_number_of('layer', len(indices))} in {name or 'itself'}" for name, indices in lists.items()]
     why = ", not in a row and once each" if len(lists) == 1 else ""
     return PlanError(
         f"A layout counts layers that follow one another in one list, and {captured.model_name} has "
@@ -204,9 +204,9 @@ def _described(letters: str) -> str:
 def _even(letters: str, stages: int) -> str:
     """Return a layout of these layers with as many of them in each stage as possible."""
     layers = letters.count(LAYER)
-    before, after = letters.partition(LAYER)[0], letters.rpartition(LAYER)[2]
+    prefix, suffix = letters.partition(LAYER)[0], letters.rpartition(LAYER)[2]
     count = max(1, min(stages, layers))
-    made = [LAYER * ((index + 1) * layers // count - index * layers // count) for index in range(count)]
-    made[0] = before + made[0]
-    made[-1] += after
-    return format_layout(made)
+    stage_letters = [LAYER * ((index + 1) * layers // count - index * layers // count) for index in range(count)]
+    stage_letters[0] = prefix + stage_letters[0]
+    stage_letters[-1] += suffix
+    return format_layout(stage_letters)

@@ -31,21 +31,21 @@ def compare_model(
     of_kinds: dict[Compare, list[PlanCandidate]] = {}
     for plan in plans:
         of_kinds.setdefault(_way(plan.recompute), []).append(plan)
-    found, problems = list[PlanComparison](), list[PlanError]()
-    for compare, each in of_kinds.items():
+    comparisons, problems = list[PlanComparison](), list[PlanError]()
+    for compare, candidates in of_kinds.items():
         try:
-            found.append(compare(captured, options, ranks, each))
+            comparisons.append(compare(captured, options, ranks, candidates))
         except PlanError as problem:
             problems.append(problem)
-    if not found:
-        shortages = [each for each in problems if isinstance(each, MemoryShortage)]
-        raise min(shortages, key=lambda each: each.needed, default=problems[0])
-    if len(found) == 1:
-        return found[0]
+    if not comparisons:
+        shortages = [error for error in problems if isinstance(error, MemoryShortage)]
+        raise min(shortages, key=lambda shortage: shortage.needed, default=problems[0])
+    if len(comparisons) == 1:
+        return comparisons[0]
     return PlanComparison(
-        pareto_front([choice for each in found for choice in each.choices]),
-        sum(each.considered for each in found),
-        tuple(dict.fromkeys(why for each in found for why in each.refused)),
+        pareto_front([choice for comparison in comparisons for choice in comparison.choices]),
+        sum(comparison.considered for comparison in comparisons),
+        tuple(dict.fromkeys(why for comparison in comparisons for why in comparison.refused)),
     )
 
 
@@ -75,42 +75,42 @@ def _compare_free(
     """
     priced = RecomputeOptions.price(captured, options)
     of_names = {str(priced.recompute[index]): priced.costs[index] for index in priced.uniform}
-    each = [replace(plan, recompute=name) for plan in plans for name in of_names]
-    alike = compare_plans(of_names, options, ranks, each)
-    found: dict[Schedule, CutChoice] = {}
-    for choice in alike.choices:
-        if choice.schedule not in found:
-            own = replace(choice.options, recompute=EVERYWHERE, effort=_FREE_EFFORT * options.effort)
-            found[choice.schedule] = priced.choose(own, choice.schedule.stages)
-    return PlanComparison(pareto_front([*found.values()]), len(plans), alike.refused)
+    candidates = [replace(plan, recompute=name) for plan in plans for name in of_names]
+    comparison = compare_plans(of_names, options, ranks, candidates)
+    choices: dict[Schedule, CutChoice] = {}
+    for choice in comparison.choices:
+        if choice.schedule not in choices:
+            free_options = replace(choice.options, recompute=EVERYWHERE, effort=_FREE_EFFORT * options.effort)
+            choices[choice.schedule] = priced.choose(free_options, choice.schedule.stages)
+    return PlanComparison(pareto_front([*choices.values()]), len(plans), comparison.refused)
 
 
 def _compare_given(
     captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
 ) -> PlanComparison:
     """Compare plans of which each stage computes again what it was given."""
-    found, shortages, refused = list[CutChoice](), list[MemoryShortage](), dict[str, None]()
+    choices, shortages, refused = list[CutChoice](), list[MemoryShortage](), dict[str, None]()
     of_texts: dict[str, RecomputeOptions] = {}
     for plan in plans:
         stages = ranks * plan.chunks
-        own = replace(options, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks)
+        plan_options = replace(options, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks)
         try:
-            own.schedule_of(stages)
+            plan_options.schedule_of(stages)
             if plan.recompute not in of_texts:
-                each = parse_stages(plan.recompute, stages)
-                of_texts[plan.recompute] = RecomputeOptions.of_stages(captured, options, each)
-            own = replace(own, effort=_FREE_EFFORT * options.effort)
-            found.append(of_texts[plan.recompute].choose(own, stages))
+                recompute = parse_stages(plan.recompute, stages)
+                of_texts[plan.recompute] = RecomputeOptions.of_stages(captured, options, recompute)
+            plan_options = replace(plan_options, effort=_FREE_EFFORT * options.effort)
+            choices.append(of_texts[plan.recompute].choose(plan_options, stages))
         except MemoryShortage as shortage:
             shortages.append(shortage)
         except (ScheduleError, PlanError) as error:
             if isinstance(error, ArgumentError):
                 raise
             refused[str(error).replace("\n", " ")] = None
-    if found:
-        return PlanComparison(pareto_front(found), len(plans) - len(refused), tuple(refused))
+    if choices:
+        return PlanComparison(pareto_front(choices), len(plans) - len(refused), tuple(refused))
     if shortages:
-        raise min(shortages, key=lambda each: each.needed)
+        raise min(shortages, key=lambda problem: problem.needed)
     raise nothing_to_compare(refused)
 
 

@@ -90,34 +90,34 @@ class Plan:
 
     def stage_inputs(self, stage: StageGraph) -> tuple[Boundary, ...]:
         """Return the boundary of each input of a stage."""
-        found = {each.node: each for each in self.boundaries if stage.index in each.consumers}
-        return tuple(found[node] for node in stage.inputs)
+        of_node = {boundary.node: boundary for boundary in self.boundaries if stage.index in boundary.consumers}
+        return tuple(of_node[node] for node in stage.inputs)
 
     def stage_outputs(self, stage: StageGraph) -> tuple[Boundary, ...]:
         """Return the boundary of each output of a stage. The last stage may return what it took, or others gave."""
-        found = {each.node: each for each in self.boundaries}
-        found |= {each.node: each for each in self.stage_inputs(stage)}
-        found |= {each.node: each for each in self.boundaries if each.producer == stage.index}
-        return tuple(found[node] for node in stage.outputs)
+        of_node = {boundary.node: boundary for boundary in self.boundaries}
+        of_node |= {boundary.node: boundary for boundary in self.stage_inputs(stage)}
+        of_node |= {boundary.node: boundary for boundary in self.boundaries if boundary.producer == stage.index}
+        return tuple(of_node[node] for node in stage.outputs)
 
     def with_relays(self) -> Plan:
         """Return this plan with every value handed on from neighbour to neighbour, which no prediction counts."""
         stages = relay(self.captured, self.stages)
-        made = _plan_of(self.captured, self.points, stages)
-        crossing = [(cost.input_bytes, cost.output_bytes) for cost in made.costs]
+        relay_plan = _plan_of(self.captured, self.points, stages)
+        crossing = [(cost.input_bytes, cost.output_bytes) for cost in relay_plan.costs]
         costs = tuple(
-            structs.replace(cost, input_bytes=taken, output_bytes=given)
-            for cost, (taken, given) in zip(self.costs, crossing, strict=True)
+            structs.replace(cost, input_bytes=input_bytes, output_bytes=output_bytes)
+            for cost, (input_bytes, output_bytes) in zip(self.costs, crossing, strict=True)
         )
-        return replace(self, stages=stages, boundaries=made.boundaries, costs=costs, relays_skips=True)
+        return replace(self, stages=stages, boundaries=relay_plan.boundaries, costs=costs, relays_skips=True)
 
-    def of(self, captured: Captured) -> Plan:
+    def for_capture(self, captured: Captured) -> Plan:
         """Return the plan that cuts another capture of the model at the same points. Nothing is predicted for it.
 
         Raises PlanError if a point cuts nothing there.
         """
-        made = _cut(captured, self.points, locate(captured, self.points))
-        return made.with_relays() if self.relays_skips else made
+        cut_plan = _cut(captured, self.points, locate(captured, self.points))
+        return cut_plan.with_relays() if self.relays_skips else cut_plan
 
     def predicted(self, prediction: Prediction) -> Plan:
         """Return this plan with a prediction."""
@@ -221,23 +221,23 @@ def plan(
             f"Try: {argument('points', [middle])}, or {argument('stages', 2)}."
         )
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
-    made = _cut(captured, split_points, starts)
+    cut_plan = _cut(captured, split_points, starts)
     if recompute == AUTO:
         chosen = choose_recompute_at(captured, options, starts)
-        made = replace(made.predicted(chosen.predict()), priced=chosen.costs.priced)
-        return made.with_relays() if relay_skips else made
+        cut_plan = replace(cut_plan.predicted(chosen.predict()), priced=chosen.costs.priced)
+        return cut_plan.with_relays() if relay_skips else cut_plan
     options = replace(options, recompute=parse_recompute(captured, recompute, len(starts) + 1))
     to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
-    made = made if all(each is None for each in to_predict) else _predicted(made, captured, options, starts)
-    return made.with_relays() if relay_skips else made
+    cut_plan = cut_plan if all(arg is None for arg in to_predict) else _predicted(cut_plan, captured, options, starts)
+    return cut_plan.with_relays() if relay_skips else cut_plan
 
 
 def _check_types(
     captured: object, schedule: object, hardware: object, loss: object, setting: object, cache: object
 ) -> None:
     """Raise ArgumentError for what is of no type that `plan` takes. `PlanOptions` checks the numbers."""
-    made = 'captured = pipegraph.capture(model, args=(tokens,)); pipegraph.plan(captured, points=["layers.4"])'
-    require_type(captured, Captured, "plan() takes what pipegraph.capture returns", made)
+    example = 'captured = pipegraph.capture(model, args=(tokens,)); pipegraph.plan(captured, points=["layers.4"])'
+    require_type(captured, Captured, "plan() takes what pipegraph.capture returns", example)
     kinds = (str, Schedule, NoneType)
     require_type(schedule, kinds, "schedule is a name or a Schedule", "pipegraph.schedule.read_csv, which reads a file")
     profile = (Hardware, str, PathLike, NoneType)
@@ -269,8 +269,8 @@ def plan_of(choice: CutChoice) -> Plan:
     priced = choice.costs.priced
     chain = priced.chain
     starts = [chain.segments[cut].start for cut in choice.cuts]
-    made = _cut(chain.captured, chain.points(choice.cuts), starts).predicted(choice.predict())
-    return replace(made, priced=priced, solution=choice.solution)
+    cut_plan = _cut(chain.captured, chain.points(choice.cuts), starts).predicted(choice.predict())
+    return replace(cut_plan, priced=priced, solution=choice.solution)
 
 
 def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> Plan:
@@ -282,11 +282,11 @@ def _cut(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> 
 def _plan_of(marked: Captured, points: Sequence[Point], divided: tuple[StageGraph, ...]) -> Plan:
     crossing = boundaries(marked, divided)
     dump("stages", lambda: stages_text(divided, crossing))
-    made = Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=())
-    return replace(made, costs=tuple(_cost(made, stage) for stage in divided))
+    cut_plan = Plan(captured=marked, points=tuple(points), stages=divided, boundaries=crossing, costs=())
+    return replace(cut_plan, costs=tuple(_cost(cut_plan, stage) for stage in divided))
 
 
-def _predicted(made: Plan, captured: Captured, options: PlanOptions, starts: Sequence[int]) -> Plan:
+def _predicted(cut_plan: Plan, captured: Captured, options: PlanOptions, starts: Sequence[int]) -> Plan:
     """Return a plan of given cuts with a prediction."""
     method = options.balance
     options = replace(options, balance="time") if method == UNIFORM else options
@@ -295,14 +295,14 @@ def _predicted(made: Plan, captured: Captured, options: PlanOptions, starts: Seq
     search = f"{argument('stages', len(starts) + 1)} in place of points"
     instead = argument("balance", "time") if method == UNIFORM else search
     choice = given_cuts(costs, options, [begins.index(start) for start in starts], instead)
-    return replace(made.predicted(structs.replace(choice.predict(), balance=method)), priced=costs.priced)
+    return replace(cut_plan.predicted(structs.replace(choice.predict(), balance=method)), priced=costs.priced)
 
 
 def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> str:
     """Say whether recomputing each block would make the memory enough."""
     options = replace(options, recompute=_BLOCK)
     try:
-        needed = choose_cuts(options.price(captured), options, stages).peak
+        peak = choose_cuts(options.price(captured), options, stages).peak
     except MemoryShortage as shortage:
         return (
             f"With {argument('recompute', 'block')}, which keeps the least, {format_bytes(shortage.needed)} would be "
@@ -311,17 +311,17 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
             "or more stages."
         )
     return (
-        f"With {argument('recompute', 'block')} there are cuts that fit, and need {format_bytes(needed)}.\n"
+        f"With {argument('recompute', 'block')} there are cuts that fit, and need {format_bytes(peak)}.\n"
         f"Try: {argument('recompute', 'block')}."
     )
 
 
-def _cost(made: Plan, stage: StageGraph) -> StageCost:
+def _cost(cut_plan: Plan, stage: StageGraph) -> StageCost:
     return stage_cost(
         stage.nodes,
-        [made.captured.state[fqn] for fqn in stage.state],
-        received=[each.node for each in made.stage_inputs(stage) if each.producer >= 0],
-        sent=[each.node for each in made.stage_outputs(stage) if set(each.consumers) - {stage.index}],
+        [cut_plan.captured.state[fqn] for fqn in stage.state],
+        received=[boundary.node for boundary in cut_plan.stage_inputs(stage) if boundary.producer >= 0],
+        sent=[boundary.node for boundary in cut_plan.stage_outputs(stage) if set(boundary.consumers) - {stage.index}],
     )
 
 

@@ -80,14 +80,14 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         return Prediction(**{name: getattr(self, name) for name in Prediction.__struct_fields__})
 
     @classmethod
-    def of(cls, made: Plan) -> PlanFile:
+    def from_plan(cls, priced_plan: Plan) -> PlanFile:
         """Return the file of a plan. The plan must be priced."""
-        assert made.prediction is not None
+        assert priced_plan.prediction is not None
         return cls(
-            model=ModelSummary(made.captured.model_name, _parameters(made.captured)),
-            inputs=_inputs(made.captured),
-            points=tuple(str(point) for point in made.points),
-            **msgspec.structs.asdict(made.prediction),
+            model=ModelSummary(priced_plan.captured.model_name, _parameters(priced_plan.captured)),
+            inputs=_inputs(priced_plan.captured),
+            points=tuple(str(point) for point in priced_plan.points),
+            **msgspec.structs.asdict(priced_plan.prediction),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,8 +137,8 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
                 f"{format_bytes(memory_bytes, 2)} are there.\nTry: pipegraph plan with this --memory.",
                 self.peak,
             )
-        made = plan(captured, points=self.points) if self.points else plan(captured, stages=1, balance="uniform")
-        return made.predicted(self.prediction)
+        cut_plan = plan(captured, points=self.points) if self.points else plan(captured, stages=1, balance="uniform")
+        return cut_plan.predicted(self.prediction)
 
 
 class _Header(msgspec.Struct, frozen=True):

@@ -68,7 +68,7 @@ class StagedCosts(ChainCosts):
 
     def stages(self, cuts: Sequence[int]) -> tuple[SegmentCost, ...]:
         edges = pairwise([0, *cuts, len(self.segments)])
-        return tuple(of.stage(*edge) for of, edge in zip(self._of_stages, edges, strict=True))
+        return tuple(costs.stage(*edge) for costs, edge in zip(self._of_stages, edges, strict=True))
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class PlanOptions:
         """(rank, other rank) → their link; None if the plan is not for the least time."""
         if not self.timed:
             return None
-        return lambda rank, other: self.hardware.link(rank * self.stride, other * self.stride)
+        return lambda rank, peer: self.hardware.link(rank * self.stride, peer * self.stride)
 
     @property
     def host_link(self) -> Link | None:
@@ -148,11 +148,11 @@ class PlanOptions:
     def price(
         self,
         captured: Captured,
-        kept: Collection[int] = (),
+        cut_positions: Collection[int] = (),
         traced: dict[str, DividedFunction] | None = None,
         stages: int = 1,
     ) -> ChainCosts:
-        """Price a model by the balance. Segments are cut at the operations ``kept`` in any case.
+        """Price a model by the balance. Segments are cut at the operations ``cut_positions`` in any case.
 
         ``traced`` is shared by prices that differ in ``recompute`` alone. Raises PlanError, before anything is priced,
         if there are fewer segments than ``stages``.
@@ -168,15 +168,15 @@ class PlanOptions:
                 self.loss,
                 self.setting,
                 self.cache,
-                kept,
+                cut_positions,
                 traced,
                 stages,
             )
 
         if isinstance(self.recompute, Recompute):
             return ChainCosts(priced(self.recompute))
-        of = {each: ChainCosts(priced(each)) for each in dict.fromkeys(self.recompute)}
-        return StagedCosts([of[each] for each in self.recompute])
+        costs = {choice: ChainCosts(priced(choice)) for choice in dict.fromkeys(self.recompute)}
+        return StagedCosts([costs[choice] for choice in self.recompute])
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule of so many stages. Raises as `resolve_schedule` does."""
@@ -209,12 +209,12 @@ class PlanOptions:
             return entry.numel * entry.dtype.itemsize * (self.state_factor if entry.requires_grad else 1.0)
 
         largest = max(parameters, key=held_for, default=None)
-        if largest is not None and (held := held_for(largest)) > self.largest_memory:
+        if largest is not None and (state_bytes := held_for(largest)) > self.largest_memory:
             state = " with its gradient and the optimizer's state" if largest.requires_grad else ""
             raise PlanError(
-                f"The largest parameter, {largest.fqn}, takes {format_bytes(held)}{state}, "
+                f"The largest parameter, {largest.fqn}, takes {format_bytes(state_bytes)}{state}, "
                 f"and a rank has {format_bytes(self.largest_memory)}. No cut divides a parameter.\n"
-                f"Try: {argument('memory_bytes', bytes_option(round(held * 1.25)))}, "
+                f"Try: {argument('memory_bytes', bytes_option(round(state_bytes * 1.25)))}, "
                 "or shard the stage (parallelize_fn)."
             )
 

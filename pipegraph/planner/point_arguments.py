@@ -54,9 +54,9 @@ def equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], 
     chain = captured.segments
     if stages > len(chain):
         named = _few([segment.fqn for segment in chain if segment.fqn])
-        has = format_number_of("segment", len(chain))
+        count = format_number_of("segment", len(chain))
         raise PlanError(
-            f"{captured.model_name} has {has}{f' ({named})' if named else ''}, which is too few for {stages} "
+            f"{captured.model_name} has {count}{f' ({named})' if named else ''}, which is too few for {stages} "
             f"stages.\nTry: {argument('stages', len(chain))}, or {argument('points')} inside a segment."
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]

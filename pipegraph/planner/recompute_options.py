@@ -57,47 +57,48 @@ class RecomputeOptions:
         """Price a model with the choice that each stage was given."""
         traced: dict[str, DividedFunction] = {}
         distinct = tuple(dict.fromkeys(of_stages))
-        costs = tuple(replace(options, recompute=one).price(captured, traced=traced) for one in distinct)
-        return cls(distinct, costs, (), tuple((distinct.index(one),) for one in of_stages))
+        costs = tuple(replace(options, recompute=choice).price(captured, traced=traced) for choice in distinct)
+        return cls(distinct, costs, (), tuple((distinct.index(choice),) for choice in of_stages))
 
     @classmethod
-    def price(cls, captured: Captured, options: PlanOptions, kept: Collection[int] = ()) -> RecomputeOptions:
-        """Price a model with each choice. Segments are cut at the operations ``kept`` in any case.
+    def price(cls, captured: Captured, options: PlanOptions, cut_positions: Collection[int] = ()) -> RecomputeOptions:
+        """Price a model with each choice. Segments are cut at the operations ``cut_positions`` in any case.
 
         Raises as `PlanOptions.price` does.
         """
         traced: dict[str, DividedFunction] = {}
         containers = _containers(captured)
         block = Recompute.parse({f"{name}.*": "block" for name in containers} or "block")
-        alike = {"none": Recompute.parse("none"), "min-cut": Recompute.parse("min-cut"), "block": block}
+        basic_choices = {"none": Recompute.parse("none"), "min-cut": Recompute.parse("min-cut"), "block": block}
         priced = {
-            name: replace(options, recompute=each).price(captured, kept, traced).priced for name, each in alike.items()
+            name: replace(options, recompute=choice).price(captured, cut_positions, traced).priced
+            for name, choice in basic_choices.items()
         }
-        recompute, costs = [*alike.values()], [ChainCosts(model) for model in priced.values()]
+        recompute, costs = [*basic_choices.values()], [ChainCosts(model) for model in priced.values()]
         layers = _layers(priced["none"].chain, containers)
         if options.host_link is not None and not options.hardware.is_cpu and containers:  # a CPU only emulates it
             offload = Recompute.parse({f"{name}.*": OFFLOAD for name in containers})
-            model = replace(options, recompute=offload).price(captured, kept, traced).priced
+            model = replace(options, recompute=offload).price(captured, cut_positions, traced).priced
             if _is_hidden(model, layers, options.host_link):
                 recompute.append(offload)
                 costs.append(ChainCosts(model))
         uniform = tuple(range(len(recompute)))
-        for most, some, counts in _MIXES if containers else ():
+        for most, second, counts in _MIXES if containers else ():
             for count in counts:
                 chosen = _SPREAD[:count]
-                rules = {f"{name}[{first}::{_PARTS}]": some for name in containers for first in chosen}
+                rules = {f"{name}[{first}::{_PARTS}]": second for name in containers for first in chosen}
                 recompute.append(Recompute.parse({"": most, **rules}))
-                choices = [most if each is None or each.number % _PARTS not in chosen else some for each in layers]
+                choices = [most if layer is None or layer.number % _PARTS not in chosen else second for layer in layers]
                 costs.append(ChainCosts(mix(priced, choices)))
         return cls(tuple(recompute), tuple(costs), uniform)
 
     def only(self, recompute: Collection[Recompute]) -> RecomputeOptions:
         """Return the same without the choices that are none of these."""
-        kept = [number for number, each in enumerate(self.recompute) if each in recompute]
+        positions = [number for number, choice in enumerate(self.recompute) if choice in recompute]
         return RecomputeOptions(
-            tuple(self.recompute[number] for number in kept),
-            tuple(self.costs[number] for number in kept),
-            tuple(kept.index(number) for number in self.uniform if number in kept),
+            tuple(self.recompute[number] for number in positions),
+            tuple(self.costs[number] for number in positions),
+            tuple(positions.index(number) for number in self.uniform if number in positions),
         )
 
     def choose(self, options: PlanOptions, stages: int) -> CutChoice:
@@ -110,22 +111,22 @@ class RecomputeOptions:
             PlanError, ScheduleError: as `solve` does.
         """
         report_progress("looking for the best cuts and what to compute again")
-        found = [*self._uniform(options, stages)]
+        choices = [*self._uniform(options, stages)]
         memory = options.memory_bytes
         for _ in range(_TRIES):
             try:
                 choice = self._jointly(options, stages, memory)
             except MemoryShortage:
-                if not found and memory is options.memory_bytes:
+                if not choices and memory is options.memory_bytes:
                     raise
                 break
             if choice.fits:
-                found.append(refine_cuts(choice))
+                choices.append(refine_cuts(choice))
                 break
             limits = options.memory_of_ranks(choice.schedule.ranks)
             figures = zip(limits, choice.memory, strict=True)
-            memory = [max(0.0, limit - max(0.0, needed - limit)) for limit, needed in figures]
-        if not found:
+            memory = [max(0.0, limit - max(0.0, required_bytes - limit)) for limit, required_bytes in figures]
+        if not choices:
             raise MemoryShortage(
                 "No cuts and choices of what to compute again that were found fit into the memory, with what several "
                 "stages hold.\nTry: more memory, or more stages.",
@@ -133,8 +134,8 @@ class RecomputeOptions:
                 choice.cuts,
             )
         # The joint search's, which comes last, bounds all.
-        bound = next((choice.solution for choice in reversed(found) if choice.solution is not None), None)
-        best = min(found, key=lambda choice: choice.value)
+        bound = next((choice.solution for choice in reversed(choices) if choice.solution is not None), None)
+        best = min(choices, key=lambda choice: choice.value)
         return replace(best, solution=bound)
 
     def choose_at(self, options: PlanOptions, cuts: Sequence[int]) -> CutChoice:
@@ -159,8 +160,8 @@ class RecomputeOptions:
 
     def _choice(self, options: PlanOptions, solution: OptionSolution) -> CutChoice:
         costs = StagedCosts([self.costs[option] for option in solution.options])
-        own = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
-        return CutChoice(costs, own, solution.cuts, solution.schedule, solution)
+        plan_options = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
+        return CutChoice(costs, plan_options, solution.cuts, solution.schedule, solution)
 
     def _jointly(self, options: PlanOptions, stages: int, memory: float | Sequence[float] | None) -> CutChoice:
         solution = solve_options(
@@ -180,27 +181,27 @@ class RecomputeOptions:
 
     def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
         for option in self.uniform:
-            own = replace(
+            plan_options = replace(
                 options, recompute=(self.recompute[option],) * stages, effort=_UNIFORM_EFFORT * options.effort
             )
             try:
-                yield refine_cuts(replace(choose_cuts(self.costs[option], own, stages), solution=None))
+                yield refine_cuts(replace(choose_cuts(self.costs[option], plan_options, stages), solution=None))
             except MemoryShortage:
                 continue
 
 
-def parse_recompute(captured: Captured, given: object, stages: int) -> Recompute | tuple[Recompute, ...]:
+def parse_recompute(captured: Captured, recompute: object, stages: int) -> Recompute | tuple[Recompute, ...]:
     """Return what a plan is for: one for all stages, or one for each; by default what the model itself says.
 
     Raises ArgumentError for what no plan can hold.
     """
-    each = parse_stages(own_recompute(captured) if given is None else given, stages)
-    if any(one.policies for one in each):
+    choices = parse_stages(own_recompute(captured) if recompute is None else recompute, stages)
+    if any(choice.policies for choice in choices):
         raise ArgumentError(
             "recompute has a policy, which is a function: no plan can hold it.\n"
             "Try: Pipeline(…, recompute=policy), and plan with what is the most like it."
         )
-    return each[0] if len(set(each)) == 1 else each
+    return choices[0] if len(set(choices)) == 1 else choices
 
 
 def choose_recompute(captured: Captured, options: PlanOptions, stages: int, is_auto: bool) -> CutChoice:
@@ -246,12 +247,12 @@ def _layers(chain: Chain, containers: Sequence[str]) -> list[_Layer | None]:
         name, _, number = segment.fqn.rpartition(".")
         if name in containers:
             positions |= dict.fromkeys(range(segment.start, segment.stop), _Layer(name, int(number)))
-    found: list[_Layer | None] = [None] * len(chain.segments)
+    segment_layers: list[_Layer | None] = [None] * len(chain.segments)
     for layer in chain.layers:
         middle = (chain.segments[layer.start].start + chain.segments[layer.stop - 1].stop) // 2
         for index in layer:
-            found[index] = positions.get(middle)
-    return found
+            segment_layers[index] = positions.get(middle)
+    return segment_layers
 
 
 def _is_hidden(model: PricedModel, layers: Sequence[_Layer | None], link: Link) -> bool:
@@ -260,11 +261,11 @@ def _is_hidden(model: PricedModel, layers: Sequence[_Layer | None], link: Link) 
     sums: dict[_Layer, list[float]] = {}
     for cost, layer in zip(model.costs, layers, strict=True):
         if layer is not None:
-            own = sums.setdefault(layer, [0.0] * 4)
+            totals = sums.setdefault(layer, [0.0] * 4)
             figures = cost.forward, cost.input_grad, cost.weight_grad, cost.offloaded_bytes
-            own[:] = [one + other for one, other in zip(own, figures, strict=True)]
+            totals[:] = [total + figure for total, figure in zip(totals, figures, strict=True)]
     return all(
-        link.seconds(offloaded) <= min((each for each in times if each), default=0.0)
+        link.seconds(offloaded) <= min((seconds for seconds in times if seconds), default=0.0)
         for *times, offloaded in sums.values()
         if offloaded
     )

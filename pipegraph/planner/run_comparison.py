@@ -90,9 +90,9 @@ def compare_run(
         hardware,
         in_turn,
         {
-            (stage, kind): each.predicted or 0.0
+            (stage, kind): pair.predicted or 0.0
             for stage, kinds in enumerate(collectives)
-            for kind, each in kinds.items()
+            for kind, pair in kinds.items()
         },
         measured.parts or None,
     )
@@ -134,9 +134,9 @@ def _collectives(
 ) -> dict[CollectiveKind, PredictedAndMeasured]:
     """Return the seconds of each kind of collective of a stage that sends something."""
     return {
-        kind: PredictedAndMeasured(seconds_of_messages(found.messages, hardware), found.seconds)
+        kind: PredictedAndMeasured(seconds_of_messages(collective.messages, hardware), collective.seconds)
         for kind in CollectiveKind
-        if (found := measured.collectives.get((stage, kind))) is not None and found.messages
+        if (collective := measured.collectives.get((stage, kind))) is not None and collective.messages
     }
 
 
@@ -148,7 +148,7 @@ def seconds_of_messages(messages: Iterable[Message], hardware: Hardware | None) 
     for message in messages:
         link = hardware.links.among(message.ranks)
         ways = {"gather": link.gather_seconds, "reduce": link.reduce_seconds, "all_reduce": link.all_reduce_seconds}
-        total += ways[message.what](message.size, len(message.ranks))
+        total += ways[message.way](message.size, len(message.ranks))
     return total
 
 
@@ -164,21 +164,21 @@ def _seconds(cost: SegmentCost, kind: Kind) -> float:
 
 def _other_plan_hint(manifest: Manifest, schedule: Schedule, mesh: Mapping[str, int] | None) -> str:
     """Return a hint if the plan was made for another step or mesh than what ran, else an empty string."""
-    plan, planned = manifest.prediction, PlannedStep.of(manifest)
+    plan, planned = manifest.prediction, PlannedStep.from_manifest(manifest)
     if plan is None or planned is None:
         return ""
-    was, ran = plan.mesh_text, plan.mesh_text if mesh is None else mesh_text(schedule.ranks, mesh, plan.resident)
-    if planned.is_of(schedule) and was == ran:
+    plan_mesh, ran = plan.mesh_text, plan.mesh_text if mesh is None else mesh_text(schedule.ranks, mesh, plan.resident)
+    if planned.is_of(schedule) and plan_mesh == ran:
         return ""
     step = describe_step(schedule.name, schedule.microbatches, schedule.ranks)
     options = "without --schedule, --microbatches and --nproc"
-    if was != ran:
+    if plan_mesh != ran:
         options = f"{options}, --dp-replicate, --dp-shard and --tp"
-        was, ran = (f" in a mesh of {each}" if each else " in one pipeline" for each in (was, ran))
+        plan_mesh, ran = (f" in a mesh of {text}" if text else " in one pipeline" for text in (plan_mesh, ran))
     else:
-        was = ran = ""
+        plan_mesh = ran = ""
     how = options if planned.is_buildable else "--schedule with the plan's CSV file"
-    return f"The plan was {planned}{was}, and this was {step}{ran}. Try: {how}"
+    return f"The plan was {planned}{plan_mesh}, and this was {step}{ran}. Try: {how}"
 
 
 def _hints(
@@ -187,21 +187,21 @@ def _hints(
     measured: MeasuredRun,
     links_known: bool,
 ) -> Iterator[str]:
-    timed = all(each.predicted is not None for stage in stages for each in stage.values())
+    timed = all(pair.predicted is not None for stage in stages for pair in stage.values())
     priced = timed or all(stage.cost.saved_bytes is not None for stage in manifest.stages)
     if not measured.steps:
         yield "Times are measured from the second step on, because the first one compiles. Try: --steps 5"
     if priced and measured.tensor_ranks > 1:
-        what = "Times and saved bytes were" if timed else "Saved bytes were"
-        yield f"{what} predicted for whole stages, and {measured.tensor_ranks} ranks along tp divide each."
+        subject = "Times and saved bytes were" if timed else "Saved bytes were"
+        yield f"{subject} predicted for whole stages, and {measured.tensor_ranks} ranks along tp divide each."
     if not timed:
         yield "The package has no predicted times. Try: pipegraph split … --balance time"
-    what = "Times and bytes were predicted" if timed else "Bytes were predicted"
+    subject = "Times and bytes were predicted" if timed else "Bytes were predicted"
     is_compiled, is_own = measured.kernels == "inductor", measured.precision is None
     if priced and not is_compiled:
-        yield f"{what} for compiled kernels, and this run used --kernels {measured.kernels}."
+        yield f"{subject} for compiled kernels, and this run used --kernels {measured.kernels}."
     if priced and not is_own:
-        yield f"{what} for the package's own dtypes, and this run used --precision {measured.precision}."
+        yield f"{subject} for the package's own dtypes, and this run used --precision {measured.precision}."
     if timed and is_compiled and is_own and manifest.prediction is not None and measured.tensor_ranks == 1:
         yield _error_hint(manifest.prediction.balance, stages)
     if timed and not links_known and manifest.prediction is not None:
@@ -211,8 +211,8 @@ def _hints(
 
 def _error_hint(balance: str, stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> str:
     """Return a hint if all stages together took much more or less than predicted, else an empty string."""
-    figures = [each for stage in stages for each in stage.values() if each.predicted and each.measured]
-    predicted, measured = sum(each.predicted or 0.0 for each in figures), sum(each.measured or 0.0 for each in figures)
+    figures = [pair for stage in stages for pair in stage.values() if pair.predicted and pair.measured]
+    predicted, measured = sum(pair.predicted or 0.0 for pair in figures), sum(pair.measured or 0.0 for pair in figures)
     factor = measured / predicted if figures else 1.0
     if abs(factor - 1) <= _LARGE_ERROR:
         return ""

@@ -86,7 +86,7 @@ class PlannedStep:
     microbatches: int
 
     @classmethod
-    def of(cls, manifest: Manifest) -> PlannedStep | None:
+    def from_manifest(cls, manifest: Manifest) -> PlannedStep | None:
         """Return the step; None if the package was cut at given points, or into equal numbers of segments."""
         plan = manifest.prediction
         return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches)
@@ -99,10 +99,10 @@ class PlannedStep:
     def is_buildable(self) -> bool:
         """Whether `build` makes this schedule from its name and numbers; otherwise its order is in a file."""
         try:
-            made = build(self.schedule, self.ranks, self.microbatches, len(self.placement) // self.ranks)
+            schedule = build(self.schedule, self.ranks, self.microbatches, len(self.placement) // self.ranks)
         except ScheduleError:
             return False
-        return made.placement == self.placement
+        return schedule.placement == self.placement
 
     def is_of(self, schedule: Schedule) -> bool:
         """Whether this is a step of the schedule."""
@@ -158,7 +158,7 @@ def predict_step(
         collectives: of each stage and kind of those that the schedule has, the seconds; others take none.
         parts: of each stage, the part of its parameters' bytes that a rank has; by default all.
     """
-    costs, plan, planned = _stage_costs(manifest), manifest.prediction, PlannedStep.of(manifest)
+    costs, plan, planned = _stage_costs(manifest), manifest.prediction, PlannedStep.from_manifest(manifest)
     links = hardware or pricing_profile(manifest)
     times = timeline = step = bubble = None
     is_planned = hardware is None and planned is not None and planned.is_of(schedule) and not schedule.collectives
@@ -267,7 +267,7 @@ class RankMemoryByKind:
             "buffers": self.buffers,
             "transient": self.transient,
         }
-        return {kind: held for kind, held in kinds.items() if held is not None}
+        return {kind: size for kind, size in kinds.items() if size is not None}
 
 
 def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryByKind, ...]:
@@ -281,17 +281,19 @@ def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryBy
         return ()
     memory, ranks = predict_step(manifest, schedule).memory, []
     for rank in range(schedule.ranks):
-        own = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
-        trained = sum((cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in own)
+        rank_costs = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
+        trained = sum(
+            (cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in rank_costs
+        )
         trained = trained if schedule.trains else 0
         ranks.append(
             RankMemoryByKind(
                 rank=rank,
-                parameters=sum(cost.parameter_bytes or 0 for cost in own),
+                parameters=sum(cost.parameter_bytes or 0 for cost in rank_costs),
                 gradients=trained,
                 optimizer_state=_MOMENTS * trained,
                 saved_activations=None if memory is None else memory[rank].saved,
-                buffers=sum(cost.buffer_bytes or 0 for cost in own) + (memory[rank].buffers if memory else 0),
+                buffers=sum(cost.buffer_bytes or 0 for cost in rank_costs) + (memory[rank].buffers if memory else 0),
                 transient=None if memory is None else memory[rank].transient,
             )
         )

@@ -56,7 +56,7 @@ class ActionColours:
     most: int
 
     @classmethod
-    def of(cls, schedule: Schedule) -> ActionColours:
+    def from_schedule(cls, schedule: Schedule) -> ActionColours:
         present = {action.kind for row in schedule.actions for action in row}
         chunks = [schedule.placement[:stage].count(rank) for stage, rank in enumerate(schedule.placement)]
         return cls(tuple(kind for kind in MEANING if kind in present), tuple(chunks), max(chunks) + 1)
@@ -67,8 +67,8 @@ class ActionColours:
 
     def legend(self) -> list[tuple[Kind, list[str]]]:
         """Return each kind with its tones: all of them, or the first and the last of many."""
-        shown = range(self.most) if self.most <= _MOST_TONES else (0, self.most - 1)
-        return [(kind, [colour(kind, chunk, self.most) for chunk in shown]) for kind in self.kinds]
+        chunks = range(self.most) if self.most <= _MOST_TONES else (0, self.most - 1)
+        return [(kind, [colour(kind, chunk, self.most) for chunk in chunks]) for kind in self.kinds]
 
     @property
     def tones(self) -> str:

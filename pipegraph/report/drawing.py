@@ -160,8 +160,8 @@ def _elements(shape: Shape) -> Iterator[str]:
     if isinstance(shape, Rectangle):
         place, through = f'x="{px(shape.x)}" width="{px(shape.width)}"', 'pointer-events="none"'
         if shape.hatch:
-            whole = f'y="{px(shape.y)}" height="{px(shape.height)}"'
-            yield f'<rect {place} {whole} fill="url(#hatch-{shape.hatch[1:]})" {through}/>'
+            extent = f'y="{px(shape.y)}" height="{px(shape.height)}"'
+            yield f'<rect {place} {extent} fill="url(#hatch-{shape.hatch[1:]})" {through}/>'
         if shape.foot:
             below = f'y="{px(shape.y + shape.height - _FOOT)}" height="{_FOOT}"'
             yield f'<rect {place} {below} fill="{shape.foot}" fill-opacity="{_FOOT_OPACITY}" {through}/>'

@@ -62,7 +62,7 @@ def trace_page(analysis: RunAnalysis) -> str:
         alternative=one_line(_alternative(analysis)),
         critical_of=critical_step(analysis),
         critical_path=analysis.critical_path,
-        notes=[one_line(each) for each in remarks(analysis) if not each.startswith("problem")],
+        notes=[one_line(remark) for remark in remarks(analysis) if not remark.startswith("problem")],
         candidates=list(_changes(analysis)),
         **timeline_parts(page_data(analysis)),
         **_idle(analysis),
@@ -74,8 +74,8 @@ def trace_page(analysis: RunAnalysis) -> str:
 def _title(analysis: RunAnalysis) -> str:
     run = analysis.run
     model = "" if run.manifest is None else run.manifest.model.class_name
-    what = describe_step(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
-    return one_line(f"{model}: {what}" if model else what)
+    description = describe_step(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
+    return one_line(f"{model}: {description}" if model else description)
 
 
 def _alternative(analysis: RunAnalysis) -> str:
@@ -91,12 +91,12 @@ def _alternative(analysis: RunAnalysis) -> str:
 def _figures(analysis: RunAnalysis) -> Iterator[dict[str, str]]:
     """Yield the key figures, each with its name and a remark."""
 
-    def figure(name: str, value: str, aside: str) -> dict[str, str]:
-        return {"name": name, "value": value, "aside": aside}
+    def figure(name: str, value: str, remark: str) -> dict[str, str]:
+        return {"name": name, "value": value, "aside": remark}
 
     in_turn, count, expected = analysis.run.shares_process, len(analysis.steps), analysis.expected
     measured = analysis.simulated.makespan if in_turn else analysis.makespan
-    unit = TimeFormat.of(measured)
+    unit = TimeFormat.for_seconds(measured)
     if in_turn:
         yield figure("a step, simulated", unit.text(measured), "with a process for each rank")
     else:
@@ -105,19 +105,19 @@ def _figures(analysis: RunAnalysis) -> Iterator[dict[str, str]]:
         yield figure("predicted", UNKNOWN, "the package has no predicted times")
     else:
         off = expected.makespan / measured - 1 if measured else 0.0
-        aside = f"{format_percent(abs(off))} {'less' if off < 0 else 'more'} than that"
-        yield figure("predicted", unit.text(expected.makespan), aside)
+        remark = f"{format_percent(abs(off))} {'less' if off < 0 else 'more'} than that"
+        yield figure("predicted", unit.text(expected.makespan), remark)
     if analysis.bubble is not None:
-        idle = sum(each.idle for each in analysis.idle)
-        aside = "" if expected is None else f"predicted {format_percent(expected.bubble)}"
-        yield figure("bubble", format_percent(analysis.bubble), aside)
-        causes = [sum(column) for column in zip(*(astuple(each.causes) for each in analysis.idle), strict=True)]
+        idle = sum(rank.idle for rank in analysis.idle)
+        remark = "" if expected is None else f"predicted {format_percent(expected.bubble)}"
+        yield figure("bubble", format_percent(analysis.bubble), remark)
+        causes = [sum(column) for column in zip(*(astuple(rank.causes) for rank in analysis.idle), strict=True)]
         most, name = max(zip(causes, CAUSES, strict=True))
         yield figure("largest part of it", format_percent(most / idle if idle else 0.0), name)
     if analysis.iteration is not None:
         name = "a step, ranks in turn" if in_turn else "with data and optimizer"
-        aside = "with data and optimizer" if in_turn else "a step"
-        yield figure(name, format_seconds(analysis.iteration), aside)
+        remark = "with data and optimizer" if in_turn else "a step"
+        yield figure(name, format_seconds(analysis.iteration), remark)
 
 
 def _idle(analysis: RunAnalysis) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def _idle(analysis: RunAnalysis) -> dict[str, Any]:
     headers, rows = idle_table(analysis)
     bars = [
         [
-            {"width": round(100 * seconds / (each.makespan or 1.0), 3), "colour": fill, "title": f"{name}: {text}"}
-            for (name, fill), seconds in zip(_PARTS.items(), (each.busy, *astuple(each.causes)), strict=True)
+            {"width": round(100 * seconds / (rank.makespan or 1.0), 3), "colour": fill, "title": f"{name}: {text}"}
+            for (name, fill), seconds in zip(_PARTS.items(), (rank.busy, *astuple(rank.causes)), strict=True)
             for text in [unit.text(seconds)]
         ]
-        for each in analysis.idle
+        for rank in analysis.idle
     ]
-    count = len([each for each in analysis.idle_by_step if each])
-    of = (
+    count = len([ranks for ranks in analysis.idle_by_step if ranks])
+    subject = (
         "the simulated step"
         if analysis.run.shares_process
         else f"a step (mean of {count})"
@@ -142,7 +142,7 @@ def _idle(analysis: RunAnalysis) -> dict[str, Any]:
     )
     return {
         "bubble": [{"rank": row[0], "parts": bar, "cells": row[1:]} for row, bar in zip(rows, bars, strict=True)],
-        "bubble_of": of,
+        "bubble_of": subject,
         "bubble_headers": [unit.unit, *headers[1:]],
         "parts": [{"name": name, "colour": fill} for name, fill in _PARTS.items()],
         "causes": [{"name": name, "meaning": meaning} for name, meaning in CAUSES.items()],
@@ -152,18 +152,18 @@ def _idle(analysis: RunAnalysis) -> dict[str, Any]:
 def _stages(analysis: RunAnalysis) -> dict[str, Any]:
     """The times of stages, predicted and measured, as a table with bars."""
     unit, placement = stage_time_format(analysis.stages), analysis.run.schedule.placement
-    actions = [(stage, kind, each) for stage, kinds in enumerate(analysis.stages) for kind, each in kinds.items()]
-    longest = max((max(each.predicted or 0.0, each.measured or 0.0) for _, _, each in actions), default=0.0)
+    actions = [(stage, kind, pair) for stage, kinds in enumerate(analysis.stages) for kind, pair in kinds.items()]
+    longest = max((max(pair.predicted or 0.0, pair.measured or 0.0) for _, _, pair in actions), default=0.0)
     rows = []
-    for stage, kind, each in actions:
-        fill, figures = colour(kind), (each.predicted, each.measured)
+    for stage, kind, times in actions:
+        fill, figures = colour(kind), (times.predicted, times.measured)
         rows.append(
             {
                 "name": f"stage {stage}, rank {placement[stage]}" if kind is Kind.F else "",
                 "kind": kind.value,
                 "colour": fill,
                 "ink": ink(fill),
-                "cells": [*map(unit.number, figures), prediction_error(each)],
+                "cells": [*map(unit.number, figures), prediction_error(times)],
                 "bars": [
                     {"width": round(100 * (figure or 0.0) / (longest or 1.0), 2), "part": part}
                     for figure, part in zip(figures, (45, 100), strict=True)
@@ -171,28 +171,28 @@ def _stages(analysis: RunAnalysis) -> dict[str, Any]:
             }
         )
     headers = ["a microbatch", "", f"predicted {unit.unit}", f"measured {unit.unit}", "error", "one above the other"]
-    known = any(each.error is not None for _, _, each in actions)
-    return {"stages": rows, "stage_headers": headers, "stage_note": f"error: {ERROR}" if known else ""}
+    has_errors = any(pair.error is not None for _, _, pair in actions)
+    return {"stages": rows, "stage_headers": headers, "stage_note": f"error: {ERROR}" if has_errors else ""}
 
 
 def _collectives(analysis: RunAnalysis) -> dict[str, Any]:
     """What the collectives of stages take, as a table; no rows without any."""
-    found = analysis.collectives
-    if not found:
+    collectives = analysis.collectives
+    if not collectives:
         return {"collectives": []}
-    headers, rows = stage_time_table(found, analysis.run.schedule.placement, CollectiveKind)
-    unit = stage_time_format(found).unit
+    headers, rows = stage_time_table(collectives, analysis.run.schedule.placement, CollectiveKind)
+    unit = stage_time_format(collectives).unit
     return {"collective_headers": headers, "collectives": rows, "collective_unit": unit}
 
 
 def _changes(analysis: RunAnalysis) -> Iterator[dict[str, Any]]:
-    for each in analysis.advice.changes:
+    for change in analysis.advice.changes:
         yield {
-            "change": one_line(each.change),
-            "assuming": one_line(each.assuming),
-            "gain": format_percent(-each.gain, signed=True),
-            "of": each.measure,
-            "better": each.gain >= WORTH,
+            "change": one_line(change.change),
+            "assuming": one_line(change.assuming),
+            "gain": format_percent(-change.gain, signed=True),
+            "of": change.measure,
+            "better": change.gain >= WORTH,
         }
 
 
@@ -207,7 +207,7 @@ def timeline_parts(data: dict[str, Any]) -> dict[str, str]:
 
 def schedule_data(schedule: Schedule) -> dict[str, Any]:
     """Return the ranks, and how actions look."""
-    colours = ActionColours.of(schedule)
+    colours = ActionColours.from_schedule(schedule)
     tones = {kind: [colour(kind, chunk, colours.most) for chunk in range(colours.most)] for kind in colours.kinds}
     return {
         "ranks": [
@@ -221,14 +221,14 @@ def schedule_data(schedule: Schedule) -> dict[str, Any]:
         "collectives": {
             kind.value: {"fill": fill, "ink": ink(fill), "meaning": COLLECTIVE_MEANING[kind]}
             for kind, fill in COLLECTIVES.items()
-            if any(each.kind is kind for each in schedule.collectives)
+            if any(collective.kind is kind for collective in schedule.collectives)
         },
     }
 
 
 def page_data(analysis: RunAnalysis) -> dict[str, Any]:
     """Return the data of ``timeline_view.js``, which says how actions and messages are written."""
-    kept = _kept(analysis)
+    steps = _page_steps(analysis)
     timelines = [
         ("predicted", "predicted", analysis.expected),
         ("simulated", "simulated with measured times", analysis.simulated),
@@ -237,23 +237,25 @@ def page_data(analysis: RunAnalysis) -> dict[str, Any]:
         timelines.reverse()
     return {
         **schedule_data(analysis.run.schedule),
-        "shown": kept.index(analysis.step),
-        "steps": [_step(step, analysis) for step in kept],
-        "below": [{"short": short, "name": name, **timeline_data(each)} for short, name, each in timelines if each],
+        "shown": steps.index(analysis.step),
+        "steps": [_step(step, analysis) for step in steps],
+        "below": [
+            {"short": short, "name": name, **timeline_data(timeline)} for short, name, timeline in timelines if timeline
+        ],
     }
 
 
-def _kept(analysis: RunAnalysis) -> list[MeasuredStep]:
+def _page_steps(analysis: RunAnalysis) -> list[MeasuredStep]:
     """Return the shown step and its neighbours, as many as a page can hold."""
     sizes = [sum(map(len, (*step.events, *step.transfers, *step.collectives))) for step in analysis.steps]
     room = _MOST
-    kept: list[int] = []
-    for number in sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.shown), n)):
+    numbers: list[int] = []
+    for number in sorted(range(len(sizes)), key=lambda n: (abs(n - analysis.step_index), n)):
         room -= sizes[number]
-        if kept and room < 0:
+        if numbers and room < 0:
             break
-        kept.append(number)
-    return [analysis.steps[number] for number in sorted(kept)]
+        numbers.append(number)
+    return [analysis.steps[number] for number in sorted(numbers)]
 
 
 def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
@@ -266,7 +268,10 @@ def _step(step: MeasuredStep, analysis: RunAnalysis) -> dict[str, Any]:
         "makespan": _microseconds(step.makespan),
         "complete": step.complete,
         "rows": [list(map(_event, row)) for row in step.events],
-        "beside": [_beside((each.collective, each.start, each.end) for each in row) for row in step.collectives],
+        "beside": [
+            _collective_events((recorded.collective, recorded.start, recorded.end) for recorded in row)
+            for row in step.collectives
+        ],
         "messages": [
             [
                 send.rank,
@@ -296,7 +301,8 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
     return {
         "makespan": _microseconds(timeline.makespan),
         "rows": [list(map(_event, row)) for row in rows],
-        "beside": [_beside(each.events) for each in timeline.collectives] or [[] for _ in rows],
+        "beside": [_collective_events(rank_collectives.events) for rank_collectives in timeline.collectives]
+        or [[] for _ in rows],
     }
 
 
@@ -306,12 +312,12 @@ def _event(event: Event) -> list[Any]:
     return [action.kind.value, action.stage, action.microbatch, *times]
 
 
-def _beside(collectives: Iterable[tuple[Collective, float, float]]) -> list[list[Any]]:
+def _collective_events(collectives: Iterable[tuple[Collective, float, float]]) -> list[list[Any]]:
     """Return the collectives of a rank that take time, as events without a microbatch."""
     return [
-        [each.kind.value, each.stage, None, _microseconds(start), _microseconds(end)]
-        for each, start, end in collectives
-        if each.kind in COLLECTIVES and end > start
+        [collective.kind.value, collective.stage, None, _microseconds(start), _microseconds(end)]
+        for collective, start, end in collectives
+        if collective.kind in COLLECTIVES and end > start
     ]
 
 

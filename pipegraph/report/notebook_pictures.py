@@ -33,14 +33,14 @@ _MOST = 2_000  # actions in a picture; a notebook with more of them is slow
 
 def plan_html(plan: Plan) -> str:
     """Return the stages of a plan with their costs, what a step is predicted to take, and the reasons of the cuts."""
-    held = [line.partition(": ")[2] for line in plan.describe()]
+    stage_modules = [line.partition(": ")[2] for line in plan.describe()]
     title = f"{plan.captured.model_name} in {format_number_of('stage', len(plan.stages))}"
     lines: list[str] = []
     if plan.prediction is not None:
         cuts = enumerate(plan.prediction.with_reasons().cuts, 1)
         reasons = [f"stage {number} begins at {cut.point}: {cut.reason}" for number, cut in cuts]
         lines = [*render_prediction_summary(plan.prediction).split("\n"), *reasons]
-    return _html(title, [cost_table(held, plan.costs)], lines)
+    return _html(title, [cost_table(stage_modules, plan.costs)], lines)
 
 
 def package_html(package: Package) -> str:
@@ -48,8 +48,8 @@ def package_html(package: Package) -> str:
     manifest, schedule = package.manifest, _planned(package)
     picture = None
     if sum(map(len, schedule.actions)) <= _MOST:
-        drawn = schedule_drawing(simulated_package(manifest, schedule))
-        picture = _fitting(drawn, schedule.name)
+        drawing = schedule_drawing(simulated_package(manifest, schedule))
+        picture = _fitting(drawing, schedule.name)
     tables = [short_stage_table(manifest, schedule.placement), short_boundary_table(manifest)]
     return _html(package_title(manifest), tables, explain_cuts(manifest), picture)
 
@@ -58,8 +58,8 @@ def schedule_svg(schedule: Schedule) -> str | None:
     """Return a schedule over time, as if F, I and W took the same time on every stage; None if it is too large."""
     if sum(map(len, schedule.actions)) > _MOST:
         return None
-    drawn = schedule_drawing(SimulatedSchedule(schedule, Times.equal(schedule.stages)))
-    return _fitting(drawn, schedule.name)
+    drawing = schedule_drawing(SimulatedSchedule(schedule, Times.equal(schedule.stages)))
+    return _fitting(drawing, schedule.name)
 
 
 def timeline_svg(timeline: Timeline) -> str | None:
@@ -75,7 +75,7 @@ def timeline_svg(timeline: Timeline) -> str | None:
 
 def _planned(package: Package) -> Schedule:
     """Return the schedule that a package was planned for, if its name and numbers make it, else 1f1b."""
-    stages, planned = len(package.manifest.stages), PlannedStep.of(package.manifest)
+    stages, planned = len(package.manifest.stages), PlannedStep.from_manifest(package.manifest)
     if planned is None or not planned.is_buildable:
         return build("1f1b", stages, planned.microbatches if planned else stages)
     return build(planned.schedule, planned.ranks, planned.microbatches, stages // planned.ranks)

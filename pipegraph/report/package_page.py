@@ -71,12 +71,12 @@ def _figures(manifest: Manifest, simulated: SimulatedSchedule) -> list[dict[str,
         ("bubble", format_percent(timeline.bubble), "idle, the mean over ranks"),
         ("saved activations", str(max(timeline.peak_activations)), "on the rank with the most"),
     ]
-    return [dict(zip(("name", "value", "aside"), each, strict=True)) for each in figures]
+    return [dict(zip(("name", "value", "aside"), figure, strict=True)) for figure in figures]
 
 
 def _cards(manifest: Manifest, schedule: Schedule) -> Iterator[dict[str, Any]]:
     """Yield the stages, each with what the caller gives it and what it sends."""
-    known = has_times(manifest)
+    is_timed = has_times(manifest)
     totals = [sum(stage.cost.times or (0.0, 0.0, 0.0)) for stage in manifest.stages]
     unit, longest = TimeFormat.of_column(totals), max(totals, default=0.0) or 1.0
     for stage, total in zip(manifest.stages, totals, strict=True):
@@ -86,7 +86,7 @@ def _cards(manifest: Manifest, schedule: Schedule) -> Iterator[dict[str, Any]]:
             "rank": schedule.placement[stage.index],
             "holds": one_line(short_modules(held_modules(manifest, stage.index)) or stage.class_name),
             "sizes": stage_sizes(stage),
-            "total": unit.text(total) if known else "",
+            "total": unit.text(total) if is_timed else "",
             "bars": [
                 {
                     "kind": kind.value,
@@ -96,7 +96,7 @@ def _cards(manifest: Manifest, schedule: Schedule) -> Iterator[dict[str, Any]]:
                     "title": f"{kind.value}: {unit.text(seconds)}",
                 }
                 for kind, seconds in times
-                if known and seconds
+                if is_timed and seconds
             ],
             "takes": [_described(value) for value in _of_caller(manifest, stage)],
             "sends": list(_sends(manifest, schedule, stage)),
@@ -115,10 +115,10 @@ def _sends(manifest: Manifest, schedule: Schedule, stage: StageEntry) -> Iterato
             continue
         values = [manifest.values[name] for name in manifest.edge_values(producer, consumer)]
         back = sum(bytes_of(value) for value in values if value.requires_grad)
-        place, other = schedule.placement[producer], schedule.placement[consumer]
+        place, consumer_rank = schedule.placement[producer], schedule.placement[consumer]
         yield {
             "to": f"stage {consumer}",
-            "way": SAME_RANK if place == other else f"rank {place} to rank {other}",
+            "way": SAME_RANK if place == consumer_rank else f"rank {place} to rank {consumer_rank}",
             "what": "; ".join(map(_described, values)),
             "amount": format_bytes(sum(map(bytes_of, values))) + (f", {format_bytes(back)} back" if back else ""),
         }
@@ -140,11 +140,11 @@ def _memory(manifest: Manifest, schedule: Schedule) -> list[dict[str, Any]]:
             "total": format_bytes(rank.total),
             "parts": [
                 {
-                    "width": round(100 * (held or 0) / most, 2),
+                    "width": round(100 * (size or 0) / most, 2),
                     "colour": MEMORY[kind],
-                    "title": f"{kind}: {format_bytes(held)}",
+                    "title": f"{kind}: {format_bytes(size)}",
                 }
-                for kind, held in rank.by_kind().items()
+                for kind, size in rank.by_kind().items()
             ],
         }
         for rank in ranks

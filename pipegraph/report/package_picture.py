@@ -84,8 +84,8 @@ def package_picture(package: Package, schedule: Schedule) -> PackagePicture:
         y += _BETWEEN / 2
     elif not simulated.in_seconds:
         shapes.append(Label(_MARGIN + 80, y - _BETWEEN, EQUAL_TIMES, fill=GREY))
-    whole = Drawing(width + 2 * _MARGIN, y - _BETWEEN / 2, shapes).to_svg(package_title(manifest))
-    return PackagePicture(whole, timeline.to_svg(schedule_title(schedule)) if scale < _SMALLEST else None)
+    package_svg = Drawing(width + 2 * _MARGIN, y - _BETWEEN / 2, shapes).to_svg(package_title(manifest))
+    return PackagePicture(package_svg, timeline.to_svg(schedule_title(schedule)) if scale < _SMALLEST else None)
 
 
 def _head(package: Package, width: float) -> Drawing:
@@ -109,13 +109,13 @@ def _memory(ranks: Sequence[RankMemoryByKind], width: float) -> Drawing:
         x += 34 + LETTER * len(kind)
     if ranks[0].saved_activations is None:
         shapes.append(Label(x, 10, "saved activations are not known: --balance time predicts them", fill=GREY))
-    left, most = 76.0, max(rank.total for rank in ranks)
-    scale = (width - left - 90) / most if most else 0.0
+    left_edge, most = 76.0, max(rank.total for rank in ranks)
+    scale = (width - left_edge - 90) / most if most else 0.0
     for number, rank in enumerate(ranks):
         y = 26 + number * _ROW
-        parts = [(kind, MEMORY[kind], held * scale, format_bytes(held)) for kind, held in rank.by_kind().items()]
-        shapes += [*_rank_mark(rank.rank, 0, y + 2), *_bars(parts, left, y, _MEMORY_BAR)]
-        shapes.append(Label(left + rank.total * scale + 8, y + 15, format_bytes(rank.total), bold=True))
+        parts = [(kind, MEMORY[kind], size * scale, format_bytes(size)) for kind, size in rank.by_kind().items()]
+        shapes += [*_rank_mark(rank.rank, 0, y + 2), *_bars(parts, left_edge, y, _MEMORY_BAR)]
+        shapes.append(Label(left_edge + rank.total * scale + 8, y + 15, format_bytes(rank.total), bold=True))
     return Drawing(width, 26 + len(ranks) * _ROW, shapes)
 
 
@@ -123,12 +123,12 @@ def _stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Dra
     """Draw the stages and what crosses between them at the left, and a bar for what each costs at the right."""
     manifest = manifest.at_capture()
     lanes = _lanes(manifest)
-    left = _LANE * (1 + max(lanes.values(), default=-1)) + (10 if lanes else 0)
-    shapes = [*_arrow(left, 0, _caller_values(manifest, 0), ""), *_skips(manifest, lanes, left)]
+    left_edge = _LANE * (1 + max(lanes.values(), default=-1)) + (10 if lanes else 0)
+    shapes = [*_arrow(left_edge, 0, _caller_values(manifest, 0), ""), *_skips(manifest, lanes, left_edge)]
     for stage in manifest.stages:
-        shapes += _card(manifest, stage, schedule.placement[stage.index], left)
-        shapes += _crossing(manifest, schedule, stage.index, left)
-    _bars = left + _CARD + _SPACE
+        shapes += _card(manifest, stage, schedule.placement[stage.index], left_edge)
+        shapes += _crossing(manifest, schedule, stage.index, left_edge)
+    _bars = left_edge + _CARD + _SPACE
     shapes += (_times if has_times(manifest) else _flops)(manifest, _bars, width - _bars)
     return Drawing(width, _GAP + len(manifest.stages) * (_HEIGHT + _GAP), shapes)
 
@@ -155,13 +155,13 @@ def _top(stage: int) -> int:
     return _GAP + stage * (_HEIGHT + _GAP)
 
 
-def _card(manifest: Manifest, stage: StageEntry, rank: int, left: float) -> Iterator[Shape]:
-    y, held = _top(stage.index), short_modules(held_modules(manifest, stage.index)) or stage.class_name
-    yield Rectangle(left, y, _CARD, _HEIGHT, _FILL, 7, _EDGE, title=held)
-    yield Label(left + 18, y + 20, f"stage {stage.index}", 13, bold=True)
-    yield from _rank_mark(rank, left + _CARD - 66, y + 8)
-    yield Label(left + 18, y + 37, clip(held, _CARD_LETTERS), 11.5)
-    yield Label(left + 18, y + 53, _sizes(stage), 10.5, GREY)
+def _card(manifest: Manifest, stage: StageEntry, rank: int, left_edge: float) -> Iterator[Shape]:
+    y, modules = _top(stage.index), short_modules(held_modules(manifest, stage.index)) or stage.class_name
+    yield Rectangle(left_edge, y, _CARD, _HEIGHT, _FILL, 7, _EDGE, title=modules)
+    yield Label(left_edge + 18, y + 20, f"stage {stage.index}", 13, bold=True)
+    yield from _rank_mark(rank, left_edge + _CARD - 66, y + 8)
+    yield Label(left_edge + 18, y + 37, clip(modules, _CARD_LETTERS), 11.5)
+    yield Label(left_edge + 18, y + 53, _sizes(stage), 10.5, GREY)
 
 
 def _sizes(stage: StageEntry) -> str:
@@ -186,36 +186,36 @@ def _caller_values(manifest: Manifest, stage: int) -> list[Value]:
     return [value for value in values if value.producer == CALLER and not value.is_constant]
 
 
-def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left: float) -> Iterator[Shape]:
+def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left_edge: float) -> Iterator[Shape]:
     """The arrow from a stage to the next one, or out of the last one."""
     if stage == len(manifest.stages) - 1:
         last = [manifest.values[name] for name in manifest.stages[stage].outputs]
-        yield from _arrow(left, stage + 1, last, "the model's output")
+        yield from _arrow(left_edge, stage + 1, last, "the model's output")
         return
     values = [manifest.values[name] for name in manifest.edge_values(stage, stage + 1)]
     names = [clip(value.name, 20) for value in _caller_values(manifest, stage + 1)]
     stays = schedule.placement[stage] == schedule.placement[stage + 1]
     notes = [f"and {', '.join(names[:3])}{' …' if len(names) > 3 else ''} of the caller"] if names else []
-    yield from _arrow(left, stage + 1, values, ", ".join(notes), stays)
+    yield from _arrow(left_edge, stage + 1, values, ", ".join(notes), stays)
 
 
-def _arrow(left: float, to: int, values: Sequence[Value], note: str, stays: bool = False) -> Iterator[Shape]:
+def _arrow(left_edge: float, to: int, values: Sequence[Value], note: str, stays: bool = False) -> Iterator[Shape]:
     """Draw an arrow down to the place of stage ``to``, dashed if values stay on a rank; without values the note."""
-    x, end = left + 40, _top(to) - 4
+    x, end = left_edge + 40, _top(to) - 4
     start = end - _GAP + 8
     if not values:
         yield Label(x + 14, start + 21, note, fill=_ARROW)
         return
     yield Line([(x, start), (x, end - 6)], _ARROW, 1.6, stays)
     yield Line([(x - 5, end - 8), (x + 5, end - 8), (x, end + 1)], fill=_ARROW)
-    first, more = values[0], f" and {len(values) - 1} more" if len(values) > 1 else ""
+    first, remainder = values[0], f" and {len(values) - 1} more" if len(values) > 1 else ""
     total, back = sum(map(bytes_of, values)), sum(bytes_of(value) for value in values if value.requires_grad)
     amount = format_bytes(total)
     if first.producer != CALLER and back and first.consumers and not stays:
         amount += f", {'as much' if back == total else format_bytes(back)} back"
     name, shape = clip(first.name, 20), clip(first.type_text, 30)
     lead = f"{SAME_RANK}  ·  {name}" if stays else name
-    text = f"{more if stays else f'  {shape}{more}'}  ·  {amount}{f', {note}' if note else ''}"
+    text = f"{remainder if stays else f'  {shape}{remainder}'}  ·  {amount}{f', {note}' if note else ''}"
     every = "; ".join(map(str, values))
     yield Label(x + 14, start + 21, clip(text, _ARROW_LETTERS - len(lead)), fill=_ARROW, lead=lead, title=every)
 
@@ -223,37 +223,37 @@ def _arrow(left: float, to: int, values: Sequence[Value], note: str, stays: bool
 def _lanes(manifest: Manifest) -> dict[tuple[int, int], int]:
     """Edge that skips stages → its lane at the left, from 0: neighbours have different ones, short ones are near."""
     skipping = sorted((edge for edge in manifest.edges() if edge[1] - edge[0] > 1), key=lambda edge: edge[1] - edge[0])
-    found: dict[tuple[int, int], int] = {}
+    lanes: dict[tuple[int, int], int] = {}
     for start, stop in skipping:
-        taken = {lane for (first, last), lane in found.items() if first < stop and start < last}
-        found[start, stop] = next(lane for lane in range(len(taken) + 1) if lane not in taken)
-    return found
+        used_lanes = {lane for (first, last), lane in lanes.items() if first < stop and start < last}
+        lanes[start, stop] = next(lane for lane in range(len(used_lanes) + 1) if lane not in used_lanes)
+    return lanes
 
 
-def _skips(manifest: Manifest, lanes: dict[tuple[int, int], int], left: float) -> Iterator[Shape]:
+def _skips(manifest: Manifest, lanes: dict[tuple[int, int], int], left_edge: float) -> Iterator[Shape]:
     """A line around the stages for each edge that skips some, with its bytes."""
     leaving: Counter[int] = Counter()
     arriving: Counter[int] = Counter()
     for (producer, consumer), lane in lanes.items():
         values = [manifest.values[name] for name in manifest.edge_values(producer, consumer)]
-        x = left - 14 - lane * _LANE
+        x = left_edge - 14 - lane * _LANE
         start = _top(producer) + _HEIGHT - 10 - 7 * leaving[producer]
         end = _top(consumer) + 10 + 7 * arriving[consumer]
         leaving[producer], arriving[consumer] = leaving[producer] + 1, arriving[consumer] + 1
         title = f"stage {producer} to stage {consumer}: {'; '.join(map(str, values))}"
-        yield Line([(left, start), (x, start), (x, end), (left - 6, end)], _ARROW, 1.4, title=title)
-        yield Line([(left - 8, end - 5), (left - 8, end + 5), (left, end)], fill=_ARROW)
+        yield Line([(left_edge, start), (x, start), (x, end), (left_edge - 6, end)], _ARROW, 1.4, title=title)
+        yield Line([(left_edge - 8, end - 5), (left_edge - 8, end + 5), (left_edge, end)], fill=_ARROW)
         amount = format_bytes(sum(map(bytes_of, values)))
         yield Label(x - 5, (start + end) / 2, amount, fill=_ARROW, anchor="middle", upwards=True)
 
 
-def _times(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
+def _times(manifest: Manifest, left_edge: float, width: float) -> Iterator[Shape]:
     """F, I and W of each stage as one bar, all in one scale."""
     times = [stage.cost.times or (0.0, 0.0, 0.0) for stage in manifest.stages]
     longest = max(map(sum, times))
     unit, scale = TimeFormat.of_column([longest]), (width - 80) / longest if longest > 0 else 0.0
-    yield Label(left, 18, f"time of one microbatch, in {unit.unit}", 13, bold=True)
-    x = left + LETTER * 41
+    yield Label(left_edge, 18, f"time of one microbatch, in {unit.unit}", 13, bold=True)
+    x = left_edge + LETTER * 41
     for kind in (Kind.F, Kind.I, Kind.W):
         yield Rectangle(x, 7, 16, 14, colour(kind), 2, **marks(kind, colour(kind)))
         yield Label(x + 8, 18, kind.value, fill=ink(colour(kind)), anchor="middle")
@@ -262,19 +262,19 @@ def _times(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
     for stage, seconds in enumerate(times):
         y = _top(stage) + (_HEIGHT - _BAR) / 2
         times_of = zip((Kind.F, Kind.I, Kind.W), seconds, strict=True)
-        parts = [(kind.value, colour(kind), each * scale, unit.text(each)) for kind, each in times_of]
-        yield from _bars(parts, left, y, _BAR)
-        yield Label(left + sum(seconds) * scale + 8, y + 17, unit.text(sum(seconds)), bold=True)
-    yield Line([(left, _GAP - 8), (left, _top(len(times) - 1) + _HEIGHT + 4)], LINE)
+        parts = [(kind.value, colour(kind), duration * scale, unit.text(duration)) for kind, duration in times_of]
+        yield from _bars(parts, left_edge, y, _BAR)
+        yield Label(left_edge + sum(seconds) * scale + 8, y + 17, unit.text(sum(seconds)), bold=True)
+    yield Line([(left_edge, _GAP - 8), (left_edge, _top(len(times) - 1) + _HEIGHT + 4)], LINE)
 
 
-def _flops(manifest: Manifest, left: float, width: float) -> Iterator[Shape]:
+def _flops(manifest: Manifest, left_edge: float, width: float) -> Iterator[Shape]:
     """Without times: the work of each stage's forward, and how to get times."""
     work = [float(stage.cost.flops or 0) for stage in manifest.stages]
     name = "work of one microbatch's forward" if any(work) else "the costs of the stages are not known"
-    yield Label(left, 14, name, 13, bold=True)
-    yield Label(left, 30, "No times were predicted: pipegraph split … --balance time predicts them.", 10.5, GREY)
+    yield Label(left_edge, 14, name, 13, bold=True)
+    yield Label(left_edge, 30, "No times were predicted: pipegraph split … --balance time predicts them.", 10.5, GREY)
     for stage, flops in enumerate(work if any(work) else []):
         length, y = flops / max(work) * (width - 80), _top(stage) + (_HEIGHT - _BAR) / 2
-        yield Rectangle(left, y, length, _BAR, _FLOPS)
-        yield Label(left + length + 8, y + 17, format_count(flops, "FLOP"), bold=True)
+        yield Rectangle(left_edge, y, length, _BAR, _FLOPS)
+        yield Label(left_edge + length + 8, y + 17, format_count(flops, "FLOP"), bold=True)

@@ -74,9 +74,9 @@ class TensorBoardWriter:
             scalars |= {"first_step/step": figures.seconds, "first_step/iteration": figures.iteration}
         else:
             scalars |= _timed(figures)
-        for process, held in enumerate(figures.peak_bytes):
-            of = f"rank_{process:02}/" if len(figures.peak_bytes) > 1 else ""
-            scalars[f"{of}memory/peak_MiB"] = held / _MIB
+        for process, peak in enumerate(figures.peak_bytes):
+            prefix = f"rank_{process:02}/" if len(figures.peak_bytes) > 1 else ""
+            scalars[f"{prefix}memory/peak_MiB"] = peak / _MIB
         for name, figure in scalars.items():
             if figure is not None:
                 self._writer.add_scalar(name, figure, figures.index)
@@ -89,11 +89,11 @@ class TensorBoardWriter:
         """Flush and close the file."""
         self._writer.close()
 
-    def _add_timeline(self, what: str, timeline: Timeline, step: int, title: str) -> None:
+    def _add_timeline(self, tag: str, timeline: Timeline, step: int, title: str) -> None:
         import numpy as np
 
         image = timeline_drawing(self._schedule, timeline, title).to_image()
-        self._writer.add_image(f"timeline/{what}", np.asarray(image), step, dataformats="HWC")
+        self._writer.add_image(f"timeline/{tag}", np.asarray(image), step, dataformats="HWC")
 
     def _add_settings(self, settings: dict[str, str | float], metrics: list[str]) -> None:
         """Write hyper-parameters of this run. `SummaryWriter.add_hparams` would make a run of its own of them."""

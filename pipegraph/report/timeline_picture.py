@@ -22,7 +22,7 @@ from pipegraph.schedule import CollectiveKind, Kind, Schedule, Timeline
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.units import TimeFormat, format_number_of, format_percent, tick_marks
 
-_LEFT, _BOTTOM = 80, 40  # around the lanes
+_LEFT_MARGIN, _BOTTOM = 80, 40  # around the lanes
 _ROW = 22  # of a legend
 _BOX, _MEMORY, _BETWEEN = 24, 14, 8  # heights of a box and the curve below it, and the gap to the next lane
 _STRIP = 14  # height of a rank's collectives, between its boxes and its curve
@@ -68,10 +68,10 @@ def simulated_timeline_drawing(schedule: Schedule, timeline: Timeline) -> Drawin
     return lanes.drawing(schedule_title(schedule), figures, shapes)
 
 
-def timeline_drawing(schedule: Schedule, timeline: Timeline, what: str) -> Drawing:
-    """Draw the actions of a timeline in seconds as an image; ``what`` it is, such as ``predicted``."""
-    unit = TimeFormat.of(timeline.makespan)
-    figures = [what, f"step {unit.text(timeline.makespan)}", f"bubble {format_percent(timeline.bubble)}"]
+def timeline_drawing(schedule: Schedule, timeline: Timeline, label: str) -> Drawing:
+    """Draw the actions of a timeline in seconds as an image; ``label`` it is, such as ``predicted``."""
+    unit = TimeFormat.for_seconds(timeline.makespan)
+    figures = [label, f"step {unit.text(timeline.makespan)}", f"bubble {format_percent(timeline.bubble)}"]
     lanes = _Lanes(schedule, timeline, unit, is_image=True)
     return lanes.drawing(schedule_title(schedule), figures, [*lanes.grounds(), *lanes.boxes()])
 
@@ -87,7 +87,7 @@ class _Lanes:
 
     @cached_property
     def colours(self) -> ActionColours:
-        return ActionColours.of(self.schedule)
+        return ActionColours.from_schedule(self.schedule)
 
     @cached_property
     def scale(self) -> float:
@@ -96,9 +96,9 @@ class _Lanes:
         if makespan <= 0:
             return 0.0
         lasting = sorted(event.end - event.start for row in self.timeline.events for event in row)
-        shortest = next((each for each in lasting if each > 0), makespan)  # only messages may take time
-        wanted = self.number_width / shortest * makespan
-        return (_IMAGE if self.is_image else min(max(wanted, self.narrowest), _WIDEST)) / makespan
+        shortest = next((duration for duration in lasting if duration > 0), makespan)  # only messages may take time
+        fitting_width = self.number_width / shortest * makespan
+        return (_IMAGE if self.is_image else min(max(fitting_width, self.narrowest), _WIDEST)) / makespan
 
     @cached_property
     def narrowest(self) -> float:
@@ -130,7 +130,7 @@ class _Lanes:
         return len(str(self.schedule.microbatches - 1)) * _DIGIT + 5
 
     def x(self, time: float) -> float:
-        return _LEFT + time * self.scale
+        return _LEFT_MARGIN + time * self.scale
 
     @property
     def strip(self) -> float:
@@ -145,15 +145,15 @@ class _Lanes:
 
     def drawing(self, title: str, figures: list[str], shapes: list[Shape]) -> Drawing:
         """The lanes below a title, figures and a legend."""
-        width = _LEFT + max(self.timeline.makespan * self.scale, self.narrowest) + self.right
+        width = _LEFT_MARGIN + max(self.timeline.makespan * self.scale, self.narrowest) + self.right
         height = self.top + self.schedule.ranks * self.lane + _BOTTOM
-        left, size = (12, 15) if self.is_image else (_LEFT, 17)
+        left_edge, size = (12, 15) if self.is_image else (_LEFT_MARGIN, 17)
         head: list[Shape] = [
-            Label(left, 26, clip(title, 54 if self.is_image else 90), size, bold=True),
-            Label(left, 45, "  ·  ".join(figures), 12, GREY),
+            Label(left_edge, 26, clip(title, 54 if self.is_image else 90), size, bold=True),
+            Label(left_edge, 45, "  ·  ".join(figures), 12, GREY),
         ]
         for number, row in enumerate(self.legend_rows):
-            x: float = left
+            x: float = left_edge
             for entry, wide in row:
                 head += Drawing(0, 0, entry).moved(x, 58 + _ROW * number)
                 x += wide
@@ -189,19 +189,19 @@ class _Lanes:
         length = self.timeline.makespan * self.scale
         bottom = self.y(self.schedule.ranks) - _BETWEEN
         for rank in range(self.schedule.ranks):
-            held = [stage for stage, place in enumerate(self.schedule.placement) if place == rank]
+            ids = [stage for stage, place in enumerate(self.schedule.placement) if place == rank]
             y = self.y(rank)
-            yield Label(_LEFT - 10, y + 16, f"rank {rank}", 12, anchor="end", bold=True)
-            if len(held) > 1:
-                stages = f"stages {held[0]}, {held[1]}" if len(held) == 2 else f"{held[0]}, {held[1]} … {held[-1]}"
-                yield Label(_LEFT - 10, y + 31, stages, fill=GREY, anchor="end")
-            yield Rectangle(_LEFT, y, length, _BOX, LIGHT)
+            yield Label(_LEFT_MARGIN - 10, y + 16, f"rank {rank}", 12, anchor="end", bold=True)
+            if len(ids) > 1:
+                stages = f"stages {ids[0]}, {ids[1]}" if len(ids) == 2 else f"{ids[0]}, {ids[1]} … {ids[-1]}"
+                yield Label(_LEFT_MARGIN - 10, y + 31, stages, fill=GREY, anchor="end")
+            yield Rectangle(_LEFT_MARGIN, y, length, _BOX, LIGHT)
         for tick in tick_marks(self.timeline.makespan / self.unit.size, max(2, int(length / 80))):
             x = self.x(tick * self.unit.size)
             yield Line([(x, self.top - 4), (x, bottom + 6)], LINE, 0.7)
             yield Label(x, bottom + 19, self.unit.number(tick * self.unit.size), fill=GREY, anchor="middle")
         name = f"time in {self.unit.unit}" if self.unit.unit else "time"
-        yield Label(_LEFT - 10, bottom + 19, name, fill=GREY, anchor="end")
+        yield Label(_LEFT_MARGIN - 10, bottom + 19, name, fill=GREY, anchor="end")
 
     def boxes(self) -> Iterator[Shape]:
         """A box for each event; its title says what it is and when."""
@@ -240,10 +240,10 @@ class _Lanes:
             base = self.y(rank) + _BOX + self.strip + _MEMORY
             changes = [(event.start, 1) for event in row if event.action.kind is Kind.F]
             changes += [(event.end, -1) for event in row if event.action.kind in (Kind.W, Kind.B)]
-            held, curve = 0, [(self.x(0), base)]
+            activations, curve = 0, [(self.x(0), base)]
             for time, group in groupby(sorted(changes), key=lambda change: change[0]):
-                held += sum(change for _, change in group)
-                curve += [(self.x(time), curve[-1][1]), (self.x(time), base - held * step)]
+                activations += sum(change for _, change in group)
+                curve += [(self.x(time), curve[-1][1]), (self.x(time), base - activations * step)]
             yield Line(curve, fill=_CURVE)
             yield Label(self.x(self.timeline.makespan) + 8, base - 2, str(peaks[rank]), fill=GREY)
 
@@ -260,29 +260,29 @@ class _Lanes:
             backward = event.action.kind is not Kind.F
             sources = dependencies.gradient_consumers if backward else dependencies.producers
             for source in sources.get(event.action.stage, ()):
-                other, end = ends[backward, source, event.action.microbatch]
-                if other != rank:
-                    lines.append(self.link(other, end, rank, event.start, GREY, 0.6))
+                source_rank, end = ends[backward, source, event.action.microbatch]
+                if source_rank != rank:
+                    lines.append(self.link(source_rank, end, rank, event.start, GREY, 0.6))
         if len(lines) <= _MOST_ARROWS:
             yield from lines
 
     def critical_path(self) -> Iterator[Shape]:
         """An outline around each stretch of it on one rank, and a line from each stretch to the next."""
-        before: tuple[int, float] | None = None
+        previous_end: tuple[int, float] | None = None
         path = self.timeline.critical_path
         for rank, group in groupby(path, key=lambda event: self.schedule.placement[event.action.stage]):
             stretch = list(group)
             start, end = stretch[0].start, stretch[-1].end
-            if before is not None:
-                yield self.link(*before, rank, start, _CRITICAL, 2)
+            if previous_end is not None:
+                yield self.link(*previous_end, rank, start, _CRITICAL, 2)
             x = self.x(start)
             yield Rectangle(x, self.y(rank), self.x(end) - x, _BOX, "none", 2, _CRITICAL, 2)
-            before = rank, end
+            previous_end = rank, end
 
-    def link(self, rank: int, end: float, other: int, start: float, stroke: str, width: float) -> Line:
+    def link(self, rank: int, end: float, other_rank: int, start: float, stroke: str, width: float) -> Line:
         """A line from one lane's edge to the facing edge of another."""
-        down = other > rank
-        points = [(self.x(end), self.y(rank) + _BOX * down), (self.x(start), self.y(other) + _BOX * (not down))]
+        down = other_rank > rank
+        points = [(self.x(end), self.y(rank) + _BOX * down), (self.x(start), self.y(other_rank) + _BOX * (not down))]
         return Line(points, stroke, width)
 
 

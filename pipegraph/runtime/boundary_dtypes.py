@@ -58,7 +58,7 @@ class BoundaryDtypes:
         self, manifest: Manifest, wiring: Sequence[StageWiring], stages: Mapping[int, nn.Module], places: Sequence[int]
     ) -> None:
         self._sizes, self._wiring, self._stages, self._places = manifest.captured_sizes, wiring, stages, places
-        self._found: dict[AutocastState, Dtypes] = {}
+        self._dtypes: dict[AutocastState, Dtypes] = {}
 
     def under_autocast(self, transport: NumberTransport | None) -> Dtypes:
         """The dtypes of floats that differ from the manifest's here and now; none outside of autocast.
@@ -68,12 +68,12 @@ class BoundaryDtypes:
         state = autocast_state()
         if not any(is_enabled for is_enabled, _ in state):
             return {}
-        if state not in self._found:
-            self._found[state] = self._find(transport)
-        return self._found[state]
+        if state not in self._dtypes:
+            self._dtypes[state] = self._find(transport)
+        return self._dtypes[state]
 
     def _find(self, transport: NumberTransport | None) -> Dtypes:
-        found: Dtypes = {}
+        dtypes: Dtypes = {}
         waiting: dict[tuple[int, int], deque[Edge]] = defaultdict(deque)  # in the order in which their dtypes are sent
         for producer in range(len(self._wiring)):
             for edge in self._wiring[producer].leaving:
@@ -86,13 +86,13 @@ class BoundaryDtypes:
                     next_edge = edges.popleft()
                     numbers = transport.receive_numbers(self._ranks(edge), len(next_edge.values))
                     pairs = zip(next_edge.names, numbers, strict=True)
-                    found |= {name: _FLOATS[number] for name, number in pairs if number != _AS_PROMISED}
-            found |= self._made_by(index, found)
+                    dtypes |= {name: _FLOATS[number] for name, number in pairs if number != _AS_PROMISED}
+            dtypes |= self._made_by(index, dtypes)
             for edge in self._wiring[index].leaving:
                 if transport is not None and edge.consumer not in self._stages:
-                    own = [_FLOATS.index(found[name]) if name in found else _AS_PROMISED for name in edge.names]
-                    transport.send_numbers(self._ranks(edge), own)
-        return found
+                    codes = [_FLOATS.index(dtypes[name]) if name in dtypes else _AS_PROMISED for name in edge.names]
+                    transport.send_numbers(self._ranks(edge), codes)
+        return dtypes
 
     def _ranks(self, edge: Edge) -> tuple[int, int]:
         return self._places[edge.producer], self._places[edge.consumer]
@@ -102,15 +102,15 @@ class BoundaryDtypes:
         stage, wiring = self._stages[index], self._wiring[index]
         modules = list(stage.modules())
         state = ModuleState(modules)
-        device = next((each.device for each in state.tensors()), torch.device("cpu"))
+        device = next((tensor.device for tensor in state.tensors()), torch.device("cpu"))
         try:
             with unchanged(modules), fake_tensors(), torch.no_grad():
-                own = [torch.empty_like(local(each), device=each.device) for each in state.tensors()]
+                empty_tensors = [torch.empty_like(local(tensor), device=tensor.device) for tensor in state.tensors()]
                 inputs = [
                     zeros_for(value, value.shape_at(self._sizes), arriving.get(value.name, torch_dtype(value)), device)
                     for value in wiring.inputs
                 ]
-                with state.replaced(own):
+                with state.replaced(empty_tensors):
                     returned = stage(*inputs)
         except PipegraphError:
             raise

@@ -32,7 +32,7 @@ class _Started:
     collective: Collective
     begin: Any
     sent: list[Sent]
-    came: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     end: Any = None
 
 
@@ -64,14 +64,14 @@ class CollectiveTimer:
         """Tell the observer. Every message has come by now."""
         now = time.perf_counter()
         last = -float("inf")
-        for each in self._started:
-            begin, end = each.begin, each.end
+        for span in self._started:
+            begin, end = span.begin, span.end
             if self._stream is None:
                 if end is None:  # a callback may come a moment after what waits for the message
-                    end = max(each.came) if len(each.came) == len(each.sent) else now
+                    end = max(span.arrivals) if len(span.arrivals) == len(span.sent) else now
                 begin, end = max(begin, last), max(end, last)
                 last = end
-            self._observer.collective(self._rank, each.collective, begin, end, [message for _, message in each.sent])
+            self._observer.collective(self._rank, span.collective, begin, end, [message for _, message in span.sent])
 
     def _now(self) -> Any:
         """Seconds by the host's clock; on a GPU an event of the stream, behind what has been launched until now."""
@@ -84,4 +84,4 @@ class CollectiveTimer:
 
 
 def _note_arrival(started: _Started, _: object) -> None:
-    started.came.append(time.perf_counter())
+    started.arrivals.append(time.perf_counter())

@@ -37,43 +37,43 @@ def divided_boundaries(
             than the whole or a part along one dimension, or the model's own output is a part; on every rank.
     """
     sizes = divisible_sizes(manifest, size)
-    found: Shapes = {name: list(value.shape_at(sizes)) for name, value in manifest.values.items()}
+    shapes: Shapes = {name: list(value.shape_at(sizes)) for name, value in manifest.values.items()}
     for index in range(len(manifest.stages)):
         problem, returned = None, Shapes()
         if index in stages:
             try:
-                returned = _run(index, stages[index], manifest, found)
-                for name, own in returned.items():
-                    _check(manifest.values[name], own, manifest.values[name].shape_at(sizes), index, size)
+                returned = _run(index, stages[index], manifest, shapes)
+                for name, output_shape in returned.items():
+                    _check(manifest.values[name], output_shape, manifest.values[name].shape_at(sizes), index, size)
             except ArgumentError as error:
                 problem = str(error)
         for text in gather_text(json.dumps([problem, returned])):
             problem, returned = json.loads(text)
             if problem is not None:
                 raise ArgumentError(problem)
-            found |= returned
+            shapes |= returned
     values, conditions = {}, list(manifest.conditions)
     for name, value in manifest.values.items():
         shape = [
-            dimension if here == whole else _part(dimension, size)
-            for dimension, here, whole in zip(value.shape, found[name], value.shape_at(sizes), strict=True)
+            dimension if local_size == full_size else _part(dimension, size)
+            for dimension, local_size, full_size in zip(value.shape, shapes[name], value.shape_at(sizes), strict=True)
         ]
         pairs = zip(value.shape, shape, strict=True)
         conditions += [f"({old}) % {size} == 0" for old, new in pairs if old != new and isinstance(old, str)]
         values[name] = structs.replace(value, shape=tuple(shape))
     if values == manifest.values:
         return manifest
-    varying = {name: structs.replace(each, captured=sizes[name]) for name, each in manifest.sizes.items()}
+    varying = {name: structs.replace(named_size, captured=sizes[name]) for name, named_size in manifest.sizes.items()}
     return structs.replace(manifest, values=values, sizes=varying, conditions=tuple(dict.fromkeys(conditions)))
 
 
 def _run(index: int, stage: nn.Module, manifest: Manifest, shapes: Shapes) -> Shapes:
     """Run a stage without memory on inputs of these shapes. Return the shapes of its outputs."""
     entry, values = manifest.stages[index], manifest.values
-    device = next((each.device for each in stage.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
     with fake_tensors(), torch.no_grad():
-        taken = [values[name] for name in entry.inputs]
-        inputs = [zeros_for(value, shapes[value.name], torch_dtype(value), device) for value in taken]
+        input_values = [values[name] for name in entry.inputs]
+        inputs = [zeros_for(value, shapes[value.name], torch_dtype(value), device) for value in input_values]
         with running_modules(stage) as running:
             try:
                 returned = stage(*inputs)
@@ -97,16 +97,16 @@ def _refusal(index: int, running: list[str], error: Exception) -> str:
     )
 
 
-def _check(value: Value, found: Sequence[int], whole: Sequence[int], index: int, size: int) -> None:
+def _check(value: Value, shape: Sequence[int], full: Sequence[int], index: int, size: int) -> None:
     """Raise ArgumentError unless a value is the whole, or a part that may cross to another stage."""
-    differing = [place for place, pair in enumerate(zip(found, whole, strict=False)) if pair[0] != pair[1]]
-    if len(found) == len(whole) and not differing:
+    differing = [place for place, pair in enumerate(zip(shape, full, strict=False)) if pair[0] != pair[1]]
+    if len(shape) == len(full) and not differing:
         return
-    is_part = len(found) == len(whole) and len(differing) == 1 and found[differing[0]] * size == whole[differing[0]]
+    is_part = len(shape) == len(full) and len(differing) == 1 and shape[differing[0]] * size == full[differing[0]]
     if is_part and any(consumer > index for consumer in value.consumers) and value.batch_dim != differing[0]:
         return
     raise ArgumentError(
-        f"stage {index} returns {value.name} as {list(found)} on each of {size} ranks, and the whole is {list(whole)}."
+        f"stage {index} returns {value.name} as {list(shape)} on each of {size} ranks, and the whole is {list(full)}."
         f'\nTry: a style that gathers, such as "colwise_gather_output", for the module that makes it. Only between '
         f"stages may a value be a part, along one dimension other than the batch."
     )
@@ -118,7 +118,7 @@ def _part(dimension: int | str, size: int) -> int | str:
 
 def divisible_sizes(manifest: Manifest, size: int) -> dict[str, int]:
     """Sizes near the captured ones that so many ranks can divide evenly, where that is allowed."""
-    return {name: _divisible(each.captured, each.max, size) for name, each in manifest.sizes.items()}
+    return {name: _divisible(named_size.captured, named_size.max, size) for name, named_size in manifest.sizes.items()}
 
 
 def _divisible(captured: int, most: int | None, size: int) -> int:

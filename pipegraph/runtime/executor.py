@@ -77,11 +77,11 @@ class Executor:
         self._ties = ties
         self._collectives = collectives
         self._host = HostMemory(self.actions, device)
-        self._before: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
+        self._pending: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
         position = 0
-        for each in schedule.program(rank) if collectives is not None else ():
-            if isinstance(each, Collective):
-                self._before[position].append(each)
+        for operation in schedule.program(rank) if collectives is not None else ():
+            if isinstance(operation, Collective):
+                self._pending[position].append(operation)
             else:
                 position += 1
         places = [processes[rank] for rank in schedule.placement]
@@ -99,13 +99,13 @@ class Executor:
                 self._kinds[action.stage] += action.kind.value
         self._do = dict(_DO)
 
-    def run(self, given: StepInputs, results: StepOutputs) -> Iterator[None]:
+    def run(self, inputs: StepInputs, results: StepOutputs) -> Iterator[None]:
         """Do every action. Yields while another executor of this process has to continue first. Raises ActionFailed."""
         for stage, kernels in self._kernels.items():
             if self.has_stage(stage):
                 with self._preparing(stage):
                     kernels.begin()
-        step, posted, observer = StepState(given, results), 0, self.observer
+        step, posted, observer = StepState(inputs, results), 0, self.observer
         for position, action in enumerate(self.actions):
             self.position = position
             try:
@@ -113,7 +113,7 @@ class Executor:
                     self._post(step, *receive)
                     posted += 1
                 if position == 0:  # by now the sizes are known, also to a rank that is given no input
-                    self._prepare(given)
+                    self._prepare(inputs)
                 self._do_collectives(position)
                 if action.kind in (Kind.F, Kind.B, Kind.I):
                     for expected in step.posted.pop((action.stage, action.microbatch, action.kind is not Kind.F), ()):
@@ -130,9 +130,9 @@ class Executor:
                 if action.kind.is_transfer:
                     do(self, step, action)
                 else:
-                    self._host.before(action, step.saved)
+                    self._host.before_action(action, step.saved)
                     do(self, step, action)
-                    self._host.after(action, step.saved)
+                    self._host.after_action(action, step.saved)
                 if observer is not None:
                     observer.end(self.rank, action, step.saved.get((action.stage, action.microbatch)))
                 if self._collectives is not None and action.kind in BACKWARD:
@@ -152,9 +152,9 @@ class Executor:
 
     def _do_collectives(self, position: int) -> None:
         """Do the collectives before the action at `position`, or start them."""
-        for each in self._before.get(position, ()):
+        for collective in self._pending.get(position, ()):
             assert self._collectives is not None
-            self._collectives.do(each)
+            self._collectives.do(collective)
 
     @contextmanager
     def _preparing(self, stage: int) -> Iterator[None]:
@@ -164,39 +164,39 @@ class Executor:
         except Exception as error:
             computing = (at for at, action in enumerate(self.actions) if not action.kind.is_transfer)
             first = next(at for at in computing if self.actions[at].stage == stage)
-            raise ActionFailed(self.rank, self.actions, first, before=True) from error
+            raise ActionFailed(self.rank, self.actions, first, is_preparation=True) from error
 
-    def _prepare(self, given: StepInputs) -> None:
+    def _prepare(self, inputs: StepInputs) -> None:
         """Compile before the first action, so that ranks compile side by side, not each when its first input comes."""
-        sizes = given.batch.sizes.microbatches
-        for microbatch, each in enumerate(sizes):
-            key = tuple(each.sizes.items())
+        sizes = inputs.batch.sizes.microbatches
+        for microbatch, microbatch_sizes in enumerate(sizes):
+            key = tuple(microbatch_sizes.sizes.items())
             if key not in self._prepared:
                 self._prepared.add(key)
-                self._prepare_for(given, microbatch)
+                self._prepare_for(inputs, microbatch)
 
-    def _prepare_for(self, given: StepInputs, microbatch: int) -> None:
+    def _prepare_for(self, inputs: StepInputs, microbatch: int) -> None:
         """Compile for the sizes of a microbatch, on inputs of zeros."""
-        for stage, needed in self._kinds.items():
-            with_loss = self._with_loss(stage, given)
+        for stage, kinds in self._kinds.items():
+            with_loss = self._with_loss(stage, inputs)
             with self._preparing(stage), rare_collection():
                 self._kernels[stage].prepare(
                     [
-                        self._caller_input(given, value.name, microbatch)
+                        self._caller_input(inputs, value.name, microbatch)
                         if value.producer == CALLER
-                        else given.zeros(value, microbatch, self._device)
+                        else inputs.zeros(value, microbatch, self._device)
                         for value in self._wiring[stage].inputs
                     ],
-                    target=given.batch.targets[microbatch] if with_loss else None,
+                    target=inputs.batch.targets[microbatch] if with_loss else None,
                     with_loss=with_loss,
                     differentiable=self._trains,
-                    kinds=needed,
+                    kinds=kinds,
                 )
         if len(self._prepared) == 1:
             report_progress("running the first step")
 
     def _post(self, step: StepState, action: Action, message: Transfer) -> None:
-        posted = PostedReceive(action, message, self._transport.receive(message, step.given))
+        posted = PostedReceive(action, message, self._transport.receive(message, step.step_inputs))
         step.posted[action.stage, action.microbatch, message.backward].append(posted)
 
     def _take(self, step: StepState, posted: PostedReceive) -> None:
@@ -223,22 +223,24 @@ class Executor:
 
     def _forward(self, step: StepState, action: Action) -> None:
         stage, microbatch = key = action.stage, action.microbatch
-        wiring, given, results = self._wiring[stage], step.given, step.results
+        wiring, step_inputs, results = self._wiring[stage], step.step_inputs, step.results
         arrived = step.inputs.pop(key, {})
-        with_loss = self._with_loss(stage, given)
+        with_loss = self._with_loss(stage, step_inputs)
         self._numbers.microbatch = microbatch
         inputs = [
-            self._caller_input(given, value.name, microbatch) if value.producer == CALLER else arrived.pop(value.name)
+            self._caller_input(step_inputs, value.name, microbatch)
+            if value.producer == CALLER
+            else arrived.pop(value.name)
             for value in wiring.inputs
         ]
         forward = self._kernels[stage].forward(
             inputs,
-            target=given.batch.targets[microbatch] if with_loss else None,
+            target=step_inputs.batch.targets[microbatch] if with_loss else None,
             with_loss=with_loss,
             differentiable=self._trains,
         )
-        shape = given.batch.sizes.microbatches[microbatch].shape
-        outputs = named_outputs(wiring, forward.outputs, shape, given.dtype)
+        shape = step_inputs.batch.sizes.microbatches[microbatch].shape
+        outputs = named_outputs(wiring, forward.outputs, shape, step_inputs.dtype)
         if self._trains:
             step.saved[key] = forward.saved
             for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
@@ -252,11 +254,11 @@ class Executor:
         if forward.loss is not None:
             results.add_loss(microbatch, forward.loss, forward.metrics)
             if self.loss_check is not None:
-                sizes = given.batch.sizes.microbatches[microbatch].sizes
-                self.loss_check.add(inputs, forward.outputs, given.batch.targets[microbatch], sizes)
+                sizes = step_inputs.batch.sizes.microbatches[microbatch].sizes
+                self.loss_check.add(inputs, forward.outputs, step_inputs.batch.targets[microbatch], sizes)
         if stage == self._last and self.batch_loss is not None:
             self.batch_loss.add(microbatch, forward.outputs, results)
-        if stage == self._last and given.keep_outputs:
+        if stage == self._last and step_inputs.keep_outputs:
             results.outputs[microbatch] = forward.outputs
         if not forward.is_pure:
             step.received[key].keep_all()
@@ -265,12 +267,12 @@ class Executor:
         if not self._trains:
             step.release(key)
 
-    def _with_loss(self, stage: int, given: StepInputs) -> bool:
+    def _with_loss(self, stage: int, inputs: StepInputs) -> bool:
         """Whether the kernels of a stage compute the loss of each microbatch."""
-        return stage == self._last and given.with_loss and self.batch_loss is None
+        return stage == self._last and inputs.with_loss and self.batch_loss is None
 
-    def _caller_input(self, given: StepInputs, name: str, microbatch: int) -> Any:
-        return self.input_gradients.leaf(name, microbatch, given.batch.inputs[name][microbatch])
+    def _caller_input(self, inputs: StepInputs, name: str, microbatch: int) -> Any:
+        return self.input_gradients.leaf(name, microbatch, inputs.batch.inputs[name][microbatch])
 
     def _backward(self, step: StepState, action: Action) -> None:
         saved = step.saved.pop((action.stage, action.microbatch))
@@ -302,8 +304,8 @@ class Executor:
                 sums[name] = sums[name].to(dtype)
         gradients = [sums.get(value.name) for value in self._wiring[stage].outputs]
         if stage == self._last:
-            own = step.given.scale.gradient(microbatch)
-            gradients.append(torch.full_like(step.results.losses[microbatch], own))
+            loss_gradient = step.step_inputs.scale.gradient(microbatch)
+            gradients.append(torch.full_like(step.results.losses[microbatch], loss_gradient))
         return gradients
 
     def _return_gradients(self, step: StepState, action: Action, gradients: Sequence[Tensor | None]) -> None:
@@ -324,7 +326,9 @@ class Executor:
                 step.gradients[edge.producer, microbatch].add((name, by_name[name]) for name in names)
             elif edge.gradients:
                 step.outgoing[stage, edge.producer, microbatch] = [
-                    by_name[value.name] if value.name in by_name else step.given.zeros(value, microbatch, self._device)
+                    by_name[value.name]
+                    if value.name in by_name
+                    else step.step_inputs.zeros(value, microbatch, self._device)
                     for value in edge.gradients
                 ]
         if key in step.received:

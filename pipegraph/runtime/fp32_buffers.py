@@ -34,22 +34,22 @@ Dtypes = list[tuple[Any, ...]]
 
 
 def fp32_buffers(
-    index: int, stage: nn.Module, manifest: Manifest, own: torch.dtype, computed: torch.dtype, norms: Collection[str]
+    index: int, stage: nn.Module, manifest: Manifest, dtype: torch.dtype, computed: torch.dtype, norms: Collection[str]
 ) -> frozenset[str]:
     """Return the names of the buffers of a stage that stay as they are. Warns of others that a forward writes to.
 
     Args:
         stage: number `index`, before anything divides it.
         manifest: of the package.
-        own: the dtype of the model.
+        dtype: the dtype of the model.
         computed: the dtype in which it is computed.
         norms: the tensors that stay in float32 anyway.
     """
-    buffers = {name for name, each in stage.named_buffers() if each.dtype == own}
-    candidates = buffers - set(norms) if own != computed else set[str]()
+    buffers = {name for name, buffer in stage.named_buffers() if buffer.dtype == dtype}
+    candidates = buffers - set(norms) if dtype != computed else set[str]()
     if not candidates:
         return frozenset()
-    trial = _Trial(index, stage, manifest, own, computed, norms)
+    trial = _Trial(index, stage, manifest, dtype, computed, norms)
     try:
         trial.run(frozenset())
     except Exception as error:  # whatever the source raises on fake tensors
@@ -60,21 +60,21 @@ def fp32_buffers(
             stacklevel=2,
         )
         return frozenset()
-    kept = frozenset(candidates)
-    if not trial.is_alike(kept):
+    fp32_names = frozenset(candidates)
+    if not trial.is_alike(fp32_names):
         kinds: dict[str, set[str]] = {}  # equal layers have equal ones
         for name in candidates:
             kinds.setdefault(re.sub(r"\d+", "*", name), set()).add(name)
-        kept = frozenset[str]().union(*(each for each in kinds.values() if trial.is_alike(each)))
-        kept = kept if trial.is_alike(kept) else frozenset()
-    if lost := sorted(trial.written & candidates - kept):
+        fp32_names = frozenset[str]().union(*(group for group in kinds.values() if trial.is_alike(group)))
+        fp32_names = fp32_names if trial.is_alike(fp32_names) else frozenset()
+    if lost := sorted(trial.written & candidates - fp32_names):
         warnings.warn(
             f"stage {index} adds up {', '.join(lost)} in {str(computed).removeprefix('torch.')}, which loses small "
             f"changes, because it computes with {'it' if len(lost) == 1 else 'them'} as well.\n"
             "Try: cast what is computed with, such as self.mean.to(x.dtype), in the source.",
             stacklevel=2,
         )
-    return kept
+    return fp32_names
 
 
 def answer_with_dtype(stage: nn.Module, names: Collection[str], dtype: torch.dtype) -> list[RemovableHandle]:
@@ -88,8 +88,8 @@ def answer_with_dtype(stage: nn.Module, names: Collection[str], dtype: torch.dty
     """
     of_modules: dict[str, list[str]] = {}
     for name in sorted(names):
-        owner, _, own = name.rpartition(".")
-        of_modules.setdefault(owner, []).append(own)
+        owner, _, buffer_name = name.rpartition(".")
+        of_modules.setdefault(owner, []).append(buffer_name)
     handles = []
     for owner, buffers in of_modules.items():
         module, entered = stage.get_submodule(owner), list[_Answers]()
@@ -132,70 +132,70 @@ class _Trial:
         index: int,
         stage: nn.Module,
         manifest: Manifest,
-        own: torch.dtype,
+        dtype: torch.dtype,
         computed: torch.dtype,
         norms: Collection[str],
     ) -> None:
-        self._stage, self._own, self._computed, self._norms = stage, own, computed, norms
+        self._stage, self._model_dtype, self._computed, self._norms = stage, dtype, computed, norms
         self._values = [manifest.values[name] for name in manifest.stages[index].inputs]
         self._sizes = manifest.captured_sizes
         self._usual: Dtypes = []
         self.written: set[str] = set()
 
-    def run(self, kept: Collection[str]) -> None:
+    def run(self, names: Collection[str]) -> None:
         """Run with some buffers as they are, and remember the dtypes."""
-        self._usual = self._dtypes(kept)
+        self._usual = self._dtypes(names)
 
-    def is_alike(self, kept: Collection[str]) -> bool:
+    def is_alike(self, names: Collection[str]) -> bool:
         """Whether other values have the dtypes that they had in `run`, if these buffers stay as they are."""
         try:
-            return self._dtypes(kept) == self._usual
+            return self._dtypes(names) == self._usual
         except Exception:  # such as a product of tensors of two dtypes
             return False
 
-    def _dtypes(self, kept: Collection[str]) -> Dtypes:
+    def _dtypes(self, names: Collection[str]) -> Dtypes:
         named = [*self._stage.named_parameters(), *self._stage.named_buffers()]
-        state = {name: self._without_memory(each, name in kept or name in self._norms) for name, each in named}
-        before = {name: version(each) for name, each in state.items()}
+        state = {name: self._without_memory(tensor, name in names or name in self._norms) for name, tensor in named}
+        versions = {name: version(tensor) for name, tensor in state.items()}
         inputs = []
         for value in self._values:
             dtype = torch_dtype(value)
-            cast = dtype == self._own and value.keeps_dtype is not True
-            made = zeros_for(
+            cast = dtype == self._model_dtype and value.keeps_dtype is not True
+            zeros = zeros_for(
                 value, value.shape_at(self._sizes), self._computed if cast else dtype, torch.device("meta")
             )
-            inputs.append(made)
-        found: Dtypes = []
-        handles = answer_with_dtype(self._stage, kept, self._computed)
+            inputs.append(zeros)
+        dtype_log: Dtypes = []
+        handles = answer_with_dtype(self._stage, names, self._computed)
         handles += [
-            each.register_forward_hook(partial(_note_returned, found, name))
-            for name, each in self._stage.named_modules()
+            module.register_forward_hook(partial(_note_returned, dtype_log, name))
+            for name, module in self._stage.named_modules()
         ]
         try:
-            with torch.device("meta"), torch.no_grad(), reporting_operations(partial(_note_mixture, found)):
+            with torch.device("meta"), torch.no_grad(), reporting_operations(partial(_note_mixture, dtype_log)):
                 functional_call(self._stage, state, tuple(inputs))
         finally:
-            for each in handles:
-                each.remove()
+            for handle in handles:
+                handle.remove()
         buffers = {name for name, _ in self._stage.named_buffers()}
-        self.written = {name for name in buffers if version(state[name]) != before[name]}
-        return found
+        self.written = {name for name in buffers if version(state[name]) != versions[name]}
+        return dtype_log
 
     def _without_memory(self, tensor: Tensor, is_kept: bool) -> Tensor:
-        is_cast = tensor.dtype == self._own and not is_kept
+        is_cast = tensor.dtype == self._model_dtype and not is_kept
         return torch.empty_like(tensor, dtype=self._computed if is_cast else tensor.dtype, device="meta")
 
 
-def _note_returned(found: Dtypes, name: str, module: nn.Module, args: Any, output: Any) -> None:
-    found.append((name, *(each.dtype for each in _tensors(output))))
+def _note_returned(dtype_log: Dtypes, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    dtype_log.append((name, *(tensor.dtype for tensor in _tensors(output))))
 
 
-def _note_mixture(found: Dtypes, operation: Any, given: Any) -> None:
+def _note_mixture(dtype_log: Dtypes, operation: Any, arguments: Any) -> None:
     """Note an operation that takes floats of several dtypes, unless it takes any: kernels have less than meta has."""
-    dtypes = [each.dtype for each in _tensors(given) if each.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in _tensors(arguments) if tensor.is_floating_point()]
     if len(set(dtypes)) > 1 and torch.Tag.pointwise not in operation.tags:
-        found.append((str(operation), *dtypes))
+        dtype_log.append((str(operation), *dtypes))
 
 
 def _tensors(values: Any) -> Sequence[Tensor]:
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -31,7 +31,7 @@ from pipegraph.runtime.processes.rank_grid import DATA, SHARD
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
-_OURS = ("module", "mesh", "dp_mesh_dims")
+_MESH_ARGUMENTS = ("module", "mesh", "dp_mesh_dims")
 """Arguments of `fully_shard` that follow from the mesh."""
 
 
@@ -40,18 +40,18 @@ class ShardedParameter:
 
     Attributes:
         sharded: the part, a DTensor; what an optimizer changes.
-        whole: what kernels compute with: the parameter before it was divided, in the dtype of computing. It has memory
-            from `allocate` to `free`.
+        unsharded: what kernels compute with: the parameter before it was divided, in the dtype of computing. It has
+            memory from `allocate` to `free`.
     """
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str]], before: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(self, places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self._places = places
-        own = torch.empty_like(local(before.detach()), dtype=dtype, memory_format=torch.contiguous_format)
-        self._memory = own.untyped_storage()
+        local_tensor = torch.empty_like(local(parameter.detach()), dtype=dtype, memory_format=torch.contiguous_format)
+        self._memory = local_tensor.untyped_storage()
         self._bytes = self._memory.nbytes()
-        self.whole = nn.Parameter(rebuilt(own, before), requires_grad=before.requires_grad)
+        self.whole = nn.Parameter(rebuilt(local_tensor, parameter), requires_grad=parameter.requires_grad)
         # With a version of its own: autograd would take the same values, gathered again, for a change of what it saved.
-        self._local = own.data
+        self._local = local_tensor.data
         self.free()
 
     @property
@@ -73,7 +73,7 @@ class ShardedParameter:
         """The memory of `whole`: with tensor parallelism it is what this rank computes with."""
         return self._local
 
-    def put(self, is_whole: bool) -> None:
+    def set_in_modules(self, is_whole: bool) -> None:
         """Let the modules hold the whole parameter, or the part."""
         if is_whole:
             self.whole.requires_grad_(self._sharded.requires_grad)
@@ -90,8 +90,8 @@ class ShardedParameter:
         """The dimension along which it is divided."""
         layout: Any = self._sharded
         place = layout.device_mesh.mesh_dim_names.index(mesh_dim)
-        found: int = layout.placements[place].dim
-        return found
+        dim: int = layout.placements[place].dim
+        return dim
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def check_options(options: Mapping[str, Any]) -> None:
 
     example = 'fsdp={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}'
     require_type(options, Mapping, "fsdp has the options of torch's fully_shard", example)
-    known = [name for name in inspect.signature(fully_shard).parameters if name not in _OURS]
+    option_names = [name for name in inspect.signature(fully_shard).parameters if name not in _MESH_ARGUMENTS]
     for name, value in options.items():
-        if name not in known:
+        if name not in option_names:
             raise ArgumentError(
-                f"fully_shard has no option {name!r} for fsdp.{nearest(str(name), known)} "
-                f"There are: {', '.join(known)}."
+                f"fully_shard has no option {name!r} for fsdp.{nearest(str(name), option_names)} "
+                f"There are: {', '.join(option_names)}."
             )
         if name == "reshard_after_forward" and not isinstance(value, bool | None):
             raise ArgumentError(
@@ -155,14 +155,14 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
         )
     groups: list[ShardedGroup] = []
     for module in (*repeated_layers(stage), stage):
-        taken = {id(each.whole) for group in groups for each in group.parameters}
-        before = _places(module)
+        sharded_ids = {id(member.whole) for group in groups for member in group.parameters}
+        parameter_places = _places(module)
         fully_shard(module, mesh=mesh, **options)
         remove_fsdp_hooks(module)
         parameters = []
-        for parameter, places in before:
+        for parameter, places in parameter_places:
             owner, name = places[0]
-            if getattr(owner, name) is not parameter and id(parameter) not in taken:
+            if getattr(owner, name) is not parameter and id(parameter) not in sharded_ids:
                 parameters.append(ShardedParameter(places, parameter, _compute_dtype(parameter, policy)))
         _cast_at(module, policy)
         groups += _groups_by_dtype(parameters, policy)
@@ -188,21 +188,21 @@ def adopt_groups(index: int, stage: nn.Module, mesh: DeviceMesh, device: torch.d
         ArgumentError: a parameter is divided between other ranks than those of the mesh.
     """
     groups: list[ShardedGroup] = []
-    names = {id(each): name for name, each in stage.named_parameters()}
-    taken: set[int] = set()
+    names = {id(stage_parameter): name for name, stage_parameter in stage.named_parameters()}
+    sharded_ids: set[int] = set()
     for module in sharded_modules(stage):
         policy, parameters = sharding_policy(module), []
         for parameter, places in _places(module):
-            if id(parameter) not in taken and is_sharded(parameter) and not _only_tensor_parallel(parameter):
-                taken.add(id(parameter))
+            if id(parameter) not in sharded_ids and is_sharded(parameter) and not _only_tensor_parallel(parameter):
+                sharded_ids.add(id(parameter))
                 if _ranks_of(parameter) != mesh[SHARD].mesh.tolist():
                     raise ArgumentError(
                         f"parallelize_fn divides {names[id(parameter)]} of stage {index} by fully_shard between other "
                         'ranks than those along dp_shard.\nTry: fully_shard(module, mesh=mesh["dp_shard"]), with the '
                         "mesh that Pipeline is given."
                     )
-                whole = _whole_like(parameter, device)
-                parameters.append(ShardedParameter(places, whole, _compute_dtype(parameter, policy)))
+                unsharded = _whole_like(parameter, device)
+                parameters.append(ShardedParameter(places, unsharded, _compute_dtype(parameter, policy)))
         remove_fsdp_hooks(module)
         _cast_at(module, policy)
         groups += _groups_by_dtype(parameters, policy)
@@ -212,9 +212,9 @@ def adopt_groups(index: int, stage: nn.Module, mesh: DeviceMesh, device: torch.d
 def _groups_by_dtype(parameters: Sequence[ShardedParameter], policy: Any) -> list[ShardedGroup]:
     """A group for each dtype that is computed with: a message has one, and in another one values would be rounded."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
-    for each in parameters:
-        by_dtype.setdefault(each.whole.dtype, []).append(each)
-    return [ShardedGroup(tuple(each), policy.reduce_dtype) for each in by_dtype.values()]
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.whole.dtype, []).append(parameter)
+    return [ShardedGroup(tuple(members), policy.reduce_dtype) for members in by_dtype.values()]
 
 
 def _names_of(parameter: Any) -> tuple[str, ...]:
@@ -233,28 +233,28 @@ def _ranks_of(parameter: Any) -> Any:
 
 def _whole_like(parameter: Any, device: torch.device) -> nn.Parameter:
     """What a parameter was before `fully_shard`: plain, or divided along the other dimensions of its mesh."""
-    others = [place for place, name in enumerate(_names_of(parameter)) if name not in DATA]
-    if not others:
+    mesh_dims = [place for place, name in enumerate(_names_of(parameter)) if name not in DATA]
+    if not mesh_dims:
         return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
     from torch.distributed.tensor import empty
 
-    mesh = parameter.device_mesh[tuple(_names_of(parameter)[place] for place in others)]
-    placements = [parameter.placements[place] for place in others]
-    whole = empty(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
-    return nn.Parameter(whole, parameter.requires_grad)
+    mesh = parameter.device_mesh[tuple(_names_of(parameter)[place] for place in mesh_dims)]
+    placements = [parameter.placements[place] for place in mesh_dims]
+    unsharded = empty(parameter.shape, dtype=parameter.dtype, device_mesh=mesh, placements=placements)
+    return nn.Parameter(unsharded, parameter.requires_grad)
 
 
-def _placement_function(stage: nn.Module, mesh: DeviceMesh, given: Any) -> Callable[[nn.Parameter], Any]:
-    """What says along which dimension a parameter is divided: as `given`, or the default.
+def _placement_function(stage: nn.Module, mesh: DeviceMesh, placement_fn: Any) -> Callable[[nn.Parameter], Any]:
+    """What says along which dimension a parameter is divided: as `placement_fn`, or the default.
 
     A dimension that tensor parallelism divides as a packed one is not divided again: torch would lose the order.
     """
     from torch.distributed.tensor import Shard
 
-    names, shards = {id(each): name for name, each in stage.named_parameters()}, mesh.shape[-1]
+    names, shards = {id(parameter): name for name, parameter in stage.named_parameters()}, mesh.shape[-1]
 
     def place(parameter: nn.Parameter) -> Any:
-        chosen, packed = None if given is None else given(parameter), packed_place(parameter)
+        chosen, packed = None if placement_fn is None else placement_fn(parameter), packed_place(parameter)
         if packed is None or (chosen is not None and chosen.dim != packed.dim):
             return chosen
         free = [dim for dim, length in enumerate(parameter.shape) if dim != packed.dim and length % shards == 0]
@@ -272,41 +272,41 @@ def _placement_function(stage: nn.Module, mesh: DeviceMesh, given: Any) -> Calla
 def repeated_layers(stage: nn.Module) -> list[nn.Module]:
     """The items of the outermost lists and sequences of modules, if they have modules of their own, and their
     parameters alone."""
-    found: list[nn.Module] = []
+    candidates: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and any(
                 True for _ in child.children()
             ):
-                found.append(child)
+                candidates.append(child)
             else:
                 walk(child)
 
     walk(stage)
-    layers = list(dict.fromkeys(found))
+    layers = list(dict.fromkeys(candidates))
     uses: dict[int, int] = {}
     for module in stage.modules():
         for parameter in module.parameters(recurse=False):
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
 
     def is_alone(layer: nn.Module) -> bool:
-        own: dict[int, int] = {}
+        layer_uses: dict[int, int] = {}
         for module in layer.modules():
             for parameter in module.parameters(recurse=False):
-                own[id(parameter)] = own.get(id(parameter), 0) + 1
-        return bool(own) and all(uses[key] == count for key, count in own.items())
+                layer_uses[id(parameter)] = layer_uses.get(id(parameter), 0) + 1
+        return bool(layer_uses) and all(uses[key] == count for key, count in layer_uses.items())
 
     return [layer for layer in layers if is_alone(layer)]
 
 
 def _places(module: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Every parameter of a module, with all places where it or its children hold it."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    places_by_id: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
-    return list(found.values())
+            places_by_id.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
+    return list(places_by_id.values())
 
 
 def _compute_dtype(parameter: nn.Parameter, policy: Any) -> torch.dtype:

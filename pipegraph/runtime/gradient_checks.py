@@ -30,18 +30,20 @@ class GradientChecks:
         self._stages = stages
         self._missing = MissingGradients(manifest)
         is_divided = world is not None and world.grid.length(TENSOR) > 1
-        self._whole = ReplicatedGradientCheck(stages, world, seeded) if world is not None and is_divided else None
+        self._replicated_check = (
+            ReplicatedGradientCheck(stages, world, seeded) if world is not None and is_divided else None
+        )
 
     def before_step(self) -> None:
         """Record the state of this rank's random numbers, if gradients are compared after the step."""
-        if self._whole is not None:
-            self._whole.before_step()
+        if self._replicated_check is not None:
+            self._replicated_check.before_step()
 
     def after_step(self) -> None:
         """Raise PipegraphError if a gradient is missing, or ranks along `tp` differ in one of a whole parameter."""
         self._missing.check(self._stages)
-        if self._whole is not None:
-            self._whole.check()
+        if self._replicated_check is not None:
+            self._replicated_check.check()
 
 
 class MissingGradients:
@@ -50,7 +52,7 @@ class MissingGradients:
     def __init__(self, manifest: Manifest) -> None:
         self._untrained = {name for stage in manifest.stages for name in stage.untrained or ()}
         self._tied = {name for group in manifest.tied for name in group}
-        self._told = False
+        self._has_warned = False
 
     def check(self, stages: Stages) -> None:
         """Raise PipegraphError if the model gives one of them a gradient. Warn once of those that it gives none."""
@@ -61,21 +63,21 @@ class MissingGradients:
             for name, parameter in parameters_of(stage)
             if _lacks_gradient(parameter) and name not in self._tied
         ]
-        lost = [each for each in missing if each[0] not in self._untrained]
+        lost = [place for place in missing if place[0] not in self._untrained]
         if lost:
             name, index = lost[0]
-            more = f", nor did {len(lost) - 1} more parameters" if len(lost) > 1 else ""
+            suffix = f", nor did {len(lost) - 1} more parameters" if len(lost) > 1 else ""
             raise PipegraphError(
-                f"{name} of stage {index} got no gradient in this step{more}, and the model gives it one.\n"
+                f"{name} of stage {index} got no gradient in this step{suffix}, and the model gives it one.\n"
                 f"Try: look in stage_{index}.py for a detach() or no_grad that the model does not have; or freeze the "
                 "parameter with requires_grad_(False); or split the model again if the package is older."
             )
-        if missing and not self._told:
-            self._told = True
+        if missing and not self._has_warned:
+            self._has_warned = True
             named = ", ".join(f"{name} (stage {index})" for name, index in missing[:3])
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            suffix = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             warnings.warn(
-                f"{named}{more} got no gradient in a step, as in the model: it or the loss does not use them.",
+                f"{named}{suffix} got no gradient in a step, as in the model: it or the loss does not use them.",
                 stacklevel=2,
             )
 

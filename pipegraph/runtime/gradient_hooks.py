@@ -74,10 +74,10 @@ class GradientHooks:
     def during_step(self, stages: Mapping[int, nn.Module]) -> Iterator[None]:
         """A context around a step that trains: at its end the hooks are called with the gradient of the step alone."""
         hooks: dict[nn.Parameter, list[tuple[str, Callable[..., Any]]]] = {}
-        for index, name, own in self._hooks:
+        for index, name, parameter_hooks in self._hooks:
             for parameter in self._parameters(stages, index, name):
-                hooks.setdefault(parameter, own)  # that of a tied weight is one in the model
-        earlier = {parameter: parameter.grad for parameter in hooks}
+                hooks.setdefault(parameter, parameter_hooks)  # that of a tied weight is one in the model
+        previous_gradients = {parameter: parameter.grad for parameter in hooks}
         for parameter in hooks:
             parameter.grad = None
         is_complete = False
@@ -86,26 +86,28 @@ class GradientHooks:
             is_complete = True
         finally:
             with torch.no_grad():
-                for parameter, own in hooks.items():
-                    _finish(parameter, earlier[parameter], own if is_complete else [])
+                for parameter, parameter_hooks in hooks.items():
+                    _finish(parameter, previous_gradients[parameter], parameter_hooks if is_complete else [])
 
     @staticmethod
     def _parameters(stages: Mapping[int, nn.Module], index: int, name: str) -> list[nn.Parameter]:
         """The parameter of this name; none if `parallelize_fn` has put something else in its place."""
-        return [parameter for known, parameter in parameters_of(stages[index]) if known == name]
+        return [parameter for parameter_name, parameter in parameters_of(stages[index]) if parameter_name == name]
 
 
-def _finish(parameter: nn.Parameter, earlier: torch.Tensor | None, hooks: list[tuple[str, Callable[..., Any]]]) -> None:
+def _finish(
+    parameter: nn.Parameter, previous_gradient: torch.Tensor | None, hooks: list[tuple[str, Callable[..., Any]]]
+) -> None:
     """Call the hooks of a parameter, and add its gradient to that of earlier steps."""
     gradient = parameter.grad
     if gradient is None:
-        parameter.grad = earlier
+        parameter.grad = previous_gradient
         return
     for method, hook in hooks:
         if method == _GRADIENT:
             result = hook(gradient)
             gradient = gradient if result is None else result
-    parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+    parameter.grad = gradient if previous_gradient is None else previous_gradient.add_(gradient)
     for method, hook in hooks:
         if method != _GRADIENT:
             hook(parameter)

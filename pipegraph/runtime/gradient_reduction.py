@@ -46,29 +46,33 @@ class GradientReduction:
     def make_equal(self) -> None:
         """Overwrite parameters and buffers with those of the first rank. Collective."""
         for index, stage in self._stages.items():
-            held = [*self._parameters[index], *(buffer for _, buffer in stage.named_buffers())]
-            make_equal(held, self._group, self._first)
+            tensors = [*self._parameters[index], *(buffer for _, buffer in stage.named_buffers())]
+            make_equal(tensors, self._group, self._first)
 
     def make_buffers_equal(self) -> None:
         """Overwrite what a step may have written to: the buffers that are in `state_dict()`. Collective."""
         for stage in self._stages.values():
             names = stage.state_dict(keep_vars=True)
-            held = [buffer for name, buffer in stage.named_buffers() if name in names]
-            make_equal(held, self._group, self._first)
+            persistent_buffers = [buffer for name, buffer in stage.named_buffers() if name in names]
+            make_equal(persistent_buffers, self._group, self._first)
 
     @contextmanager
     def of_this_step(self) -> Iterator[None]:
         """A context around a step: `.grad` is that of the step alone, and at its end what was there before is added."""
-        held = {id(each): each for parameters in self._parameters.values() for each in parameters}.values()
-        before = [parameter.grad for parameter in held]
-        for parameter in held:
+        distinct_parameters = {
+            id(stage_parameter): stage_parameter
+            for parameters in self._parameters.values()
+            for stage_parameter in parameters
+        }.values()
+        previous_gradients = [parameter.grad for parameter in distinct_parameters]
+        for parameter in distinct_parameters:
             parameter.grad = None
         self._done.clear()
         try:
             yield
         finally:
             self._reduced.clear()
-            for parameter, old in zip(held, before, strict=True):
+            for parameter, old in zip(distinct_parameters, previous_gradients, strict=True):
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
@@ -79,8 +83,12 @@ class GradientReduction:
         """
         self._done.add(stage)
         redistribute(self._parameters[stage])
-        waiting = {id(each) for index in self._stages.keys() - self._done for each in self._parameters[index]}
-        ready = [each for each in self._parameters[stage] if each.requires_grad and id(each) not in waiting]
+        waiting = {id(parameter) for index in self._stages.keys() - self._done for parameter in self._parameters[index]}
+        ready = [
+            parameter
+            for parameter in self._parameters[stage]
+            if parameter.requires_grad and id(parameter) not in waiting
+        ]
         started = [
             (bucket, self._group.start_all_reduce(bucket.flat)) for bucket in map(GradientBucket, buckets(ready))
         ]
@@ -102,22 +110,23 @@ def copied_parameters(stages: Stages, sharded: Collection[int], loss_fn: Any) ->
         sharded: the identities of those that they have in parts.
         loss_fn: what it trains is of the last of these stages; None if that is elsewhere.
     """
-    held = {
-        index: [each for _, each in parameters_of(stage) if id(each) not in sharded] for index, stage in stages.items()
+    parameters = {
+        index: [parameter for _, parameter in parameters_of(stage) if id(parameter) not in sharded]
+        for index, stage in stages.items()
     }
-    held[max(held)] += trained_by(loss_fn)
-    return held
+    parameters[max(parameters)] += trained_by(loss_fn)
+    return parameters
 
 
 def make_equal(tensors: Sequence[Tensor], group: Group, first: int) -> None:
     """Overwrite tensors with those of the rank `first` of a group, which calls this together."""
-    held = [local(each.detach()) for each in tensors]
-    overwrite_together(held, lambda sent: group.broadcast(sent, first))
+    local_tensors = [local(tensor.detach()) for tensor in tensors]
+    overwrite_together(local_tensors, lambda sent: group.broadcast(sent, first))
 
 
 def trained_by(loss_fn: Any) -> list[nn.Parameter]:
     """The parameters that a loss function trains with the model: its own, and those of modules that it reads."""
     read = objects_held_by(loss_fn)
-    held = [parameter for each in read if isinstance(each, nn.Module) for parameter in each.parameters()]
-    held += [each for each in read if isinstance(each, nn.Parameter)]
-    return [parameter for parameter in dict.fromkeys(held) if parameter.requires_grad]
+    parameters = [parameter for module in read if isinstance(module, nn.Module) for parameter in module.parameters()]
+    parameters += [parameter for parameter in read if isinstance(parameter, nn.Parameter)]
+    return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]

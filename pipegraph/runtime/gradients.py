@@ -50,7 +50,7 @@ def clip_grad_norm(
         The norm before scaling. Its dtype is that of this rank's gradients, and at least float32; between ranks, which
         may have different dtypes, it is added in float64.
     """
-    norms = [_norm(same, norm_type, device, copies) for same in _by_layout(counted)]
+    norms = [_norm(counted_parameters, norm_type, device, copies) for counted_parameters in _by_layout(counted)]
     total = torch.nn.utils.get_total_norm(norms, norm_type).to(device, torch.float64)
     if group is not None and math.isinf(norm_type):
         total = group.greatest(total)
@@ -59,8 +59,8 @@ def clip_grad_norm(
         group.all_reduce(total)
         total = total ** (1 / norm_type)
     total = total.to(_dtype(parameters))
-    for same in _by_layout(parameters):
-        torch.nn.utils.clip_grads_with_norm_(same, max_norm, total)
+    for layout_parameters in _by_layout(parameters):
+        torch.nn.utils.clip_grads_with_norm_(layout_parameters, max_norm, total)
     return total
 
 
@@ -110,13 +110,13 @@ def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.de
     is_greatest = math.isinf(norm_type)
     if copies == 1 and not is_greatest:
         norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
-        whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
-        return whole.to(device, torch.float64)
+        total_norm: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+        return total_norm.to(device, torch.float64)
     parts = [part for part in map(local, gradients) if part.numel()]  # nothing has no greatest number
-    own = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
+    local_norm = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64)
     if is_greatest:
-        return number_of_each_rank(own, gradients[0]).max() if copies == 1 else own
-    return own * (_shards(gradients[0]) / copies) ** (1 / norm_type)
+        return number_of_each_rank(local_norm, gradients[0]).max() if copies == 1 else local_norm
+    return local_norm * (_shards(gradients[0]) / copies) ** (1 / norm_type)
 
 
 def _shards(gradient: Any) -> int:
@@ -141,9 +141,9 @@ def share_infinities(loss_fn: Any, world: World, guard: FaultGuard, owner: objec
 
 def _take_back(scaler: GradScaler, shared: Mapping[str, Any]) -> None:
     """Let a scaler have the methods of its class again, but for those that another pipeline has given it since."""
-    own = vars(scaler)
-    for name in [name for name, method in shared.items() if own.get(name) is method]:
-        del own[name]
+    attributes = vars(scaler)
+    for name in [name for name, method in shared.items() if attributes.get(name) is method]:
+        del attributes[name]
 
 
 def _shared_methods(scaler: GradScaler, world: World, guard: FaultGuard) -> dict[str, Any]:
@@ -152,12 +152,12 @@ def _shared_methods(scaler: GradScaler, world: World, guard: FaultGuard) -> dict
     def unscale(optimizer: Optimizer) -> None:
         scaler.scale(torch.zeros((), device=device))  # which makes the scale on ranks that compute no loss
         kind.unscale_(scaler, optimizer)
-        found = internals.infinities_found(scaler, optimizer)
-        most = torch.stack([each.to(device) for each in found]).max() if found else torch.zeros((), device=device)
+        flags = internals.infinities_found(scaler, optimizer)
+        most = torch.stack([flag.to(device) for flag in flags]).max() if flags else torch.zeros((), device=device)
         with guard:
             world.along(*DIMENSIONS).all_reduce(most, ReduceOp.MAX)
-        for each in found:
-            each.copy_(most)
+        for flag in flags:
+            flag.copy_(most)
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not internals.is_unscaled(scaler, optimizer):

@@ -49,20 +49,20 @@ class HostMemory:
         computing = [action for action in actions if not action.kind.is_transfer]
         self._device, self._is_gpu = device, device.type == "cuda"
         self._leaving: set[_Key] = set()
-        self._gone_after: dict[Action, list[_Key]] = defaultdict(list)
+        self._keys_to_free: dict[Action, list[_Key]] = defaultdict(list)
         self._come_before: dict[Action, list[_Key]] = defaultdict(list)
-        for each in offload_windows(computing):
-            key = each.stage, each.microbatch
+        for window in offload_windows(computing):
+            key = window.stage, window.microbatch
             self._leaving.add(key)
-            self._gone_after[computing[each.left]].append(key)
-            self._come_before[computing[each.back]].append(key)
+            self._keys_to_free[computing[window.departure]].append(key)
+            self._come_before[computing[window.back]].append(key)
         self._away: dict[_Key, _Away] = {}
         self._coming: dict[_Key, Any] = {}  # events of a GPU, or None
         self._free: dict[int, list[tuple[Tensor, Any]]] = defaultdict(list)  # pinned memory by its size
         self._streams: tuple[Any, Any] | None = None
         self._warned = False
 
-    def before(self, action: Action, saved: Mapping[_Key, Any]) -> None:
+    def before_action(self, action: Action, saved: Mapping[_Key, Any]) -> None:
         """Start to bring back what the next action reads, and wait for what this one does."""
         if not (self._away or self._coming):
             return
@@ -76,9 +76,9 @@ class HostMemory:
             if arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(arrived)
 
-    def after(self, action: Action, saved: Mapping[_Key, Any]) -> None:
+    def after_action(self, action: Action, saved: Mapping[_Key, Any]) -> None:
         """Free what has been copied out by now, and start to copy out what this F saved."""
-        for key in self._gone_after.get(action, ()) if self._away else ():
+        for key in self._keys_to_free.get(action, ()) if self._away else ():
             if key in self._away:
                 away = self._away[key]
                 if away.copied is not None:
@@ -87,10 +87,10 @@ class HostMemory:
                 away.device.clear()
         key = action.stage, action.microbatch
         if action.kind is Kind.F and key in self._leaving:
-            own: Any = saved.get(key)
-            if _may_offload(own.__class__) and (values := own.take_offloaded(self._device)):
+            saved_values: Any = saved.get(key)
+            if _may_offload(saved_values.__class__) and (values := saved_values.take_offloaded(self._device)):
                 self._warn_of_emulation()
-                own.put_back(values)  # until they are copied
+                saved_values.put_back(values)  # until they are copied
                 self._away[key] = self._sent(values)
 
     def clear(self) -> None:
@@ -103,17 +103,17 @@ class HostMemory:
         self._coming.clear()
 
     def _sent(self, values: dict[str, Tensor]) -> _Away:
-        memories = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in values.values()}
+        memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in values.values()}
         place = {address: index for index, address in enumerate(memories)}
         layouts = {
             name: (
-                place[each.untyped_storage().data_ptr()],
-                each.dtype,
-                each.storage_offset(),
-                each.size(),
-                each.stride(),
+                place[tensor.untyped_storage().data_ptr()],
+                tensor.dtype,
+                tensor.storage_offset(),
+                tensor.size(),
+                tensor.stride(),
             )
-            for name, each in values.items()
+            for name, tensor in values.items()
         }
         sources = [_bytes_of(memory, self._device) for memory in memories.values()]
         if not self._is_gpu:
@@ -130,7 +130,7 @@ class HostMemory:
         return _Away(values, [buffer for buffer, _ in buffers], layouts, copied)
 
     def _brought(self, away: _Away) -> tuple[dict[str, Tensor], Any]:
-        copies = [torch.empty_like(each, device=self._device, pin_memory=False) for each in away.bytes]
+        copies = [torch.empty_like(host_buffer, device=self._device, pin_memory=False) for host_buffer in away.bytes]
         arrived = None
         if self._is_gpu:
             _, back = self._own_streams()

@@ -70,12 +70,12 @@ def make_group(lines: Sequence[Sequence[int]], kind: str, timeout: float) -> dis
         lines: the ranks of each group that is made, in the same order on every rank; this process is in one of them.
     """
     limit, backend = timedelta(seconds=timeout), "nccl" if uses_nccl(torch.device(kind)) else "gloo"
-    own = next(line for line in lines if dist.get_rank() in line)
+    group_ranks = next(line for line in lines if dist.get_rank() in line)
     if sum(map(len, lines)) < dist.get_world_size():
-        group = dist.new_group(list(own), timeout=limit, backend=backend, use_local_synchronization=True)
+        group = dist.new_group(list(group_ranks), timeout=limit, backend=backend, use_local_synchronization=True)
     else:
-        made = [dist.new_group(list(line), timeout=limit, backend=backend) for line in lines]
-        group = made[lines.index(own)]
+        groups = [dist.new_group(list(line), timeout=limit, backend=backend) for line in lines]
+        group = groups[lines.index(group_ranks)]
     assert isinstance(group, dist.ProcessGroup), "this process is one of its ranks"
     return group
 
@@ -198,19 +198,19 @@ def unscaling_of_parts(scaler: GradScaler, part_of: Callable[[torch.Tensor], tor
     It takes all gradients of an optimizer in one operation, for which torch mixes DTensors neither with other tensors
     nor with those of another mesh. Torch's own subclasses override the same method.
     """
-    own = type(scaler)._unscale_grads_
+    unscale_gradients = type(scaler)._unscale_grads_
 
     def part(parameter: torch.Tensor) -> torch.Tensor:
         if parameter.grad is None or not hasattr(parameter, "placements"):
             return parameter
-        held = part_of(parameter.grad)
-        stand_in = held.detach()
-        stand_in.grad = held
+        local_gradient = part_of(parameter.grad)
+        stand_in = local_gradient.detach()
+        stand_in.grad = local_gradient
         return stand_in
 
     def unscale(optimizer: Any, *args: Any) -> Any:
         groups = [{"params": list(map(part, group["params"]))} for group in optimizer.param_groups]
-        return own(scaler, SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
+        return unscale_gradients(scaler, SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
 
     return {"_unscale_grads_": unscale}
 
@@ -273,10 +273,10 @@ def sharding_ranks(module: Any) -> ShardingRanks:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     meshes = [group.mesh_info for group in groups if group is not None]
-    shards = [each.shard_process_group for each in meshes if each.shard_mesh_dim is not None]
+    shards = [mesh_info.shard_process_group for mesh_info in meshes if mesh_info.shard_mesh_dim is not None]
     return ShardingRanks(
         {rank for group in shards for rank in dist.get_process_group_ranks(group)},
-        {rank for each in meshes for rank in each.mesh.mesh.flatten().tolist()},
+        {rank for mesh_info in meshes for rank in mesh_info.mesh.mesh.flatten().tolist()},
     )
 
 
@@ -306,10 +306,10 @@ def packed_place(tensor: Any) -> PackedPlace | None:
     dimension of the mesh divides the same dimension.
     """
     placements = getattr(tensor, "placements", ())
-    for index, each in enumerate(placements):
-        is_packed = type(each) is type(packed_shard(0, 1))
-        if is_packed and not any(later.is_shard(each.dim) for later in placements[index + 1 :]):
-            return PackedPlace(each.dim, each.split_factor, index)
+    for index, placement in enumerate(placements):
+        is_packed = type(placement) is type(packed_shard(0, 1))
+        if is_packed and not any(successor.is_shard(placement.dim) for successor in placements[index + 1 :]):
+            return PackedPlace(placement.dim, placement.split_factor, index)
     return None
 
 
@@ -332,10 +332,10 @@ def differentiable_part(tensor: Any) -> Tensor:
 
     Torch 2.11 cannot add up gradients of a packed tensor that have other strides than it: they get its strides here.
     """
-    own: Tensor = tensor.to_local()
-    if torch.__version__ < "2.13" and own.requires_grad and packed_place(tensor) is not None:
-        own.register_hook(Tensor.contiguous)
-    return own
+    local_tensor: Tensor = tensor.to_local()
+    if torch.__version__ < "2.13" and local_tensor.requires_grad and packed_place(tensor) is not None:
+        local_tensor.register_hook(Tensor.contiguous)
+    return local_tensor
 
 
 pytree = _pytree
@@ -357,8 +357,8 @@ def take_hooks(parameter: Tensor, module: str) -> list[tuple[str, Callable[..., 
         "register_hook": parameter._backward_hooks,
         "register_post_accumulate_grad_hook": parameter._post_accumulate_grad_hooks,
     }
-    taken = []
+    registrations = []
     for method, hooks in kinds.items():
-        own = [key for key, hook in (hooks or {}).items() if getattr(hook, "__module__", "") == module]
-        taken += [(method, hooks.pop(key)) for key in own if hooks is not None]
-    return taken
+        keys = [key for key, hook in (hooks or {}).items() if getattr(hook, "__module__", "") == module]
+        registrations += [(method, hooks.pop(key)) for key in keys if hooks is not None]
+    return registrations

@@ -17,26 +17,26 @@ from pipegraph.package import Manifest, Package
 from pipegraph.recompute import Recompute, parse_stages
 
 
-def stage_recompute(given: object, package: Package, stages: Mapping[int, nn.Module]) -> tuple[Recompute, ...]:
+def stage_recompute(request: object, package: Package, stages: Mapping[int, nn.Module]) -> tuple[Recompute, ...]:
     """Return what the backward of each stage of a package computes again.
 
     Args:
-        given: what `pipegraph.recompute.parse_stages` takes; None for what the package says.
+        request: what `pipegraph.recompute.parse_stages` takes; None for what the package says.
         package: of all stages. One that is not here is made without memory if a pattern matches no module that is.
         stages: those of this process.
 
     Raises:
         ArgumentError: it is none of these, or a pattern matches no module.
     """
-    plan, of_package = package.manifest.prediction, given is None
-    if given is None:
-        given = package.manifest.recompute if plan is None else plan.recompute
-    each = parse_stages(given, len(package.manifest.stages))
-    for recompute in set(each):
+    plan, of_package = package.manifest.prediction, request is None
+    if request is None:
+        request = package.manifest.recompute if plan is None else plan.recompute
+    stage_rules = parse_stages(request, len(package.manifest.stages))
+    for recompute in set(stage_rules):
         # A planned pattern, such as every eighth layer, is of the model: its own stages may have none of these.
-        indices = [index for index, own in enumerate(each) if of_package or own == recompute]
+        indices = [index for index, stage_rule in enumerate(stage_rules) if of_package or stage_rule == recompute]
         _check_names(recompute, indices, package, stages)
-    return each
+    return stage_rules
 
 
 def stage_makers(
@@ -49,7 +49,7 @@ def stage_makers(
 ) -> Mapping[int, Maker]:
     """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments."""
     names = [name for stage in manifest.stages for name in stage.parameters]
-    recompute = tuple(each.with_layers(names) for each in recompute)
+    recompute = tuple(stage_rule.with_layers(names) for stage_rule in recompute)
     require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
     if isinstance(kernels, str):
         return dict(enumerate(makers(kernels, recompute, max_variants, strict, recorder)))
@@ -66,18 +66,18 @@ def check_has_graphs(device: str) -> None:
 
 
 def graph_recorder(
-    asked: bool,
+    is_requested: bool,
     kernels: str | Maker,
     device: torch.device,
     recompute: Sequence[Recompute],
     stages: Mapping[int, nn.Module],
 ) -> MakeRecorder | None:
-    """Return what records the kernels of these stages as CUDA graphs; None if that is not `asked` for.
+    """Return what records the kernels of these stages as CUDA graphs; None if that is not `is_requested` for.
 
     Raises:
         PipegraphError: it cannot be done with the rest.
     """
-    if not asked:
+    if not is_requested:
         return None
     check_has_graphs(device.type)
     if not isinstance(kernels, str):
@@ -85,13 +85,13 @@ def graph_recorder(
             f"{argument('cuda_graphs', True)} records kernels that pipegraph has traced, and {argument('kernels')} is "
             f"a function of yours.\nTry: {argument('kernels', 'inductor')}."
         )
-    if any(each.offloads for each in recompute):
+    if any(stage_rule.offloads for stage_rule in recompute):
         raise PipegraphError(
             f"{argument('cuda_graphs', True)} keeps what a forward saves in one place of the GPU's memory, and "
             f"{argument('recompute', 'offload')} moves it to the host.\nTry: {argument('recompute', 'min-cut')}."
         )
     for index, stage in stages.items():
-        divided = [name for name, each in stage.named_parameters() if is_sharded(each)]
+        divided = [name for name, parameter in stage.named_parameters() if is_sharded(parameter)]
         if divided:
             raise PipegraphError(
                 f"{argument('cuda_graphs', True)} records no collectives, and {divided[0]} of stage {index} is divided "
@@ -106,8 +106,8 @@ def _check_names(
 ) -> None:
     names = {name for index in indices if index in stages for name in _called(stages[index])}
     if recompute.unmatched(names):
-        others = (package.load_stage(index, "meta", weights=False) for index in indices if index not in stages)
-        recompute.check_names(names.union(*map(_called, others)))
+        other_stages = (package.load_stage(index, "meta", weights=False) for index in indices if index not in stages)
+        recompute.check_names(names.union(*map(_called, other_stages)))
 
 
 def _called(stage: nn.Module) -> Iterator[str]:

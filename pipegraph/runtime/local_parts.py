@@ -44,32 +44,34 @@ class LocalParts(ParallelStyle):
         self.shares, self.adds_up = shares, adds_up
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own: dict[str, Tensor | None] = {}
-        module.register_forward_pre_hook(partial(self._enter, device_mesh, own), with_kwargs=True)
-        module.register_forward_hook(partial(self._leave, device_mesh, own), always_call=True)
+        dtensors: dict[str, Tensor | None] = {}
+        module.register_forward_pre_hook(partial(self._enter, device_mesh, dtensors), with_kwargs=True)
+        module.register_forward_hook(partial(self._leave, device_mesh, dtensors), always_call=True)
         return module
 
     def _enter(
-        self, mesh: DeviceMesh, own: dict[str, Tensor | None], module: nn.Module, args: Any, kwargs: Any
+        self, mesh: DeviceMesh, dtensors: dict[str, Tensor | None], module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        held, _ = tensor_dicts(module)
-        for name, parameter in held.items():
+        parameters, _ = tensor_dicts(module)
+        for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                own[name] = parameter
-        held.update({name: differentiable_part(parameter) for name, parameter in own.items()})
+                dtensors[name] = parameter
+        parameters.update({name: differentiable_part(parameter) for name, parameter in dtensors.items()})
 
         def share(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            whole = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-            return whole.to_local(grad_placements=[Partial()])
+            replicated_tensor = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+            return replicated_tensor.to_local(grad_placements=[Partial()])
 
         return pytree.tree_map(share, (args, kwargs)) if self.shares else (args, kwargs)
 
-    def _leave(self, mesh: DeviceMesh, own: dict[str, Tensor | None], module: nn.Module, args: Any, output: Any) -> Any:
-        held, _ = tensor_dicts(module)
-        held.update(own)
-        own.clear()
+    def _leave(
+        self, mesh: DeviceMesh, dtensors: dict[str, Tensor | None], module: nn.Module, args: Any, output: Any
+    ) -> Any:
+        parameters, _ = tensor_dicts(module)
+        parameters.update(dtensors)
+        dtensors.clear()
 
         def add_up(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -134,8 +136,8 @@ class _WholeLookups(TorchFunctionMode):
         if not isinstance(weight, DTensor):
             return func(*args, **(kwargs or {}))
         indices = DTensor.from_local(args[0], weight.device_mesh, [Replicate()], run_check=False)
-        found = func(indices, *args[1:], **(kwargs or {}))
-        return found.redistribute(placements=[Replicate()]).to_local()
+        embeddings = func(indices, *args[1:], **(kwargs or {}))
+        return embeddings.redistribute(placements=[Replicate()]).to_local()
 
 
 class WholeBeforeHeads(ParallelStyle):
@@ -143,21 +145,21 @@ class WholeBeforeHeads(ParallelStyle):
     them, as the part with positions of a key that all heads share (DeepSeek-V2, section 2.1).
 
     Args:
-        others: how many features come before them.
+        leading_features: how many features come before them.
     """
 
-    def __init__(self, others: int) -> None:
+    def __init__(self, leading_features: int) -> None:
         super().__init__()
-        self.others = others
+        self.others = leading_features
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(partial(self._leave, device_mesh))
         return module
 
     def _leave(self, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        before, shared = output.tensor_split([self.others], dim=-1)
-        whole = DTensor.from_local(shared, mesh, [Replicate()], run_check=False)
-        return torch.cat([before, whole.to_local(grad_placements=[Partial()])], dim=-1)
+        latent, shared = output.tensor_split([self.others], dim=-1)
+        replicated_tensor = DTensor.from_local(shared, mesh, [Replicate()], run_check=False)
+        return torch.cat([latent, replicated_tensor.to_local(grad_placements=[Partial()])], dim=-1)
 
 
 class ShareOfIdentity(ParallelStyle):
@@ -168,8 +170,8 @@ class ShareOfIdentity(ParallelStyle):
         return module
 
     def _divide(self, ranks: int, module: nn.Module, args: Any) -> Any:
-        first, *others = args
-        return first / ranks, *others
+        first, *other_args = args
+        return first / ranks, *other_args
 
 
 PARAMETER_STYLES: Final = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicate")

@@ -41,7 +41,7 @@ class LossReduction:
     over: str = "rows"
 
     @classmethod
-    def of(cls, reduction: object, weight_of: LossWeight | None, over: object = "rows") -> LossReduction:
+    def from_arguments(cls, reduction: object, weight_of: LossWeight | None, over: object = "rows") -> LossReduction:
         """The reduction that the arguments of a pipeline ask for. Raises ArgumentError."""
         if reduction not in LOSS_REDUCTIONS:
             raise ArgumentError(
@@ -96,8 +96,8 @@ def checked_weight(weight: Any, reduction: LossReduction) -> float | None:
 def _number(weight: Any) -> float:
     number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if not isinstance(number, int | float) or not 0 <= number < math.inf:
-        what = f"a tensor of shape {list(weight.shape)}" if isinstance(number, Tensor) else repr(number)
+        description = f"a tensor of shape {list(weight.shape)}" if isinstance(number, Tensor) else repr(number)
         raise BatchError(
-            f"loss_weight(target) returned {what}; it is one number of items, 0 or more.\nTry: take its sum."
+            f"loss_weight(target) returned {description}; it is one number of items, 0 or more.\nTry: take its sum."
         )
     return float(number)

@@ -19,7 +19,7 @@ from pipegraph.schedule import Action, Collective, CollectiveKind, Kind
 
 COMPUTING: Final = Kind.F, Kind.I, Kind.W, Kind.B
 
-KEPT: Final = 1000
+HISTORY_LENGTH: Final = 1000
 """How many times of each stage and kind are kept, so that a long run takes no more memory than a short one."""
 
 
@@ -44,12 +44,12 @@ class Message(NamedTuple):
     """What the ranks of a collective send each other.
 
     Attributes:
-        what: the way, as the links of a hardware profile name it: "gather", "reduce" or "all_reduce".
+        way: the way, as the links of a hardware profile name it: "gather", "reduce" or "all_reduce".
         size: bytes of the whole.
         ranks: that take part.
     """
 
-    what: str
+    way: str
     size: int
     ranks: tuple[int, ...]
 
@@ -161,7 +161,9 @@ class ActionTimes:
         self._device = device
         self._begun: dict[int, Any] = {}
         self._unread: deque[tuple[int, Action | Collective, Any, Any]] = deque()
-        self._seconds: dict[tuple[int, Kind | CollectiveKind], deque[float]] = defaultdict(partial(deque, maxlen=KEPT))
+        self._seconds: dict[tuple[int, Kind | CollectiveKind], deque[float]] = defaultdict(
+            partial(deque, maxlen=HISTORY_LENGTH)
+        )
         self._zero: Any = None  # when the step began whose spans are kept
         self._spans: dict[int, list[TimeSpan]] = defaultdict(list)
         self._collectives: dict[int, list[CollectiveSpan]] = defaultdict(list)
@@ -185,8 +187,8 @@ class ActionTimes:
     def end_step(self) -> StepTimes:
         """The spans since `begin_step`. Waits for a GPU."""
         self._read()
-        spans = {rank: tuple(each) for rank, each in self._spans.items()}
-        collectives = {rank: tuple(each) for rank, each in self._collectives.items()}
+        spans = {rank: tuple(rank_spans) for rank, rank_spans in self._spans.items()}
+        collectives = {rank: tuple(rank_collectives) for rank, rank_collectives in self._collectives.items()}
         self._forget_spans()
         self._zero = None
         return StepTimes(spans, collectives)
@@ -194,11 +196,11 @@ class ActionTimes:
     def seconds(self) -> dict[tuple[int, Kind | CollectiveKind], list[float]]:
         """By stage and kind, how many seconds each of the last `KEPT` actions or collectives took. Waits for a GPU."""
         self._read()
-        return {key: list(each) for key, each in self._seconds.items()}
+        return {key: list(times) for key, times in self._seconds.items()}
 
     def medians(self) -> dict[tuple[int, Kind | CollectiveKind], float]:
         """By stage and kind, the median of `seconds`."""
-        return {key: statistics.median(each) for key, each in self.seconds().items()}
+        return {key: statistics.median(times) for key, times in self.seconds().items()}
 
     def _now(self) -> Any:
         """Seconds by the host's clock; on a GPU an event of the current stream, which it has yet to pass."""
@@ -253,7 +255,7 @@ class SavedBytes:
     def __init__(self, uncounted: Iterable[Tensor], gathered: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._uncounted = set(map(storage_address, uncounted))
         self._gathered = gathered
-        self._held: dict[int, dict[tuple[int, int], Any]] = defaultdict(dict)
+        self._saved_values: dict[int, dict[tuple[int, int], Any]] = defaultdict(dict)
         self._peaks: dict[int, int] = defaultdict(int)
         self._unknown: set[int] = set()
 
@@ -265,16 +267,16 @@ class SavedBytes:
 
         if action.kind.is_transfer:
             return
-        held, key = self._held[rank], (action.stage, action.microbatch)
-        held.pop(key, None)
+        saved_values, key = self._saved_values[rank], (action.stage, action.microbatch)
+        saved_values.pop(key, None)
         if saved is not None:
-            held[key] = saved
+            saved_values[key] = saved
         # All of them again: what is offloaded leaves during the actions of others.
-        by_key = [held_tensors(each) for each in held.values()]
+        by_key = [held_tensors(microbatch_values) for microbatch_values in saved_values.values()]
         if None in by_key:
             self._unknown.add(rank)
             return
-        tensors = [tensor for each in by_key for tensor in each or ()]
+        tensors = [tensor for key_tensors in by_key for tensor in key_tensors or ()]
         sizes = {storage_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         uncounted = self._uncounted.union(map(storage_address, self._gathered()))
         together = sum(size for address, size in sizes.items() if address not in uncounted)

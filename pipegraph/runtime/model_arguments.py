@@ -28,10 +28,10 @@ def bind_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
         if name in by_place:
             raise BatchError(f"{name} was passed twice, by its place and by its name.\nTry: one of the two.")
         if name not in manifest.kwargs:
-            known = [*manifest.kwargs, *(each for each in manifest.args if isinstance(each, str))]
+            argument_names = [*manifest.kwargs, *(argument for argument in manifest.args if isinstance(argument, str))]
             raise BatchError(
-                f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, known)}\n"
-                f"Try: {closest(name, known) or ', '.join(known)}."
+                f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, argument_names)}\n"
+                f"Try: {closest(name, argument_names) or ', '.join(argument_names)}."
             )
     passed = [
         (f"argument {i}", structure, item)
@@ -70,18 +70,18 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
         if is_dataclass(passed) and not isinstance(passed, (type, Mapping)):  # a ModelOutput has no keys for None
             passed = {entry.name: getattr(passed, entry.name) for entry in fields(passed)}
         if passed is not None and (not isinstance(passed, Mapping) or passed.keys() != structure.keys()):
-            other = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
+            description = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
             raise BatchError(
-                f"{where} is {other}; it was a dict of {sorted(structure)} when the model was captured.\n"
+                f"{where} is {description}; it was a dict of {sorted(structure)} when the model was captured.\n"
                 "Try: such a dict."
             )
         for key, item in structure.items():
             yield from _leaves(f"{where}[{key!r}]", item, None if passed is None else passed[key])
     else:
         if passed is not None and (not isinstance(passed, (tuple, list)) or len(passed) != len(structure)):
-            other = f"{len(passed)} items" if isinstance(passed, (tuple, list)) else type(passed).__name__
+            description = f"{len(passed)} items" if isinstance(passed, (tuple, list)) else type(passed).__name__
             raise BatchError(
-                f"{where} is {other}; it had {len(structure)} items when the model was captured.\nTry: so many."
+                f"{where} is {description}; it had {len(structure)} items when the model was captured.\nTry: so many."
             )
         for i, item in enumerate(structure):
             yield from _leaves(f"{where}[{i}]", item, None if passed is None else passed[i])

@@ -35,11 +35,11 @@ class Padding:
     def check(self, manifest: Manifest) -> None:
         """Raise ArgumentError for a size that the package does not have, or a multiple below 1."""
         for name, multiple in self.multiples.items():
-            known = [size for size in manifest.sizes if size != BATCH]
-            if name not in known:
+            sizes = [size for size in manifest.sizes if size != BATCH]
+            if name not in sizes:
                 raise ArgumentError(
-                    f"pad_to names {name!r}, which is no dynamic size, apart from the rows.{nearest(name, known)}\n"
-                    f"Try: {', '.join(known) or 'without pad_to'}."
+                    f"pad_to names {name!r}, which is no dynamic size, apart from the rows.{nearest(name, sizes)}\n"
+                    f"Try: {', '.join(sizes) or 'without pad_to'}."
                 )
             if type(multiple) is not int or multiple < 1:
                 raise ArgumentError(f"pad_to cannot have {multiple!r} for {name}.\nTry: a whole number from 1 on.")

@@ -72,14 +72,14 @@ def divide_tensors(
         return manifest
     mesh = world.mesh(TENSOR)
     names = "\n".join(tensor_parallel.module_names(stages))
-    known = {name for text in world.gather_text(names, *DIMENSIONS) for name in text.split("\n")}
+    model_names = {name for text in world.gather_text(names, *DIMENSIONS) for name in text.split("\n")}
 
     def check_plan() -> None:
         tensor_parallel.require_plan(plan, size)
         assert plan is not None
         tensor_parallel.check_plan(plan)
         if is_own:  # that of a package may be of a whole family of models
-            tensor_parallel.check_patterns(plan, known)
+            tensor_parallel.check_patterns(plan, model_names)
 
     _together(world, check_plan)
     assert plan is not None
@@ -118,7 +118,9 @@ def shard_stages(
         return {}, manifest
     has_replicas = world.grid.length(REPLICATE) > 1
     mesh = world.mesh(*(DATA if has_replicas else (SHARD,)))
-    dtypes = {str(each.dtype).removeprefix("torch.") for stage in stages.values() for each in stage.parameters()}
+    dtypes = {
+        str(parameter.dtype).removeprefix("torch.") for stage in stages.values() for parameter in stage.parameters()
+    }
     groups: dict[int, list[ShardedGroup]] = {}
     policies = {(options or {}).get("mp_policy")}
 
@@ -141,7 +143,11 @@ def shard_stages(
 
     _together(world, shard)
     _check_ties(stages, manifest, world, "fsdp")
-    policy = next((each for each in policies if each is not None), None) if len(policies - {None}) == 1 else None
+    policy = (
+        next((candidate_policy for candidate_policy in policies if candidate_policy is not None), None)
+        if len(policies - {None}) == 1
+        else None
+    )
     dtype = None if policy is None else policy.output_dtype or policy.param_dtype
     return groups, manifest if dtype is None else computed_in(manifest, dtype, dtypes)
 
@@ -197,20 +203,20 @@ def _check_ties(stages: Mapping[int, nn.Module], manifest: Manifest, world: Worl
     ties = find_ties(manifest)
     if not ties:
         return
-    own = {}
+    local_layouts = {}
     for stage, name in (place for tie in ties for place in tie.places if place[0] in stages):
         module, attribute = owner_of(stages[stage], name)
-        own[f"{stage} {name}"] = layout_text(getattr(module, attribute))
+        local_layouts[f"{stage} {name}"] = layout_text(getattr(module, attribute))
     layouts: dict[str, str] = {}
-    for text in world.gather_text(json.dumps(own), *DIMENSIONS):
+    for text in world.gather_text(json.dumps(local_layouts), *DIMENSIONS):
         layouts |= json.loads(text)
     for tie in ties:
-        (first, of_first), *others = [(place, layouts[f"{place[0]} {place[1]}"]) for place in tie.places]
-        for other, of_other in others:
-            if of_other != of_first:
+        (first, of_first), *other_copies = [(place, layouts[f"{place[0]} {place[1]}"]) for place in tie.places]
+        for copy, layout in other_copies:
+            if layout != of_first:
                 raise ArgumentError(
-                    f"{argument(by)} leaves {first[1]} of stage {first[0]} as {of_first}, and {other[1]} of stage "
-                    f"{other[0]}, which is the same parameter, as {of_other}.\nTry: what divides both alike, such as "
+                    f"{argument(by)} leaves {first[1]} of stage {first[0]} as {of_first}, and {copy[1]} of stage "
+                    f"{copy[0]}, which is the same parameter, as {layout}.\nTry: what divides both alike, such as "
                     'the styles "embedding_rowwise" and "colwise_gather_output".'
                 )
 

@@ -35,22 +35,24 @@ class ParameterChecks:
     ) -> None:
         self._stages, self._ties, self._loss_fn = stages, ties, loss_fn
         precision = prepared.precision
-        self._kept = precision.kept if precision is not None and precision.asked.is_mixed else {}
-        names = {id(each): name for index in prepared.groups for name, each in parameters_of(stages[index])}
+        self._uncast_names = precision.uncast_names if precision is not None and precision.precision.is_mixed else {}
+        names = {id(parameter): name for index in prepared.groups for name, parameter in parameters_of(stages[index])}
         self._sharded = [
-            (index, names[id(each.sharded)], each)
+            (index, names[id(sharded_parameter.sharded)], sharded_parameter)
             for index, groups in prepared.groups.items()
-            for each in all_parameters(groups)
+            for sharded_parameter in all_parameters(groups)
         ]
         self._copied: dict[int, nn.Parameter] | None = None  # by identity, which no other object gets meanwhile
         if are_copied:
-            held = [each for stage in stages.values() for each in stage.parameters()] + trained_by(loss_fn)
-            self._copied = {id(each): each for each in held}
+            parameters = [parameter for stage in stages.values() for parameter in stage.parameters()] + trained_by(
+                loss_fn
+            )
+            self._copied = {id(parameter): parameter for parameter in parameters}
 
     def before_step(self, trains: bool) -> None:
         """Raise PipegraphError for a parameter that a step would not use, or not train as the others do."""
-        for index, name, each in self._sharded:
-            if not each.is_held:
+        for index, name, sharded_parameter in self._sharded:
+            if not sharded_parameter.is_held:
                 raise _replaced(f"{name} of stage {index}", "the ranks along dp_shard would continue with the old one")
         if trains:
             self._check_ties()
@@ -65,28 +67,34 @@ class ParameterChecks:
             )
 
     def _check_copies(self) -> None:
-        if (known := self._copied) is None:
+        if (copies := self._copied) is None:
             return
         why = "its gradients would not be added up over the data-parallel ranks"
         for index, stage in self._stages.items():
-            if any(id(each) not in known for each in stage.parameters()):  # names take longer than the rest of it
-                name = next(name for name, each in parameters_of(stage) if id(each) not in known)
+            if any(
+                id(parameter) not in copies for parameter in stage.parameters()
+            ):  # names take longer than the rest of it
+                name = next(name for name, parameter in parameters_of(stage) if id(parameter) not in copies)
                 raise _replaced(f"{name} of stage {index}", why)
-        for each in trained_by(self._loss_fn):
-            if id(each) not in known:
+        for weight in trained_by(self._loss_fn):
+            if id(weight) not in copies:
                 raise PipegraphError(
-                    f"loss_fn trains a parameter of shape {list(each.shape)}, which it did not when the Pipeline was "
+                    f"loss_fn trains a parameter of shape {list(weight.shape)}, which it did not when the Pipeline was "
                     f"made: {why}.\nTry: make a new Pipeline."
                 )
 
     def _check_hooks(self) -> None:
-        for index, name, each in self._sharded:
-            if has_hooks(each.sharded):
+        for index, name, sharded_parameter in self._sharded:
+            if has_hooks(sharded_parameter.sharded):
                 raise _not_called(f"{name} of stage {index}", "along dp_shard modules compute with the whole parameter")
-        for index, kept in self._kept.items():
+        for index, uncast_names in self._uncast_names.items():
             stage = self._stages[index]
             if any(map(has_hooks, stage.parameters())):  # names take longer than the rest of it
-                hooked = [name for name, each in stage.named_parameters() if has_hooks(each) and name not in kept]
+                hooked = [
+                    name
+                    for name, parameter in stage.named_parameters()
+                    if has_hooks(parameter) and name not in uncast_names
+                ]
                 if hooked:
                     raise _not_called(f"{hooked[0]} of stage {index}", "precision= computes with a copy in 16 bits")
 

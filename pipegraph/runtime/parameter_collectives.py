@@ -35,7 +35,7 @@ class ParameterCollectives:
         transfers: Mapping[int, Sequence[GroupTransfers]],
         reduction: GradientReduction | None,
     ) -> None:
-        self._parameters = {stage: all_parameters(each) for stage, each in groups.items()}
+        self._parameters = {stage: all_parameters(stage_groups) for stage, stage_groups in groups.items()}
         self._transfers, self._reduction = transfers, reduction
         self._gathering: set[int] = set()
         self._timer: CollectiveTimer | None = None
@@ -48,7 +48,7 @@ class ParameterCollectives:
             timer: takes the times of the collectives in it.
         """
         self._timer = timer
-        self._put(True)
+        self._place_parameters(True)
         try:
             if self._reduction is None:
                 yield
@@ -60,9 +60,9 @@ class ParameterCollectives:
         finally:
             self._gathering.clear()
             for transfers in self._transfers.values():
-                for each in transfers:
-                    each.end()
-            self._put(False)
+                for group_transfers in transfers:
+                    group_transfers.end()
+            self._place_parameters(False)
 
     def do(self, collective: Collective) -> None:
         """Do a collective of the schedule, or start it. Profilers see it by its name."""
@@ -78,16 +78,16 @@ class ParameterCollectives:
         """Do or start a collective. Returns its messages."""
         sent: list[Sent] = []
         if kind is CollectiveKind.UNSHARD:
-            sent += [each.start_gather() for each in self._transfers[stage]]
+            sent += [transfers.start_gather() for transfers in self._transfers[stage]]
             self._gathering.add(stage)
         elif kind is CollectiveKind.RESHARD:
             self.use(stage)  # what was gathered in vain has to arrive as well
-            for each in self._transfers[stage]:
-                each.free()
+            for group_transfers in self._transfers[stage]:
+                group_transfers.free()
         else:
-            redistribute(each.whole for each in self._parameters.get(stage, ()))
-            for each in self._transfers.get(stage, ()):
-                sent += each.start_reduce()
+            redistribute(parameter.whole for parameter in self._parameters.get(stage, ()))
+            for group_transfers in self._transfers.get(stage, ()):
+                sent += group_transfers.start_reduce()
             if self._reduction is not None:
                 sent += self._reduction.start(stage)
         return sent
@@ -96,22 +96,22 @@ class ParameterCollectives:
         """Wait for the parameters of a stage that is about to compute."""
         if stage in self._gathering:
             self._gathering.discard(stage)
-            for each in self._transfers[stage]:
-                each.finish_gather()
+            for group_transfers in self._transfers[stage]:
+                group_transfers.finish_gather()
 
     def computed(self, stage: int) -> None:
         """Take the gradients of an action of a stage, and free those that have been reduced since the last one."""
-        for each in self._transfers.get(stage, ()):
-            each.add_up()
+        for group_transfers in self._transfers.get(stage, ()):
+            group_transfers.add_up()
         for transfers in self._transfers.values():
-            for each in transfers:
-                each.free_reduced()
+            for group_transfers in transfers:
+                group_transfers.free_reduced()
 
     def finish(self) -> None:
         """Wait for all reductions, and put their results into `.grad`."""
         for transfers in self._transfers.values():
-            for each in transfers:
-                each.finish_reduce()
+            for group_transfers in transfers:
+                group_transfers.finish_reduce()
         if self._reduction is not None:
             self._reduction.finish()
 
@@ -120,19 +120,19 @@ class ParameterCollectives:
         if self._reduction is not None:
             self._reduction.make_buffers_equal()
 
-    def _put(self, is_whole: bool) -> None:
+    def _place_parameters(self, is_whole: bool) -> None:
         for parameters in self._parameters.values():
-            for each in parameters:
-                each.put(is_whole)
+            for parameter in parameters:
+                parameter.set_in_modules(is_whole)
 
 
 def sharded_parameters(groups: Mapping[int, Sequence[ShardedGroup]]) -> set[int]:
     """The identities of the parts that this process holds."""
-    return {id(each.sharded) for own in groups.values() for each in all_parameters(own)}
+    return {id(parameter.sharded) for stage_groups in groups.values() for parameter in all_parameters(stage_groups)}
 
 
 def find_parts(groups: Mapping[int, Sequence[ShardedGroup]], stages: Mapping[int, nn.Module]) -> None:
     """Take the parts that the modules hold, once stages of one process share those of tied weights."""
     for stage in stages.keys() & groups.keys():
-        for each in all_parameters(groups[stage]):
-            each.find()
+        for parameter in all_parameters(groups[stage]):
+            parameter.find()

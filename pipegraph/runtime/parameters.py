@@ -70,7 +70,7 @@ def parallelize_stages(
     Raises PipegraphError if it returns anything but a module with the same parameters, and more if it adds some.
     """
     require_type(parallelize_fn, Callable, "parallelize_fn is a function of a stage", "parallelize_fn=shard")
-    before = _dtypes(stages)
+    old_dtypes = _dtypes(stages)
     changed: dict[int, nn.Module] = {}
     for index, stage in stages.items():
         returned: object = parallelize_fn(stage)
@@ -88,8 +88,8 @@ def parallelize_stages(
                 f"State dicts and tied weights go by names.\nTry: change the stage in place, as parallelize_module and "
                 f"fully_shard do; an adapter as a parameter of the module that it adapts, not as one around it."
             )
-    after = _dtypes({index: unwrapped(stage) for index, stage in changed.items()})
-    return changed, _converted(package.manifest, before, after)
+    new_dtypes = _dtypes({index: unwrapped(stage) for index, stage in changed.items()})
+    return changed, _converted(package.manifest, old_dtypes, new_dtypes)
 
 
 def parameters_of(stage: nn.Module, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
@@ -148,11 +148,11 @@ def _without(wrapped: Collection[str], name: str) -> str:
 
 def named_parameters(stages: Stages) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, under its first name."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for stage in stages.values():
         for name, parameter in parameters_of(stage):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
+            if id(parameter) not in visited:
+                visited.add(id(parameter))
                 yield name, parameter
 
 
@@ -198,40 +198,44 @@ def load_state_dict(manifest: Manifest, stages: Stages, state: Mapping[str, Tens
 
     A tied weight may be there under any of its names. Raises PackageError for names and shapes that do not fit.
     """
-    known = {name for stage in manifest.stages for name in stage.parameters}
-    known |= {buffer.name for stage in manifest.stages for buffer in stage.buffers} | {*state_dict(stages)}
-    known |= {name for group in manifest.tied for name in group}
+    model_names = {name for stage in manifest.stages for name in stage.parameters}
+    model_names |= {buffer.name for stage in manifest.stages for buffer in stage.buffers} | {*state_dict(stages)}
+    model_names |= {name for group in manifest.tied for name in group}
     for name in state:
-        if name not in known:
-            raise PackageError(f"the state dict holds {name}, which the package does not have.{nearest(name, known)}")
+        if name not in model_names:
+            raise PackageError(
+                f"the state dict holds {name}, which the package does not have.{nearest(name, model_names)}"
+            )
     for index, stage in stages.items():
-        own = {}
+        stage_state = {}
         for name, like in stage.state_dict().items():
-            names = [name, *(other for group in manifest.tied if name in group for other in group)]
-            key = next((other for other in names if other in state), None)
+            names = [name, *(tied_name for group in manifest.tied if name in group for tied_name in group)]
+            key = next((candidate for candidate in names if candidate in state), None)
             if key is None:
                 raise PackageError(f"the state dict lacks {name}, of stage {index}.{nearest(name, state)}")
-            own[name] = shards(state[key], like)
+            stage_state[name] = shards(state[key], like)
         try:
-            stage.load_state_dict(own)
+            stage.load_state_dict(stage_state)
         except RuntimeError as error:
             raise PackageError(f"the state dict does not fit stage {index}: {error}") from None
 
 
 def _dtypes(stages: Stages) -> dict[str, torch.dtype]:
     """The dtype of every parameter that holds floats."""
-    return {name: each.dtype for name, each in named_parameters(stages) if each.is_floating_point()}
+    return {name: parameter.dtype for name, parameter in named_parameters(stages) if parameter.is_floating_point()}
 
 
-def _converted(manifest: Manifest, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]) -> Manifest:
+def _converted(
+    manifest: Manifest, old_dtypes: Mapping[str, torch.dtype], new_dtypes: Mapping[str, torch.dtype]
+) -> Manifest:
     """The manifest after `.to(dtype)` on every stage: values take the new dtype of the parameters that had theirs, but
     for those that the model keeps, such as a residual in float32.
 
     If some parameters kept the dtype, or they took several, values keep it as well: the stages then cast.
     """
     successors: dict[torch.dtype, set[torch.dtype]] = {}
-    for name, dtype in before.items():
-        successors.setdefault(dtype, set()).add(after.get(name, dtype))
+    for name, dtype in old_dtypes.items():
+        successors.setdefault(dtype, set()).add(new_dtypes.get(name, dtype))
     names = {
         str(old).removeprefix("torch."): str(*new).removeprefix("torch.")
         for old, new in successors.items()

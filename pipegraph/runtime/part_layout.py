@@ -46,20 +46,20 @@ class PartLayout:
         """A rank's part, which has this size along the dimension, in its row [length]; a view."""
         return row.view(self.part).narrow(self.dim, 0, size)
 
-    def read(self, rows: Tensor, whole: Tensor) -> None:
+    def read(self, rows: Tensor, tensor: Tensor) -> None:
         """Fill a whole tensor from rows [ranks, length]."""
         parts = rows.view(self.ranks, *self.part).movedim(0, self.dim)
         if self.is_even:
-            whole.unflatten(self.dim, (self.ranks, self.part[self.dim])).copy_(parts)
+            tensor.unflatten(self.dim, (self.ranks, self.part[self.dim])).copy_(parts)
         else:
-            whole.copy_(parts.flatten(self.dim, self.dim + 1).narrow(self.dim, 0, self.shape[self.dim]))
+            tensor.copy_(parts.flatten(self.dim, self.dim + 1).narrow(self.dim, 0, self.shape[self.dim]))
 
-    def write(self, whole: Tensor, rows: Tensor) -> None:
+    def write(self, tensor: Tensor, rows: Tensor) -> None:
         """Write a whole tensor to rows [ranks, length]. What fills them up is zero."""
         if not self.is_even:
             filled = list(self.shape)
             filled[self.dim] = self.part[self.dim] * self.ranks
-            given, whole = whole, whole.new_zeros(filled)
-            whole.narrow(self.dim, 0, self.shape[self.dim]).copy_(given)
-        parts = whole.unflatten(self.dim, (self.ranks, self.part[self.dim])).movedim(self.dim, 0)
+            source, tensor = tensor, tensor.new_zeros(filled)
+            tensor.narrow(self.dim, 0, self.shape[self.dim]).copy_(source)
+        parts = tensor.unflatten(self.dim, (self.ranks, self.part[self.dim])).movedim(self.dim, 0)
         rows.view(parts.shape).copy_(parts)

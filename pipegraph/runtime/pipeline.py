@@ -165,7 +165,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         pad_to: Mapping[str, int] | None = None,
         loss_over: str = "rows",
     ) -> None:
-        self._reduction = LossReduction.of(loss_reduction, loss_weight, loss_over)
+        self._reduction = LossReduction.from_arguments(loss_reduction, loss_weight, loss_over)
         self._loss_fn = loss_fn
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self._observers = ObserverList()
@@ -186,12 +186,12 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
             choice = as_planned(self.package.manifest, schedule, microbatches)
             self.schedule = resolve_schedule(*choice[:2], count, processes, choice.ranks, sharing)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
-            own = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
-            asked = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
+            stage_indices = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
+            request = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
             if world:
-                given = self.schedule, asked, self._reduction, resident, kernels, recompute
-                check_options(world, self.package.manifest, *given)
-            prepared = prepare_stages(self.package, own, self.device, world, asked)
+                options = self.schedule, request, self._reduction, resident, kernels, recompute
+                check_options(world, self.package.manifest, *options)
+            prepared = prepare_stages(self.package, stage_indices, self.device, world, request)
             self.stages = prepared.modules
             self.package = replace(self.package, manifest=prepared.manifest)
             padding = Padding(dict(pad_to or {}))
@@ -292,8 +292,8 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
                 none it is None.
         """
         with_loss = self._loss_fn is not None and target is not NO_TARGET
-        asked = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, evaluates=True)
-        return self._run(args, kwargs, asked)[0]
+        request = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, evaluates=True)
+        return self._run(args, kwargs, request)[0]
 
     def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
         """`evaluate` without a loss. Return the model's outputs on the rank of the last stage, else None."""
@@ -330,9 +330,9 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         """
         with self._guard, lost_connections(None, "clip_grad_norm_()"):
             bound, p = checked_norm(max_norm, norm_type)
-            own, processes = list(self.parameters()), self._processes
-            counted, everyone = self._runner.ties.counted(own), processes.along(*DIMENSIONS)
-            return clip_grad_norm(own, counted, bound, p, everyone, self.device, processes.copies)
+            local_parameters, processes = list(self.parameters()), self._processes
+            counted, everyone = self._runner.ties.counted(local_parameters), processes.along(*DIMENSIONS)
+            return clip_grad_norm(local_parameters, counted, bound, p, everyone, self.device, processes.copies)
 
     def _run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest

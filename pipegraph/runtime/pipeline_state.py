@@ -44,7 +44,7 @@ class PipelineState:
         guard: FaultGuard,
         numbers: RandomNumbers,
     ) -> None:
-        self._manifest, self._held, self._numbers = manifest, stages, numbers
+        self._manifest, self._local_stages, self._numbers = manifest, stages, numbers
         self._checkpointer = Checkpointer(manifest, stages, device, world, guard)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -59,15 +59,15 @@ class PipelineState:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, each once, under the model's name. A tied weight has its first name."""
-        return parameters.named_parameters(self._held)
+        return parameters.named_parameters(self._local_stages)
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of the model's `state_dict()` that belong to this rank's stages."""
-        return parameters.state_dict(self._held)
+        return parameters.state_dict(self._local_stages)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a state dict of the model."""
-        parameters.load_state_dict(self._manifest, self._held, state_dict)
+        parameters.load_state_dict(self._manifest, self._local_stages, state_dict)
 
     def save(
         self,

@@ -16,8 +16,8 @@ def describe_pipeline(
 
     Pipeline(small: zb-v with 8 microbatches; stages 0, 3 of 4 on rank 0 of 2, cpu, kernels inductor)
     """
-    microbatches, held = format_number_of("microbatch", schedule.microbatches), [*map(str, stages)]
-    holds = f"stage{'' if len(held) == 1 else 's'} {', '.join(held)} of {schedule.stages}"
+    microbatches, stage_names = format_number_of("microbatch", schedule.microbatches), [*map(str, stages)]
+    holds = f"stage{'' if len(stage_names) == 1 else 's'} {', '.join(stage_names)} of {schedule.stages}"
     where = f"rank {ranks[0]} of {schedule.ranks}"
     if len(ranks) == schedule.ranks:
         holds, where = f"all {format_number_of('stage', schedule.stages)}", f"{format_number_of('rank', len(ranks))}"

@@ -51,18 +51,18 @@ class AppliedPrecision:
     """A precision that stages were converted to.
 
     Attributes:
-        asked: the precision.
-        kept: of each stage, the names of the tensors that are computed with as they are.
+        precision: the precision.
+        uncast_names: of each stage, the names of the tensors that are computed with as they are.
         cast_from: the dtype of the model before, of which inputs are cast.
     """
 
-    asked: Precision
-    kept: Mapping[int, frozenset[str]]
+    precision: Precision
+    uncast_names: Mapping[int, frozenset[str]]
     cast_from: torch.dtype
 
     def apply_to(self, index: int, kernels: StageKernels) -> None:
         """Let the kernels of a stage compute with copies in fewer bits. Raises PipegraphError if they cannot."""
-        if not self.asked.is_mixed:
+        if not self.precision.is_mixed:
             return
         if not isinstance(kernels, LowPrecisionKernels):
             raise PipegraphError(
@@ -70,7 +70,7 @@ class AppliedPrecision:
                 f"{type(kernels).__name__} do not.\n"
                 'Try: kernels="inductor" or "eager", or a method compute_in(dtype, kept).'
             )
-        kernels.compute_in(self.asked.computed, self.kept[index])
+        kernels.compute_in(self.precision.computed, self.uncast_names[index])
 
 
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -90,8 +90,11 @@ def named_precision(name: object) -> Precision | None:
 
 def changes_dtypes(precision: str | None, manifest: Manifest) -> bool:
     """Whether stages compute, or keep their parameters, in other dtypes than those of the package."""
-    asked, own = named_precision(precision), model_dtype(manifest)
-    return asked is not None and (asked.stored, asked.computed) != (own, own)
+    requested_precision, dtype = named_precision(precision), model_dtype(manifest)
+    return requested_precision is not None and (requested_precision.stored, requested_precision.computed) != (
+        dtype,
+        dtype,
+    )
 
 
 def model_dtype(manifest: Manifest) -> torch.dtype:
@@ -100,8 +103,8 @@ def model_dtype(manifest: Manifest) -> torch.dtype:
     for value in manifest.values.values():
         if not value.is_constant and getattr(torch, value.dtype).is_floating_point:
             counts[value.dtype] += 1
-    found: torch.dtype = getattr(torch, counts.most_common(1)[0][0]) if counts else torch.float32
-    return found
+    dtype: torch.dtype = getattr(torch, counts.most_common(1)[0][0]) if counts else torch.float32
+    return dtype
 
 
 def buffers_to_keep(
@@ -112,9 +115,9 @@ def buffers_to_keep(
     Args:
         stages: whole, before anything divides them.
     """
-    own = model_dtype(manifest)
+    dtype = model_dtype(manifest)
     return {
-        index: fp32_buffers(index, stage, manifest, own, precision.computed, _names_of_norms(precision, stage))
+        index: fp32_buffers(index, stage, manifest, dtype, precision.computed, _names_of_norms(precision, stage))
         for index, stage in stages.items()
     }
 
@@ -133,31 +136,33 @@ def convert_stages(
         what the kernels of the stages need, and the manifest with the dtypes of computing, those of the caller's
             inputs included.
     """
-    own = model_dtype(manifest)
-    kept: dict[int, frozenset[str]] = {}
+    source_dtype = model_dtype(manifest)
+    uncast_names: dict[int, frozenset[str]] = {}
     for index, stage in stages.items():
         names = {*_names_of_norms(precision, stage), *buffers[index]}
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            if tensor.dtype == own and name not in buffers[index]:
+            if tensor.dtype == source_dtype and name not in buffers[index]:
                 tensor.data = tensor.data.to(precision.stored)  # in place: a tied weight stays one parameter
             if tensor.dtype != precision.stored:
                 names.add(name)
-        kept[index] = frozenset(names)
+        uncast_names[index] = frozenset(names)
         answer_with_dtype(stage, buffers[index], precision.computed)
-    before, after = (str(each).removeprefix("torch.") for each in (own, precision.computed))
+    source_text, computed_text = (str(dtype).removeprefix("torch.") for dtype in (source_dtype, precision.computed))
     values = {
-        name: structs.replace(value, dtype=after) if value.dtype == before and value.keeps_dtype is not True else value
+        name: structs.replace(value, dtype=computed_text)
+        if value.dtype == source_text and value.keeps_dtype is not True
+        else value
         for name, value in manifest.values.items()
     }
-    return AppliedPrecision(precision, kept, own), structs.replace(manifest, values=values)
+    return AppliedPrecision(precision, uncast_names, source_dtype), structs.replace(manifest, values=values)
 
 
 def _names_of_norms(precision: Precision, stage: nn.Module) -> set[str]:
     """The names of the tensors of batch norms, in mixed precision."""
     norms = [module for module in stage.modules() if precision.is_mixed and isinstance(module, _BATCH_NORMS)]
-    found = {id(tensor) for module in norms for tensor in (*module.parameters(False), *module.buffers(False))}
+    identities = {id(tensor) for module in norms for tensor in (*module.parameters(False), *module.buffers(False))}
     named = (*stage.named_parameters(), *stage.named_buffers())
-    return {name for name, tensor in named if id(tensor) in found}
+    return {name for name, tensor in named if id(tensor) in identities}
 
 
 def sharding_options(
@@ -177,7 +182,7 @@ def sharding_options(
         )
     if not precision.is_mixed:
         return options
-    named = [each for index in stages if is_sharded for each in stages[index].named_modules()]
+    named = [named_module for index in stages if is_sharded for named_module in stages[index].named_modules()]
     norm = next((name for name, module in named if isinstance(module, _BATCH_NORMS)), None)
     if norm is not None:
         raise ArgumentError(

@@ -65,25 +65,25 @@ class PreparedStages:
 
 @torch.inference_mode(False)  # in which nothing could be trained later
 def prepare_stages(
-    package: Package, indices: list[int], device: torch.device, world: World | None, asked: StageRequest
+    package: Package, indices: list[int], device: torch.device, world: World | None, request: StageRequest
 ) -> PreparedStages:
     """Prepare the stages `indices`. Collective. Raises PipegraphError for what does not fit."""
-    precision = named_precision(asked.precision)
-    fsdp, applied = asked.fsdp, None
-    stages = parameters.load_stages(package, indices, device, asked.weights, asked.check_weights, asked.seed or 0)
+    precision = named_precision(request.precision)
+    fsdp, applied = request.fsdp, None
+    stages = parameters.load_stages(package, indices, device, request.weights, request.check_weights, request.seed or 0)
     hooks = GradientHooks(stages)
     if world is not None:
         check_loaded_weights(world, stages)
-    kept = {} if precision is None else buffers_to_keep(precision, stages, package.manifest)
-    is_changed = asked.parallelize_fn is not None
-    package = replace(package, manifest=divide_tensors(stages, package.manifest, world, asked.tp_plan, is_changed))
+    uncast_buffers = {} if precision is None else buffers_to_keep(precision, stages, package.manifest)
+    is_changed = request.parallelize_fn is not None
+    package = replace(package, manifest=divide_tensors(stages, package.manifest, world, request.tp_plan, is_changed))
     manifest = package.manifest
-    if asked.parallelize_fn is not None:
-        stages, manifest = parameters.parallelize_stages(package, stages, asked.parallelize_fn)
+    if request.parallelize_fn is not None:
+        stages, manifest = parameters.parallelize_stages(package, stages, request.parallelize_fn)
     if precision is not None:
-        applied, manifest = convert_stages(precision, stages, manifest, kept)
+        applied, manifest = convert_stages(precision, stages, manifest, uncast_buffers)
         is_sharded = world is not None and world.grid.length(SHARD) > 1
         fsdp = sharding_options(precision, fsdp, stages, is_sharded)
-    check_is_used("fsdp", asked.fsdp, SHARD, world)
+    check_is_used("fsdp", request.fsdp, SHARD, world)
     groups, manifest = shard_stages(stages, manifest, world, fsdp)
     return PreparedStages(stages, manifest, applied, groups, hooks)

@@ -29,7 +29,7 @@ def check_options(
     world: World,
     manifest: Manifest,
     schedule: Schedule,
-    asked: StageRequest,
+    request: StageRequest,
     reduction: LossReduction,
     resident: int | None,
     kernels: str | Maker,
@@ -42,15 +42,15 @@ def check_options(
         "mesh": dict(zip(grid.names, grid.shape, strict=True)),
         "microbatches": schedule.microbatches,
         "schedule": schedule.name,
-        "seed": asked.seed,
-        "precision": asked.precision,
+        "seed": request.seed,
+        "precision": request.precision,
         "loss_reduction": "sum" if reduction.sums else "mean",
         "loss_over": reduction.over,
-        "tp_plan": asked.tp_plan,
-        "fsdp": asked.fsdp,
+        "tp_plan": request.tp_plan,
+        "fsdp": request.fsdp,
         "resident": resident,
     }
-    within_kernels = {"kernels": kernels, "recompute": recompute, "parallelize_fn": asked.parallelize_fn and "given"}
+    within_kernels = {"kernels": kernels, "recompute": recompute, "parallelize_fn": request.parallelize_fn and "given"}
     if grid.length(TENSOR) == 1:  # then nothing is sent within kernels, and each rank may have its own
         within_kernels = dict.fromkeys(within_kernels)
     texts = {argument(name): described(value) for name, value in {**options, **within_kernels}.items()}
@@ -82,20 +82,22 @@ def check_stages(
         return
     texts = {}
     for index, stage in stages.items():
-        held = {**dict(parameters_of(stage)), **dict(stage.named_buffers())}
-        names = {id(each): name for name, each in held.items()}
-        texts[f"stage {index} after parallelize_fn"] = described({name: _layout(each) for name, each in held.items()})
-        texts[f"what fully_shard divides together in stage {index}"] = described(
-            [[names[id(each.sharded)] for each in group.parameters] for group in groups.get(index, ())]
+        tensors = {**dict(parameters_of(stage)), **dict(stage.named_buffers())}
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        texts[f"stage {index} after parallelize_fn"] = described(
+            {name: _layout(tensor) for name, tensor in tensors.items()}
         )
-    texts["the parameters of loss_fn"] = described([_layout(each) for each in trained_by_loss])
+        texts[f"what fully_shard divides together in stage {index}"] = described(
+            [[names[id(parameter.sharded)] for parameter in group.parameters] for group in groups.get(index, ())]
+        )
+    texts["the parameters of loss_fn"] = described([_layout(parameter) for parameter in trained_by_loss])
     check_agreement(world, texts, *DATA, TENSOR)
 
 
 def described(value: Any) -> str:
     """A value as text that is the same on every rank: of a style its class alone, of a function its name."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {described(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {described(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(described, value))}]"
     if is_style(value):

@@ -99,8 +99,12 @@ class Replicas:
 
     def _reduce(self, wrapper: DistributedDataParallel, reduced: set[int]) -> None:
         group = wrapper.process_group
-        named = [each for name, each in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore]
-        trained = [each for each in named if each.requires_grad and id(each) not in reduced]
+        named = [
+            parameter
+            for name, parameter in wrapper.module.named_parameters()
+            if name not in wrapper.parameters_to_ignore
+        ]
+        trained = [parameter for parameter in named if parameter.requires_grad and id(parameter) not in reduced]
         reduced.update(map(id, trained))
         for bucket in buckets(trained):
             sent = GradientBucket(bucket)
@@ -109,7 +113,7 @@ class Replicas:
             sent.give_back()
         if wrapper.broadcast_buffers:
             named_buffers = wrapper.module.named_buffers()
-            buffers = [local(each) for name, each in named_buffers if name not in wrapper.parameters_to_ignore]
+            buffers = [local(buffer) for name, buffer in named_buffers if name not in wrapper.parameters_to_ignore]
             first = dist.get_global_rank(group, 0)
             overwrite_together(buffers, lambda sent: _broadcast(sent, first, group))
 

@@ -62,7 +62,7 @@ class ReplicatedGradientCheck:
             for name, parameter in parameters_of(stage)
             if parameter.requires_grad and (index, name) not in self._compared and _is_whole(parameter)
         }
-        rows = self._world.gather(_norms([each.grad for each in pending.values()]), TENSOR) if pending else []
+        rows = self._world.gather(_norms([parameter.grad for parameter in pending.values()]), TENSOR) if pending else []
         for key, norms in zip(pending, zip(*rows, strict=True), strict=True):
             if not all(map(math.isfinite, norms)) or max(norms) == 0:
                 continue
@@ -81,11 +81,13 @@ class ReplicatedGradientCheck:
 
     def _reason(self) -> str:
         """Why they differ, as far as that is known, and what to try before a style. Collective over these ranks."""
-        before = self._random_state
-        if before is not None:
-            drew = not torch.equal(before, self._current_random_state())
-            found = self._world.gather([fingerprint(bytes(before.tolist())), drew], TENSOR)
-            if any(each for _, each in found) and any(each != found[0][0] for each, _ in found):
+        previous_state = self._random_state
+        if previous_state is not None:
+            drew = not torch.equal(previous_state, self._current_random_state())
+            rank_states = self._world.gather([fingerprint(bytes(previous_state.tolist())), drew], TENSOR)
+            if any(figure for _, figure in rank_states) and any(
+                figure != rank_states[0][0] for figure, _ in rank_states
+            ):
                 return (
                     "they draw different random numbers, for dropout say, because they were seeded differently.\n"
                     "Try: Pipeline(seed=0), by which ranks along tp draw the same. If they still differ: "
@@ -107,9 +109,9 @@ def _is_whole(parameter: Any) -> bool:
 
 def _norms(gradients: list[Tensor | None]) -> list[float]:
     """The norm of each gradient, 0 for one that is not there. A GPU is waited for once."""
-    there = [local(each) for each in gradients if each is not None]
-    found = iter(torch.stack(list(map(_norm, there))).tolist() if there else ())
-    return [0.0 if each is None else next(found) for each in gradients]
+    local_gradients = [local(gradient) for gradient in gradients if gradient is not None]
+    norms = iter(torch.stack(list(map(_norm, local_gradients))).tolist() if local_gradients else ())
+    return [0.0 if gradient is None else next(norms) for gradient in gradients]
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ def running_modules(stage: nn.Module) -> Iterator[list[str]]:
     try:
         yield names
     finally:
-        for each in handles:
-            each.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def failed_in(names: list[str]) -> str:

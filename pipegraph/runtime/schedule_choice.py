@@ -47,28 +47,28 @@ def resolve_schedule(
             "Try: leave it out."
         )
     if processes is not None and processes != resolved.ranks:
-        needed, others = resolved.ranks, other_names(stages, processes)
-        on = f"{resolved.name} runs the package's {stages} stages on {needed} ranks, and"
+        count, alternatives = resolved.ranks, other_names(stages, processes)
+        on = f"{resolved.name} runs the package's {stages} stages on {count} ranks, and"
         if sharing > 1:
             raise ScheduleError(
                 f"{on} the mesh has {processes} along pp.\n"
-                f"Try: {needed} along pp, which takes {needed * sharing} processes.{others}"
+                f"Try: {count} along pp, which takes {count * sharing} processes.{alternatives}"
             )
         raise ScheduleError(
-            f"{on} {processes} processes were started. Start {needed} (--nproc-per-node {needed}), or run without "
-            f"torchrun: one process then holds all stages.{others}"
+            f"{on} {processes} processes were started. Start {count} (--nproc-per-node {count}), or run without "
+            f"torchrun: one process then holds all stages.{alternatives}"
         )
     return resolved
 
 
 def with_microbatches(
-    schedule: Schedule, given: str | PathLike[str] | Schedule, microbatches: int, processes: int | None
+    schedule: Schedule, choice: str | PathLike[str] | Schedule, microbatches: int, processes: int | None
 ) -> Schedule:
     """The schedule of a pipeline for another number of microbatches.
 
     Args:
         schedule: the pipeline's own.
-        given: what it was chosen by.
+        choice: what it was chosen by.
         microbatches: 1 or more.
         processes: as for `resolve_schedule`.
 
@@ -77,22 +77,22 @@ def with_microbatches(
     """
     if microbatches == schedule.microbatches:
         return schedule
-    if not isinstance(given, str) or given.endswith(".csv"):
+    if not isinstance(choice, str) or choice.endswith(".csv"):
         count = schedule.microbatches
         raise ScheduleError(
             f"{schedule.name} is an order of {count} microbatches, and microbatches={microbatches} was given.\n"
             f"Try: leave it out, give Pipeline the name of a schedule, or make another Pipeline with an order of "
             f"{microbatches}."
         )
-    return resolve_schedule(given, microbatches, schedule.stages, processes, schedule.ranks)
+    return resolve_schedule(choice, microbatches, schedule.stages, processes, schedule.ranks)
 
 
 def fewer_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     """The schedule without its last microbatches. What is left keeps its order, and so can run if the whole can."""
-    kept = tuple(tuple(action for action in row if action.microbatch < microbatches) for row in schedule.actions)
+    actions = tuple(tuple(action for action in row if action.microbatch < microbatches) for row in schedule.actions)
     pairs = frozenset(pair for pair in schedule.overlapped if all(action.microbatch < microbatches for action in pair))
     name = f"{schedule.name}, its first {microbatches} microbatches"
-    return schedule.changed(name=name, microbatches=microbatches, actions=kept, overlapped=pairs)
+    return schedule.changed(name=name, microbatches=microbatches, actions=actions, overlapped=pairs)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

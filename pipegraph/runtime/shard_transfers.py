@@ -35,8 +35,8 @@ class GroupTransfers:
         self._parameters, self._reduce_dtype = group.parameters, group.reduce_dtype
         self._line = line
         self._layouts = {
-            each: PartLayout(tuple(_real(each.local_whole).shape), each.dim(SHARD), line.size)
-            for each in group.parameters
+            parameter: PartLayout(tuple(_real(parameter.local_whole).shape), parameter.dim(SHARD), line.size)
+            for parameter in group.parameters
         }
         self._sums: dict[ShardedParameter, Tensor] = {}
         self._gathering: tuple[Work | CompositeWork, Tensor] | None = None
@@ -48,9 +48,9 @@ class GroupTransfers:
         """Start to gather the parameters."""
         lengths, like = self._lengths(self._parameters), _real(self._parameters[0].local_whole)
         rows = torch.empty(self._line.size, sum(lengths), dtype=like.dtype, device=like.device)
-        for each, own in zip(self._parameters, rows[self._line.place].split(lengths), strict=True):
-            part, layout = _real(local(each.sharded)), self._layouts[each]
-            layout.part_in(own, part.shape[layout.dim]).copy_(part)
+        for parameter, row in zip(self._parameters, rows[self._line.place].split(lengths), strict=True):
+            part, layout = _real(local(parameter.sharded)), self._layouts[parameter]
+            layout.part_in(row, part.shape[layout.dim]).copy_(part)
         work = self._line.start_gather(rows)
         self._gathering = work, rows
         return work, Message("gather", rows.nbytes, self._line.ranks)
@@ -63,35 +63,35 @@ class GroupTransfers:
         self._line.wait(work)
         with torch.no_grad():
             lengths = self._lengths(self._parameters)
-            for each, rows in zip(self._parameters, gathered.split(lengths, dim=1), strict=True):
-                each.allocate()
-                self._layouts[each].read(rows, _real(each.local_whole))
+            for parameter, rows in zip(self._parameters, gathered.split(lengths, dim=1), strict=True):
+                parameter.allocate()
+                self._layouts[parameter].read(rows, _real(parameter.local_whole))
 
     def end(self) -> None:
         """Free and forget what a step has left, also one that failed."""
         self._gathering = self._reducing = self._reduced = None
         self._sums.clear()
-        for each in self._parameters:
-            each.whole.grad = None
+        for parameter in self._parameters:
+            parameter.whole.grad = None
         self.free()
 
     def free(self) -> None:
         """Free the whole parameters."""
-        for each in self._parameters:
-            each.free()
+        for parameter in self._parameters:
+            parameter.free()
 
     def add_up(self) -> None:
         """Add the gradients of the last action to those before, in the dtype of the reduction, if it is another one."""
         if self._reduce_dtype is None:
             return
-        for each in self._parameters:
-            own = None if each.whole.grad is None else _real(local(each.whole.grad))
-            if own is not None and own.dtype != self._reduce_dtype:
-                each.whole.grad = None
-                if each in self._sums:
-                    self._sums[each].add_(own)
+        for parameter in self._parameters:
+            gradient = None if parameter.whole.grad is None else _real(local(parameter.whole.grad))
+            if gradient is not None and gradient.dtype != self._reduce_dtype:
+                parameter.whole.grad = None
+                if parameter in self._sums:
+                    self._sums[parameter].add_(gradient)
                 else:
-                    self._sums[each] = own.to(self._reduce_dtype)
+                    self._sums[parameter] = gradient.to(self._reduce_dtype)
 
     def start_reduce(self) -> list[Sent]:
         """Start to add up the gradients over ranks, each rank those of its part. Returns the messages."""
@@ -105,17 +105,17 @@ class GroupTransfers:
         *rows, counts = sent.split([*lengths, len(trained)], dim=1)
         counts.zero_()
         self._missing.clear()
-        for index, (each, row) in enumerate(zip(trained, rows, strict=True)):
-            gradient = self._take_gradient(each)
+        for index, (parameter, row) in enumerate(zip(trained, rows, strict=True)):
+            gradient = self._take_gradient(parameter)
             if gradient is None:
-                self._missing.add(each)
+                self._missing.add(parameter)
                 row.zero_()
                 continue
             counts[:, index] = 1
-            self._layouts[each].write(gradient, row)
+            self._layouts[parameter].write(gradient, row)
         started, own_sum = self._line.start_reduce(sent)
         self._reducing = started, own_sum, sent
-        return [(each.work, Message(each.what, each.size, each.ranks)) for each in started]
+        return [(reduction.work, Message(reduction.way, reduction.size, reduction.ranks)) for reduction in started]
 
     def free_reduced(self) -> None:
         """Keep this rank's part alone of what has been reduced by now."""
@@ -131,33 +131,33 @@ class GroupTransfers:
             return
         trained = self._trained()
         *rows, counts = reduced.split([*self._lengths(trained), len(trained)])
-        for each, row, count in zip(trained, rows, counts, strict=True):
-            if each not in self._missing or count > 0:  # the count is on a GPU, which would have to be waited for
-                _add_gradient(each, row, self._layouts[each])
+        for parameter, row, count in zip(trained, rows, counts, strict=True):
+            if parameter not in self._missing or count > 0:  # the count is on a GPU, which would have to be waited for
+                _add_gradient(parameter, row, self._layouts[parameter])
 
     def _wait_for_part(self) -> None:
         assert self._reducing is not None
         started, own_sum, _ = self._reducing
-        self._line.wait(*(each.work for each in started))
+        self._line.wait(*(reduction.work for reduction in started))
         self._reduced, self._reducing = own_sum(), None
 
     def _take_gradient(self, parameter: ShardedParameter) -> Tensor | None:
         """The gradient of the whole parameter, in real numbers. The parameter gives it away."""
-        own, gradient = self._sums.pop(parameter, None), parameter.whole.grad
+        gradient_sum, gradient = self._sums.pop(parameter, None), parameter.whole.grad
         parameter.whole.grad = None
-        return _real(local(gradient)) if own is None and gradient is not None else own
+        return _real(local(gradient)) if gradient_sum is None and gradient is not None else gradient_sum
 
     def _trained(self) -> list[ShardedParameter]:
-        return [each for each in self._parameters if each.sharded.requires_grad]
+        return [parameter for parameter in self._parameters if parameter.sharded.requires_grad]
 
     def _lengths(self, parameters: Sequence[ShardedParameter]) -> list[int]:
-        return [self._layouts[each].length for each in parameters]
+        return [self._layouts[parameter].length for parameter in parameters]
 
 
 def _add_gradient(parameter: ShardedParameter, row: Tensor, layout: PartLayout) -> None:
     sharded: nn.Parameter = parameter.sharded
-    own = _real(local(sharded))
-    gradient = layout.part_in(row, own.shape[layout.dim]).to(own.device, own.dtype).contiguous()
+    part = _real(local(sharded))
+    gradient = layout.part_in(row, part.shape[layout.dim]).to(part.device, part.dtype).contiguous()
     if sharded.grad is not None:
         _real(local(sharded.grad)).add_(gradient)
     else:
@@ -171,4 +171,4 @@ def _real(tensor: Tensor) -> Tensor:
 
 def all_parameters(groups: Sequence[ShardedGroup]) -> list[ShardedParameter]:
     """The parameters of groups."""
-    return [each for group in groups for each in group.parameters]
+    return [parameter for group in groups for parameter in group.parameters]

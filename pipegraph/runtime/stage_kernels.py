@@ -40,18 +40,20 @@ def make_kernels(
     """
     last = len(wiring) - 1
     loss = None if loss_fn is None else packed_loss(manifest, stages.get(last), loss_fn)
-    made = {}
+    stage_kernels = {}
     for index, stage in stages.items():
-        own = wiring[index]
-        kernels = makers[index](stage, own.input_gradients, own.output_gradients, loss if index == last else None)
+        stage_wiring = wiring[index]
+        kernels = makers[index](
+            stage, stage_wiring.input_gradients, stage_wiring.output_gradients, loss if index == last else None
+        )
         if isinstance(kernels, SizedKernels):
-            kernels.name_dimensions([value.shape for value in own.inputs])
+            kernels.name_dimensions([value.shape for value in stage_wiring.inputs])
         if precision is not None:
             precision.apply_to(index, kernels)
         if numbers.seed is not None:
             seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stage, replicas[index]))
-        made[index] = kernels
-    return made
+        stage_kernels[index] = kernels
+    return stage_kernels
 
 
 def packed_loss(manifest: Manifest, last: nn.Module | None, loss_fn: LossFunction) -> Loss:

@@ -60,10 +60,10 @@ class StandaloneStages:
         group: ProcessGroup | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
-        what, example = "stages has a module for each index", "StandaloneStages(package, {0: stage})"
-        require_type(stages, Mapping, what, example)
+        description, example = "stages has a module for each index", "StandaloneStages(package, {0: stage})"
+        require_type(stages, Mapping, description, example)
         for stage in stages.values():
-            require_type(stage, nn.Module, what, example)
+            require_type(stage, nn.Module, description, example)
         world, _ = join_world(group, _device(stages.values()), timeout)
         self._guard = FaultGuard(world.rank, world.grid, world.store) if world else FaultGuard(0, single(1), None)
         weakref.finalize(self, self._guard.close)
@@ -72,8 +72,8 @@ class StandaloneStages:
                 self._guard.closing.callback(world.close, abort=False)
                 world.open()
             package = open_package(package, world)
-            held = [" ".join(map(str, sorted(stages)))]
-            placement = _placement(package, world.gather_text(held[0]) if world else held)
+            stage_texts = [" ".join(map(str, sorted(stages)))]
+            placement = _placement(package, world.gather_text(stage_texts[0]) if world else stage_texts)
             for index, stage in stages.items():
                 missing, added = differing_names(package, index, stage)
                 if missing or added:
@@ -82,8 +82,8 @@ class StandaloneStages:
                         f"added {added}.\nTry: the stage that load_stage({index}) of the package returns."
                     )
             self._stages, self._hooks = dict(stages), GradientHooks(stages)
-            own = {world.rank} if world else {0}
-            self._ties = TiedWeights(package.manifest, dict(sorted(stages.items())), placement, own)
+            ranks = {world.rank} if world else {0}
+            self._ties = TiedWeights(package.manifest, dict(sorted(stages.items())), placement, ranks)
             self._ties.add_up_together()
             if world:
                 self._ties.connect(world)
@@ -104,9 +104,9 @@ class StandaloneStages:
 
 def _make_gradients_contiguous(stage: nn.Module, inputs: tuple[Any, ...]) -> None:
     """That of a concatenated value, for one, is a part of a larger tensor."""
-    for each in inputs:
-        if isinstance(each, Tensor) and each.requires_grad:
-            each.register_hook(Tensor.contiguous)
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(Tensor.contiguous)
 
 
 def _device(stages: Iterable[nn.Module]) -> torch.device:
@@ -115,10 +115,10 @@ def _device(stages: Iterable[nn.Module]) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _placement(package: Package, held: Sequence[str]) -> list[int]:
+def _placement(package: Package, stage_texts: Sequence[str]) -> list[int]:
     """The rank of each stage, from what each rank says that it holds."""
     ranks: dict[int, list[int]] = {index: [] for index in range(len(package.manifest.stages))}
-    for rank, text in enumerate(held):
+    for rank, text in enumerate(stage_texts):
         for index in map(int, text.split()):
             ranks.setdefault(index, []).append(rank)
     for index, holders in ranks.items():

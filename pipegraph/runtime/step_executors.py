@@ -19,7 +19,7 @@ class StepExecutors:
 
     Args:
         schedule: the pipeline's own.
-        given: what it was chosen by.
+        choice: what it was chosen by.
         processes: how many run it, one per rank; None for one process.
         edges, gradient_edges: (producer stage, consumer stage) pairs that carry values, and gradients.
         make: lowered schedule → the executors of this process.
@@ -32,26 +32,26 @@ class StepExecutors:
     def __init__(
         self,
         schedule: Schedule,
-        given: str | PathLike[str] | Schedule,
+        choice: str | PathLike[str] | Schedule,
         processes: int | None,
         edges: Edges,
         gradient_edges: Edges,
         make: Callable[[Schedule], Sequence[Executor]],
         collectives: Mapping[str, Any] | None = None,
     ) -> None:
-        self._own, self._given, self._processes = schedule, given, processes
+        self._pipeline_schedule, self._choice, self._processes = schedule, choice, processes
         self._edges, self._gradient_edges = tuple(edges), tuple(gradient_edges)
         self._make = make
         self._collectives = dict(collectives or {})
         self._built = {schedule.microbatches: schedule}
-        self._made: dict[tuple[bool, int], Sequence[Executor]] = {}
+        self._executors: dict[tuple[bool, int], Sequence[Executor]] = {}
         self.training = lower(schedule, self._edges, self._gradient_edges, **self._collectives)
         self._evaluation = lower(forward_only(schedule), self._edges, (), **self._collectives)
 
     @property
-    def own(self) -> Sequence[Executor]:
+    def training_executors(self) -> Sequence[Executor]:
         """The executors of a training step of the pipeline's own number of microbatches."""
-        count = self._own.microbatches
+        count = self._pipeline_schedule.microbatches
         return self.executors(False, count, count)
 
     def check(self, microbatches: int | None) -> int:
@@ -61,37 +61,39 @@ class StepExecutors:
             PipegraphError: the schedule cannot have so many.
         """
         if microbatches is None:
-            return self._own.microbatches
+            return self._pipeline_schedule.microbatches
         if type(microbatches) is not int or microbatches < 1:
             raise ArgumentError(f"microbatches cannot be {microbatches!r}.\nTry: a whole number from 1 on.")
         self._schedule(microbatches)
         return microbatches
 
-    def executors(self, evaluates: bool, microbatches: int, asked: int) -> Sequence[Executor]:
+    def executors(self, evaluates: bool, microbatches: int, requested_microbatches: int) -> Sequence[Executor]:
         """Return the executors of a step.
 
         Args:
             evaluates: whether only the forward runs.
             microbatches: how many the step has.
-            asked: how many it was asked to have, at least as many.
+            requested_microbatches: how many it was asked to have, at least as many.
         """
         key = evaluates, microbatches
-        if key not in self._made:
-            self._made[key] = self._make(self._lowered(evaluates, microbatches, asked))
-        return self._made[key]
+        if key not in self._executors:
+            self._executors[key] = self._make(self._lowered(evaluates, microbatches, requested_microbatches))
+        return self._executors[key]
 
-    def _lowered(self, evaluates: bool, microbatches: int, asked: int) -> Schedule:
-        if microbatches == self._own.microbatches:
+    def _lowered(self, evaluates: bool, microbatches: int, requested_microbatches: int) -> Schedule:
+        if microbatches == self._pipeline_schedule.microbatches:
             return self._evaluation if evaluates else self.training
         try:
             schedule = self._schedule(microbatches)
         except ScheduleError:  # it cannot have so few
-            schedule = fewer_microbatches(self._schedule(asked), microbatches)
+            schedule = fewer_microbatches(self._schedule(requested_microbatches), microbatches)
         if evaluates:
             return lower(forward_only(schedule), self._edges, (), **self._collectives)
         return lower(schedule, self._edges, self._gradient_edges, **self._collectives)
 
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._built:
-            self._built[microbatches] = with_microbatches(self._own, self._given, microbatches, self._processes)
+            self._built[microbatches] = with_microbatches(
+                self._pipeline_schedule, self._choice, microbatches, self._processes
+            )
         return self._built[microbatches]

@@ -122,7 +122,7 @@ class RecordLayout:
 
     def encode_sizes(self, sizes: ShownSizes) -> tuple[int, ...]:
         """Sizes as numbers: of microbatches in lists, of whole tensors, of each microbatch in lists; −1 if unknown."""
-        tables = sizes.whole, *sizes.lists
+        tables = sizes.batch_sizes, *sizes.lists
         return len(sizes.lists), *(table.get(name, _UNKNOWN) for table in tables for name in self.sizes)
 
     def decode_sizes(self, numbers: Sequence[int]) -> ShownSizes:

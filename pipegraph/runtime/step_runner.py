@@ -62,7 +62,7 @@ class StepRunner:
     Args:
         prepared: the stages of this process.
         schedule: the pipeline's.
-        given: what it was chosen by.
+        choice: what it was chosen by.
         makers: of each stage, by its index, what makes its kernels.
         loss_fn: the loss of one microbatch.
         reduction: of the losses of microbatches.
@@ -86,7 +86,7 @@ class StepRunner:
         self,
         prepared: PreparedStages,
         schedule: Schedule,
-        given: str | PathLike[str] | Schedule,
+        choice: str | PathLike[str] | Schedule,
         makers: Mapping[int, Maker],
         loss_fn: LossFunction | None,
         reduction: LossReduction,
@@ -130,7 +130,7 @@ class StepRunner:
         collectives: ParameterCollectives | None = None
         self.executors = StepExecutors(
             schedule,
-            given,
+            choice,
             len(pipeline) if world else None,
             manifest.edges(),
             manifest.gradient_edges(),
@@ -150,7 +150,7 @@ class StepRunner:
         are_copied = world is not None and world.grid.length(*DATA) > 1
         own_loss = loss_fn if self.layout.has_last_stage else None
         self._hooks = prepared.hooks
-        self._hooks.check(stages, frozenset(index for index, own in groups.items() if own))
+        self._hooks.check(stages, frozenset(index for index, stage_groups in groups.items() if stage_groups))
         self._parameter_checks = ParameterChecks(prepared, stages, self.ties, own_loss, are_copied)
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
@@ -240,10 +240,10 @@ class StepRunner:
             check_without_loss(self._name, trains, request.has_target)
         check_grad_mode(trains)
         batch = self._padding.pad(layout.manifest, bind_batch(layout.manifest, args, kwargs, request))
-        asked = self._count(batch.count, request.microbatches)
-        sizes, tables = local_sizes(layout, batch, asked)
+        requested_count = self._count(batch.count, request.microbatches)
+        sizes, tables = local_sizes(layout, batch, requested_count)
         loss = request.with_loss if layout.has_last_stage else None
-        step = LocalStep(batch, sizes, tables, request.evaluates, trains, asked, loss)
+        step = LocalStep(batch, sizes, tables, request.evaluates, trains, requested_count, loss)
         if not loss or self._reduction.weight_of is None:
             return step, None
         microbatches = self._cut(step)
@@ -265,15 +265,15 @@ class StepRunner:
         except BaseException:
             pending.drop()
             raise
-        agreed = self._agreement.finish(pending)
-        if microbatches is None or agreed.tables != step.tables:
-            microbatches = self._cut(replace(step, tables=agreed.tables))
+        agreement = self._agreement.finish(pending)
+        if microbatches is None or agreement.tables != step.tables:
+            microbatches = self._cut(replace(step, tables=agreement.tables))
             assert microbatches is not None, "the agreement has checked that all sizes are known"
         rows = microbatches.sizes.rows
-        local, total = float(len(microbatches.sizes.microbatches) if rows is None else rows), agreed.rows
+        local, total = float(len(microbatches.sizes.microbatches) if rows is None else rows), agreement.rows
         if step.needs_weight:
             local = self._reduction.weigh(microbatches.targets) if step.weight is None else step.weight
-            total = self._agreement.total_weight(local) if agreed.weight is None else agreed.weight
+            total = self._agreement.total_weight(local) if agreement.weight is None else agreement.weight
         divisor, counts_items = request.weight or total, step.needs_weight
         scale = LossScale(microbatches.sizes, self._reduction, counts_items, local, total, divisor, self._last_replicas)
         return microbatches, scale
@@ -319,16 +319,22 @@ class StepRunner:
                 "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
             )
         self._data_ranks = world.along(*DATA)
-        held = copied_parameters(self.stages, sharded_parameters(groups), loss_fn)
-        reduction = GradientReduction(held, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0])
+        parameters = copied_parameters(self.stages, sharded_parameters(groups), loss_fn)
+        reduction = GradientReduction(
+            parameters, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0]
+        )
         reduction.make_equal()
         transfers: dict[int, list[GroupTransfers]] = {}
         if groups:
             line = world.shard_line()
-            transfers = {index: [GroupTransfers(group, line) for group in own] for index, own in groups.items()}
+            transfers = {
+                index: [GroupTransfers(group, line) for group in stage_groups] for index, stage_groups in groups.items()
+            }
             if world.grid.length(REPLICATE) > 1:
                 first = world.grid.line(world.rank, REPLICATE)[0]
-                parts = [each.sharded for own in groups.values() for each in all_parameters(own)]
+                parts = [
+                    parameter.sharded for stage_groups in groups.values() for parameter in all_parameters(stage_groups)
+                ]
                 make_equal(list(dict.fromkeys(parts)), world.along(REPLICATE), first)
         self.ties.add_up_together()
         return ParameterCollectives(groups, transfers, reduction)
@@ -341,10 +347,10 @@ class StepRunner:
             timer = CollectiveTimer(self._rank, self._device, observer)
         return self._collectives.during_step(timer)
 
-    def _count(self, lists: int | None, asked: int | None) -> int:
+    def _count(self, lists: int | None, requested_count: int | None) -> int:
         """Return how many microbatches the step is asked to have. Raises ScheduleError if it cannot have so many."""
         if lists is None:
-            return self.executors.check(asked)
+            return self.executors.check(requested_count)
         try:
             return self.executors.check(lists)
         except ScheduleError as error:

@@ -119,15 +119,15 @@ class ShownSizes:
     """The sizes that the tensors show which a rank was given.
 
     Attributes:
-        whole: those of tensors of the whole batch, by name.
+        batch_sizes: those of tensors of the whole batch, by name.
         lists: for each microbatch, those of the tensors in lists; empty if there are no lists.
     """
 
-    whole: Mapping[str, int] = field(default_factory=dict)
+    batch_sizes: Mapping[str, int] = field(default_factory=dict)
     lists: tuple[Mapping[str, int], ...] = ()
 
 
-def microbatch_tables(known: ShownSizes, microbatches: int, min_rows: int = 1) -> list[dict[str, int]]:
+def microbatch_tables(known_sizes: ShownSizes, microbatches: int, min_rows: int = 1) -> list[dict[str, int]]:
     """The sizes of each microbatch, as far as they are known.
 
     Rows are cut as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2 and 2. A batch with too few rows for that
@@ -140,24 +140,24 @@ def microbatch_tables(known: ShownSizes, microbatches: int, min_rows: int = 1) -
     Raises:
         BatchError: the batch has too few rows for one microbatch, or for those of lists.
     """
-    whole, count = known.whole, len(known.lists) or microbatches
-    rows = whole.get(BATCH)
-    if rows is None or any(BATCH in sizes for sizes in known.lists):
-        return [{**whole, **sizes} for sizes in known.lists] or [dict(whole) for _ in range(count)]
+    batch_sizes, count = known_sizes.batch_sizes, len(known_sizes.lists) or microbatches
+    rows = batch_sizes.get(BATCH)
+    if rows is None or any(BATCH in sizes for sizes in known_sizes.lists):
+        return [{**batch_sizes, **sizes} for sizes in known_sizes.lists] or [dict(batch_sizes) for _ in range(count)]
     least = max(min_rows, 1)
     if rows < least:
         raise BatchError(
             f"the batch has {format_number_of('row', rows)}, and a microbatch of this package takes {least} or "
             f"more.\nTry: {format_number_of('row', least)} or more."
         )
-    if known.lists and rows < least * count:
+    if known_sizes.lists and rows < least * count:
         raise BatchError(
             f"lists of {count} microbatches were passed, and the whole tensors have rows for {rows // least}.\n"
             "Try: lists alone."
         )
     count = min(count, rows // least)
-    lists: Sequence[Mapping[str, int]] = known.lists or [{}] * count
-    return [{**whole, **sizes, BATCH: part} for sizes, part in zip(lists, even_rows(rows, count), strict=True)]
+    lists: Sequence[Mapping[str, int]] = known_sizes.lists or [{}] * count
+    return [{**batch_sizes, **sizes, BATCH: part} for sizes, part in zip(lists, even_rows(rows, count), strict=True)]
 
 
 def step_sizes(tables: Sequence[Mapping[str, int]], names: Sequence[str], shared: SizesCache) -> StepSizes | None:

@@ -38,11 +38,11 @@ class StepOutputs:
 
     def add_loss(self, microbatch: int, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
         """Keep what `loss_fn` returned for a microbatch. Raises PipegraphError if its metrics have other names."""
-        other, known = next(iter(self.metrics.items()), (microbatch, metrics))
-        if metrics.keys() != known.keys():
+        first_microbatch, first = next(iter(self.metrics.items()), (microbatch, metrics))
+        if metrics.keys() != first.keys():
             raise PipegraphError(
-                f"loss_fn returned {_listed(metrics)} for microbatch {microbatch}, and {_listed(known)} for microbatch "
-                f"{other}.\nTry: the same names for each; nan for one without a value."
+                f"loss_fn returned {_listed(metrics)} for microbatch {microbatch}, and {_listed(first)} for microbatch "
+                f"{first_microbatch}.\nTry: the same names for each; nan for one without a value."
             )
         self.losses[microbatch] = loss
         self.metrics[microbatch] = metrics
@@ -110,7 +110,7 @@ class ReceivedMessages:
 
     def keep_shared(self, tensors: Sequence[Any]) -> None:
         """Do not release the messages whose memory one of these tensors uses."""
-        self._receives = [each for each in self._receives if not share_memory(tensors, each[1])]
+        self._receives = [message for message in self._receives if not share_memory(tensors, message[1])]
 
     def release(self) -> None:
         for receive, _ in self._receives:
@@ -129,7 +129,7 @@ class StepState:
         received: messages whose memory goes back to the transport.
     """
 
-    given: StepInputs
+    step_inputs: StepInputs
     results: StepOutputs
     inputs: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     gradients: dict[tuple[int, int], GradientSums] = field(default_factory=lambda: defaultdict(GradientSums))

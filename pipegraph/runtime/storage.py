@@ -14,7 +14,7 @@ def storage_address(tensor: Tensor) -> int:
     return id(tensor) if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
-def share_memory(tensors: Iterable[Any], others: Iterable[Tensor]) -> bool:
+def share_memory(tensors: Iterable[Any], other_tensors: Iterable[Tensor]) -> bool:
     """Whether one of `tensors` uses the storage of one of the others. Items that are no tensors are skipped."""
-    addresses = set(map(storage_address, others))
-    return any(isinstance(each, Tensor) and storage_address(each) in addresses for each in tensors)
+    addresses = set(map(storage_address, other_tensors))
+    return any(isinstance(item, Tensor) and storage_address(item) in addresses for item in tensors)

@@ -18,7 +18,7 @@ def cut_target(
     device: torch.device | None,
     lengths: Mapping[int, Sequence[int]],
     name: str = "target",
-    whole: str = "the batch",
+    owner: str = "the batch",
     dims: Sequence[int] = (0,),
 ) -> Sequence[Any]:
     """Cut the target's tensors along their rows, on `device` if given. Everything else repeats in each microbatch.
@@ -29,12 +29,12 @@ def cut_target(
 
     Args:
         lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
-        name, whole: of the target and of what has its rows, in messages.
+        name, owner: of the target and of what has its rows, in messages.
         dims: along which the rows of a tensor may lie. The first that it has with such a length counts.
     """
     leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
     cuts = [
-        _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", whole, dims)
+        _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", owner, dims)
         for path, leaf in leaves
     ]
     if spec.is_leaf():
@@ -91,7 +91,7 @@ def _cut_leaf(
     device: torch.device | None,
     lengths: Mapping[int, Sequence[int]],
     where: str,
-    whole: str,
+    owner: str,
     dims: Sequence[int],
 ) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
@@ -111,8 +111,8 @@ def _cut_leaf(
         rows, place = " or ".join(map(str, sorted(lengths))), next((dim for dim in dims if dim < tensor.dim()), 0)
         along = f" along dimension {place}" if place else ""
         raise BatchError(
-            f"{where} has {tensor.shape[place]} rows{along}, and {whole} has {rows}: the loss would pair the wrong "
-            f"ones.\nTry: a target with {rows} rows, one for each of {whole}; or, if they lie along another dimension, "
+            f"{where} has {tensor.shape[place]} rows{along}, and {owner} has {rows}: the loss would pair the wrong "
+            f"ones.\nTry: a target with {rows} rows, one for each of {owner}; or, if they lie along another dimension, "
             'capture with batch_dims={"target": DIM}.',
             is_of_target=True,
         )
@@ -122,7 +122,7 @@ def _cut_leaf(
 def _holds_tensors(leaf: Any) -> bool:
     slots = getattr(leaf, "__slots__", ())
     names = [slots] if isinstance(slots, str) else [*slots]
-    held = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
+    members = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
     if isinstance(leaf, (list, tuple, set, frozenset)):
-        held += leaf
-    return any(isinstance(item, Tensor) for item in pytree.tree_leaves(held))
+        members += leaf
+    return any(isinstance(item, Tensor) for item in pytree.tree_leaves(members))

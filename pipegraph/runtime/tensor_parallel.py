@@ -70,8 +70,8 @@ def module_names(stages: Mapping[int, nn.Module]) -> list[str]:
     named = (
         name
         for stage in stages.values()
-        for each in (stage.named_modules(), stage.named_parameters())
-        for name, _ in each
+        for named_members in (stage.named_modules(), stage.named_parameters())
+        for name, _ in named_members
     )
     return sorted({name for name in named if name})
 
@@ -91,8 +91,8 @@ def check_patterns(plan: Plan, names: Iterable[str]) -> None:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern is for a module. A * stands for one part of the name, or a piece of one."""
-    parts, own = pattern.split("."), name.split(".")
-    return len(parts) == len(own) and all(map(fnmatchcase, own, parts))
+    parts, name_parts = pattern.split("."), name.split(".")
+    return len(parts) == len(name_parts) and all(map(fnmatchcase, name_parts, parts))
 
 
 def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest, mesh: DeviceMesh) -> None:
@@ -111,18 +111,20 @@ def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest,
         for group in manifest.tied:
             for name in group:
                 owner = name.rpartition(".")[0]
-                others = [_style_of(plan, other.rpartition(".")[0]) for other in group if other != name]
-                if owner not in chosen and _is_embedding(stage, owner) and any(map(_divides_rows, others)):
+                tied_styles = [
+                    _style_of(plan, tied_name.rpartition(".")[0]) for tied_name in group if tied_name != name
+                ]
+                if owner not in chosen and _is_embedding(stage, owner) and any(map(_divides_rows, tied_styles)):
                     chosen[owner] = "embedding_rowwise"
         for name, _ in list(stage.named_parameters()):
             _divide_parameter(stage, name, _style_of(plan, name), mesh)
         for name, style in chosen.items():
-            made = _made(name, style, stage) if isinstance(style, str) else style
-            if made is None:
+            parallel_style = _module_style(name, style, stage) if isinstance(style, str) else style
+            if parallel_style is None:
                 continue
             _check_module(index, name, style, stage.get_submodule(name), mesh.size())
             try:
-                parallelize_module(stage.get_submodule(name), mesh, made, src_data_rank=None)
+                parallelize_module(stage.get_submodule(name), mesh, parallel_style, src_data_rank=None)
             except NotImplementedError as error:
                 kind = type(stage.get_submodule(name)).__name__
                 raise ArgumentError(f"tp_plan gives {name}, of the class {kind}, a style not for it: {error}") from None
@@ -138,14 +140,16 @@ def divided_inputs(stage: nn.Module, plan: Plan) -> dict[str, int]:
 def _divided_dimension(style: Any) -> int | None:
     from torch.distributed.tensor.parallel import SequenceParallel
 
-    made = _styles()[style]() if isinstance(style, str) and style in _styles() else style
-    return int(made.sequence_sharding[0].dim) if isinstance(made, SequenceParallel) else None
+    parallel_style = _styles()[style]() if isinstance(style, str) and style in _styles() else style
+    return int(parallel_style.sequence_sharding[0].dim) if isinstance(parallel_style, SequenceParallel) else None
 
 
 def tensor_ranks(stages: Mapping[int, nn.Module]) -> int:
     """Return how many ranks along `tp` divide the parameters of stages."""
-    parameters: list[Any] = [each for stage in stages.values() for each in stage.parameters()]
-    divided = [(each.device_mesh, names) for each in parameters if TENSOR in (names := mesh_dimensions(each))]
+    parameters: list[Any] = [parameter for stage in stages.values() for parameter in stage.parameters()]
+    divided = [
+        (parameter.device_mesh, names) for parameter in parameters if TENSOR in (names := mesh_dimensions(parameter))
+    ]
     return max((mesh.shape[names.index(TENSOR)] for mesh, names in divided), default=1)
 
 
@@ -165,8 +169,8 @@ def _divide_parameter(stage: nn.Module, name: str, style: Any, mesh: DeviceMesh)
             f"tp_plan gives {name} the style {style!r}, which is for modules, and it is a parameter.\n"
             f"Try: one of {', '.join(PARAMETER_STYLES)}, or the name of its module."
         )
-    owner, _, own = name.rpartition(".")
-    divide_parameter(stage.get_submodule(owner), own, style, mesh)
+    owner, _, attribute = name.rpartition(".")
+    divide_parameter(stage.get_submodule(owner), attribute, style, mesh)
 
 
 def _style_of(plan: Plan, name: str) -> Any:
@@ -185,15 +189,15 @@ def _check_module(index: int, name: str, style: Any, module: nn.Module, size: in
     """Raise ArgumentError if the part of a linear layer that other layers compute with is not a whole one."""
     if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
         return
-    what, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
+    side, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % size:
         raise ArgumentError(
-            f"tp_plan divides the {features} {what} of {name}, in stage {index}, and tp is {size}.\n"
+            f"tp_plan divides the {features} {side} of {name}, in stage {index}, and tp is {size}.\n"
             f"Try: a tp that divides {features}."
         )
 
 
-def _made(name: str, style: str, stage: nn.Module) -> Any:
+def _module_style(name: str, style: str, stage: nn.Module) -> Any:
     """Return the style of a module by its name; None for one that leaves the module as it is."""
     from pipegraph.runtime.local_parts import LocalParts, OtherEmbedding, WholeBeforeHeads
 
@@ -214,15 +218,15 @@ def _made(name: str, style: str, stage: nn.Module) -> Any:
 
 def _latent_features(name: str, stage: nn.Module) -> int:
     """How many features of a projection to a latent go through kv_b_proj; the others go to all heads."""
-    behind = f"{name.rpartition('.')[0]}.kv_b_proj".removeprefix(".")
-    found = dict(stage.named_modules()).get(behind)
-    if not isinstance(found, nn.Linear):
+    layer_name = f"{name.rpartition('.')[0]}.kv_b_proj".removeprefix(".")
+    projection = dict(stage.named_modules()).get(layer_name)
+    if not isinstance(projection, nn.Linear):
         raise ArgumentError(
-            f'tp_plan gives {name} the style "{_LATENT}", and there is no linear layer {behind} in its stage, from '
+            f'tp_plan gives {name} the style "{_LATENT}", and there is no linear layer {layer_name} in its stage, from '
             "which it follows how many features go to all heads.\n"
             "Try: a cut that leaves both in one stage, or divide the modules in a parallelize_fn."
         )
-    return found.in_features
+    return projection.in_features
 
 
 def _style_names() -> list[str]:
@@ -246,7 +250,7 @@ def _styles() -> dict[str, Callable[[], Any]]:
     def gathered() -> Any:
         return ColwiseParallel(output_layouts=Replicate())
 
-    def of_whole() -> Any:
+    def replicated_input() -> Any:
         return RowwiseParallel(input_layouts=Replicate())
 
     return {
@@ -254,9 +258,9 @@ def _styles() -> dict[str, Callable[[], Any]]:
         "colwise_gather_output": gathered,
         "colwise_rep": gathered,
         "rowwise": RowwiseParallel,
-        "rowwise_rep": of_whole,
-        "rowwise_split_input": of_whole,
-        "embedding_rowwise": of_whole,
+        "rowwise_rep": replicated_input,
+        "rowwise_split_input": replicated_input,
+        "embedding_rowwise": replicated_input,
         "embedding_colwise": gathered,
         "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
         # A norm of each head, which gets some of the heads, at dimension 2.

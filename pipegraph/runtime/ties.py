@@ -54,7 +54,7 @@ def find_ties(manifest: Manifest) -> tuple[Tie, ...]:
     for stage in manifest.stages:
         for name in stage.parameters:
             places.setdefault(manifest.stored_name(name), []).append((stage.index, name))
-    return tuple(Tie(tuple(each)) for each in places.values() if len(each) > 1)
+    return tuple(Tie(tuple(parameter_places)) for parameter_places in places.values() if len(parameter_places) > 1)
 
 
 class TiedParameter:
@@ -72,8 +72,8 @@ class TiedParameter:
         self.ranks = tie.ranks(placement)
         self.group: Group | None = None
         self._holders = tuple(placement[stage] for stage in tie.stages)
-        self._here = [stage for stage in tie.stages if placement[stage] in ranks]
-        self.adds_by_stage = len(self._here) > 1
+        self._local_stages = [stage for stage in tie.stages if placement[stage] in ranks]
+        self.adds_by_stage = len(self._local_stages) > 1
         self._is_summed_whole = False
         self._sums: dict[int, Tensor | None] = {}
 
@@ -96,19 +96,19 @@ class TiedParameter:
 
     def redistribute_gradients(self) -> None:
         """Give the gradients that are kept apart the parameter's placements, as `redistribute` does."""
-        for stage in self._here if self.adds_by_stage else ():
+        for stage in self._local_stages if self.adds_by_stage else ():
             self.begin(stage)
             redistribute([self.parameter])
             self.end(stage)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of this process's stages, in their order."""
-        return [self._sums.get(stage) for stage in self._here] if self.adds_by_stage else [self.parameter.grad]
+        return [self._sums.get(stage) for stage in self._local_stages] if self.adds_by_stage else [self.parameter.grad]
 
     def add_up(self) -> None:
         """Let `.grad` be the sum of the gradients of this process's stages."""
-        known = [gradient for gradient in self.gradients() if gradient is not None]
-        self.parameter.grad = reduce(Tensor.add_, known) if known else None
+        gradients = [gradient for gradient in self.gradients() if gradient is not None]
+        self.parameter.grad = reduce(Tensor.add_, gradients) if gradients else None
 
     def clear(self) -> None:
         """Forget the gradients of single stages."""
@@ -128,11 +128,11 @@ class TiedWeights:
         shared = _share(find_ties(manifest), stages)
         self._tied = [TiedParameter(tie, parameter, placement, ranks) for tie, parameter in shared.items()]
         self._is_alone = True
-        self._owned_elsewhere = {id(each.parameter) for each in self._tied if not each.is_owned}
+        self._owned_elsewhere = {id(tied_weight.parameter) for tied_weight in self._tied if not tied_weight.is_owned}
         self._by_stage: dict[int, list[TiedParameter]] = {}  # those that several stages here have
-        for each in self._tied:
-            for stage in each.tie.stages if each.adds_by_stage else ():
-                self._by_stage.setdefault(stage, []).append(each)
+        for weight in self._tied:
+            for stage in weight.tie.stages if weight.adds_by_stage else ():
+                self._by_stage.setdefault(stage, []).append(weight)
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters without those that another rank counts, so that all ranks count each weight once."""
@@ -142,51 +142,51 @@ class TiedWeights:
         """Make equal the copies on several ranks. Collective: every rank of the pipeline must call it."""
         self._is_alone = False
         groups: dict[tuple[int, ...], Group] = {}
-        for each in self._tied:
-            ranks, tie, parameter = each.ranks, each.tie, each.parameter
+        for weight in self._tied:
+            ranks, tie, parameter = weight.ranks, weight.tie, weight.parameter
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
                 groups[ranks] = world.connect(f"tie-{'-'.join(map(str, ranks))}", ranks)
-            each.group = groups[ranks]
-            if not each.group.agrees(layout_text(parameter), world.device):
+            weight.group = groups[ranks]
+            if not weight.group.agrees(layout_text(parameter), world.device):
                 raise PipegraphError(
                     f"parallelize_fn has sharded {tie.places[0][1]} differently on the ranks that share it; here it is "
                     f"{layout_text(parameter)}. Give its copies the same placements on every stage: "
                     f"{', '.join(f'{name} of stage {stage}' for stage, name in tie.places)}."
                 )
-            each.group.broadcast(local(parameter.data), each.holders[0])
+            weight.group.broadcast(local(parameter.data), weight.holders[0])
 
     @property
     def _summed(self) -> list[TiedParameter]:
         """Those that several stages here, or other ranks, have as well."""
-        return [each for each in self._tied if each.group is not None or each.adds_by_stage]
+        return [weight for weight in self._tied if weight.group is not None or weight.adds_by_stage]
 
     def replaced(self) -> tuple[int, str] | None:
         """A place of this process, (stage, name), that no longer has the tied weight of its stage; None without any."""
-        for each in self._summed:
-            for index, name in each.tie.places:
-                if index in self._stages and parameter_at(self._stages[index], name) is not each.parameter:
+        for weight in self._summed:
+            for index, name in weight.tie.places:
+                if index in self._stages and parameter_at(self._stages[index], name) is not weight.parameter:
                     return index, name
         return None
 
     def add_up_together(self) -> None:
         """Add the gradients of all stages of this process up in one sum, which collectives take as it grows."""
         self._by_stage.clear()
-        for each in self._tied:
-            each.add_up_together()
+        for weight in self._tied:
+            weight.add_up_together()
 
     @contextmanager
     def adding(self, stage: int) -> Iterator[None]:
         """A context around a backward of a stage."""
         tied = self._by_stage.get(stage, ())
-        for each in tied:
-            each.begin(stage)
+        for weight in tied:
+            weight.begin(stage)
         try:
             yield
         finally:
-            for each in tied:
-                each.end(stage)
+            for weight in tied:
+                weight.end(stage)
 
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:
@@ -195,40 +195,40 @@ class TiedWeights:
         If the step fails in a lone process, which continues, they have what was added until then, as others have.
         """
         tied = self._summed
-        before = [each.parameter.grad for each in tied]
-        for each in tied:
-            each.parameter.grad = None
+        previous_gradients = [tied_weight.parameter.grad for tied_weight in tied]
+        for weight in tied:
+            weight.parameter.grad = None
         try:
             yield
         except BaseException:
-            for each in tied if self._is_alone else ():
-                each.add_up()
+            for weight in tied if self._is_alone else ():
+                weight.add_up()
             raise
         else:
             _add_up(tied)
         finally:
-            for each, old in zip(tied, before, strict=True):
-                each.clear()
+            for weight, old in zip(tied, previous_gradients, strict=True):
+                weight.clear()
                 if old is not None:
-                    own = each.parameter.grad
-                    each.parameter.grad = old if own is None else old.add_(own)
+                    gradient = weight.parameter.grad
+                    weight.parameter.grad = old if gradient is None else old.add_(gradient)
 
 
 def _add_up(tied: Sequence[TiedParameter]) -> None:
     """Give every copy the gradients of all stages that have the weight, or none if none of them has one."""
-    for each in tied:
-        each.redistribute_gradients()
+    for weight in tied:
+        weight.redistribute_gradients()
     counts = _count_gradients(tied)
-    for each in tied:
-        if each.group is None:
-            each.add_up()
+    for weight in tied:
+        if weight.group is None:
+            weight.add_up()
             continue
-        parameter, own = each.parameter, each.gradients()
+        parameter, gradients = weight.parameter, weight.gradients()
         empty = torch.zeros_like(local(parameter.detach()))
-        parts = [empty.clone() if part is None else local(part.detach()).contiguous() for part in own]
-        total = _sum_in_order(parts, each.holders, each.group)
+        parts = [empty.clone() if part is None else local(part.detach()).contiguous() for part in gradients]
+        total = _sum_in_order(parts, weight.holders, weight.group)
         # A frozen copy takes part, because those of other ranks may not be frozen.
-        is_known = any(gradient is not None for gradient in own) or counts[parameter] > 0
+        is_known = any(gradient is not None for gradient in gradients) or counts[parameter] > 0
         is_whole = parameter.requires_grad and is_known
         parameter.grad = rebuilt(total, parameter) if is_whole else None
 
@@ -236,34 +236,34 @@ def _add_up(tied: Sequence[TiedParameter]) -> None:
 def _count_gradients(tied: Sequence[TiedParameter]) -> dict[nn.Parameter, Tensor]:
     """How many ranks have a gradient of each weight that others have as well. Collective, once for each group."""
     groups: dict[Group, list[TiedParameter]] = {}
-    for each in tied:
-        if each.group is not None:
-            groups.setdefault(each.group, []).append(each)
+    for weight in tied:
+        if weight.group is not None:
+            groups.setdefault(weight.group, []).append(weight)
     counts: dict[nn.Parameter, Tensor] = {}
     for group, shared in groups.items():
-        here = [any(gradient is not None for gradient in each.gradients()) for each in shared]
-        counted = torch.tensor(here, dtype=torch.int32, device=shared[0].parameter.device)
+        flags = [any(gradient is not None for gradient in shared_weight.gradients()) for shared_weight in shared]
+        counted = torch.tensor(flags, dtype=torch.int32, device=shared[0].parameter.device)
         group.all_reduce(counted)
-        counts |= zip((each.parameter for each in shared), counted, strict=True)
+        counts |= zip((shared_weight.parameter for shared_weight in shared), counted, strict=True)
     return counts
 
 
-def _sum_in_order(own: Sequence[Tensor], holders: Sequence[int], group: Group) -> Tensor:
+def _sum_in_order(parts: Sequence[Tensor], holders: Sequence[int], group: Group) -> Tensor:
     """The sum of one tensor of each holder, in their order. Collective for the ranks of a group.
 
     Two are added up by an all-reduce, whose order does not matter. More are sent one after the other: what an
     all-reduce adds first depends on the element and on how many ranks there are.
 
     Args:
-        own: this rank's, in their order, which are used up.
+        parts: this rank's, in their order, which are used up.
         holders: the rank of each.
     """
     if len(holders) == 2:
-        group.all_reduce(own[0])
-        return own[0]
-    mine, total = iter(own), torch.empty(0)
+        group.all_reduce(parts[0])
+        return parts[0]
+    remaining_parts, total = iter(parts), torch.empty(0)
     for place, holder in enumerate(holders):
-        part = next(mine) if holder == group.rank else torch.empty_like(own[0])
+        part = next(remaining_parts) if holder == group.rank else torch.empty_like(parts[0])
         group.broadcast(part, holder)
         total = total.add_(part) if place else part
     return total
@@ -276,14 +276,14 @@ def _share(ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn
         for stage, name in tie.places:
             if stage in stages:
                 owner, attribute = owner_of(stages[stage], name)
-                own = getattr(owner, attribute)
-                parameter = shared.setdefault(tie, own)
-                if layout(parameter) != layout(own):
+                stage_parameter = getattr(owner, attribute)
+                parameter = shared.setdefault(tie, stage_parameter)
+                if layout(parameter) != layout(stage_parameter):
                     raise PipegraphError(
                         f"{name} is tied to {tie.places[0][1]}, and parallelize_fn has sharded the two differently. "
                         f"Give both the same mesh and placements."
                     )
-                if parameter is not own and (wrapper := wrapper_of(stages[stage].modules())):
+                if parameter is not stage_parameter and (wrapper := wrapper_of(stages[stage].modules())):
                     raise PipegraphError(
                         f"{name} is tied to {tie.places[0][1]} of another stage of this rank, and {wrapper} does not "
                         f"share parameters. Try: a schedule that gives the stages to different ranks."

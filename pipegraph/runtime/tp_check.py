@@ -43,7 +43,7 @@ class _Sample:
     """Some numbers of a tensor, and of this rank's part along the last dimension."""
 
     shape: torch.Size
-    own: Tensor
+    numbers: Tensor
     part: Tensor | None
     tolerance: float
 
@@ -70,11 +70,11 @@ class DivisionCheck:
         parts: Mapping[int, Mapping[str, int]],
     ) -> None:
         self._parts = parts
-        self._whole, self._sizes, self._place, self._ranks = manifest, sizes, place, ranks
-        self._found: dict[int, dict[Key, _Sample]] = {}
+        self._manifest, self._sizes, self._place, self._ranks = manifest, sizes, place, ranks
+        self._samples: dict[int, dict[Key, _Sample]] = {}
         for index, stage in stages.items():
             try:
-                self._found[index] = self._run(index, stage, manifest)
+                self._samples[index] = self._run(index, stage, manifest)
             except Exception as error:  # whatever the model raises on inputs that nobody chose
                 warnings.warn(
                     f"stage {index} does not run on random inputs ({type(error).__name__}: "
@@ -90,10 +90,10 @@ class DivisionCheck:
             manifest: with the shapes that values have on a rank.
         """
         problems = []
-        for index, before in self._found.items():  # all of them on every rank, also behind a problem: they send
+        for index, references in self._samples.items():  # all of them on every rank, also behind a problem: they send
             with running_modules(stages[index]) as running:
                 try:
-                    after = self._run(index, stages[index], manifest)
+                    samples = self._run(index, stages[index], manifest)
                 except Exception as error:  # which the whole stage did not raise; other ranks must hear of it
                     problems.append(
                         f"stage {index} does not run with its parameters divided along tp{failed_in(running)}: "
@@ -101,67 +101,77 @@ class DivisionCheck:
                         "Try: another style for that module, or a parallelize_fn."
                     )
                     continue
-            whole = (name for name in self._parts[index] if _is_whole(before, after, (name, "takes", 0, 0)))
-            problems += [_sentence_of_whole(index, name, self._parts[index][name]) for name in islice(whole, 1)]
-            differing = (key for key, found in after.items() if key in before and _differ(before[key], found))
+            undivided_names = (
+                name for name in self._parts[index] if _is_whole(references, samples, (name, "takes", 0, 0))
+            )
+            problems += [
+                _sentence_of_whole(index, name, self._parts[index][name]) for name in islice(undivided_names, 1)
+            ]
+            differing = (
+                key for key, sample in samples.items() if key in references and _differ(references[key], sample)
+            )
             problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
         return problems[0] if problems else None
 
     def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Sample]:
-        device = next((each.device for each in stage.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
         generator = torch.Generator().manual_seed(index)
         names = manifest.stages[index].inputs
         inputs = [self._input(name, manifest.values[name], generator).to(device) for name in names]
-        found: dict[Key, _Sample] = {}
-        report, parts = partial(self._take, found), self._parts[index]
+        samples: dict[Key, _Sample] = {}
+        report, parts = partial(self._take, samples), self._parts[index]
         with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, report, parts):
             stage(*inputs)
-        return found
+        return samples
 
-    def _input(self, name: str, here: Value, generator: torch.Generator) -> Tensor:
+    def _input(self, name: str, local_value: Value, generator: torch.Generator) -> Tensor:
         """Random numbers for a value, the same on every rank: the whole, or this rank's part of it."""
-        value = self._whole.values[name]
+        value = self._manifest.values[name]
         shape = value.shape_at(self._sizes)
-        whole = from_memory(value, random_for(value, shape_in_memory(value, shape), generator))
-        for dim, (length, all_of_it) in enumerate(zip(here.shape_at(self._sizes), shape, strict=True)):
+        tensor = from_memory(value, random_for(value, shape_in_memory(value, shape), generator))
+        for dim, (length, all_of_it) in enumerate(zip(local_value.shape_at(self._sizes), shape, strict=True)):
             if length != all_of_it:
-                whole = whole.narrow(dim, self._place * length, length)
-        return whole
+                tensor = tensor.narrow(dim, self._place * length, length)
+        return tensor
 
-    def _take(self, found: dict[Key, _Sample], name: str, what: str, number: int, values: Any) -> None:
+    def _take(self, samples: dict[Key, _Sample], name: str, verb: str, number: int, values: Any) -> None:
         for place, value in enumerate(pytree.tree_leaves(values)):
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and not is_sharded(value):
                 last = value.shape[-1] if value.dim() else 0
                 part = None
-                if what == "takes" and last % self._ranks == 0:
-                    part = _some(value.chunk(self._ranks, -1)[self._place])
+                if verb == "takes" and last % self._ranks == 0:
+                    part = _sampled_numbers(value.chunk(self._ranks, -1)[self._place])
                 tolerance = _FINE if value.dtype.itemsize >= torch.float32.itemsize else _COARSE
-                found[name, what, number, place] = _Sample(value.shape, _some(value), part, tolerance)
+                samples[name, verb, number, place] = _Sample(value.shape, _sampled_numbers(value), part, tolerance)
 
 
-def _is_whole(before: Mapping[Key, _Sample], after: Mapping[Key, _Sample], key: Key) -> bool:
+def _is_whole(references: Mapping[Key, _Sample], samples: Mapping[Key, _Sample], key: Key) -> bool:
     """Whether a value is on each rank all of what it is in the whole model: some heads are not, or some tokens."""
-    return key in before and key in after and before[key].shape == after[key].shape
+    return key in references and key in samples and references[key].shape == samples[key].shape
 
 
-def _differ(before: _Sample, after: _Sample) -> bool:
+def _differ(reference: _Sample, sample: _Sample) -> bool:
     """Whether a value is another one. Parts whose place in the whole is not known are not compared."""
-    if before.shape == after.shape:
-        expected = before.own
-    elif before.part is not None and after.own.shape == before.part.shape and before.shape[:-1] == after.shape[:-1]:
-        expected = before.part
+    if reference.shape == sample.shape:
+        expected = reference.numbers
+    elif (
+        reference.part is not None
+        and sample.numbers.shape == reference.part.shape
+        and reference.shape[:-1] == sample.shape[:-1]
+    ):
+        expected = reference.part
     else:
         return False
-    same = (expected == after.own) | (expected.isnan() & after.own.isnan())
-    apart = torch.where(same, 0.0, expected - after.own)
+    matches = (expected == sample.numbers) | (expected.isnan() & sample.numbers.isnan())
+    apart = torch.where(matches, 0.0, expected - sample.numbers)
     usual = torch.where(expected.isfinite(), expected, 0.0).norm()
-    return not bool(apart.norm() <= before.tolerance * usual)
+    return not bool(apart.norm() <= reference.tolerance * usual)
 
 
-def _sentence(index: int, name: str, what: str) -> str:
+def _sentence(index: int, name: str, verb: str) -> str:
     module = f"{name} of stage {index}" if name else f"stage {index}"
     return (
-        f"under tp_plan {module} {what} other numbers than in the whole model: a tensor is divided along a dimension "
+        f"under tp_plan {module} {verb} other numbers than in the whole model: a tensor is divided along a dimension "
         "which the model itself takes apart, such as query, key and value in one.\n"
         'Try: for the layer that makes it "packed_colwise" if it makes two tensors of equal size, else '
         '"colwise_gather_output", with "rowwise_split_input" behind it.'
@@ -177,7 +187,7 @@ def _sentence_of_whole(index: int, name: str, dim: int) -> str:
     )
 
 
-def _some(tensor: Tensor) -> Tensor:
+def _sampled_numbers(tensor: Tensor) -> Tensor:
     """Some numbers of a tensor, the same for every tensor of as many."""
     flat = tensor.detach().reshape(-1)
     if len(flat) > _COMPARED:
@@ -187,11 +197,11 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _reported(stage: nn.Module, report: Any, others: Container[str]) -> Iterator[None]:
+def _reported(stage: nn.Module, report: Any, module_names: Container[str]) -> Iterator[None]:
     """Report what modules return, and what linear layers and others take, as the code around them sees it."""
     calls: dict[str, int] = {}
 
-    def taken(name: str, module: nn.Module, args: Any) -> None:
+    def report_inputs(name: str, module: nn.Module, args: Any) -> None:
         report(name, "takes", calls.get(name, 0), args)
 
     def returned(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -200,14 +210,14 @@ def _reported(stage: nn.Module, report: Any, others: Container[str]) -> Iterator
 
     handles = []
     for name, module in stage.named_modules():
-        if isinstance(module, nn.Linear) or name in others:
-            handles.append(module.register_forward_pre_hook(partial(taken, name), prepend=True))
+        if isinstance(module, nn.Linear) or name in module_names:
+            handles.append(module.register_forward_pre_hook(partial(report_inputs, name), prepend=True))
         handles.append(module.register_forward_hook(partial(returned, name)))
     try:
         yield
     finally:
-        for each in handles:
-            each.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -223,5 +233,5 @@ def _in_evaluation_mode(stage: nn.Module, device: torch.device) -> Iterator[None
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, saved_buffer in buffers:
+                buffer.copy_(saved_buffer)

@@ -85,8 +85,8 @@ class ActionArrays:
     @cached_property
     def edge(self) -> Integers:
         """The number of a transfer's edge; −1 if there is none, and for an action that computes."""
-        found = KeyIndex(self._edge_keys(*self.edges.T)).find(self._transfer_keys)
-        return np.where((self.peer < 0) | (found == len(self.edges)), -1, found)
+        numbers = KeyIndex(self._edge_keys(*self.edges.T)).find(self._transfer_keys)
+        return np.where((self.peer < 0) | (numbers == len(self.edges)), -1, numbers)
 
     def flat(self) -> Iterator[Action]:
         return chain.from_iterable(self.actions)
@@ -102,13 +102,13 @@ class ActionArrays:
 
     def numbers(self, actions: Iterable[Action]) -> Integers:
         """Return the numbers of these actions, all of which compute; ``count`` for one that is missing."""
-        wanted = [(CODES[action.kind], action.stage, action.microbatch) for action in actions]
-        kind, stage, microbatch = np.array(wanted, np.int64).reshape(-1, 3).T
-        known = (stage < self._stages) & (microbatch < self._width)
+        triples = [(CODES[action.kind], action.stage, action.microbatch) for action in actions]
+        kind, stage, microbatch = np.array(triples, np.int64).reshape(-1, 3).T
+        in_range = (stage < self._stages) & (microbatch < self._width)
         key = self._key(_RESULT[kind] * self._stages + stage, microbatch)
-        found = self.index.find(np.where(known, key, -1))
-        same = np.append(self.kind, -1)[found] == kind
-        return np.where(known & same, found, self.count)
+        candidates = self.index.find(np.where(in_range, key, -1))
+        same_kind = np.append(self.kind, -1)[candidates] == kind
+        return np.where(in_range & same_kind, candidates, self.count)
 
     def forwards_of(self, numbers: Integers) -> Integers:
         """Return for each of these actions the F of its stage and microbatch."""
@@ -119,9 +119,9 @@ class ActionArrays:
         order = np.argsort(stages, kind="stable")
         counts = np.bincount(stages, minlength=self._stages)[self.stage[actions]]
         begins = np.searchsorted(stages[order], self.stage[actions])
-        which = np.repeat(np.arange(len(actions)), counts)
-        nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return actions[which], values[order][begins[which] + nth]
+        action_index = np.repeat(np.arange(len(actions)), counts)
+        nth = np.arange(len(action_index)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return actions[action_index], values[order][begins[action_index] + nth]
 
     @cached_property
     def results(self) -> Integers:
@@ -152,9 +152,9 @@ class ActionArrays:
         """
         pairs = [*self._own_needs(), *self._needs_of_others()]
         action = np.concatenate([first for first, _ in pairs])
-        needed = self.index.find(np.concatenate([second for _, second in pairs]))
+        maker = self.index.find(np.concatenate([second for _, second in pairs]))
         order = np.argsort(action, kind="stable")
-        return action[order], needed[order]
+        return action[order], maker[order]
 
     @cached_property
     def pairs(self) -> Integers:
@@ -167,9 +167,9 @@ class ActionArrays:
     def _own_needs(self) -> Iterator[tuple[Integers, Integers]]:
         """Yield what actions need of their own stage, and transfers of their partner."""
         stages, edges = self._stages, len(self.edges)
-        of_forward = self._of(I, B, SEND_F)
+        of_forward = self._actions_of(I, B, SEND_F)
         yield of_forward, self._key(self.stage[of_forward], self.microbatch[of_forward])
-        of_backward = self._of(W, SEND_B)
+        of_backward = self._actions_of(W, SEND_B)
         yield of_backward, self._key(stages + self.stage[of_backward], self.microbatch[of_backward])
         transfers = np.flatnonzero(self.edge >= 0)
         partner = (self.kind[transfers] - SEND_F) ^ 1
@@ -185,12 +185,12 @@ class ActionArrays:
         forward = np.where(received, first + (RECV_F - SEND_F) * len(self.edges) + numbers, producer)
         backward = np.where(received, first + (RECV_B - SEND_F) * len(self.edges) + numbers, self._stages + consumer)
         back = self.returns
-        waiting = (self._of(F), consumer, forward), (self._of(B, I), producer[back], backward[back])
+        waiting = (self._actions_of(F), consumer, forward), (self._actions_of(B, I), producer[back], backward[back])
         for actions, stage, row in waiting:
-            action, needed = self.join(actions, stage, row)
-            yield action, self._key(needed, self.microbatch[action])
+            action, result_row = self.join(actions, stage, row)
+            yield action, self._key(result_row, self.microbatch[action])
 
-    def _of(self, *kinds: int) -> Integers:
+    def _actions_of(self, *kinds: int) -> Integers:
         """Return all actions of these kinds whose result has a number."""
         return np.flatnonzero(np.isin(self.kind, kinds) & (self.results >= 0))
 
@@ -227,10 +227,10 @@ class KeyIndex:
             self.order = np.lexsort((misplaced, keys))
         self.keys = keys[self.order]
 
-    def find(self, wanted: Integers) -> Integers:
+    def find(self, keys: Integers) -> Integers:
         """Return the first position of each wanted key; the number of keys if it is missing."""
-        at = np.searchsorted(self.keys, wanted)
-        hit = (np.append(self.keys, -1)[at] == wanted) & (wanted >= 0)
+        at = np.searchsorted(self.keys, keys)
+        hit = (np.append(self.keys, -1)[at] == keys) & (keys >= 0)
         return np.where(hit, np.append(self.order, 0)[at], len(self.keys))
 
     def repeated(self) -> Integers:

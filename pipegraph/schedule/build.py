@@ -35,9 +35,9 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int | None = None, 
     """Do what `build` does; if the stages are there already, as ``has_stages`` says, no other ranks are advised."""
     recipe = find_recipe(name)
     chunks = recipe.chunks if chunks is None else chunks
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+    for quantity, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if type(number) is not int or number < 1:
-            raise ScheduleError(f"{recipe.name} cannot have {number!r} {what}.\nTry: a whole number from 1 on.")
+            raise ScheduleError(f"{recipe.name} cannot have {number!r} {quantity}.\nTry: a whole number from 1 on.")
     if chunks != recipe.chunks and not recipe.any_chunks:
         raise ScheduleError(
             f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it.\n"
@@ -51,9 +51,9 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int | None = None, 
             f"a step has {MOST:,} forwards at most.\nTry: {fewer} or fewer."
         )
     if wrong := recipe.rule(ranks, microbatches):
-        asked = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"
+        request = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"
         possible = wrong.microbatches if has_stages or not wrong.ranks else f"{wrong.microbatches}, or {wrong.ranks}"
-        raise ScheduleError(f"{recipe.name} cannot have {asked}: {wrong.why}\nTry: {possible}.")
+        raise ScheduleError(f"{recipe.name} cannot have {request}: {wrong.why}\nTry: {possible}.")
     numbers = recipe.name, ranks, microbatches, chunks
     schedule = _in_use.get(numbers)
     if schedule is None:

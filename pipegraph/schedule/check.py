@@ -133,11 +133,11 @@ def _check_divided(schedule: Schedule) -> None:
     parts = np.flatnonzero((arrays.kind == I) | (arrays.kind == W))
     parts = parts[np.isin(task[parts], task[wholes])]
     if len(parts):
-        whole = int(wholes[task[wholes] == task[parts[0]]][0])
-        (rank, first), (_, second) = arrays.place(whole), arrays.place(int(parts[0]))
-        one, other = arrays.action(whole), arrays.action(int(parts[0]))
-        what = f"{one} and {other} cannot both be on rank {rank}: B is I and W in one."
-        raise fault(schedule, what, {rank: max(first, second)}, f"Keep either {one}, or an I and a W.")
+        backward_number = int(wholes[task[wholes] == task[parts[0]]][0])
+        (rank, first), (_, second) = arrays.place(backward_number), arrays.place(int(parts[0]))
+        backward, half = arrays.action(backward_number), arrays.action(int(parts[0]))
+        problem = f"{backward} and {half} cannot both be on rank {rank}: B is I and W in one."
+        raise fault(schedule, problem, {rank: max(first, second)}, f"Keep either {backward}, or an I and a W.")
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -147,40 +147,40 @@ def _check_complete(schedule: Schedule) -> None:
     counted = min(schedule.microbatches, arrays.count // schedule.stages + 1)
     weight = 1 + (arrays.kind == B)
     inside = arrays.microbatch < counted
-    found = np.bincount(arrays.microbatch[inside], weight[inside], counted)
+    totals = np.bincount(arrays.microbatch[inside], weight[inside], counted)
     transfers = 0
     if schedule.lowered:
         crossing = sum(map(dependencies.crosses, dependencies.edges))
         returning = sum(map(dependencies.crosses, dependencies.gradient_edges)) if schedule.trains else 0
         transfers = 2 * (crossing + returning)
-    short = np.flatnonzero(found < schedule.stages * (3 if schedule.trains else 1) + transfers)
+    short = np.flatnonzero(totals < schedule.stages * (3 if schedule.trains else 1) + transfers)
     if len(short):
         raise _missing(schedule, int(short[0]))
 
 
 def _missing(schedule: Schedule, microbatch: int) -> ScheduleError:
-    there = {action for row in schedule.actions for action in row if action.microbatch == microbatch}
-    action = next(action for action in _required(schedule, microbatch, there) if action not in there)
+    actions = {action for row in schedule.actions for action in row if action.microbatch == microbatch}
+    action = next(action for action in _required(schedule, microbatch, actions) if action not in actions)
     rank = schedule.placement[action.stage]
     if action.peer is None:
-        what = f"{action} is missing on rank {rank}: stage {action.stage} needs it for every microbatch."
+        problem = f"{action} is missing on rank {rank}: stage {action.stage} needs it for every microbatch."
         advice = f"Add {action} to rank {rank}."
     else:
         partner = action.partner
-        also = f"although {partner} is" if partner in there else f"and so is {partner}"
-        what = f"{action} is missing on rank {rank}, {also} on rank {schedule.placement[partner.stage]}."
+        also = f"although {partner} is" if partner in actions else f"and so is {partner}"
+        problem = f"{action} is missing on rank {rank}, {also} on rank {schedule.placement[partner.stage]}."
         advice = f"Add {action} to rank {rank}, or let lower() place all transfers."
-    return fault(schedule, what, {rank: len(schedule.actions[rank])}, advice)
+    return fault(schedule, problem, {rank: len(schedule.actions[rank])}, advice)
 
 
-def _required(schedule: Schedule, microbatch: int, there: set[Action]) -> Iterator[Action]:
+def _required(schedule: Schedule, microbatch: int, actions: set[Action]) -> Iterator[Action]:
     """Yield all the actions of a microbatch that this schedule must have."""
     dependencies = schedule.dependencies
     for stage in range(schedule.stages):
         yield Action(stage, Kind.F, microbatch)
         if schedule.trains:
             divided = [Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)]
-            yield from divided if not there.isdisjoint(divided) else [Action(stage, Kind.B, microbatch)]
+            yield from divided if not actions.isdisjoint(divided) else [Action(stage, Kind.B, microbatch)]
     if schedule.lowered:
         for producer, consumer in filter(dependencies.crosses, dependencies.edges):
             send = Action(producer, Kind.SEND_F, microbatch, consumer)
@@ -197,25 +197,25 @@ def _check_overlapped(schedule: Schedule) -> None:
     forward, backward = arrays.numbers(first for first, _ in pairs), arrays.numbers(second for _, second in pairs)
     rank = np.append(arrays.rank, -1)
     apart = (rank[forward] != rank[backward]) | (backward <= forward)
-    same = np.array([(f.stage, f.microbatch) == (b.stage, b.microbatch) for f, b in pairs], bool)
-    for pair in np.flatnonzero(apart | same)[:1]:
+    same_task = np.array([(f.stage, f.microbatch) == (b.stage, b.microbatch) for f, b in pairs], bool)
+    for pair in np.flatnonzero(apart | same_task)[:1]:
         first, second = pairs[pair]
         places = dict(arrays.place(int(number[pair])) for number in (forward, backward) if number[pair] < arrays.count)
-        what, advice = "they are not an F and a later B of one rank", ", or put the two on one rank in order"
+        problem, advice = "they are not an F and a later B of one rank", ", or put the two on one rank in order"
         if not apart[pair]:
-            what, advice = f"{second} needs what {first} saves", ""
-        what = f"{first} and {second} cannot overlap: {what}."
-        raise fault(schedule, what, places or {0: 0}, f"Unmark the pair{advice}.")
+            problem, advice = f"{second} needs what {first} saves", ""
+        problem = f"{first} and {second} cannot overlap: {problem}."
+        raise fault(schedule, problem, places or {0: 0}, f"Unmark the pair{advice}.")
 
 
 def _check_memory(schedule: Schedule, limit: float) -> None:
-    for rank, held in enumerate(held_activations(schedule)):
-        over = np.flatnonzero(held > limit)
+    for rank, activations in enumerate(held_activations(schedule)):
+        over = np.flatnonzero(activations > limit)
         if len(over):
-            action, most = schedule.actions[rank][over[0]], held[over[0]]
-            what = f"{action} is too much for rank {rank}: with it, {most} activations are held."
+            action, most = schedule.actions[rank][over[0]], activations[over[0]]
+            problem = f"{action} is too much for rank {rank}: with it, {most} activations are held."
             advice = f"Let a B or W come first, raise the limit of {limit}, or try another schedule."
-            raise fault(schedule, what, {rank: int(over[0])}, advice)
+            raise fault(schedule, problem, {rank: int(over[0])}, advice)
 
 
 def _stuck(schedule: Schedule) -> dict[int, int]:
@@ -237,16 +237,16 @@ def _explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[
     arrays = schedule.arrays
     waits: dict[int, int] = {}  # stuck rank → an action that it waits for
     for rank, position in reached.items():
-        for number, other in _needs(arrays, arrays.bounds[rank] + position):
-            holder, at = arrays.place(other)
-            computes = arrays.action(other).peer is None
+        for number, maker in _needs(arrays, arrays.bounds[rank] + position):
+            holder, at = arrays.place(maker)
+            computes = arrays.action(maker).peer is None
             if holder not in reached or at + computes <= reached[holder]:
                 continue  # it is available: a transfer when its rank arrives, another action when it ends
             if holder == rank:
-                first, second = arrays.action(number), arrays.action(other)
-                what = f"On rank {rank}, {first} comes before {second}, which it needs."
-                return what, {rank: arrays.place(number)[1]}, f"Move {first} after {second}."
-            waits[rank] = other
+                first, second = arrays.action(number), arrays.action(maker)
+                problem = f"On rank {rank}, {first} comes before {second}, which it needs."
+                return problem, {rank: arrays.place(number)[1]}, f"Move {first} after {second}."
+            waits[rank] = maker
     circle: list[int] = []
     rank = min(waits)
     while rank not in circle:
@@ -269,7 +269,7 @@ def _explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[
 
 def _needs(arrays: ActionArrays, number: int) -> Iterator[tuple[int, int]]:
     """Yield what an action, or the overlapped pair that it begins, waits for, as (action, what it needs)."""
-    action, needed = arrays.needs
+    action, makers = arrays.needs
     for part in (number, number + 1) if number in arrays.pairs else (number,):
         first, last = np.searchsorted(action, part), np.searchsorted(action, part, "right")
-        yield from ((part, int(other)) for other in needed[first:last] if other != number)
+        yield from ((part, int(maker)) for maker in makers[first:last] if maker != number)

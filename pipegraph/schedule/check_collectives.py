@@ -22,72 +22,82 @@ def check_collectives(schedule: Schedule, resident: int | None = None) -> None:
 
 
 def _check_parameters(schedule: Schedule, rank: int, resident: int | None) -> None:
-    whole: set[int] = set()
-    for position, each in _positions(schedule, rank):
-        stage = each.stage
-        if isinstance(each, Action):
-            if each.peer is None and stage in schedule.sharded and stage not in whole:
-                what = f"the parameters of stage {stage} are sharded there"
-                advice = f"Put {stage}UNSHARD before {each}, or let lower() place all collectives."
-                raise _wrong(schedule, each, rank, position, what, advice)
-        elif each.kind is CollectiveKind.UNSHARD:
-            if stage in whole:
-                what = f"stage {stage} is whole already"
-                raise _wrong(schedule, each, rank, position, what, f"Remove it, or put {stage}RESHARD before it.")
-            whole.add(stage)
-            if resident is not None and len(whole) > resident:
-                what = f"with it, {len(whole)} stages are whole, and resident={resident}"
-                others = " or ".join(f"{other}RESHARD" for other in sorted(whole - {stage}))
-                advice = f"Put {others} before it, or give resident={len(whole)}."
-                raise _wrong(schedule, each, rank, position, what, advice)
-        elif each.kind is CollectiveKind.RESHARD:
-            if stage not in whole:
-                what = f"stage {stage} is sharded already"
-                raise _wrong(schedule, each, rank, position, what, f"Remove it, or put {stage}UNSHARD before it.")
-            whole.remove(stage)
+    unsharded_stages: set[int] = set()
+    for position, operation in _positions(schedule, rank):
+        stage = operation.stage
+        if isinstance(operation, Action):
+            if operation.peer is None and stage in schedule.sharded and stage not in unsharded_stages:
+                problem = f"the parameters of stage {stage} are sharded there"
+                advice = f"Put {stage}UNSHARD before {operation}, or let lower() place all collectives."
+                raise _wrong(schedule, operation, rank, position, problem, advice)
+        elif operation.kind is CollectiveKind.UNSHARD:
+            if stage in unsharded_stages:
+                problem = f"stage {stage} is whole already"
+                raise _wrong(
+                    schedule, operation, rank, position, problem, f"Remove it, or put {stage}RESHARD before it."
+                )
+            unsharded_stages.add(stage)
+            if resident is not None and len(unsharded_stages) > resident:
+                problem = f"with it, {len(unsharded_stages)} stages are whole, and resident={resident}"
+                reshards = " or ".join(
+                    f"{resident_stage}RESHARD" for resident_stage in sorted(unsharded_stages - {stage})
+                )
+                advice = f"Put {reshards} before it, or give resident={len(unsharded_stages)}."
+                raise _wrong(schedule, operation, rank, position, problem, advice)
+        elif operation.kind is CollectiveKind.RESHARD:
+            if stage not in unsharded_stages:
+                problem = f"stage {stage} is sharded already"
+                raise _wrong(
+                    schedule, operation, rank, position, problem, f"Remove it, or put {stage}UNSHARD before it."
+                )
+            unsharded_stages.remove(stage)
         elif not schedule.trains:
-            what = "a schedule without a backward has no gradients"
-            raise _wrong(schedule, each, rank, position, what, "Remove it.")
+            problem = "a schedule without a backward has no gradients"
+            raise _wrong(schedule, operation, rank, position, problem, "Remove it.")
     row = schedule.actions[rank]
-    for stage in sorted(whole):
+    for stage in sorted(unsharded_stages):
         last = max(at for at, action in enumerate(row) if action.stage == stage and action.peer is None)
-        what = f"Stage {stage} is still whole at the end of rank {rank}."
-        raise fault(schedule, what, {rank: len(row)}, _after(schedule, rank, last, f"{stage}RESHARD"))
+        problem = f"Stage {stage} is still whole at the end of rank {rank}."
+        raise fault(schedule, problem, {rank: len(row)}, _advice(schedule, rank, last, f"{stage}RESHARD"))
 
 
 def _check_gradients(schedule: Schedule, rank: int) -> None:
     row = schedule.actions[rank]
     last = {action.stage: at for at, action in enumerate(row) if action.kind in CONTRIBUTES}
     done: set[int] = set()
-    for position, each in _positions(schedule, rank):
-        if not isinstance(each, Collective) or each.kind is not CollectiveKind.REDUCE_GRAD:
+    for position, operation in _positions(schedule, rank):
+        if not isinstance(operation, Collective) or operation.kind is not CollectiveKind.REDUCE_GRAD:
             continue
-        if each.stage in done:
-            what = "the gradients of this stage are reduced before it"
-            raise _wrong(schedule, each, rank, position, what, "Remove one of the two.")
-        done.add(each.stage)
-        if position <= last[each.stage]:
-            what = f"{row[last[each.stage]]} adds to these gradients later on"
-            raise _wrong(schedule, each, rank, position, what, f"Move it after {row[last[each.stage]]}.")
+        if operation.stage in done:
+            problem = "the gradients of this stage are reduced before it"
+            raise _wrong(schedule, operation, rank, position, problem, "Remove one of the two.")
+        done.add(operation.stage)
+        if position <= last[operation.stage]:
+            problem = f"{row[last[operation.stage]]} adds to these gradients later on"
+            raise _wrong(schedule, operation, rank, position, problem, f"Move it after {row[last[operation.stage]]}.")
     for stage in sorted(schedule.sharded - done):
         if schedule.placement[stage] == rank:
-            what = f"{stage}REDUCE_GRAD is missing on rank {rank}: each rank has the gradients of its own rows only."
-            raise fault(schedule, what, {rank: len(row)}, _after(schedule, rank, last[stage], f"{stage}REDUCE_GRAD"))
+            problem = f"{stage}REDUCE_GRAD is missing on rank {rank}: each rank has the gradients of its own rows only."
+            raise fault(
+                schedule, problem, {rank: len(row)}, _advice(schedule, rank, last[stage], f"{stage}REDUCE_GRAD")
+            )
 
 
 def _positions(schedule: Schedule, rank: int) -> Iterator[tuple[int, Action | Collective]]:
     """Yield all that a rank does, each with the number of actions before it."""
     position = 0
-    for each in schedule.program(rank):
-        yield position, each
-        position += isinstance(each, Action)
+    for operation in schedule.program(rank):
+        yield position, operation
+        position += isinstance(operation, Action)
 
 
-def _after(schedule: Schedule, rank: int, position: int, collective: str) -> str:
+def _advice(schedule: Schedule, rank: int, position: int, collective: str) -> str:
     return f"Add {collective} after {schedule.actions[rank][position]}, or let lower() place all collectives."
 
 
 def _wrong(
-    schedule: Schedule, each: Action | Collective, rank: int, position: int, why: str, advice: str
+    schedule: Schedule, operation: Action | Collective, rank: int, position: int, why: str, advice: str
 ) -> ScheduleError:
-    return fault(schedule, f"{each} cannot be at position {position} of rank {rank}: {why}.", {rank: position}, advice)
+    return fault(
+        schedule, f"{operation} cannot be at position {position} of rank {rank}: {why}.", {rank: position}, advice
+    )

@@ -19,7 +19,7 @@ class CollectiveEvent(NamedTuple):
     end: float
 
 
-class Held(NamedTuple):
+class MemorySpan(NamedTuple):
     """A stage's parameters whole, or its gradients not yet reduced, in memory from ``start`` to ``end``."""
 
     stage: int
@@ -33,11 +33,11 @@ class RankCollectives:
 
     events: tuple[CollectiveEvent, ...]
     """in order"""
-    parameters: tuple[Held, ...]
+    parameters: tuple[MemorySpan, ...]
     """from UNSHARD to RESHARD"""
-    gradients: tuple[Held, ...]
+    gradients: tuple[MemorySpan, ...]
     """from the first W or B to the end of REDUCE_GRAD"""
-    reductions: tuple[Held, ...]
+    reductions: tuple[MemorySpan, ...]
     """from when the rank comes to REDUCE_GRAD to its end"""
     peak_whole: int
     """the largest number of stages whose parameters are whole at one time"""
@@ -73,35 +73,35 @@ class CollectiveStream:
     peak_whole: int = 0
     waited: float = 0.0
     events: list[CollectiveEvent] = field(default_factory=list)
-    parameters: list[Held] = field(default_factory=list)
-    gradients: list[Held] = field(default_factory=list)
-    reductions: list[Held] = field(default_factory=list)
+    parameters: list[MemorySpan] = field(default_factory=list)
+    gradients: list[MemorySpan] = field(default_factory=list)
+    reductions: list[MemorySpan] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)
-    _whole: dict[int, _Gathered] = field(default_factory=dict)  # by stage
+    _gathered: dict[int, _Gathered] = field(default_factory=dict)  # by stage
     _contributed: dict[int, float] = field(default_factory=dict)  # stage → when its gradients were made
 
-    def run(self, collective: Collective, now: float, after: int) -> None:
+    def run(self, collective: Collective, now: float, last_event: int) -> None:
         """Begin a collective when the rank comes to it, after its event at this position."""
         stage = collective.stage
         if collective.kind is CollectiveKind.RESHARD:
-            self.parameters.append(Held(stage, self._whole.pop(stage).since, now))
+            self.parameters.append(MemorySpan(stage, self._gathered.pop(stage).since, now))
             return
         if now >= self.clock:
-            self.begun = after
+            self.begun = last_event
         start = max(now, self.clock)
         self.clock = start + self.times.of_collective(collective)
         self.events.append(CollectiveEvent(collective, start, self.clock))
         if collective.kind is CollectiveKind.REDUCE_GRAD:
-            self.gradients.append(Held(stage, self._contributed[stage], self.clock))
-            self.reductions.append(Held(stage, now, self.clock))
+            self.gradients.append(MemorySpan(stage, self._contributed[stage], self.clock))
+            self.reductions.append(MemorySpan(stage, now, self.clock))
         else:
-            self._whole[stage] = _Gathered(now, self.clock, self.begun)
-            self.peak_whole = max(self.peak_whole, len(self._whole))
+            self._gathered[stage] = _Gathered(now, self.clock, self.begun)
+            self.peak_whole = max(self.peak_whole, len(self._gathered))
 
     def wait(self, unit: tuple[Action, ...], start: float, position: int) -> float:
         """Return when a unit can start that can at ``start`` as far as its other inputs are concerned."""
         for action in unit:
-            gathered = self._whole.get(action.stage)
+            gathered = self._gathered.get(action.stage)
             if gathered is not None and gathered.end > start:
                 self.waited += gathered.end - start
                 self.waits[position] = gathered.begun

@@ -49,10 +49,10 @@ class _CollectivesBefore:
     unshard: list[int] = field(default_factory=list)
     reduce_grad: list[int] = field(default_factory=list)
 
-    def collectives(self, before: Action | None) -> Iterator[Collective]:
-        yield from (Collective(stage, CollectiveKind.RESHARD, before) for stage in self.reshard)
-        yield from (Collective(stage, CollectiveKind.UNSHARD, before) for stage in self.unshard)
-        yield from (Collective(stage, CollectiveKind.REDUCE_GRAD, before) for stage in self.reduce_grad)
+    def collectives(self, next_action: Action | None) -> Iterator[Collective]:
+        yield from (Collective(stage, CollectiveKind.RESHARD, next_action) for stage in self.reshard)
+        yield from (Collective(stage, CollectiveKind.UNSHARD, next_action) for stage in self.unshard)
+        yield from (Collective(stage, CollectiveKind.REDUCE_GRAD, next_action) for stage in self.reduce_grad)
 
 
 def _of_rank(
@@ -79,10 +79,10 @@ def _of_rank(
         for action in unit:
             if action.kind in CONTRIBUTES and action.stage in reduced:
                 last_contribution[action.stage] = position
-    found = residencies(uses, resident)
-    for each, begin in zip(found, earliest_gathers(found, resident), strict=True):
-        places[ends[begin - 1] if begin else 0].unshard.append(each.stage)
-        places[ends[each.last]].reshard.append(each.stage)
+    all_residencies = residencies(uses, resident)
+    for residency, begin in zip(all_residencies, earliest_gathers(all_residencies, resident), strict=True):
+        places[ends[begin - 1] if begin else 0].unshard.append(residency.stage)
+        places[ends[residency.last]].reshard.append(residency.stage)
     for stage, end in last_contribution.items():
         places[end].reduce_grad.append(stage)
     for position, place in sorted(places.items()):

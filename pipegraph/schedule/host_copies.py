@@ -23,16 +23,16 @@ class HostCopies:
         self._seconds, self._position = seconds, 0
         self._out_free = self._in_free = 0.0
         self._leaving: set[_Key] = set()
-        self._gone: dict[int, list[_Key]] = defaultdict(list)
+        self._departures: dict[int, list[_Key]] = defaultdict(list)
         self._come: dict[int, list[_Key]] = defaultdict(list)
         self._copied: dict[_Key, float] = {}
         self._arrived: dict[_Key, float] = {}
-        for each in offload_windows(actions):
-            if seconds[each.stage]:
-                key = each.stage, each.microbatch
+        for window in offload_windows(actions):
+            if seconds[window.stage]:
+                key = window.stage, window.microbatch
                 self._leaving.add(key)
-                self._gone[each.left].append(key)
-                self._come[each.back].append(key)
+                self._departures[window.departure].append(key)
+                self._come[window.back].append(key)
 
     def begin(self, action: Action, start: float) -> float:
         """Return when an action begins that could at ``start``."""
@@ -45,7 +45,7 @@ class HostCopies:
 
     def end(self, action: Action, end: float) -> float:
         """Return when the rank continues after an action that took until ``end``."""
-        for key in self._gone.get(self._position, ()):
+        for key in self._departures.get(self._position, ()):
             end = max(end, self._copied[key])
         key = action.stage, action.microbatch
         if action.kind is Kind.F and key in self._leaving:

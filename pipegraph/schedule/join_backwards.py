@@ -36,30 +36,32 @@ def join_backwards(schedule: Schedule, times: Times, tries: int = _TRIES) -> Sch
     """
     require_schedule("join_backwards", schedule)
     require_times("join_backwards", times)
-    for what, present in (("transfers", schedule.lowered), ("collectives", bool(schedule.collectives))):
+    for kind, present in (("transfers", schedule.lowered), ("collectives", bool(schedule.collectives))):
         if present:
-            taken = "without_transfers(schedule)" if schedule.lowered else "schedule.changed(collectives=())"
-            raise ScheduleError(f"{schedule.name} has {what} already, which depend on the order.\nTry: {taken}, first.")
+            remedy = "without_transfers(schedule)" if schedule.lowered else "schedule.changed(collectives=())"
+            raise ScheduleError(
+                f"{schedule.name} has {kind} already, which depend on the order.\nTry: {remedy}, first."
+            )
     divided = [(action.stage, action.microbatch) for row in schedule.actions for action in row if action.kind is Kind.I]
     longest = simulate(schedule, times).makespan * (1 + EQUAL)
     most = peak_activations(schedule)
-    whole: set[tuple[int, int]] = set()
+    full_backwards: set[tuple[int, int]] = set()
     waiting = [divided] if divided else []
     while waiting and tries > 0:
-        some, tries = waiting.pop(), tries - 1
-        tried = _joined(schedule, whole.union(some))
+        candidates, tries = waiting.pop(), tries - 1
+        tried = _joined(schedule, full_backwards.union(candidates))
         peaks = zip(peak_activations(tried), most, strict=True)
         if simulate(tried, times).makespan <= longest and all(peak <= limit for peak, limit in peaks):
-            whole.update(some)
-        elif len(some) > 1:
-            half = len(some) // 2
-            waiting += [some[half:], some[:half]]  # the first half is next
-    return _joined(schedule, whole) if whole else schedule
+            full_backwards.update(candidates)
+        elif len(candidates) > 1:
+            half = len(candidates) // 2
+            waiting += [candidates[half:], candidates[:half]]  # the first half is next
+    return _joined(schedule, full_backwards) if full_backwards else schedule
 
 
-def _joined(schedule: Schedule, whole: set[tuple[int, int]]) -> Schedule:
+def _joined(schedule: Schedule, full_backwards: set[tuple[int, int]]) -> Schedule:
     def changed(action: Action) -> Action | None:
-        if (action.stage, action.microbatch) not in whole or action.kind is Kind.F:
+        if (action.stage, action.microbatch) not in full_backwards or action.kind is Kind.F:
             return action
         return Action(action.stage, Kind.B, action.microbatch) if action.kind is Kind.I else None
 

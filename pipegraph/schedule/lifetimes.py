@@ -48,14 +48,14 @@ def lifetimes(schedule: Schedule) -> tuple[tuple[Lifetime, ...], ...]:
     }
     rows: list[list[Lifetime]] = [[] for _ in schedule.actions]
     first = np.array(arrays.bounds)
-    for what, (made, read) in parts.items():
-        rank = arrays.rank[made]
-        begins = np.where(np.isin(arrays.kind[made], (RECV_F, RECV_B)), arrays.peer[made], arrays.stage[made])
+    for kind, (maker, read) in parts.items():
+        rank = arrays.rank[maker]
+        begins = np.where(np.isin(arrays.kind[maker], (RECV_F, RECV_B)), arrays.peer[maker], arrays.stage[maker])
         ends = np.where(np.isin(arrays.kind[read], (SEND_F, SEND_B)), arrays.peer[read], arrays.stage[read])
-        columns = rank, begins, ends, arrays.microbatch[made], made - first[rank], read - first[rank]
+        columns = rank, begins, ends, arrays.microbatch[maker], maker - first[rank], read - first[rank]
         for holder, begin, end, microbatch, position, last in zip(*(c.tolist() for c in columns), strict=True):
-            rows[holder].append(Lifetime(what, (begin, end), microbatch, position, last))
-    return tuple(tuple(sorted(row, key=lambda held: held.last_read)) for row in rows)
+            rows[holder].append(Lifetime(kind, (begin, end), microbatch, position, last))
+    return tuple(tuple(sorted(row, key=lambda lifetime: lifetime.last_read)) for row in rows)
 
 
 def receive_buffers(schedule: Schedule, ahead: int = 0, saved: bool = True) -> dict[tuple[int, int], int]:
@@ -74,12 +74,20 @@ def receive_buffers(schedule: Schedule, ahead: int = 0, saved: bool = True) -> d
         actions = schedule.actions[rank]
         receives = [at for at, action in enumerate(actions) if action.peer is not None and not action.sends]
         posted = dict(zip(receives, [0] * ahead + receives, strict=False))
-        released = {(held.stages[1], held.microbatch): held.last_read for held in row if held.what is What.SAVED}
+        released = {
+            (saved_lifetime.stages[1], saved_lifetime.microbatch): saved_lifetime.last_read
+            for saved_lifetime in row
+            if saved_lifetime.what is What.SAVED
+        }
         spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for held in row:
-            if held.made in posted:
-                end = released.get((held.stages[1], held.microbatch), held.last_read) if saved else held.last_read
-                spans.setdefault(held.stages, []).append((posted[held.made], end))
+        for lifetime in row:
+            if lifetime.made in posted:
+                end = (
+                    released.get((lifetime.stages[1], lifetime.microbatch), lifetime.last_read)
+                    if saved
+                    else lifetime.last_read
+                )
+                spans.setdefault(lifetime.stages, []).append((posted[lifetime.made], end))
         largest |= {stages: _largest_overlap(edge) for stages, edge in sorted(spans.items())}
     return largest
 
@@ -92,9 +100,9 @@ def _largest_overlap(spans: list[tuple[int, int]]) -> int:
 
 def _over_edges(arrays: ActionArrays, makers: tuple[int, ...], receive: int, send: int) -> tuple[Integers, Integers]:
     """Return what goes over edges, as (the action that makes it on a rank, the action of that rank that reads it)."""
-    made, read = _on_one_rank(arrays)
-    kept = np.isin(arrays.kind[made], (*makers, receive)) & np.isin(arrays.kind[read], (*makers, send))
-    return made[kept], read[kept]
+    maker, read = _on_one_rank(arrays)
+    mask = np.isin(arrays.kind[maker], (*makers, receive)) & np.isin(arrays.kind[read], (*makers, send))
+    return maker[mask], read[mask]
 
 
 def _saved(arrays: ActionArrays) -> tuple[Integers, Integers]:
@@ -105,9 +113,9 @@ def _saved(arrays: ActionArrays) -> tuple[Integers, Integers]:
 
 def _on_one_rank(arrays: ActionArrays) -> tuple[Integers, Integers]:
     """Return what an action makes and a later one of its rank needs, as (the first, the second)."""
-    read, made = arrays.needs
-    kept = arrays.rank[read] == arrays.rank[made]
-    return made[kept], read[kept]
+    read, maker = arrays.needs
+    same_rank = arrays.rank[read] == arrays.rank[maker]
+    return maker[same_rank], read[same_rank]
 
 
 def held_activations(schedule: Schedule) -> list[Integers]:
@@ -126,4 +134,4 @@ def held_activations(schedule: Schedule) -> list[Integers]:
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Return the largest number of activations that each rank holds at one time."""
-    return tuple(int(held.max(initial=0)) for held in held_activations(schedule))
+    return tuple(int(activations.max(initial=0)) for activations in held_activations(schedule))

@@ -69,8 +69,8 @@ def lower(
             schedule that is wrong, has transfers already, or has collectives of other stages.
     """
     require_schedule("lower", schedule)
-    for each in (edges, gradient_edges):
-        require_type(each, (Iterable, NoneType), "Edges are pairs of stages", "edges=[(0, 1)]", ScheduleError)
+    for pairs in (edges, gradient_edges):
+        require_type(pairs, (Iterable, NoneType), "Edges are pairs of stages", "edges=[(0, 1)]", ScheduleError)
     for stages in (sharded, replicated):
         require_type(stages, Iterable, "Sharded and replicated are stages", "sharded=[0, 1]", ScheduleError)
     if schedule.lowered:
@@ -106,10 +106,10 @@ def lower(
 def _require_same_stages(schedule: Schedule, sharded: set[int], replicated: set[int]) -> None:
     """Raise ScheduleError if stages are sharded or replicated, but not those for which the schedule has collectives."""
     reduced = sharded | replicated if schedule.trains else set()
-    for what, asked, own in (("gathers", sharded, schedule.sharded), ("reduces", reduced, schedule.reduced)):
-        if (sharded or replicated) and asked != own:
+    for verb, named, placed in (("gathers", sharded, schedule.sharded), ("reduces", reduced, schedule.reduced)):
+        if (sharded or replicated) and named != placed:
             raise ScheduleError(
-                f"{schedule.name} {what} the stages {sorted(own)}, and those of this pipeline are {sorted(asked)}.\n"
+                f"{schedule.name} {verb} the stages {sorted(placed)}, and those of this pipeline are {sorted(named)}.\n"
                 f"Try: schedule.changed(collectives=()), for which lower() places all of them."
             )
 

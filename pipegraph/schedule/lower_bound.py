@@ -52,13 +52,13 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
     tasks = _tasks(times, placement)
     bound = 0.0
     for rank in set(placement):
-        held = [tasks[stage] for stage in range(len(placement)) if placement[stage] == rank]
-        bound = max(bound, *_one_machine([task for stage in held for task in stage], microbatches))
+        rank_tasks = [tasks[stage] for stage in range(len(placement)) if placement[stage] == rank]
+        bound = max(bound, *_one_machine([task for stage in rank_tasks for task in stage], microbatches))
         if memory_limit is not None:
-            limit = int(min(memory_limit, microbatches * len(held)))
-            lives = sum(weight.head + weight.time - forward.head for forward, _, weight in held)
-            apart = min(forward.time for forward, _, _ in held) + min(weight.time for _, _, weight in held)
-            head = min(forward.head for forward, _, _ in held)
+            limit = int(min(memory_limit, microbatches * len(rank_tasks)))
+            lives = sum(weight.head + weight.time - forward.head for forward, _, weight in rank_tasks)
+            apart = min(forward.time for forward, _, _ in rank_tasks) + min(weight.time for _, _, weight in rank_tasks)
+            head = min(forward.head for forward, _, _ in rank_tasks)
             bound = max(bound, head + (microbatches * lives + limit * (limit - 1) / 2 * apart) / limit)
     return bound
 
@@ -66,8 +66,8 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
 def _tasks(times: Times, placement: Sequence[int]) -> list[tuple[_Task, _Task, _Task]]:
     """Return F, I and W of each stage."""
     hops = [
-        0.0 if rank == other else times.hop_of((stage, stage + 1)) + times.transfer_of((stage, stage + 1))
-        for stage, (rank, other) in enumerate(pairwise(placement))
+        0.0 if rank == next_rank else times.hop_of((stage, stage + 1)) + times.transfer_of((stage, stage + 1))
+        for stage, (rank, next_rank) in enumerate(pairwise(placement))
     ]
     stages = range(len(placement))
     f, b, w = times.forward, times.input_grad, times.weight_grad
@@ -119,8 +119,8 @@ class SimulatedSchedule:
         """What no schedule of these stages can beat; without a backward, no schedule that has none."""
         schedule, times, limit = self.schedule, self.times, self.memory_limit
         if not schedule.trains:
-            nothing = (0.0,) * times.stages
-            times, limit = replace(times, input_grad=nothing, weight_grad=nothing), None
+            zeros = (0.0,) * times.stages
+            times, limit = replace(times, input_grad=zeros, weight_grad=zeros), None
         return lower_bound(times, schedule.placement, schedule.microbatches, limit)
 
     @property
@@ -130,4 +130,4 @@ class SimulatedSchedule:
 
     @cached_property
     def time_format(self) -> TimeFormat:
-        return TimeFormat.of(self.timeline.makespan) if self.in_seconds else TimeFormat()
+        return TimeFormat.for_seconds(self.timeline.makespan) if self.in_seconds else TimeFormat()

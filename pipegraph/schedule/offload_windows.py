@@ -22,20 +22,20 @@ class OffloadWindow(NamedTuple):
 
     Attributes:
         stage, microbatch: whose saved values are away.
-        left: the action behind which they are copied out: they are away when it has ended.
+        departure: the action behind which they are copied out: they are away when it has ended.
         back: the action behind which they are copied in: they are there again when it begins.
     """
 
     stage: int
     microbatch: int
-    left: int
+    departure: int
     back: int
 
 
 def offload_windows(actions: Sequence[Action]) -> list[OffloadWindow]:
     """Return when the saved values of each stage and microbatch of a rank can be away, in the order of F."""
     forward: dict[tuple[int, int], int] = {}
-    found = []
+    windows = []
     for position, action in enumerate(action for action in actions if not action.kind.is_transfer):
         key = action.stage, action.microbatch
         if action.kind is Kind.F:
@@ -43,5 +43,5 @@ def offload_windows(actions: Sequence[Action]) -> list[OffloadWindow]:
         elif key in forward:
             begin = forward.pop(key)
             if position - begin >= _SHORTEST:
-                found.append(OffloadWindow(*key, begin + 1, position - 1))
-    return sorted(found, key=lambda each: each.left)
+                windows.append(OffloadWindow(*key, begin + 1, position - 1))
+    return sorted(windows, key=lambda window: window.departure)

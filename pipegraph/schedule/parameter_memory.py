@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from pipegraph.errors import ScheduleError
-from pipegraph.schedule.collective_stream import Held, RankCollectives
+from pipegraph.schedule.collective_stream import MemorySpan, RankCollectives
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.times import Times
@@ -47,20 +47,20 @@ def parameter_bytes(
                 f"{name} holds bytes, one figure per stage: {schedule.name} has {schedule.stages} stages, "
                 f"and {len(figures)} were given."
             )
-    kept = [shards[stage] if stage in schedule.sharded else whole[stage] for stage in range(schedule.stages)]
+    stage_bytes = [shards[stage] if stage in schedule.sharded else whole[stage] for stage in range(schedule.stages)]
     at_rest = [0.0] * schedule.ranks
     for stage, rank in enumerate(schedule.placement):
-        at_rest[rank] += kept[stage]
+        at_rest[rank] += stage_bytes[stage]
     collectives = simulate(schedule, times).collectives
     if not collectives:
-        return tuple(ParameterBytes(rest, rest, rest) for rest in at_rest)
+        return tuple(ParameterBytes(rank_bytes, rank_bytes, rank_bytes) for rank_bytes in at_rest)
     return tuple(
         ParameterBytes(
-            rest,
-            rest + _peak(_changes(each.parameters, whole)),
-            rest + _peak(_with_gradients(each, schedule, whole, exchanged)),
+            rank_bytes,
+            rank_bytes + _peak(_changes(rank_collectives.parameters, whole)),
+            rank_bytes + _peak(_with_gradients(rank_collectives, schedule, whole, exchanged)),
         )
-        for rest, each in zip(at_rest, collectives, strict=True)
+        for rank_bytes, rank_collectives in zip(at_rest, collectives, strict=True)
     )
 
 
@@ -72,26 +72,26 @@ class _Change(NamedTuple):
     size: float
 
 
-def _changes(held: Iterable[Held], size: Sequence[float]) -> Iterator[_Change]:
+def _changes(spans: Iterable[MemorySpan], size: Sequence[float]) -> Iterator[_Change]:
     """What ends at a time makes room for what starts then."""
-    for each in held:
-        yield _Change(each.start, 2, size[each.stage])
-        yield _Change(each.end, 0, -size[each.stage])
+    for span in spans:
+        yield _Change(span.start, 2, size[span.stage])
+        yield _Change(span.end, 0, -size[span.stage])
 
 
 def _with_gradients(
     collectives: RankCollectives, schedule: Schedule, size: Sequence[float], exchanged: bool
 ) -> Iterator[_Change]:
     yield from _changes(collectives.parameters, size)
-    for each in collectives.gradients:
-        if each.stage in schedule.sharded:
-            yield _Change(each.start, 4, size[each.stage])
-            yield _Change(each.end, 3 if exchanged else 0, -size[each.stage])
-    for each in collectives.reductions if exchanged else ():
-        if each.stage in schedule.sharded:
-            yield _Change(each.start, 2, size[each.stage])  # after the stage's parameters were freed
-            yield _Change(each.end, 3, -size[each.stage])
+    for span in collectives.gradients:
+        if span.stage in schedule.sharded:
+            yield _Change(span.start, 4, size[span.stage])
+            yield _Change(span.end, 3 if exchanged else 0, -size[span.stage])
+    for span in collectives.reductions if exchanged else ():
+        if span.stage in schedule.sharded:
+            yield _Change(span.start, 2, size[span.stage])  # after the stage's parameters were freed
+            yield _Change(span.end, 3, -size[span.stage])
 
 
 def _peak(changes: Iterable[_Change]) -> float:
-    return max(accumulate(each.size for each in sorted(changes)), default=0.0)
+    return max(accumulate(change.size for change in sorted(changes)), default=0.0)

@@ -34,7 +34,7 @@ def replay(arrays: ActionArrays, durations: Mapping[Kind, int] = UNIT) -> Intege
     duration = np.array([durations[kind] for kind in KINDS])[arrays.kind].tolist()
     transfers = (arrays.kind >= SEND_F).tolist()
     paired = set(arrays.pairs.tolist())
-    first, needed = _needs_to_wait_for(arrays)
+    first, needs = _needs_to_wait_for(arrays)
     bounds = arrays.bounds
     starts = [NEVER] * arrays.count
     available = [NEVER] * (arrays.count + 1)  # from when on each result is; the last: never
@@ -50,11 +50,11 @@ def replay(arrays: ActionArrays, durations: Mapping[Kind, int] = UNIT) -> Intege
                 if number in waiting:
                     free += waiting.pop(number)
             start = time
-            for one in needed[first[number] : first[number + 1]]:
-                if available[one] == NEVER:
-                    waiting.setdefault(one, []).append(rank)
+            for need in needs[first[number] : first[number + 1]]:
+                if available[need] == NEVER:
+                    waiting.setdefault(need, []).append(rank)
                     break
-                start = max(start, available[one])
+                start = max(start, available[need])
             else:
                 starts[number] = start
                 time = start + duration[number]
@@ -88,17 +88,17 @@ def _needs_to_wait_for(arrays: ActionArrays) -> tuple[list[int], list[int]]:
     They are (for each action, where its needs begin; all needs). The first action of an overlapped pair has the needs
     of both.
     """
-    action, needed = arrays.needs
+    action, maker = arrays.needs
     if len(arrays.pairs):
         second = np.isin(action - 1, arrays.pairs)
-        action, needed = np.append(action, action[second] - 1), np.append(needed, needed[second])
+        action, maker = np.append(action, action[second] - 1), np.append(maker, maker[second])
         order = np.argsort(action, kind="stable")
-        action, needed = action[order], needed[order]
+        action, maker = action[order], maker[order]
     rank = np.append(arrays.rank, -1)
-    kept = (needed > action) | (rank[needed] != rank[action])
-    kept &= needed != action
-    counts = np.bincount(action[kept], minlength=arrays.count)
-    return [0, *np.cumsum(counts).tolist()], needed[kept].tolist()
+    mask = (maker > action) | (rank[maker] != rank[action])
+    mask &= maker != action
+    counts = np.bincount(action[mask], minlength=arrays.count)
+    return [0, *np.cumsum(counts).tolist()], maker[mask].tolist()
 
 
 def grid(cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]]) -> str:
@@ -117,34 +117,34 @@ def marked_grid(cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], 
     A position behind the last action of its rank marks the place of a missing one.
     """
     ends = {rank: (slots[rank][: at + 1] or [0])[-1] for rank, at in marks.items()}
-    shown = range(max(0, min(ends.values()) - _SLOTS_BEFORE), max(ends.values()) + _SLOTS_AFTER + 1)
+    visible_slots = range(max(0, min(ends.values()) - _SLOTS_BEFORE), max(ends.values()) + _SLOTS_AFTER + 1)
     ranks = [rank for rank in range(len(cells)) if any(abs(rank - marked) <= _RANKS_AROUND for marked in marks)]
     if len(cells) <= _FEW_RANKS:
         ranks = list(range(len(cells)))
-    return "\n".join(_rows(cells, slots, ranks, shown, ends))
+    return "\n".join(_rows(cells, slots, ranks, visible_slots, ends))
 
 
 def _rows(
     cells: Sequence[Sequence[str]],
     slots: Sequence[Sequence[int]],
     ranks: Sequence[int],
-    shown: range,
+    visible_slots: range,
     ends: Mapping[int, int],
 ) -> list[str]:
-    drawn: dict[tuple[int, int], str] = {}
+    texts: dict[tuple[int, int], str] = {}
     for rank in ranks:
         for text, slot in zip(cells[rank], slots[rank], strict=True):
-            if slot in shown and slot <= ends.get(rank, slot):
-                drawn[rank, slot] = text
-    widths = dict.fromkeys(shown, 0)
-    for (_, slot), text in drawn.items():
+            if slot in visible_slots and slot <= ends.get(rank, slot):
+                texts[rank, slot] = text
+    widths = dict.fromkeys(visible_slots, 0)
+    for (_, slot), text in texts.items():
         widths[slot] = max(widths[slot], len(text))
-    before = "… " if shown.start > 0 else ""
+    prefix = "… " if visible_slots.start > 0 else ""
     label = len(f"rank {len(cells) - 1}")
     lines = []
     for rank in ranks:
-        up_to_mark = [slot for slot in shown if slot <= ends.get(rank, slot)]
-        line = " ".join(drawn.get((rank, slot), "").ljust(widths[slot]) for slot in up_to_mark)
-        line = f"{f'rank {rank}':<{label}}  {before}{line}".rstrip()
+        up_to_mark = [slot for slot in visible_slots if slot <= ends.get(rank, slot)]
+        line = " ".join(texts.get((rank, slot), "").ljust(widths[slot]) for slot in up_to_mark)
+        line = f"{f'rank {rank}':<{label}}  {prefix}{line}".rstrip()
         lines.append(f"{line} <-- ERROR HERE" if rank in ends else line)
     return lines

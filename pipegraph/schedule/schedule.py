@@ -114,21 +114,21 @@ class Schedule:
 
         A collective whose action is gone comes before the next one of its rank that is left.
         """
-        own = {field.name: getattr(self, field.name) for field in fields(Schedule)}
+        field_values = {field.name: getattr(self, field.name) for field in fields(Schedule)}
         if self.collectives and "actions" in changes:
             changes = {"collectives": self._moved_collectives(changes["actions"]), **changes}
-        return Schedule(**own | changes)
+        return Schedule(**field_values | changes)
 
     def _moved_collectives(self, rows: Sequence[Sequence[Action]]) -> tuple[Collective, ...]:
         following: dict[Action, Action | None] = {}
-        for before, after in zip(self.actions, rows, strict=False):
-            left, next_left = {*after}, None
-            for action in reversed(before):
-                next_left = action if action in left else next_left
+        for old_row, new_row in zip(self.actions, rows, strict=False):
+            remaining_actions, next_left = {*new_row}, None
+            for action in reversed(old_row):
+                next_left = action if action in remaining_actions else next_left
                 following[action] = next_left
         return tuple(
-            each if each.before is None else replace(each, before=following.get(each.before))
-            for each in self.collectives
+            collective if collective.before is None else replace(collective, before=following.get(collective.before))
+            for collective in self.collectives
         )
 
     def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
@@ -156,31 +156,35 @@ class Schedule:
 
         What comes before the second action of a unit comes before the whole unit, because that begins at once.
         """
-        before = self._collectives_before[rank]
+        collectives = self._collectives_before[rank]
         for unit in self.units(rank):
-            if before:
+            if collectives:
                 for action in unit:
-                    yield from before.get(action, ())
+                    yield from collectives.get(action, ())
             yield unit
-        yield from before.get(None, ())
+        yield from collectives.get(None, ())
 
     @cached_property
     def _collectives_before(self) -> list[dict[Action | None, list[Collective]]]:
         """rank → {action: the collectives right before it}; None: after all actions"""
-        before: list[dict[Action | None, list[Collective]]] = [{} for _ in self.actions]
-        for each in self.collectives:
-            before[self.placement[each.stage]].setdefault(each.before, []).append(each)
-        return before
+        by_rank: list[dict[Action | None, list[Collective]]] = [{} for _ in self.actions]
+        for collective in self.collectives:
+            by_rank[self.placement[collective.stage]].setdefault(collective.before, []).append(collective)
+        return by_rank
 
     @cached_property
     def sharded(self) -> frozenset[int]:
         """The stages whose parameters are gathered in it."""
-        return frozenset(each.stage for each in self.collectives if each.kind is not CollectiveKind.REDUCE_GRAD)
+        return frozenset(
+            collective.stage for collective in self.collectives if collective.kind is not CollectiveKind.REDUCE_GRAD
+        )
 
     @cached_property
     def reduced(self) -> frozenset[int]:
         """The stages whose gradients are reduced in it."""
-        return frozenset(each.stage for each in self.collectives if each.kind is CollectiveKind.REDUCE_GRAD)
+        return frozenset(
+            collective.stage for collective in self.collectives if collective.kind is CollectiveKind.REDUCE_GRAD
+        )
 
     @cached_property
     def gathers(self) -> tuple[int, ...]:
@@ -194,16 +198,16 @@ class Schedule:
 
     def _count(self, kind: CollectiveKind) -> tuple[int, ...]:
         counts = [0] * self.ranks
-        for each in self.collectives:
-            counts[self.placement[each.stage]] += each.kind is kind
+        for collective in self.collectives:
+            counts[self.placement[collective.stage]] += collective.kind is kind
         return tuple(counts)
 
     def cells(self) -> list[list[str]]:
         """Return the text of each action, for a grid: after the collectives that come right before it."""
         rows = []
-        for row, before in zip(self.actions, self._collectives_before, strict=True):
-            texts = [" ".join(map(str, (*before.get(action, ()), action))) for action in row]
-            texts[-1:] = [" ".join((text, *map(str, before.get(None, ())))) for text in texts[-1:]]
+        for row, collectives in zip(self.actions, self._collectives_before, strict=True):
+            texts = [" ".join(map(str, (*collectives.get(action, ()), action))) for action in row]
+            texts[-1:] = [" ".join((text, *map(str, collectives.get(None, ())))) for text in texts[-1:]]
             rows.append(texts)
         return rows
 
@@ -222,15 +226,15 @@ class Schedule:
 
 def require_schedule(function: str, schedule: object) -> None:
     """Raise ScheduleError unless a function is given a Schedule."""
-    made = 'build("1f1b", ranks=4, microbatches=8), or from_csv(text)'
-    require_type(schedule, Schedule, f"{function}() takes a Schedule", made, ScheduleError)
+    examples = 'build("1f1b", ranks=4, microbatches=8), or from_csv(text)'
+    require_type(schedule, Schedule, f"{function}() takes a Schedule", examples, ScheduleError)
 
 
-def _tuple(what: str, items: Iterable[Any]) -> tuple[Any, ...]:
+def _tuple(subject: str, items: Iterable[Any]) -> tuple[Any, ...]:
     try:
         return tuple(items)
     except TypeError:
-        raise ScheduleError(f"The {what} of a schedule are a sequence, not {items!r}.") from None
+        raise ScheduleError(f"The {subject} of a schedule are a sequence, not {items!r}.") from None
 
 
 def _pair(pair: object) -> tuple[Action, Action]:
@@ -244,27 +248,29 @@ def _collectives(
     collectives: Iterable[object], placement: Sequence[int], rows: Sequence[Sequence[Action]]
 ) -> tuple[Collective, ...]:
     """Return the collectives. Raises ScheduleError if one is not before an action of its stage's rank."""
-    made, held = [], [{*row} for row in rows]
-    for each in _tuple("collectives", collectives):
-        if not isinstance(each, Collective) or not 0 <= each.stage < len(placement):
-            raise ScheduleError(f"A collective is of one of the stages 0 to {len(placement) - 1}, not {each!r}.")
-        if each.before is not None and each.before not in held[placement[each.stage]]:
-            rank = placement[each.stage]
-            raise ScheduleError(f"{each} cannot be before {each.before}, which rank {rank}, its own, does not have.")
-        made.append(each)
-    return tuple(made)
+    checked_collectives, rank_actions = [], [{*row} for row in rows]
+    for collective in _tuple("collectives", collectives):
+        if not isinstance(collective, Collective) or not 0 <= collective.stage < len(placement):
+            raise ScheduleError(f"A collective is of one of the stages 0 to {len(placement) - 1}, not {collective!r}.")
+        if collective.before is not None and collective.before not in rank_actions[placement[collective.stage]]:
+            rank = placement[collective.stage]
+            raise ScheduleError(
+                f"{collective} cannot be before {collective.before}, which rank {rank}, its own, does not have."
+            )
+        checked_collectives.append(collective)
+    return tuple(checked_collectives)
 
 
 def _edges(edges: Iterable[object], stages: int) -> tuple[Edge, ...]:
     """Sort the edges, each once. Raises ScheduleError if one does not lead from a stage to a later one."""
-    found = set()
+    distinct_edges = set()
     for edge in _tuple("edges", edges):
         match edge:
             case (int(producer), int(consumer)) if 0 <= producer < consumer < stages:
-                found.add((producer, consumer))
+                distinct_edges.add((producer, consumer))
             case _:
                 raise ScheduleError(
                     f"{edge!r} is no edge: an edge leads from one of the stages 0 to {stages - 1} to a later one, "
                     f"such as (0, 1)."
                 )
-    return tuple(sorted(found))
+    return tuple(sorted(distinct_edges))

@@ -79,7 +79,7 @@ def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Sche
             if not transfers:
                 actions = [action for action in actions if action.peer is None]
             if actions:
-                collectives += [replace(each, before=actions[0]) for each in waiting]
+                collectives += [replace(pending, before=actions[0]) for pending in waiting]
                 waiting.clear()
             if len(actions) == 2:
                 overlapped.add((actions[0], actions[1]))
@@ -107,10 +107,10 @@ def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Sche
 
 
 def _place(action: Action | Collective, rank: int, placement: dict[int, int]) -> None:
-    if (other := placement.setdefault(action.stage, rank)) != rank:
+    if (stage_rank := placement.setdefault(action.stage, rank)) != rank:
         raise ScheduleError(
-            f"{action} is of stage {action.stage}, which line {other + 1} holds: a stage is on one rank.\n"
-            f"Try: move {action} to line {other + 1}."
+            f"{action} is of stage {action.stage}, which line {stage_rank + 1} holds: a stage is on one rank.\n"
+            f"Try: move {action} to line {stage_rank + 1}."
         )
 
 
@@ -148,8 +148,8 @@ def read_csv(path: str | PathLike[str], transfers: bool = True) -> Schedule:
     try:
         check(schedule)
     except ScheduleError as error:
-        what, picture = str(error).split("\n", 1)
-        raise ScheduleError(f"{what} ({path.name}, {_places(error, columns)})\n{picture}", error.places) from None
+        problem, picture = str(error).split("\n", 1)
+        raise ScheduleError(f"{problem} ({path.name}, {_places(error, columns)})\n{picture}", error.places) from None
     return schedule
 
 
@@ -164,16 +164,16 @@ def read_times(path: str | PathLike[str]) -> Times:
         raise ScheduleError(f"{path}: {error}{advice}") from None
 
 
-def _read_text(what: str, path: Path) -> str:
+def _read_text(subject: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ScheduleError(
-            f"the {what} {path} cannot be read: it is no UTF-8 text ({error.reason}).\nTry: save it as UTF-8."
+            f"the {subject} {path} cannot be read: it is no UTF-8 text ({error.reason}).\nTry: save it as UTF-8."
         ) from None
     except OSError as error:
         raise ScheduleError(
-            f"the {what} {path} cannot be read: {error.strerror}.\nTry: the name of a file that is there."
+            f"the {subject} {path} cannot be read: {error.strerror}.\nTry: the name of a file that is there."
         ) from None
 
 

@@ -93,7 +93,7 @@ class _Simulation:
         self._ready = [0.0] * len(self._missing)
         self._source: list[Place] = [(0, 0)] * len(self._missing)
         self._done = bytearray(len(self._missing))
-        self._left: dict[tuple[int, int], float] = {}  # link → when its last transfer has left
+        self._link_ends: dict[tuple[int, int], float] = {}  # link → when its last transfer has left
         self._destinations: dict[Kind, list[list[_Destination]]] = {
             _F: [self._destinations_of(stage, needs.consumers.get(stage, ())) for stage in stages],
             _I: [self._destinations_of(stage, needs.gradient_producers.get(stage, ())) for stage in stages],
@@ -101,17 +101,17 @@ class _Simulation:
         }
         self._destinations[_B] = self._destinations[_I]
 
-    def _destinations_of(self, stage: int, others: Iterable[int]) -> list[_Destination]:
+    def _destinations_of(self, stage: int, target_stages: Iterable[int]) -> list[_Destination]:
         placement, crosses = self._schedule.placement, self._schedule.dependencies.crosses
-        found = []
-        for other in others:
-            edge = (min(stage, other), max(stage, other))
+        destinations = []
+        for target in target_stages:
+            edge = (min(stage, target), max(stage, target))
             if crosses(edge):
-                link = placement[stage], placement[other]
-                found.append(_Destination(other, link, self._times.hop_of(edge), self._times.transfer_of(edge)))
+                link = placement[stage], placement[target]
+                destinations.append(_Destination(target, link, self._times.hop_of(edge), self._times.transfer_of(edge)))
             else:
-                found.append(_Destination(other, None, 0.0, 0.0))
-        return found
+                destinations.append(_Destination(target, None, 0.0, 0.0))
+        return destinations
 
     def finished(self) -> bool:
         return all(unit is None for unit in self._next)
@@ -177,7 +177,7 @@ class _Simulation:
         arrival = self._clock[rank]
         if to.link is not None:
             # A message of no bytes waits for those before it as well.
-            arrival = self._left[to.link] = max(arrival, self._left.get(to.link, 0.0)) + to.transfer
+            arrival = self._link_ends[to.link] = max(arrival, self._link_ends.get(to.link, 0.0)) + to.transfer
             arrival += to.hop
         target = task + (to.stage - action.stage) * self._schedule.microbatches
         self._missing[target] -= 1

@@ -15,7 +15,7 @@ from pipegraph.units import format_number_of, format_percent
 Place = tuple[int, int]
 """(rank, position among the events of that rank)"""
 
-_SHOWN = 5  # turning points of the critical path that are described at each of its ends
+_SHOWN_TURNS = 5  # turning points of the critical path that are described at each of its ends
 _SHOWN_SHARES = 6  # of the time of a critical path
 
 
@@ -56,12 +56,12 @@ class Timeline:
     @property
     def peak_whole(self) -> tuple[int, ...]:
         """rank → the largest number of its sharded stages that are whole at one time"""
-        return tuple(each.peak_whole for each in self.collectives) or (0,) * len(self.events)
+        return tuple(rank_collectives.peak_whole for rank_collectives in self.collectives) or (0,) * len(self.events)
 
     @property
     def gather_waits(self) -> tuple[float, ...]:
         """rank → how long it waits for gathers alone, with all else at hand"""
-        return tuple(each.waited for each in self.collectives) or (0.0,) * len(self.events)
+        return tuple(rank_collectives.waited for rank_collectives in self.collectives) or (0.0,) * len(self.events)
 
     @cached_property
     def span(self) -> float:
@@ -83,8 +83,8 @@ class Timeline:
         """The same share of the span."""
         return self._idle_share(self.span)
 
-    def _idle_share(self, whole: float) -> float:
-        return 1 - fmean(self.busy) / whole if whole > 0 else 0.0
+    def _idle_share(self, duration: float) -> float:
+        return 1 - fmean(self.busy) / duration if duration > 0 else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
@@ -133,27 +133,32 @@ class Timeline:
         0F0 → 3F0 → 3B7 → 0B7: rank 3 80 %, rank 0 9 %, rank 1 6 %, rank 2 5 %
         """
         places, path = self._critical_places, self.critical_path
-        shown = []
+        turns = []
         for at, event in enumerate(path):
-            before, after = max(at - 1, 0), min(at + 1, len(path) - 1)
-            stays = places[before][0] == places[at][0] == places[after][0]
-            passes = len({(path[near].action.kind, path[near].action.microbatch) for near in (before, at, after)}) == 1
-            if before == at or after == at or not (stays or passes):
-                shown.append(str(event.action))
-        if len(shown) > 2 * _SHOWN:
-            shown = [*shown[:_SHOWN], "…", *shown[-_SHOWN:]]
+            previous, following = max(at - 1, 0), min(at + 1, len(path) - 1)
+            stays = places[previous][0] == places[at][0] == places[following][0]
+            passes = (
+                len({(path[near].action.kind, path[near].action.microbatch) for near in (previous, at, following)}) == 1
+            )
+            if previous == at or following == at or not (stays or passes):
+                turns.append(str(event.action))
+        if len(turns) > 2 * _SHOWN_TURNS:
+            turns = [*turns[:_SHOWN_TURNS], "…", *turns[-_SHOWN_TURNS:]]
         shares = {f"rank {rank}": 0.0 for rank in range(len(self.events))}
         for (rank, _), event in zip(places, path, strict=True):
             shares[f"rank {rank}"] += event.end - event.start
         shares["collectives"] = self._critical_collectives
         shares[between] = self.makespan - sum(shares.values())
         largest = sorted(shares.items(), key=lambda item: -item[1])
-        notable = [(what, share) for what, share in largest if share > 0.005 * self.makespan]
+        notable = [(name, share) for name, share in largest if share > 0.005 * self.makespan]
         if len(notable) > _SHOWN_SHARES + 1:
-            others = notable[_SHOWN_SHARES:]
-            notable = [*notable[:_SHOWN_SHARES], (f"{len(others)} others", sum(share for _, share in others))]
-        parts = [f"{what} {format_percent(share / self.makespan, decimals=0)}" for what, share in notable]
-        return ": ".join(filter(None, (" → ".join(shown), ", ".join(parts))))
+            minor_shares = notable[_SHOWN_SHARES:]
+            notable = [
+                *notable[:_SHOWN_SHARES],
+                (f"{len(minor_shares)} others", sum(share for _, share in minor_shares)),
+            ]
+        parts = [f"{name} {format_percent(share / self.makespan, decimals=0)}" for name, share in notable]
+        return ": ".join(filter(None, (" → ".join(turns), ", ".join(parts))))
 
     def __repr__(self) -> str:
         actions = format_number_of("action", sum(map(len, self.events)))

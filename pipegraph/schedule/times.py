@@ -104,10 +104,10 @@ class Times:
             raise ScheduleError("These times are nested too deeply.") from None
         if not isinstance(fields, dict):
             raise ScheduleError(f"Times in JSON are an object with one figure per stage, such as {TIMES_FORM}.")
-        known = [*_PER_STAGE, *_PER_BOUNDARY, *_ONE_OR_EACH]
+        names = [*_PER_STAGE, *_PER_BOUNDARY, *_ONE_OR_EACH]
         for name in fields:
-            if name not in known:
-                raise ScheduleError(f'Times have no "{name}".{nearest(name, known)} They have {", ".join(known)}.')
+            if name not in names:
+                raise ScheduleError(f'Times have no "{name}".{nearest(name, names)} They have {", ".join(names)}.')
         for name in _PER_STAGE:
             if name not in fields:
                 raise ScheduleError(f'These times lack "{name}": they look like {TIMES_FORM}.')
@@ -163,7 +163,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of a JSON object. Raises ScheduleError if a name occurs twice, because one value would be lost."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        twice = next(name for name, _ in pairs if sum(name == second_name for second_name, _ in pairs) > 1)
         raise ScheduleError(f'These times have "{twice}" twice.')
     return fields
 
@@ -186,22 +186,24 @@ def _boundaries(name: str, figures: Any, stages: int) -> PerBoundary:
         return {_edge(name, edge, stages): _figure(name, figure) for edge, figure in figures.items()}
     if not isinstance(figures, Iterable) or isinstance(figures, str | bytes):
         return _figure(name, figures)
-    found = _figures(name, figures)
-    if len(found) != stages - 1:
+    values = _figures(name, figures)
+    if len(values) != stages - 1:
         raise ScheduleError(
             f"{name} is one figure, or one per boundary: {stages} stages have {stages - 1}, "
-            f"and {len(found)} were given."
+            f"and {len(values)} were given."
         )
-    return found
+    return values
 
 
 def _stages(name: str, figures: Any, stages: int) -> PerStage:
     if not isinstance(figures, Iterable) or isinstance(figures, str | bytes):
         return _figure(name, figures)
-    found = _figures(name, figures)
-    if len(found) != stages:
-        raise ScheduleError(f"{name} is one figure, or one per stage: there are {stages}, and {len(found)} were given.")
-    return found
+    values = _figures(name, figures)
+    if len(values) != stages:
+        raise ScheduleError(
+            f"{name} is one figure, or one per stage: there are {stages}, and {len(values)} were given."
+        )
+    return values
 
 
 def _edge(name: str, edge: Any, stages: int) -> Edge:
@@ -223,8 +225,8 @@ def _of_edge(name: str, figures: PerBoundary, edge: Edge) -> float:
         if edge in figures:
             return figures[edge]
         passed = [figures.get((stage, stage + 1)) for stage in range(*edge)]
-        known = [figure for figure in passed if figure is not None]
-        if len(known) < len(passed):
+        boundary_figures = [figure for figure in passed if figure is not None]
+        if len(boundary_figures) < len(passed):
             raise ScheduleError(f"{name} has no figure for the edge {edge}: give one for each edge between ranks.")
-        return max(known)
+        return max(boundary_figures)
     return max(figures[slice(*edge)]) if isinstance(figures, Sequence) else figures

@@ -38,9 +38,9 @@ def residencies(uses: Sequence[Collection[int]], resident: int | None = None) ->
     fewest = _furthest_next_use(uses, resident)
     if resident is not None and len(fewest) > resident:
         for ahead in _AHEAD:
-            found = _furthest_next_use(_with_next(uses, resident, ahead), resident)
-            if len(found) == len(fewest):
-                return found
+            candidates = _furthest_next_use(_with_next(uses, resident, ahead), resident)
+            if len(candidates) == len(fewest):
+                return candidates
     return fewest
 
 
@@ -49,44 +49,49 @@ def _with_next(uses: Sequence[Collection[int]], resident: int, ahead: int) -> li
     windows: list[Collection[int]] = []
     for number, stages in enumerate(uses):
         window = dict.fromkeys(stages)
-        for later in uses[number + 1 : number + 1 + ahead]:
-            if len(window | dict.fromkeys(later)) > resident:
+        for next_stages in uses[number + 1 : number + 1 + ahead]:
+            if len(window | dict.fromkeys(next_stages)) > resident:
                 break
-            window |= dict.fromkeys(later)
+            window |= dict.fromkeys(next_stages)
         windows.append(window)
     return windows
 
 
 def _furthest_next_use(uses: Sequence[Collection[int]], resident: int | None) -> list[Residency]:
-    found: list[Residency] = []
-    whole: dict[int, Residency] = {}
-    later: dict[int, deque[int]] = {}
+    all_residencies: list[Residency] = []
+    resident_stages: dict[int, Residency] = {}
+    next_uses: dict[int, deque[int]] = {}
     for number, stages in enumerate(uses):
         for stage in stages:
-            later.setdefault(stage, deque()).append(number)
+            next_uses.setdefault(stage, deque()).append(number)
     for number, stages in enumerate(uses):
         for stage in stages:
-            later[stage].popleft()
+            next_uses[stage].popleft()
         for stage in stages:
-            if stage not in whole:
-                if len(whole) == resident:
-                    evictable = (other for other in whole if other not in stages)
-                    del whole[max(evictable, key=lambda other: later[other][0] if later[other] else math.inf)]
-                whole[stage] = Residency(stage, number, number)
-                found.append(whole[stage])
-            whole[stage].last = number
-    return found
+            if stage not in resident_stages:
+                if len(resident_stages) == resident:
+                    evictable = (candidate for candidate in resident_stages if candidate not in stages)
+                    del resident_stages[
+                        max(
+                            evictable,
+                            key=lambda candidate: next_uses[candidate][0] if next_uses[candidate] else math.inf,
+                        )
+                    ]
+                resident_stages[stage] = Residency(stage, number, number)
+                all_residencies.append(resident_stages[stage])
+            resident_stages[stage].last = number
+    return all_residencies
 
 
-def earliest_gathers(found: Sequence[Residency], resident: int | None = None) -> list[int]:
+def earliest_gathers(all_residencies: Sequence[Residency], resident: int | None = None) -> list[int]:
     """Return for each residency after how many uses its gather can begin: when a place is free, and all before have.
 
     Args:
-        found: what `residencies` returns for this number of ``resident`` stages.
+        all_residencies: what `residencies` returns for this number of ``resident`` stages.
     """
     begins: list[int] = []
     ends: list[int] = []  # of the residencies before, sorted
-    for number, each in enumerate(found):
+    for number, residency in enumerate(all_residencies):
         begins.append(0 if resident is None or number < resident else 1 + ends[number - resident])
-        insort(ends, each.last)
+        insort(ends, residency.last)
     return begins

@@ -29,7 +29,7 @@ from pipegraph.units import format_seconds
 COMPUTE, SENDS, RECEIVES, COLLECTIVES, HOST = 1, 2, 3, 4, 5
 _THREADS = {COMPUTE: "compute", SENDS: "sends", RECEIVES: "receives"}
 _LANE = {COLLECTIVES: "collectives"}
-_LATER = 16  # the first thread of predicted steps that overlap
+_OVERLAP_THREAD = 16  # the first thread of predicted steps that overlap
 _OPERATIONS = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
 _DEVICE = _OPERATIONS[2:]
 
@@ -92,8 +92,8 @@ def problems_of(runs: Iterable[RecordedRun]) -> list[str]:
 
 def describe_rank(run: RecordedRun, rank: int) -> str:
     """Return ``rank 1: stages 1, 2``, in a mesh with the rank's place."""
-    held = [str(stage) for stage, place in enumerate(run.schedule.placement) if place == rank]
-    return f"{run.grid.text(run.line[rank])}: stage{'s' if len(held) > 1 else ''} {', '.join(held)}"
+    stages = [str(stage) for stage, place in enumerate(run.schedule.placement) if place == rank]
+    return f"{run.grid.text(run.line[rank])}: stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
 
 
 @dataclass
@@ -155,16 +155,19 @@ class _EventMerge:
                 args |= {"peer": span.action.peer, "bytes": span.bytes}
             thread, times = _thread(span), (span.start, span.end)
             slices[thread].append(self.slice(trace.rank, thread, action_name(span.action), "action", times, args))
-        for each in trace.collectives:
-            name, args = collective_name(each.collective), {"step": each.step, "stage": each.collective.stage}
-            times = each.start, each.end
+        for recorded in trace.collectives:
+            name, args = (
+                collective_name(recorded.collective),
+                {"step": recorded.step, "stage": recorded.collective.stage},
+            )
+            times = recorded.start, recorded.end
             slices[COLLECTIVES].append(self.slice(trace.rank, COLLECTIVES, name, "action", times, args))
         if self.operations:
-            for thread, name, found in self.operation_slices(trace):
+            for thread, name, operation in self.operation_slices(trace):
                 if thread not in slices:
                     slices[thread] = []
                     yield from _threads(self.process(trace.rank), {thread: name})
-                slices[thread].append(found)
+                slices[thread].append(operation)
         for of_thread in slices.values():
             yield from self.nested(of_thread)
 
@@ -180,31 +183,35 @@ class _EventMerge:
                 args = event.get("args") or {}
                 if event.get("cat") not in _OPERATIONS or ("kind" in args and "microbatch" in args):
                     continue
-                device, own = event["cat"] in _DEVICE, event.get("tid")
-                if not device and not trace.on_gpu and (event.get("pid"), own) == main:
+                device, thread = event["cat"] in _DEVICE, event.get("tid")
+                if not device and not trace.on_gpu and (event.get("pid"), thread) == main:
                     place = (COMPUTE, _THREADS[COMPUTE])
                 else:
-                    name = f"stream {own}" if device else f"host thread {own}"
-                    place = threads.setdefault((device, own), (HOST + len(threads), name))
-                kept = {key: args[key] for key in ("Input Dims", "device", "stream") if key in args}
+                    name = f"stream {thread}" if device else f"host thread {thread}"
+                    place = threads.setdefault((device, thread), (HOST + len(threads), name))
+                details = {key: args[key] for key in ("Input Dims", "device", "stream") if key in args}
                 name, category = str(event.get("name")), str(event["cat"])
-                yield *place, self.slice(trace.rank, place[0], name, category, (start, end), kept)
+                yield *place, self.slice(trace.rank, place[0], name, category, (start, end), details)
 
     def nested(self, slices: Sequence[_Slice]) -> Iterator[Event]:
         """Yield the slices of a thread, outer before inner, without operations that begin in one and end after it.
 
         An action is never left out: if two overlap, because of clocks or files, the first ends when the second starts.
         """
-        actions = sorted((each for each in slices if each[2]["cat"] == "action"), key=lambda each: each[:2])
+        actions = sorted(
+            (thread_slice for thread_slice in slices if thread_slice[2]["cat"] == "action"),
+            key=lambda action: action[:2],
+        )
         for at, (start, end, event) in enumerate(actions[:-1]):
             following = actions[at + 1][0]
             if end > following:
                 actions[at] = (start, following, {**event, "dur": (following - start) / 1000})
-        others = [each for each in slices if each[2]["cat"] != "action"]
+        operations = [thread_slice for thread_slice in slices if thread_slice[2]["cat"] != "action"]
         starts = [start for start, _, _ in actions]
         open_until: list[int] = []
         for start, end, event in sorted(
-            [*actions, *others], key=lambda each: (each[0], -each[1], each[2]["cat"] != "action")
+            [*actions, *operations],
+            key=lambda thread_slice: (thread_slice[0], -thread_slice[1], thread_slice[2]["cat"] != "action"),
         ):
             while open_until and open_until[-1] <= start:
                 open_until.pop()
@@ -227,10 +234,10 @@ class _EventMerge:
                 )
                 self.counts["flows"] += 1
                 self.counts["early"] += end < start
-                both = {"cat": "message", "name": "message", "id": self.counts["flows"]}
-                yield {"ph": "s", **both, "pid": self.process(send.rank), "tid": SENDS, "ts": start / 1000}
+                arrow = {"cat": "message", "name": "message", "id": self.counts["flows"]}
+                yield {"ph": "s", **arrow, "pid": self.process(send.rank), "tid": SENDS, "ts": start / 1000}
                 arrives, process = max(begin, end - 1) / 1000, self.process(receive.rank)
-                yield {"ph": "f", "bp": "e", **both, "pid": process, "tid": RECEIVES, "ts": arrives}
+                yield {"ph": "f", "bp": "e", **arrow, "pid": process, "tid": RECEIVES, "ts": arrives}
 
     def predicted(self, expected: Timeline) -> Iterator[Event]:
         """Yield the predicted step at the start of each measured one, on another thread if the last one still runs."""
@@ -238,20 +245,20 @@ class _EventMerge:
         for step in self.steps:
             lane = next((n for n, until in enumerate(free) if until <= step.start), len(free))
             free[lane : lane + 1] = [step.start + expected.makespan]
-            thread = COMPUTE if lane == 0 else _LATER + lane
+            thread = COMPUTE if lane == 0 else _OVERLAP_THREAD + lane
             for rank, row in enumerate(expected.events):
-                shown = self.run.schedule.ranks + rank
+                predicted_rank = self.run.schedule.ranks + rank
                 if lane:
                     name = f"compute, overlapping steps {lane}"
-                    yield _meta(self.process(shown), "thread_name", thread, name=name)
+                    yield _meta(self.process(predicted_rank), "thread_name", thread, name=name)
                 for event in row:
                     args = {"step": step.number, "stage": event.action.stage, "microbatch": event.action.microbatch}
                     times = (step.start + event.start, step.start + event.end)
-                    yield self.slice(shown, thread, action_name(event.action), "predicted", times, args)[2]
-                for each in expected.collectives[rank].events if expected.collectives and not lane else ():
-                    name, args = collective_name(each.collective), {"step": step.number}
-                    times = (step.start + each.start, step.start + each.end)
-                    yield self.slice(shown, COLLECTIVES, name, "predicted", times, args)[2]
+                    yield self.slice(predicted_rank, thread, action_name(event.action), "predicted", times, args)[2]
+                for collective_event in expected.collectives[rank].events if expected.collectives and not lane else ():
+                    name, args = collective_name(collective_event.collective), {"step": step.number}
+                    times = (step.start + collective_event.start, step.start + collective_event.end)
+                    yield self.slice(predicted_rank, COLLECTIVES, name, "predicted", times, args)[2]
 
 
 def _process(number: int, name: str, threads: Mapping[int, str]) -> Iterator[Event]:
@@ -266,8 +273,8 @@ def _threads(process: int, threads: Mapping[int, str]) -> Iterator[Event]:
         yield _meta(process, "thread_sort_index", thread, sort_index=thread)
 
 
-def _meta(process: int, what: str, thread: int = 0, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
+def _meta(process: int, kind: str, thread: int = 0, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 
 def _clock(trace: RankTrace, rank: int) -> str:

@@ -74,72 +74,72 @@ class RankFile:
         """
         if not self.gpu:
             return sorted(self.host.values(), key=lambda span: (span.start, span.end))
-        found: list[RawSpan] = []
+        spans: list[RawSpan] = []
         last = min(span.start for span in self.gpu.values())
         for key, host in sorted(self.host.items(), key=lambda item: item[1].start):
             span = self.gpu.get(key)
             if span is None and not host.action.kind.is_transfer:
                 span = RawSpan(host.action, host.rank, host.step, last, last, 0)
             if span is not None:
-                found.append(span)
+                spans.append(span)
                 last = max(last, span.end) if not span.action.kind.is_transfer else last
-        found += [span for key, span in self.gpu.items() if key not in self.host]
-        return sorted(found, key=lambda span: (span.start, span.end))
+        spans += [span for key, span in self.gpu.items() if key not in self.host]
+        return sorted(spans, key=lambda span: (span.start, span.end))
 
 
 def read_rank_file(path: Path) -> RankFile:
     """Read a file as far as possible. If its text does not name rank and window, its name does."""
     match = FILE_NAME.fullmatch(path.name)
     assert match is not None, "callers list files by this pattern"
-    found = RankFile(path, int(match[1]), match[2])
+    file = RankFile(path, int(match[1]), match[2])
     try:
         trace = read_trace(path)
     except TraceError as error:
-        found.problem = f"{path.name}: {error}"
-        return found
+        file.problem = f"{path.name}: {error}"
+        return file
     except OSError as error:
-        found.problem = f"{path.name} cannot be read: {error.strerror}"
-        return found
+        file.problem = f"{path.name} cannot be read: {error.strerror}"
+        return file
     if trace.problem:
-        found.problem = f"{path.name}: {trace.problem}"
+        file.problem = f"{path.name}: {trace.problem}"
     if isinstance(trace.baseTimeNanoseconds, int):
-        found.base = trace.baseTimeNanoseconds
+        file.base = trace.baseTimeNanoseconds
     if isinstance(trace.pipegraph, dict):
-        _read_header(found, trace.pipegraph)
+        _read_header(file, trace.pipegraph)
     for event in trace.events():
-        _read_event(found, event)
-    if not found.problem and not found.host and not found.gpu:
-        found.problem = f"{path.name} holds no action of a pipeline"
-    return found
+        _read_event(file, event)
+    if not file.problem and not file.host and not file.gpu:
+        file.problem = f"{path.name} holds no action of a pipeline"
+    return file
 
 
-def _read_header(found: RankFile, header: Mapping[str, Any]) -> None:
+def _read_header(file: RankFile, header: Mapping[str, Any]) -> None:
     try:
-        found.run, found.rank = str(header["run"]), int(header["rank"])
-        found.window, found.mesh = str(header["digits"]), read_mesh(header.get("mesh", {PIPELINE: header["ranks"]}))
-        found.messages = {
+        file.run, file.rank = str(header["run"]), int(header["rank"])
+        file.window, file.mesh = str(header["digits"]), read_mesh(header.get("mesh", {PIPELINE: header["ranks"]}))
+        file.messages = {
             _read_collective(text): tuple(map(_read_message, sent)) for text, sent in header.get("messages", {}).items()
         }
         clock = header["clock"]
-        found.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
+        file.clock = RankClock(float(clock["offset_ns"]) / 1e9, float(clock["error_ns"]) / 1e9)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, ArgumentError):
-        found.problem = f"{found.path.name}: its entry of pipegraph is damaged"
+        file.problem = f"{file.path.name}: its entry of pipegraph is damaged"
 
 
 def _read_collective(text: str) -> Collective:
     """Raises ValueError for what is no collective."""
-    found = Collective.parse(text)
-    if found is None:
+    collective = Collective.parse(text)
+    if collective is None:
         raise ValueError(f"no collective: {text!r}")
-    return found
+    return collective
 
 
 def _read_message(entry: Sequence[Any]) -> Message:
     """Raises ValueError or TypeError for what is no message."""
-    what, size, ranks = entry
-    if what not in ("gather", "reduce", "all_reduce"):
-        raise ValueError(f"a message of the kind {what!r}")
-    return Message(what, int(size), tuple(map(int, ranks)))
+    kind, size, ranks = entry
+    if kind not in ("gather", "reduce", "all_reduce"):
+        raise ValueError(f"a message of the kind {kind!r}")
+    return Message(kind, int(size), tuple(map(int, ranks)))
 
 
 def read_mesh(lengths: Mapping[str, Any]) -> RankGrid:
@@ -151,7 +151,7 @@ def read_mesh(lengths: Mapping[str, Any]) -> RankGrid:
     return grid
 
 
-def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:
+def _read_event(file: RankFile, event: Mapping[str, Any]) -> None:
     """Store an event if it is an action, a collective or a step."""
     if event.get("ph") != "X" or event.get("cat") not in (_HOST, _GPU, COLLECTIVE_EVENT):
         return
@@ -160,32 +160,32 @@ def _read_event(found: RankFile, event: Mapping[str, Any]) -> None:
         end = start + round(float(event["dur"]) * 1000)
         if match := _STEP.fullmatch(str(event.get("name"))):
             if event["cat"] == _HOST:
-                found.steps[int(match[1])] = (start, end)
+                file.steps[int(match[1])] = (start, end)
             return
-        given = event.get("args", {})
-        if given.get("kind") in list(CollectiveKind):
-            collective = Collective(int(given["stage"]), CollectiveKind(given["kind"]))
-            _add_collective(found, event, (int(given["step"]), collective, start, end))
+        args = event.get("args", {})
+        if args.get("kind") in list(CollectiveKind):
+            collective = Collective(int(args["stage"]), CollectiveKind(args["kind"]))
+            _add_collective(file, event, (int(args["step"]), collective, start, end))
             return
-        if "kind" not in given or "microbatch" not in given:
+        if "kind" not in args or "microbatch" not in args:
             return
-        action = Action(int(given["stage"]), Kind(given["kind"]), int(given["microbatch"]), given.get("peer"))
-        span = RawSpan(action, int(given["rank"]), int(given["step"]), start, end, int(given.get("bytes", 0)))
+        action = Action(int(args["stage"]), Kind(args["kind"]), int(args["microbatch"]), args.get("peer"))
+        span = RawSpan(action, int(args["rank"]), int(args["step"]), start, end, int(args.get("bytes", 0)))
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, ScheduleError):
         return  # another program's event
     key = (span.step, action)
     if event["cat"] == _HOST:
-        found.host[key] = span
-    elif (earlier := found.gpu.get(key)) is None:
-        found.gpu[key] = span
+        file.host[key] = span
+    elif (previous := file.gpu.get(key)) is None:
+        file.gpu[key] = span
     else:  # a GPU has a span for each stream that worked on it
-        found.gpu[key] = replace(span, start=min(earlier.start, span.start), end=max(earlier.end, span.end))
+        file.gpu[key] = replace(span, start=min(previous.start, span.start), end=max(previous.end, span.end))
 
 
-def _add_collective(found: RankFile, event: Mapping[str, Any], span: tuple[int, Collective, int, int]) -> None:
+def _add_collective(file: RankFile, event: Mapping[str, Any], span: tuple[int, Collective, int, int]) -> None:
     """Store a collective. A GPU has a span for each stream that worked on it, with one id."""
     step, collective, start, end = span
-    given = event["args"].get("External id") if event["cat"] == _GPU else None
-    key = len(found.collectives) if given is None else (given, collective)
-    earlier = found.collectives.get(key, span)
-    found.collectives[key] = step, collective, min(earlier[2], start), max(earlier[3], end)
+    external_id = event["args"].get("External id") if event["cat"] == _GPU else None
+    key = len(file.collectives) if external_id is None else (external_id, collective)
+    previous = file.collectives.get(key, span)
+    file.collectives[key] = step, collective, min(previous[2], start), max(previous[3], end)

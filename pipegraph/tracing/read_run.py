@@ -42,8 +42,12 @@ def read_run(path: str | PathLike[str], pipeline: int = 0) -> RecordedRun:
     folder, notes = _choose(require_path(path, "A run is given by its folder", error=PipegraphError))
     problems: list[str] = []
     info, manifest = _read_info(folder, problems), _read_manifest(folder, problems)
-    wanted = None if info.mesh is None else _line(info.mesh, pipeline)
-    files = [read_rank_file(file) for file in _traces(folder) if wanted is None or _may_be_of(wanted, file, info.mesh)]
+    expected_ranks = None if info.mesh is None else _line(info.mesh, pipeline)
+    files = [
+        read_rank_file(file)
+        for file in _traces(folder)
+        if expected_ranks is None or _may_be_of(expected_ranks, file, info.mesh)
+    ]
     problems += [file.problem for file in files if file.problem]
     files = [file for file in files if file.host or file.gpu]
     if not files:
@@ -93,19 +97,19 @@ def _is_of(line: Sequence[int], rank: int, grid: RankGrid) -> bool:
     return rank in line or rank >= grid.size
 
 
-def _most_common(found: Iterable[RankGrid | None]) -> RankGrid | None:
-    return next((grid for grid, _ in Counter(filter(None, found)).most_common(1)), None)
+def _most_common(grids: Iterable[RankGrid | None]) -> RankGrid | None:
+    return next((grid for grid, _ in Counter(filter(None, grids)).most_common(1)), None)
 
 
 def _choose(path: Path) -> tuple[Path, list[str]]:
     """Return the folder of a run, and notes on the choice."""
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise PipegraphError(f"{path} {what}, and a run is a folder.\n{_TRY}")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise PipegraphError(f"{path} {problem}, and a run is a folder.\n{_TRY}")
     if _traces(path):
         return path, []
     runs = []
-    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
+    for folder in sorted(child for child in path.iterdir() if child.is_dir()):
         windows = [file.name.split(".")[1] for file in _traces(folder)]
         if windows:
             runs.append((max(windows), folder))
@@ -120,12 +124,12 @@ def _choose(path: Path) -> tuple[Path, list[str]]:
 def _read_info(folder: Path, problems: list[str]) -> RunInfo:
     """Read ``run.json`` as far as it can be."""
     try:
-        found = json.loads(read_regular_file(folder / "run.json"))
-        windows = tuple(str(window["digits"]) for window in found.get("windows", []))
+        fields = json.loads(read_regular_file(folder / "run.json"))
+        windows = tuple(str(window["digits"]) for window in fields.get("windows", []))
         names = ("run", "package", "package_folder", "schedule", "device", "torch", "kernels")
-        texts = {name: str(found.get(name, "")) for name in names}
-        mesh = read_mesh(found["mesh"]) if "mesh" in found else None
-        return RunInfo(processes=int(found["processes"]), windows=windows, mesh=mesh, **texts)
+        texts = {name: str(fields.get(name, "")) for name in names}
+        mesh = read_mesh(fields["mesh"]) if "mesh" in fields else None
+        return RunInfo(processes=int(fields["processes"]), windows=windows, mesh=mesh, **texts)
     except OSError as error:
         problems.append(f"run.json cannot be read ({error.strerror}): how many processes ran is not known")
     except (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError, ArgumentError) as error:
@@ -139,8 +143,8 @@ def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
     except PackageError as error:
         problems.append(str(error))
     except (OSError, ValueError) as error:
-        what = getattr(error, "strerror", None) or error
-        problems.append(f"{MANIFEST} cannot be read ({what}): no predictions are known")
+        reason = getattr(error, "strerror", None) or error
+        problems.append(f"{MANIFEST} cannot be read ({reason}): no predictions are known")
     return None
 
 
@@ -203,18 +207,20 @@ def _ranks(
             parts.setdefault(file.rank, []).append(file)
     if not parts:
         raise PipegraphError(f"No trace fits the schedule of its folder: {'; '.join(problems)}.\n{_TRY}")
-    origin = min(span.start + file.offset for found in parts.values() for file in found for span in file.spans())
-    return origin, {rank: _rank(rank, found, origin) for rank, found in parts.items()}
+    origin = min(
+        span.start + file.offset for rank_files in parts.values() for file in rank_files for span in file.spans()
+    )
+    return origin, {rank: _rank(rank, rank_files, origin) for rank, rank_files in parts.items()}
 
 
 def _mismatch(file: RankFile, schedule: Schedule, grid: RankGrid) -> str:
     """Return why a file cannot be of this schedule; empty if it can."""
-    of = grid if file.mesh is None else file.mesh
-    if file.rank >= schedule.ranks or of != grid or of.length(PIPELINE) != schedule.ranks:
-        return f"it is of rank {file.rank} of {of.size}, and the schedule has {schedule.ranks} ranks"
-    known = set(schedule.actions[file.rank])
+    file_grid = grid if file.mesh is None else file.mesh
+    if file.rank >= schedule.ranks or file_grid != grid or file_grid.length(PIPELINE) != schedule.ranks:
+        return f"it is of rank {file.rank} of {file_grid.size}, and the schedule has {schedule.ranks} ranks"
+    scheduled_actions = set(schedule.actions[file.rank])
     for span in file.spans():
-        if not span.action.kind.is_transfer and span.action not in known:
+        if not span.action.kind.is_transfer and span.action not in scheduled_actions:
             return f"rank {file.rank} does {span.action} in it, and not in the schedule"
     return ""
 
@@ -228,15 +234,17 @@ def _rank(rank: int, files: Sequence[RankFile], origin: int) -> RankTrace:
             for span in file.spans()
         ]
         collectives += [
-            RecordedCollective(rank, each, step, (start + shift) / 1e9, (end + shift) / 1e9)
-            for step, each, start, end in file.collectives.values()
+            RecordedCollective(rank, collective, step, (start + shift) / 1e9, (end + shift) / 1e9)
+            for step, collective, start, end in file.collectives.values()
         ]
         steps.update({step: ((start + shift) / 1e9, (end + shift) / 1e9) for step, (start, end) in file.steps.items()})
     spans.sort(key=lambda span: (span.start, span.end))
-    collectives.sort(key=lambda each: (each.start, each.end))
-    kept = tuple(TraceFile(file.path, file.window, file.clock, file.offset - origin) for file in files)
+    collectives.sort(key=lambda collective: (collective.start, collective.end))
+    trace_files = tuple(TraceFile(file.path, file.window, file.clock, file.offset - origin) for file in files)
     messages = {collective: sent for file in files for collective, sent in file.messages.items()}
-    return RankTrace(rank, tuple(spans), steps, kept, any(file.gpu for file in files), tuple(collectives), messages)
+    return RankTrace(
+        rank, tuple(spans), steps, trace_files, any(file.gpu for file in files), tuple(collectives), messages
+    )
 
 
 def _missing(
@@ -252,8 +260,10 @@ def _missing(
         if rank not in ranks:
             yield f"rank {rank} of {schedule.ranks} has no trace"
             continue
-        there = {file.window for file in ranks[rank].files}
-        yield from (f"rank {rank} has no trace of window {window}" for window in windows if window not in there)
+        recorded_windows = {file.window for file in ranks[rank].files}
+        yield from (
+            f"rank {rank} has no trace of window {window}" for window in windows if window not in recorded_windows
+        )
     if info.processes != 1:
         for rank, trace in ranks.items():
             if line[rank] and any(file.clock.error is None for file in trace.files):

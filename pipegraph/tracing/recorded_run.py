@@ -78,11 +78,11 @@ def _read_truncated(data: bytes) -> ChromeTrace:
         end = data.rfind(b"}", 0, max(end, 0))
         for closing in (b"]}", b"}"):
             try:
-                found = msgspec.json.decode(data[: end + 1] + closing, type=ChromeTrace)
+                trace = msgspec.json.decode(data[: end + 1] + closing, type=ChromeTrace)
             except _DAMAGE:
                 continue
-            found.problem = "it is truncated"
-            return found
+            trace.problem = "it is truncated"
+            return trace
     raise TraceError("it is truncated")
 
 
@@ -162,8 +162,8 @@ class RankTrace:
     @property
     def clock(self) -> RankClock:
         """The offset of the window with the largest error."""
-        known = [file.clock for file in self.files if file.clock.error is not None]
-        return max(known, key=lambda clock: clock.error or 0.0, default=RankClock())
+        clocks = [file.clock for file in self.files if file.clock.error is not None]
+        return max(clocks, key=lambda clock: clock.error or 0.0, default=RankClock())
 
 
 @dataclass(frozen=True)
@@ -210,16 +210,16 @@ class RecordedRun:
         if not self.place:
             return self.chosen
         lines = self.grid.lines(PIPELINE)
-        other = (lines.index(self.line) + 1) % len(lines)
-        note = f"this is the pipeline at {self.place}, one of {len(lines)}; --pipeline {other} shows another"
+        other_line = (lines.index(self.line) + 1) % len(lines)
+        note = f"this is the pipeline at {self.place}, one of {len(lines)}; --pipeline {other_line} shows another"
         return (*self.chosen, note)
 
     @property
     def place(self) -> str:
         """Return where the pipeline is in the mesh, as ``dp_shard 1, tp 0``; empty if it is the only one."""
-        found = self.grid.coordinates(self.line[0])
-        beside = [f"{name} {at}" for name, at in found.items() if name != PIPELINE and self.grid.length(name) > 1]
-        return ", ".join(beside)
+        coordinates = self.grid.coordinates(self.line[0])
+        places = [f"{name} {at}" for name, at in coordinates.items() if name != PIPELINE and self.grid.length(name) > 1]
+        return ", ".join(places)
 
     @cached_property
     def prediction(self) -> StepPrediction | None:
@@ -235,13 +235,13 @@ class RecordedRun:
         Empty without a profile or without messages.
         """
         hardware = None if self.manifest is None else pricing_profile(self.manifest)
-        found = {}
+        predicted_seconds = {}
         for trace in self.ranks.values():
-            for each, sent in trace.messages.items():
+            for collective, sent in trace.messages.items():
                 seconds = seconds_of_messages(sent, hardware)
-                if seconds is not None and each.stage < self.schedule.stages:
-                    found[each.stage, each.kind] = seconds
-        return found
+                if seconds is not None and collective.stage < self.schedule.stages:
+                    predicted_seconds[collective.stage, collective.kind] = seconds
+        return predicted_seconds
 
     @property
     def shares_process(self) -> bool:
@@ -254,5 +254,5 @@ class RecordedRun:
         if self.shares_process:
             return 0.0
         errors = [trace.clock.error for rank, trace in self.ranks.items() if self.line[rank] != 0]
-        known = sorted(error for error in errors if error is not None)
-        return sum(known[-2:]) if len(known) == len(errors) else None
+        known_errors = sorted(error for error in errors if error is not None)
+        return sum(known_errors[-2:]) if len(known_errors) == len(errors) else None

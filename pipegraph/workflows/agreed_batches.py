@@ -31,7 +31,7 @@ class AgreedBatches:
     def __init__(self, pipe: Pipeline, data: TrainingData, place: int, places: int) -> None:
         self._pipe, self._data, self._place, self._places = pipe, data, place, places
         self._begun = False
-        self._seen: set[Any] = set()  # shapes and dtypes of batches that fit
+        self._accepted_kinds: set[Any] = set()  # shapes and dtypes of batches that fit
 
     def take(self, explained: AbstractContextManager[None]) -> Batch | None:
         """The next batch; None on all ranks if one of them has none left. Collective.
@@ -73,6 +73,6 @@ class AgreedBatches:
         """Raise BatchError for a batch of a new kind that a step would refuse."""
         tensors: dict[str, Tensor] = output_tensors(batch)
         kind = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        if kind not in self._seen:
+        if kind not in self._accepted_kinds:
             self._pipe.check_batch(*batch.args, target=batch.target, **batch.kwargs)
-            self._seen.add(kind)
+            self._accepted_kinds.add(kind)

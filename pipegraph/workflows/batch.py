@@ -36,12 +36,12 @@ def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) ->
     """Make seeded inputs as the manifest describes them: normal floats, integers below their bound, constants."""
     generator = torch.Generator().manual_seed(seed)
     # In the order of `values`, which every process reads alike.
-    made = {
+    inputs = {
         name: value.constant if value.is_constant else _random(value, microbatches, generator)
         for name, value in sorted(manifest.at_capture().values.items())
         if value.producer < 0
     }
-    args, kwargs = _fill(manifest.args, made), _fill(manifest.kwargs, made)
+    args, kwargs = _fill(manifest.args, inputs), _fill(manifest.kwargs, inputs)
     return Batch(args, kwargs)
 
 
@@ -56,35 +56,35 @@ def planned_rows(manifest: Manifest) -> int | None:
 def batch_from_source(source: ModelSource, microbatches: int, manifest: Manifest) -> Batch:
     """Return the example inputs and target of a model file, repeated for each microbatch, with as many rows and tokens
     as the source asks for. Inputs without a batch are as they are: each microbatch takes the whole."""
-    one = _example(source)
+    example = _example(source)
 
     def repeat(leaf: Any, dim: int | None) -> Any:
         if dim is None or not isinstance(leaf, Tensor) or leaf.dim() <= dim:
             return leaf
         return torch.cat([leaf] * microbatches, dim)
 
-    leaves, form = pytree.tree_flatten((one.args, one.kwargs))
+    leaves, form = pytree.tree_flatten((example.args, example.kwargs))
     names = pytree.tree_leaves((manifest.args, manifest.kwargs))
     if len(names) == len(leaves):
         dims = [None if name is None else manifest.values[name].batch_dim for name in names]
     else:  # of another model, whose inputs are refused by name
         dims = [0] * len(leaves)
     args, kwargs = pytree.tree_unflatten(list(map(repeat, leaves, dims)), form)
-    return Batch(args, kwargs, _map(lambda leaf: repeat(leaf, 0), one.target))
+    return Batch(args, kwargs, _map(lambda leaf: repeat(leaf, 0), example.target))
 
 
 def _example(source: ModelSource) -> Batch:
     """The example of a model file, with as many rows and tokens as the source asks for."""
     args, kwargs, target = (
-        _map(partial(_resized, source), each) for each in (source.args, source.kwargs, source.example_target)
+        _map(partial(_resized, source), structure) for structure in (source.args, source.kwargs, source.example_target)
     )
     return Batch(args, kwargs, target)
 
 
 def at_asked_sizes(source: ModelSource) -> ModelSource:
     """Return the source with an example that has as many rows and tokens as it asks for."""
-    one = _example(source)
-    return replace(source, args=one.args, kwargs=one.kwargs, example_target=one.target)
+    example = _example(source)
+    return replace(source, args=example.args, kwargs=example.kwargs, example_target=example.target)
 
 
 def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
@@ -106,14 +106,14 @@ def _resized(source: ModelSource, tensor: Any) -> Any:
     if not isinstance(tensor, Tensor) or first is None:
         return tensor
     batch, seq = (*first.shape[:2], 0, 0)[:2]
-    wanted = {batch: source.batch or batch}
+    requested_sizes = {batch: source.batch or batch}
     if first.dim() > 1:
-        wanted |= {batch * seq: wanted[batch] * (source.seq or seq)}
-    for dim, sizes in enumerate((wanted, {seq: source.seq or seq})[: tensor.dim()]):
+        requested_sizes |= {batch * seq: requested_sizes[batch] * (source.seq or seq)}
+    for dim, sizes in enumerate((requested_sizes, {seq: source.seq or seq})[: tensor.dim()]):
         size = tensor.shape[dim]
         if sizes.get(size, size) != size:
-            asked = argument("batch", source.batch) if dim == 0 and source.batch else argument("seq", source.seq)
-            require_room(tensor.nbytes // max(size, 1) * sizes[size], f"a tensor with {asked}")
+            request = argument("batch", source.batch) if dim == 0 and source.batch else argument("seq", source.seq)
+            require_room(tensor.nbytes // max(size, 1) * sizes[size], f"a tensor with {request}")
             tensor = tensor.index_select(dim, torch.arange(sizes[size], device=tensor.device) % size)
     return tensor
 
@@ -165,8 +165,8 @@ def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tens
     return random_for(value, tuple(shape), generator)
 
 
-def _fill(structure: Any, made: dict[str, Any]) -> Any:
-    return _map(lambda name: None if name is None else made[name], structure)
+def _fill(structure: Any, inputs: dict[str, Any]) -> Any:
+    return _map(lambda name: None if name is None else inputs[name], structure)
 
 
 def _map(function: Callable[[Any], Any], structure: Any) -> Any:

@@ -76,12 +76,12 @@ class _StoredTensor:
     def bytes(self) -> int:
         return math.prod(self.size) * self.dtype.itemsize * max(len(self.names), 1)
 
-    def written(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def written(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What is written, by names: the opposite of what a package's ``weights.py`` does when it reads."""
         for name in self.names:
-            yield name, whole if name == self.names[0] else whole.clone()
+            yield name, tensor if name == self.names[0] else tensor.clone()
         is_counted = any("*" in part for part in self.parts)
-        for number, row in enumerate(whole if is_counted else whole[None]) if self.parts else ():
+        for number, row in enumerate(tensor if is_counted else tensor[None]) if self.parts else ():
             for name, part in zip(self.parts, row.chunk(len(self.parts)), strict=True):
                 yield name.replace("*", str(number)) if is_counted else name, part
 
@@ -135,28 +135,28 @@ def export(
             )
         storage = ranks.agree(lambda: StoredTensors(place, index.files))
         tensors = ranks.agree(lambda: _tensors(storage.entries, package))
-        shards = _shards(tensors, min(shard_bytes, math.ceil(sum(each.bytes for each in tensors) / ranks.size)))
-        files = {f"model-{number:05}-of-{len(shards):05}.safetensors": each for number, each in enumerate(shards, 1)}
+        shards = _shards(tensors, min(shard_bytes, math.ceil(sum(tensor.bytes for tensor in tensors) / ranks.size)))
+        files = {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
         place_of_files = stack.enter_context(ExitStack())
 
         def make_folder() -> str:
             return str(place_of_files.enter_context(staged_folder(out, lambda: _require_replaceable(out, overwrite))))
 
         folder = Path(ranks.gather(ranks.agree(lambda: make_folder() if ranks.is_first else ""))[0])
-        own = dict(list(files.items())[ranks.rank :: ranks.size])
+        rank_files = dict(list(files.items())[ranks.rank :: ranks.size])
 
         def write_files() -> dict[str, str]:
             with write_errors(out):
-                return _write(own, storage, folder)
+                return _write(rank_files, storage, folder)
 
         written = ranks.agree(write_files)
-        everything = {name: file for part in ranks.gather(written) for name, file in part.items()}
-        total = sum(each.bytes for each in tensors)
+        file_by_name = {name: file for part in ranks.gather(written) for name, file in part.items()}
+        total = sum(tensor.bytes for tensor in tensors)
         config = package.path / CONFIG
 
         def finish() -> None:
             with write_errors(out):
-                write_tensor_index(everything, total, folder, {"generator": f"{_GENERATOR} {__version__}"})
+                write_tensor_index(file_by_name, total, folder, {"generator": f"{_GENERATOR} {__version__}"})
                 if config.is_file():
                     (folder / CONFIG).write_bytes(config.read_bytes())
             place_of_files.close()  # it takes its place
@@ -238,12 +238,12 @@ def _shards(tensors: Sequence[_StoredTensor], most: int) -> list[list[_StoredTen
 
 def _write(files: Mapping[str, Sequence[_StoredTensor]], storage: StoredTensors, folder: Path) -> dict[str, str]:
     """Write files one after the other. Returns the file of each tensor."""
-    found: dict[str, str] = {}
+    file_by_name: dict[str, str] = {}
     for file in track("writing files", files):
-        read: dict[str, Any] = {each.source: torch.empty(each.size, dtype=each.dtype) for each in files[file]}
+        read: dict[str, Any] = {tensor.source: torch.empty(tensor.size, dtype=tensor.dtype) for tensor in files[file]}
         storage.read(read)
-        tensors = {name: part for each in files[file] for name, part in each.written(read.pop(each.source))}
+        tensors = {name: part for tensor in files[file] for name, part in tensor.written(read.pop(tensor.source))}
         write_tensors(tensors, folder / file, _METADATA)
-        found |= dict.fromkeys(tensors, file)
+        file_by_name |= dict.fromkeys(tensors, file)
         del tensors
-    return found
+    return file_by_name

@@ -39,7 +39,7 @@ class Pace:
 
     def text(self, steps: int | None) -> str:
         """The figures with so many steps to come, if that is known; empty if there are none yet."""
-        rate, left = self.tokens_per_second, None if steps is None else self.seconds_left(steps)
+        rate, remaining_seconds = self.tokens_per_second, None if steps is None else self.seconds_left(steps)
         parts = [f"{format_count(rate)} tokens/s"] if rate is not None else []
-        parts += [f"{format_duration(left)} left"] if left is not None else []
+        parts += [f"{format_duration(remaining_seconds)} left"] if remaining_seconds is not None else []
         return ", ".join(parts)

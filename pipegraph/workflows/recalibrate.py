@@ -21,7 +21,7 @@ _UNEVEN = 2.0
 """Ratios of two stages that differ by more than this factor are reported: one ratio cannot correct both."""
 
 
-def profile_for(package: Package, file: Path, given: Hardware | None = None, precision: str | None = None) -> Hardware:
+def profile_for(package: Package, file: Path, base: Hardware | None = None, precision: str | None = None) -> Hardware:
     """Find the profile that priced a package, and name it as it will be named in ``file``.
 
     It is looked for in ``file`` (which is then updated), among pipegraph's own, and as ``NAME.json`` in this folder and
@@ -30,7 +30,7 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None, pre
     Args:
         package: as `pipegraph split` wrote it.
         file: where the corrected profile is to be written.
-        given: the profile, if the user named it.
+        base: the profile, if the user named it.
         precision: of the run.
 
     Raises:
@@ -49,22 +49,22 @@ def profile_for(package: Package, file: Path, given: Hardware | None = None, pre
             "Try: pipegraph split … --balance time --hardware cpu, and then run with --recalibrate."
         )
     existing, name = _existing_profile(file), prediction.hardware
-    if given is not None and given.name != name:
+    if base is not None and base.name != name:
         raise PipegraphError(
-            f'The package was priced with the profile "{name}", and --hardware is "{given.name}": what was measured '
+            f'The package was priced with the profile "{name}", and --hardware is "{base.name}": what was measured '
             f"does not correct it.\nTry: --hardware with the file of {name}, or pipegraph split … --hardware with this."
         )
-    found = given
-    if found is None and existing is not None and existing.name == name:
-        found = existing
-    if found is None:
-        found = _profile_by_name(package, name, file)
-    if existing is not None and existing.figures != found.figures:
+    profile = base
+    if profile is None and existing is not None and existing.name == name:
+        profile = existing
+    if profile is None:
+        profile = _profile_by_name(package, name, file)
+    if existing is not None and existing.figures != profile.figures:
         raise PipegraphError(
             f'{file} holds the profile "{existing.name}" with other figures than those of "{name}", which priced the '
             f"package: it is not overwritten.\nTry: --recalibrate {file.with_stem(f'{name}-corrected')}, a new file."
         )
-    return replace(found, name=file.stem if existing is None else existing.name)
+    return replace(profile, name=file.stem if existing is None else existing.name)
 
 
 def _existing_profile(file: Path) -> Hardware | None:
@@ -84,9 +84,9 @@ def _profile_by_name(package: Package, name: str, file: Path) -> Hardware:
     if name in Hardware.names():
         return Hardware.load(name)
     near = list(dict.fromkeys((Path(f"{name}.json"), file.parent / f"{name}.json")))
-    for each in near:
-        if each.is_file() and (found := Hardware.load(each)).name == name:
-            return found
+    for path in near:
+        if path.is_file() and (profile := Hardware.load(path)).name == name:
+            return profile
     places = " or ".join(map(str, near))
     raise PipegraphError(
         f'The package was priced with the profile "{name}", which is not found: no {places} holds it, and it is '
@@ -107,11 +107,11 @@ def recalibrate_hardware(hardware: Hardware, manifest: Manifest, compared: RunCo
     """
     priced = UNCORRECTED if manifest.prediction is None else manifest.prediction.measured_ratio
     apart = [stage for stage in compared.stages if Kind.I in stage and stage[Kind.I].predicted]
-    whole = _ratio(compared.stages, Kind.B) or _ratio(compared.stages, Kind.W) or 1.0
+    backward_ratio = _ratio(compared.stages, Kind.B) or _ratio(compared.stages, Kind.W) or 1.0
     figures = {
         "forward": priced.forward * (_ratio(compared.stages, Kind.F) or 1.0),
-        "input_grad": priced.input_grad * (_ratio(apart, Kind.I) or whole),
-        "weight_grad": priced.weight_grad * (_ratio(apart, Kind.W) or whole),
+        "input_grad": priced.input_grad * (_ratio(apart, Kind.I) or backward_ratio),
+        "weight_grad": priced.weight_grad * (_ratio(apart, Kind.W) or backward_ratio),
     }
     for name, figure in figures.items():
         if not SMALLEST <= figure <= LARGEST:
@@ -133,20 +133,20 @@ def recalibrate_hardware(hardware: Hardware, manifest: Manifest, compared: RunCo
 
 def format_ratios(hardware: Hardware) -> str:
     """Format a profile's correction: ``F × 2.4, I × 2.1, W × 2.3``."""
-    each = astuple(hardware.measured_ratio)
-    return ", ".join(f"{kind} × {format_factor(ratio)}" for kind, ratio in zip("FIW", each, strict=True))
+    ratios = astuple(hardware.measured_ratio)
+    return ", ".join(f"{kind} × {format_factor(ratio)}" for kind, ratio in zip("FIW", ratios, strict=True))
 
 
 def find_uneven_ratios(compared: RunComparison) -> Iterator[str]:
     """Yield a line for each kind of action whose ratio differs too much between stages."""
     for kind in compared.stages[0]:
         pairs = [(number, stage[kind]) for number, stage in enumerate(compared.stages)]
-        found = [(pair.measured / pair.predicted, n) for n, pair in pairs if pair.measured and pair.predicted]
-        if found and max(found)[0] > _UNEVEN * min(found)[0]:
-            (least, one), (most, other) = min(found), max(found)
+        ratios = [(pair.measured / pair.predicted, n) for n, pair in pairs if pair.measured and pair.predicted]
+        if ratios and max(ratios)[0] > _UNEVEN * min(ratios)[0]:
+            (least, least_stage), (most, most_stage) = min(ratios), max(ratios)
             yield (
-                f"{kind} took {format_factor(least)} times what was predicted in stage {one}, and "
-                f"{format_factor(most)} times in stage {other}: one ratio cannot correct both. "
+                f"{kind} took {format_factor(least)} times what was predicted in stage {least_stage}, and "
+                f"{format_factor(most)} times in stage {most_stage}: one ratio cannot correct both. "
                 "Try: pipegraph calibrate, or a machine that does nothing else"
             )
 
@@ -154,8 +154,8 @@ def find_uneven_ratios(compared: RunComparison) -> Iterator[str]:
 def _ratio(stages: Sequence[Mapping[Kind, PredictedAndMeasured]], kind: Kind) -> float | None:
     """Return measured over predicted, of all stages that have both."""
     pairs = [stage[kind] for stage in stages if kind in stage]
-    known = [(pair.measured, pair.predicted) for pair in pairs if pair.measured and pair.predicted]
-    if not known:
+    measurements = [(pair.measured, pair.predicted) for pair in pairs if pair.measured and pair.predicted]
+    if not measurements:
         return None
-    measured, predicted = map(sum, zip(*known, strict=True))
+    measured, predicted = map(sum, zip(*measurements, strict=True))
     return measured / predicted

@@ -90,7 +90,7 @@ class ModelStep:
                 model.eval()
             batches, evaluation = copy.deepcopy((list(self.microbatches), list(self.evaluation)))
             if nudged:
-                inputs = output_tensors([(each.args, each.kwargs) for each in chain(batches, *evaluation)])
+                inputs = output_tensors([(example.args, example.kwargs) for example in chain(batches, *evaluation)])
                 _nudge([*model.parameters(), *inputs.values()])
             outputs, losses = [], []
             for batch, weight in zip(batches, self.weights, strict=True):
@@ -107,7 +107,7 @@ class ModelStep:
             model.eval()
             for group in evaluation if backward else ():
                 with torch.no_grad():
-                    parts = [_detached(model(*each.args, **each.kwargs)) for each in group]
+                    parts = [_detached(model(*microbatch.args, **microbatch.kwargs)) for microbatch in group]
                 outputs_of_group = joined_outputs(parts, of_evaluation)
                 evaluated |= {
                     name: tensor
@@ -192,7 +192,7 @@ def own_model(source: ModelSource, seed: int = 0) -> Iterator[nn.Module]:
 def _copy_values(source: ModelSource, model: nn.Module) -> None:
     """Give a model that was built again the values of the first one: it need not be seeded."""
     state, values = dict(_tensors(model)), dict(_tensors(source.model))
-    if {name: tensor.shape for name, tensor in state.items()} != {name: each.shape for name, each in values.items()}:
+    if {name: tensor.shape for name, tensor in state.items()} != {name: value.shape for name, value in values.items()}:
         differing = sorted(state.keys() ^ values.keys()) or sorted(
             name for name in state if state[name].shape != values[name].shape
         )
@@ -241,7 +241,7 @@ class TensorComparison:
 
 
 def compare_named(
-    kind: str, reference: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]
+    kind: str, reference: Mapping[str, Tensor | None], actual: Mapping[str, Tensor | None]
 ) -> Iterator[TensorComparison]:
     """Compare all tensors of a kind.
 
@@ -249,33 +249,33 @@ def compare_named(
     rounding, such as the gradient of an attention's key bias, is then not reported.
     """
     floor = max((largest(tensor) for tensor in reference.values() if tensor is not None), default=0.0) / 1000
-    for name in dict.fromkeys([*reference, *found]):
-        yield compare(kind, name or kind, found.get(name), reference.get(name), floor)
+    for name in dict.fromkeys([*reference, *actual]):
+        yield compare(kind, name or kind, actual.get(name), reference.get(name), floor)
 
 
 def compare(
-    kind: str, name: str, found: Tensor | None, reference: Tensor | None, floor: float = 0.0
+    kind: str, name: str, actual: Tensor | None, reference: Tensor | None, floor: float = 0.0
 ) -> TensorComparison:
     """Compare the largest difference of two tensors with the reference's largest value. A missing gradient is zero."""
-    if found is None and reference is None:
+    if actual is None and reference is None:
         return TensorComparison(kind, name, 0.0, TOLERANCE)
-    if found is None or reference is None:
-        present = reference if found is None else found
+    if actual is None or reference is None:
+        present = reference if actual is None else actual
         assert present is not None
         if kind == "gradient" and largest(present) == 0:
             return TensorComparison(kind, name, 0.0, TOLERANCE)
-        where = "the package" if found is None else "the model"
+        where = "the package" if actual is None else "the model"
         return TensorComparison(kind, name, float("inf"), TOLERANCE, f"{where} has none")
-    if found.dtype != reference.dtype:
-        names = [str(each.dtype).removeprefix("torch.") for each in (found, reference)]
+    if actual.dtype != reference.dtype:
+        names = [str(tensor.dtype).removeprefix("torch.") for tensor in (actual, reference)]
         return TensorComparison(kind, name, float("inf"), TOLERANCE, f"{names[0]}, and {names[1]} in the model")
-    if found.shape != reference.shape:
-        problem = f"{list(found.shape)}, and {list(reference.shape)} in the model"
+    if actual.shape != reference.shape:
+        problem = f"{list(actual.shape)}, and {list(reference.shape)} in the model"
         return TensorComparison(kind, name, float("inf"), TOLERANCE, problem)
-    tolerance = 0.0 if kind == "weight" else _tolerance(found.dtype)
-    if torch.equal(found, reference):  # the usual case; the rest makes copies
+    tolerance = 0.0 if kind == "weight" else _tolerance(actual.dtype)
+    if torch.equal(actual, reference):  # the usual case; the rest makes copies
         return TensorComparison(kind, name, 0.0, tolerance)
-    first, second = _double(found), _double(reference)
+    first, second = _double(actual), _double(reference)
     # The difference of equal infinities, as in a mask, is 0.
     difference = torch.where(first == second, 0.0, first - second).abs()
     greatest = float(difference.max()) if difference.numel() else 0.0
@@ -298,9 +298,9 @@ def within_rounding(comparison: TensorComparison, rounding: float) -> TensorComp
 def largest(tensor: Tensor) -> float:
     """Return the largest magnitude of the finite values; nan if there is a nan, 0 if there are none."""
     if tensor.is_floating_point() and tensor.numel():
-        found = float(tensor.detach().abs().max())
-        if not isinf(found):
-            return found
+        magnitude = float(tensor.detach().abs().max())
+        if not isinf(magnitude):
+            return magnitude
     values = _double(tensor).abs()
     if values.isnan().any():
         return nan

@@ -66,7 +66,7 @@ class RunCheckpoints:
         if not any(row[0] for row in self._pipe.gather([bool(candidates(folder))], everywhere=True)):
             return None
         try:
-            found = self._pipe.load(folder, self._optimizer, self._extra)
+            checkpoint = self._pipe.load(folder, self._optimizer, self._extra)
         except CheckpointError as error:
             problem = str(error).partition("\nTry: ")[0]
             raise CheckpointError(
@@ -74,8 +74,8 @@ class RunCheckpoints:
                 "Try: the package, --model, --precision and mesh that it "
                 "was saved with; or --checkpoint with a new folder, which begins again."
             ) from error
-        self.saved = found.step
-        return found.folder
+        self.saved = checkpoint.step
+        return checkpoint.folder
 
     def is_due(self, step: int) -> bool:
         """Whether the run is saved when so many steps are done."""
@@ -118,8 +118,8 @@ class Termination:
         def note(*_: object) -> None:
             self.asked = True
 
-        before = signal.signal(signal.SIGTERM, note)
+        previous_handler = signal.signal(signal.SIGTERM, note)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, previous_handler)

@@ -17,7 +17,7 @@ from pipegraph.cost.model_output import output_tensors
 from pipegraph.kernels.sharded import local
 from pipegraph.runtime.measurements import (
     COMPUTING,
-    KEPT,
+    HISTORY_LENGTH,
     ActionTimes,
     MeasuredCollective,
     MeasuredRun,
@@ -51,8 +51,8 @@ class RunMeasurement:
         self._saved: SavedBytes | None = None
         self._steps = 0
         self._own_seconds = 0.0
-        self._seconds: deque[float] = deque(maxlen=KEPT)
-        self._bubbles: deque[float] = deque(maxlen=KEPT)
+        self._seconds: deque[float] = deque(maxlen=HISTORY_LENGTH)
+        self._bubbles: deque[float] = deque(maxlen=HISTORY_LENGTH)
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
@@ -74,7 +74,7 @@ class RunMeasurement:
 
     def end_step(self, by_rank: list[list[float]]) -> float:
         """Take the `own_figures` of all ranks. Returns the seconds until the last one was done."""
-        seconds = max(each for each, _ in by_rank)
+        seconds = max(step_seconds for step_seconds, _ in by_rank)
         if self._steps:
             self._seconds.append(seconds)
             self._bubbles.append(1 - statistics.fmean(busy for _, busy in by_rank) / seconds)
@@ -92,14 +92,14 @@ class RunMeasurement:
         peaks = [self._saved.peak(rank) if self._saved and self._holds(rank) else None for rank in ranks]
         row = [medians.get(key, _NONE) for key in keys]
         row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
-        row += [_NONE if each is None else each for each in peaks]
+        row += [_NONE if peak is None else peak for peak in peaks]
         row += [self._part(stage) for stage in range(schedule.stages)]
         gpu = self._pipeline.device.type == "cuda"
         row.append(torch.cuda.max_memory_allocated(self._pipeline.device) if gpu else _NONE)
         rows = self._pipeline.gather(row)
-        known = list(map(max, zip(*rows, strict=True)))
-        parts = iter(known)
-        times, state, kept, held = (
+        figures = list(map(max, zip(*rows, strict=True)))
+        parts = iter(figures)
+        times, state, saved, stage_parts = (
             list(islice(parts, count)) for count in (len(keys), len(ranks), len(ranks), schedule.stages)
         )
         return MeasuredRun(
@@ -107,13 +107,13 @@ class RunMeasurement:
             times={key: figure for key, figure in zip(keys, times, strict=True) if figure != _NONE},
             step=statistics.median(self._seconds) if self._seconds else None,
             state=tuple(map(int, state)),
-            saved=tuple(None if each == _NONE else int(each) for each in kept),
-            allocated=tuple(int(each[-1]) for each in rows) if gpu else (),
+            saved=tuple(None if peak == _NONE else int(peak) for peak in saved),
+            allocated=tuple(int(process_row[-1]) for process_row in rows) if gpu else (),
             processes=len(rows),
             kernels=self._kernels,
             bubble=statistics.median(self._bubbles) if self._bubbles else None,
             collectives=self._collectives(),
-            parts=tuple(held),
+            parts=tuple(stage_parts),
             tensor_ranks=tensor_ranks(self._pipeline.stages),
             precision=self._precision,
         )
@@ -121,20 +121,20 @@ class RunMeasurement:
     def _collectives(self) -> dict[tuple[int, CollectiveKind], MeasuredCollective]:
         """The collectives of all ranks. Collective: every process must call it."""
         medians = self._times.medians()
-        own = json.dumps([[*key, medians[key], sent] for key, sent in self._times.messages.items()])
+        local_text = json.dumps([[*key, medians[key], sent] for key, sent in self._times.messages.items()])
         return {
             (stage, CollectiveKind(kind)): MeasuredCollective(
-                seconds, tuple(Message(what, size, tuple(ranks)) for what, size, ranks in sent)
+                seconds, tuple(Message(operation, size, tuple(ranks)) for operation, size, ranks in sent)
             )
-            for text in self._pipeline.gather_text(own)
+            for text in self._pipeline.gather_text(local_text)
             for stage, kind, seconds, sent in json.loads(text)
         }
 
     def kernels(self) -> tuple[list[str], bool]:
         """Return for each stage and block what is compiled, and whether all is. Collective: every process calls it."""
         counts = self._pipeline.kernels_report()
-        own = json.dumps([[str(count), not (count.autograd or count.inlined)] for count in counts])
-        rows = [row for text in self._pipeline.gather_text(own) for row in json.loads(text)]
+        local_text = json.dumps([[str(count), not (count.autograd or count.inlined)] for count in counts])
+        rows = [row for text in self._pipeline.gather_text(local_text) for row in json.loads(text)]
         return [line for line, _ in rows], all(is_compiled for _, is_compiled in rows)
 
     def _saved_bytes(self, batch: Batch) -> SavedBytes:
@@ -153,16 +153,16 @@ class RunMeasurement:
         if stage not in self._pipeline.stages:
             return _NONE
         parameters = list(self._pipeline.stages[stage].parameters())
-        whole = sum(each.numel() * each.itemsize for each in parameters)
-        return sum(local(each.detach()).nbytes for each in parameters) / whole if whole else 1.0
+        total_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+        return sum(local(parameter.detach()).nbytes for parameter in parameters) / total_bytes if total_bytes else 1.0
 
     def _state(self, rank: int) -> int:
         """Return the bytes of a rank's parameters, buffers, gradients and optimizer state."""
         pipeline = self._pipeline
-        modules = [each for stage, each in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
+        modules = [module for stage, module in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
         parameters = {parameter: None for module in modules for parameter in module.parameters()}
-        held: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
-        held += [parameter.grad for parameter in parameters if parameter.grad is not None]
+        state: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
+        state += [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
-            held += output_tensors(self._optimizer.state.get(parameter, {})).values()
-        return sum(local(tensor).nbytes for tensor in held)
+            state += output_tensors(self._optimizer.state.get(parameter, {})).values()
+        return sum(local(tensor).nbytes for tensor in state)

@@ -29,7 +29,7 @@ def choose_schedule(
     Raises:
         ScheduleError: there is no such schedule for these stages.
     """
-    stages, planned = len(package.manifest.stages), PlannedStep.of(package.manifest)
+    stages, planned = len(package.manifest.stages), PlannedStep.from_manifest(package.manifest)
     if schedule is None:
         schedule = planned.schedule if planned and planned.is_buildable else "1f1b"
     if not schedule.endswith(".csv"):
@@ -70,39 +70,39 @@ def make_schedule(
         ScheduleError: a size is missing or does not fit, or the schedule is wrong.
     """
     if name.endswith(".csv"):
-        made = read_csv(name, transfers=not join)
+        schedule = read_csv(name, transfers=not join)
     elif ranks is None or microbatches is None:
         if name.casefold() != SEARCH:
             find_recipe(name)  # an unknown name matters more than a missing size
-        missing = " and ".join(argument(what) for what, size in _sizes(ranks, microbatches).items() if size is None)
+        missing = " and ".join(argument(noun) for noun, size in _sizes(ranks, microbatches).items() if size is None)
         example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
         raise ScheduleError(f"{name} lacks {missing}.\nTry: {example}.")
     elif name.casefold() == SEARCH:
-        made = _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort, resident)
-        return place_collectives(made, range(made.stages)) if sharded and resident is None else made
+        schedule = _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort, resident)
+        return place_collectives(schedule, range(schedule.stages)) if sharded and resident is None else schedule
     else:
-        made = build(name, ranks, microbatches, chunks)
-    for what, size in _sizes(ranks, microbatches).items():
-        if size not in (None, found := getattr(made, what)):
-            raise ScheduleError(f"{name} has {found} {what}, and {argument(what, size)} was given.\nTry: leave it out.")
-    if chunks is not None and made.stages != chunks * made.ranks:
+        schedule = build(name, ranks, microbatches, chunks)
+    for noun, size in _sizes(ranks, microbatches).items():
+        if size not in (None, count := getattr(schedule, noun)):
+            raise ScheduleError(f"{name} has {count} {noun}, and {argument(noun, size)} was given.\nTry: leave it out.")
+    if chunks is not None and schedule.stages != chunks * schedule.ranks:
         raise ScheduleError(
-            f"{name} has {made.stages} stages on {made.ranks} ranks, and {argument('chunks', chunks)} was "
+            f"{name} has {schedule.stages} stages on {schedule.ranks} ranks, and {argument('chunks', chunks)} was "
             "given.\nTry: leave it out."
         )
-    if placement is not None and made.placement != _places(placement, made):
+    if placement is not None and schedule.placement != _places(placement, schedule):
         raise ScheduleError(
-            f"{made.name} places its stages on the ranks {made.placement}, which is no {placement}.\n"
+            f"{schedule.name} places its stages on the ranks {schedule.placement}, which is no {placement}.\n"
             f"Try: leave {argument('placement')} out; it chooses where {SEARCH} places stages."
         )
     if join:
-        if made.collectives:
+        if schedule.collectives:
             raise ScheduleError(f"{name} has collectives, which depend on the order.\nTry: without --join-backwards.")
-        made = join_backwards(made, times or unit_times(made.stages))
-    if (sharded or resident is not None) and not made.collectives:
-        made = place_collectives(made, range(made.stages), (), resident)
-    check(made, memory_limit, resident)
-    return made
+        schedule = join_backwards(schedule, times or unit_times(schedule.stages))
+    if (sharded or resident is not None) and not schedule.collectives:
+        schedule = place_collectives(schedule, range(schedule.stages), (), resident)
+    check(schedule, memory_limit, resident)
+    return schedule
 
 
 def _sizes(ranks: int | None, microbatches: int | None) -> dict[str, int | None]:

@@ -119,7 +119,7 @@ class Training:
             precision=precision,
         )
         self._optimizer, self._scheduler = make_optimizer(self._pipeline, source, learning_rate)
-        data = TrainingData.of(source, "data", *self._share)
+        data = TrainingData.from_source(source, "data", *self._share)
         self.has_data = data is not None
         if data is None:
             count = schedule.microbatches
@@ -205,8 +205,8 @@ class Training:
     def _resume(self, options: CheckpointOptions) -> None:
         """Read the newest checkpoint, if there is one."""
         extra = {"scheduler": self._scheduler, "data": self._data.stateful}
-        given = {name: each for name, each in extra.items() if each is not None}
-        self._checkpoints = RunCheckpoints(options, self._pipeline, self._optimizer, given)
+        stateful_objects = {name: stateful for name, stateful in extra.items() if stateful is not None}
+        self._checkpoints = RunCheckpoints(options, self._pipeline, self._optimizer, stateful_objects)
         self.resumed_from = self._checkpoints.go_on()
         self.done = self._evaluated = self._checkpoints.saved
         self._data.go_on_from(self.done)
@@ -236,7 +236,7 @@ class Training:
         except PipegraphError as error:
             self._save(background=False)
             problem, _, advice = str(error).partition("\nTry: ")
-            raise type(error)(f"{problem}{self._kept()}\nTry: {advice}") from error.__cause__ or error
+            raise type(error)(f"{problem}{self._saved_note()}\nTry: {advice}") from error.__cause__ or error
 
     def _step(self, batch: Batch, last: int | None) -> TrainingStep | None:
         self._optimizer.zero_grad()
@@ -246,8 +246,8 @@ class Training:
         if self._scheduler is not None:
             self._scheduler.step()
         # This synchronizes the ranks: they begin the next step together.
-        own = [*self._measurement.own_figures(), self._tokens(), self._termination.asked]
-        rows = self._pipeline.gather(own, everywhere=True)
+        figures = [*self._measurement.own_figures(), self._tokens(), self._termination.asked]
+        rows = self._pipeline.gather(figures, everywhere=True)
         seconds = self._measurement.end_step([row[:2] for row in rows])
         self._pace.step_done(statistics.fmean(row[2] for row in rows) * self._share[1])
         self.was_terminated = any(row[3] for row in rows)
@@ -260,7 +260,7 @@ class Training:
             self.done - 1,
             float(result.loss),
             seconds,
-            {name: float(each) for name, each in (result.metrics or {}).items()},
+            {name: float(metric) for name, metric in (result.metrics or {}).items()},
             self._pace.tokens_per_second,
             self._pace.seconds_left(last - self.done) if last is not None and self.has_data else None,
         )
@@ -274,7 +274,11 @@ class Training:
 
     def _evaluate(self) -> Iterator[Evaluation]:
         """Yield the mean loss over the evaluation data, if the file has some, in the process that knows it."""
-        data = None if self._evaluated == self.done else TrainingData.of(self._source, "evaluation_data", *self._share)
+        data = (
+            None
+            if self._evaluated == self.done
+            else TrainingData.from_source(self._source, "evaluation_data", *self._share)
+        )
         self._evaluated = self.done
         if data is None:
             return
@@ -287,10 +291,10 @@ class Training:
                 batch = data.take()
         if not results:
             raise SourceError(f"{data.named} has no batch.\nTry: one or more for every data-parallel rank.")
-        known = [(float(each.loss), each.weight or 0.0) for each in results if each.loss is not None]
-        if known and self._prints:
-            weight = math.fsum(weight for _, weight in known)
-            loss = math.fsum(loss * weight for loss, weight in known) / weight
+        losses = [(float(result.loss), result.weight or 0.0) for result in results if result.loss is not None]
+        if losses and self._prints:
+            weight = math.fsum(weight for _, weight in losses)
+            loss = math.fsum(loss * weight for loss, weight in losses) / weight
             yield self._logged(Evaluation(self.done - 1, loss))
 
     def _logged(self, entry: _Entry) -> _Entry:
@@ -311,14 +315,14 @@ class Training:
             advice = advice or "batches of the shapes that were captured; or the model split again, with dynamic_shapes"
             raise BatchError(f"{data.last}: {problem}\nTry: {advice}") from error
 
-    def _kept(self) -> str:
+    def _saved_note(self) -> str:
         """That what is done is saved, if it is."""
         return f" What is done is saved as step {self.done}." if self._checkpoints is not None and self.done else ""
 
     def _too_few_batches(self, last: int) -> str:
         fewer = f"--steps {self.done}; or " if self.done else ""
         return (
-            f"{self._data.named} ended after {self.done} of {last} steps.{self._kept()}\n"
+            f"{self._data.named} ended after {self.done} of {last} steps.{self._saved_note()}\n"
             f"Try: {fewer}data that begins again at its end: while True: yield from loader"
         )
 

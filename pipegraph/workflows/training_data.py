@@ -31,22 +31,22 @@ class TrainingData:
     ) -> None:
         self._batches, self._convert, self.named = batches, convert, named
         self._iterator: Iterator[Any] | None = None
-        self._taken = 0
+        self._position = 0
 
     @classmethod
-    def of(cls, source: ModelSource | None, name: str, rank: int, world: int) -> TrainingData | None:
+    def from_source(cls, source: ModelSource | None, name: str, rank: int, world: int) -> TrainingData | None:
         """What a model file's function of this name gives for a data-parallel rank; None if it has no such one."""
         function = training_function(source, name)
         if source is None or function is None:
             return None
-        made, named = function(rank, world), f"{name}({rank}, {world}) of {source.name}"
-        if not isinstance(made, Iterable):
+        batches, named = function(rank, world), f"{name}({rank}, {world}) of {source.name}"
+        if not isinstance(batches, Iterable):
             raise SourceError(
-                f"{named} returned a {type(made).__name__}, which holds no batches.\n"
+                f"{named} returned a {type(batches).__name__}, which holds no batches.\n"
                 "Try: a list, a generator, a torch DataLoader or any other iterable."
             )
         has_target = source.example_target is not None
-        return cls(made, lambda item: _step_batch(item, has_target, named), named)
+        return cls(batches, lambda item: _step_batch(item, has_target, named), named)
 
     @classmethod
     def repeated(cls, batch: Batch) -> TrainingData:
@@ -60,25 +60,25 @@ class TrainingData:
 
     def go_on_from(self, count: int) -> None:
         """Leave out so many batches, unless the position was read back as a state. Before the first batch is taken."""
-        while self.stateful is None and self._taken < count and self.take() is not None:
+        while self.stateful is None and self._position < count and self.take() is not None:
             pass
-        self._taken = count
+        self._position = count
 
     def take(self) -> Batch | None:
         """The next batch; None if there is none. Raises SourceError for what is no batch."""
-        with errors_named(self.named, f"batch {self._taken}"):
+        with errors_named(self.named, f"batch {self._position}"):
             if self._iterator is None:
                 self._iterator = iter(self._batches)
             item = next(self._iterator, _END)
         if item is _END:
             return None
-        self._taken += 1
+        self._position += 1
         return self._convert(item)
 
     @property
     def last(self) -> str:
         """How messages name the batch that was taken last."""
-        return f"batch {self._taken - 1} of {self.named}"
+        return f"batch {self._position - 1} of {self.named}"
 
 
 def fingerprint(batch: Batch) -> int:
@@ -92,9 +92,9 @@ def _step_batch(item: Any, has_target: bool, named: str) -> Batch:
     inputs, target = item, None
     if has_target:
         if not isinstance(item, tuple | list) or len(item) != 2:
-            what = f"{len(item)} things" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+            kind = f"{len(item)} things" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
             raise SourceError(
-                f"a batch of {named} is {what}; in a file with example_target it is a pair of inputs and target.\n"
+                f"a batch of {named} is {kind}; in a file with example_target it is a pair of inputs and target.\n"
                 "Try: yield inputs, target"
             )
         inputs, target = item

@@ -35,15 +35,15 @@ def training_function(source: ModelSource | None, name: str) -> Callable[..., An
     function = None if source is None else getattr(source.training, name)
     if source is None or function is None:
         return None
-    said, where = _SIGNATURES[name], source.name
+    signature, where = _SIGNATURES[name], source.name
     if not callable(function):
         raise SourceError(
-            f"{where}: {name} is a {type(function).__name__}, and to train it has to be a function, {said}.\n"
-            f"Try: def {said}: …; or another name for what it is now."
+            f"{where}: {name} is a {type(function).__name__}, and to train it has to be a function, {signature}.\n"
+            f"Try: def {signature}: …; or another name for what it is now."
         )
 
     def call(*arguments: Any) -> Any:
-        with errors_named(where, said):
+        with errors_named(where, signature):
             return function(*arguments)
 
     return call
@@ -74,9 +74,9 @@ def loss_with_metrics(source: ModelSource | None) -> LossFunction:
     metrics: Any = source.training.metrics  # itself, because it is traced
 
     def with_metrics(output: Any, target: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        found = loss_fn(output, target)
-        loss, own = found if isinstance(found, tuple) else (found, {})
-        return loss, {**own, **metrics(output, target)}
+        loss_result = loss_fn(output, target)
+        loss, loss_metrics = loss_result if isinstance(loss_result, tuple) else (loss_result, {})
+        return loss, {**loss_metrics, **metrics(output, target)}
 
     return with_metrics
 

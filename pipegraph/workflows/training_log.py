@@ -74,8 +74,8 @@ class TrainingLog:
         part = folder / f".{LOG}.part"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            kept = [json.dumps(each) for each in read_log(folder) if each["step"] < done]
-            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            lines = [json.dumps(entry) for entry in read_log(folder) if entry["step"] < done]
+            part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:
             raise _not_written(self._path, error) from error
@@ -111,14 +111,14 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     entries = {number: _entry(line) for number, line in enumerate(lines, 1)}
     bad = [number for number, entry in entries.items() if entry is None]
     if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        warnings.warn(f"{folder / LOG}, line {bad[0]}{more}: no entry of a log, which is left out.", stacklevel=2)
+        remainder = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        warnings.warn(f"{folder / LOG}, line {bad[0]}{remainder}: no entry of a log, which is left out.", stacklevel=2)
     return [entry for entry in entries.values() if entry is not None]
 
 
 def _entry(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

@@ -44,14 +44,14 @@ class Verification:
     def equal(self) -> bool:
         return all(comparison.equal for comparison in self.comparisons)
 
-    def of(self, kind: str) -> tuple[TensorComparison, ...]:
+    def of_kind(self, kind: str) -> tuple[TensorComparison, ...]:
         """Return the comparisons of one kind, the worst first."""
-        found = [comparison for comparison in self.comparisons if comparison.kind == kind]
-        return tuple(sorted(found, key=lambda each: (each.equal, not isnan(each.difference), -each.difference)))
+        matches = [comparison for comparison in self.comparisons if comparison.kind == kind]
+        return tuple(sorted(matches, key=lambda match: (match.equal, not isnan(match.difference), -match.difference)))
 
     @property
     def different(self) -> tuple[TensorComparison, ...]:
-        return tuple(item for kind in _KINDS for item in self.of(kind) if not item.equal)
+        return tuple(item for kind in _KINDS for item in self.of_kind(kind) if not item.equal)
 
     def hint(self) -> str:
         """Return the likeliest reason for a difference, and one thing to try."""
@@ -95,11 +95,11 @@ class Verification:
     def __str__(self) -> str:
         rows = []
         for kind in _KINDS:
-            found = self.of(kind)
-            if found:
-                worst = found[0]
+            matches = self.of_kind(kind)
+            if matches:
+                worst = matches[0]
                 rows.append(
-                    [kind, str(len(found)), f"{worst.difference:.1e}", clip(worst.name) if not worst.equal else ""]
+                    [kind, str(len(matches)), f"{worst.difference:.1e}", clip(worst.name) if not worst.equal else ""]
                 )
         mode = "training and evaluation" if self.training else "evaluation"
         lines = [table(["what", "compared", "largest difference", "at"], rows), ""]
@@ -109,9 +109,9 @@ class Verification:
             within = f"{max(comparison.tolerance for comparison in self.comparisons):.0e}"
             return "\n".join([*lines, f"equal in {mode} mode, within {within} relative"])
         named = [f"  {item.kind} {clip(item.name)}: {item}" for item in self.different[:_WORST]]
-        more = len(self.different) - len(named)
-        rest = [f"  and {more} more"] if more > 0 else []
-        return "\n".join([*lines, "DIFFERENT:", *named, *rest])
+        unlisted = len(self.different) - len(named)
+        remainder = [f"  and {unlisted} more"] if unlisted > 0 else []
+        return "\n".join([*lines, "DIFFERENT:", *named, *remainder])
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -119,8 +119,10 @@ class Verification:
             "mode": "training" if self.training else "evaluation",
             "microbatches": None if self.batch is None else list(self.batch.rows),
             "notes": list(self.notes),
-            "compared": {kind: len(self.of(kind)) for kind in _KINDS if self.of(kind)},
-            "largest_difference": {kind: _number(self.of(kind)[0].difference) for kind in _KINDS if self.of(kind)},
+            "compared": {kind: len(self.of_kind(kind)) for kind in _KINDS if self.of_kind(kind)},
+            "largest_difference": {
+                kind: _number(self.of_kind(kind)[0].difference) for kind in _KINDS if self.of_kind(kind)
+            },
             "different": [
                 {"kind": item.kind, "name": item.name, "difference": _number(item.difference)}
                 for item in self.different

@@ -73,14 +73,14 @@ def verification_batch(source: ModelSource, manifest: Manifest) -> VerificationB
         example = Batch(source.args, source.kwargs, source.example_target)
         return VerificationBatch(example, (example,), example, (1,), "no input has rows")
     rows = _rows(manifest, {name: leaf.shape for name, leaf in tensors.items()}, min(lengths))
-    dims = _Dims.of(source, manifest, min(lengths))
+    dims = _Dims.infer(source, manifest, min(lengths))
     if dims is None or rows is None:
         return lists_of_microbatches(source, manifest, "its sizes do not allow another number of rows")
     batch = dims.batch(sum(rows))
     microbatches = tuple(dims.slices(batch, rows))
     passed = batch
     if any(dims.target):  # the target of a pipeline is cut along dimension 0
-        passed = Batch(batch.args, batch.kwargs, [each.target for each in microbatches])
+        passed = Batch(batch.args, batch.kwargs, [microbatch.target for microbatch in microbatches])
     return VerificationBatch(batch, microbatches, passed, rows)
 
 
@@ -89,13 +89,13 @@ def lists_of_microbatches(source: ModelSource, manifest: Manifest, reason: str) 
     inputs = bind_arguments(manifest, source.args, source.kwargs)
     microbatches = tuple(_like_example(source, manifest, seed) for seed in range(2))
     names = _names(inputs, (source.args, source.kwargs))
-    by_leaf = zip(*(_leaves((each.args, each.kwargs)) for each in microbatches), strict=True)
+    by_leaf = zip(*(_leaves((microbatch.args, microbatch.kwargs)) for microbatch in microbatches), strict=True)
     joined = [
         list(parts) if name is not None and manifest.values[name].batch_role != "whole" else parts[0]
         for name, parts in zip(names, by_leaf, strict=True)
     ]
     args, kwargs = _refilled((source.args, source.kwargs), joined)
-    target = None if source.example_target is None else [each.target for each in microbatches]
+    target = None if source.example_target is None else [microbatch.target for microbatch in microbatches]
     return VerificationBatch(None, microbatches, Batch(args, kwargs, target), (1, 1), reason)
 
 
@@ -114,7 +114,7 @@ def with_whole_inputs_as_rows(source: ModelSource, manifest: Manifest) -> tuple[
         for name, leaf in tensors.items()
         if manifest.values[name].batch_role == "whole" and lengths and len(leaf) == min(lengths)
     ]
-    dims = _Dims.of(source, manifest, min(lengths), names) if names else None
+    dims = _Dims.infer(source, manifest, min(lengths), names) if names else None
     return None if dims is None else (dims.batch(2 * min(lengths)), names)
 
 
@@ -129,7 +129,7 @@ class _Dims:
     example: int
 
     @classmethod
-    def of(cls, source: ModelSource, manifest: Manifest, example: int, as_rows: Iterable[str] = ()) -> _Dims | None:
+    def infer(cls, source: ModelSource, manifest: Manifest, example: int, as_rows: Iterable[str] = ()) -> _Dims | None:
         """Return them; None if a tensor has not a multiple of the rows of the example."""
         arguments = source.args, source.kwargs
         leaves = _leaves(arguments)
@@ -210,8 +210,8 @@ def _rows(manifest: Manifest, shapes: Mapping[str, Sequence[int]], example: int)
     rows = sizes.get(BATCH, example)
     least = max(limits.min, 2 if manifest.batch.per_microbatch else 1)  # statistics of one row are none
     for pair in ((rows, rows - 1), (rows + 1, rows), (rows, rows)):
-        in_range = all(least <= each and (limits.max is None or each <= limits.max) for each in pair)
-        if in_range and all(holds(text, {**sizes, BATCH: each}) for text in manifest.conditions for each in pair):
+        in_range = all(least <= count and (limits.max is None or count <= limits.max) for count in pair)
+        if in_range and all(holds(text, {**sizes, BATCH: count}) for text in manifest.conditions for count in pair):
             return pair
     return None
 
@@ -254,7 +254,7 @@ def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
 
     def of_leaf(leaf: Any) -> Any:
         if is_dataclass(leaf) and not isinstance(leaf, type):
-            items = {each.name: _mapped(function, getattr(leaf, each.name)) for each in fields(leaf)}
+            items = {field.name: _mapped(function, getattr(leaf, field.name)) for field in fields(leaf)}
             return replace(leaf, **items)
         return function(leaf)
 

@@ -177,10 +177,10 @@ class _Choice:
         elif self.loss:
             chosen = replace(whole_step, loss=parts.loss, gradients=parts.gradients)
         of_step, of_evaluation = self.dims
-        evaluated = [each.evaluated for each in references]
+        evaluated = [step.evaluated for step in references]
         return replace(
             chosen,
-            outputs=_as_joined(chosen.outputs, [each.outputs for each in references], package.outputs, of_step),
+            outputs=_as_joined(chosen.outputs, [step.outputs for step in references], package.outputs, of_step),
             evaluated=_as_joined(chosen.evaluated, evaluated, package.evaluated, of_evaluation),
         )
 
@@ -197,7 +197,7 @@ def _choice(
         return replace(step, notes=(note,))
     if _are_equal(_compare(plain.tensors(references, package), package)):
         return plain
-    outputs_of_batch, outputs_of_parts = (_rows(each.outputs, plain.dims[0]) for each in references)
+    outputs_of_batch, outputs_of_parts = (_rows(reference.outputs, plain.dims[0]) for reference in references)
     is_mean = compare("loss", "loss", parts.loss, whole_step.loss).equal
     if not is_mean and _are_equal(compare_named("output", outputs_of_batch, outputs_of_parts)):
         note = (
@@ -227,10 +227,10 @@ def _as_joined(
     outputs = dict(chosen)
     for name in outputs.keys() & package.keys():
         if dims.get(name) is None:
-            tensors = [each[name] for each in references if name in each]
+            tensors = [reference[name] for reference in references if name in reference]
             # Equal for all microbatches, such as a parameter that the model returns: it may come back as it is.
-            tensors += [each[0] for each in tensors if each.dim() and bool((each == each[:1]).all())]
-            outputs[name] = next((each for each in tensors if each.shape == package[name].shape), outputs[name])
+            tensors += [tensor[0] for tensor in tensors if tensor.dim() and bool((tensor == tensor[:1]).all())]
+            outputs[name] = next((tensor for tensor in tensors if tensor.shape == package[name].shape), outputs[name])
     return outputs
 
 
@@ -255,12 +255,12 @@ def _nudged(steps: ModelSteps, choice: _Choice, package: StepTensors, seed: int)
 
 
 def _compare(reference: StepTensors, package: StepTensors) -> Iterator[TensorComparison]:
-    others = package.by_kind()
+    package_tensors = package.by_kind()
     for kind, tensors in reference.by_kind().items():
         if kind == "buffer":  # a constant of the model's code is a buffer of a stage only
-            tensors = {name: tensors[name] for name in sorted(tensors.keys() & others[kind].keys())}
-            others[kind] = {name: others[kind][name] for name in tensors}
-        yield from compare_named(kind, tensors, others[kind])
+            tensors = {name: tensors[name] for name in sorted(tensors.keys() & package_tensors[kind].keys())}
+            package_tensors[kind] = {name: package_tensors[kind][name] for name in tensors}
+        yield from compare_named(kind, tensors, package_tensors[kind])
 
 
 def _are_equal(comparisons: Iterable[TensorComparison]) -> bool:

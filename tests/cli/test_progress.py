@@ -136,7 +136,7 @@ def test_what_is_drawn_stays_when_there_is_more_to_do(monkeypatch: pytest.Monkey
     bar, drawn = progress_bar._TerminalBar("beginning"), []
     for done, total in ((20, 21), (20, 26), (21, 26), (26, 26)):
         bar.update("plans", done, total)
-        drawn.append(bar._drawn["plans"])
+        drawn.append(bar._fractions["plans"])
     assert drawn == [20 / 21, 20 / 21, 20 / 21, 1.0]
 
 
@@ -146,7 +146,7 @@ def test_a_bar_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = [("one", 0, 2), ("one", 1, 2), ("one", 2, 2), ("two", 0, 3), ("one", 0, 2), ("one", 2, 2), ("one", 1, 2)]
     for what, done, total in [*rounds, ("one", 0, 4), ("one", 3, 4), ("one", 2, 4)]:
         bar.update(what, done, total)
-        seen.append((bar._what, bar._done, bar._total))
+        seen.append((bar._task, bar._done, bar._total))
     assert [(done, total) for what, done, total in seen if what == "one"] == [
         *((0, 2), (1, 2), (2, 2), (2, 4), (4, 4), (5, 6), (5, 9), (8, 9), (8, 9)),
     ]

@@ -29,7 +29,7 @@ from pipegraph.codegen.syntax.loop_index import periodic_test, separating_test
 )
 def test_the_test_of_a_row(start: int, kinds: str, test: str | None, meant: str | None) -> None:
     found = separating_test(range(start, start + len(kinds)), kinds)
-    assert (None if found is None else (found[0].of(Name("i")).text, found[1])) == (
+    assert (None if found is None else (found[0].expression(Name("i")).text, found[1])) == (
         None if test is None else (test, meant)
     )
 

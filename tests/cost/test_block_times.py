@@ -105,7 +105,7 @@ def test_a_damaged_entry_is_measured_anew(damage: str, runs: list[int], tmp_path
 def test_a_cache_that_cannot_be_written_loses_entries_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "measured").write_text("in the way")
     full = Cache(tmp_path)
-    full.put({"block": "a"}, {"forward": 1.0})
+    full.store({"block": "a"}, {"forward": 1.0})
     assert full.get({"block": "a"}) is None
     (*_, block) = blocks()
     assert measure([block], QUICK, full)[0].forward > 0

@@ -103,4 +103,4 @@ def test_models_without_a_cut(module: nn.Module) -> None:
 def test_a_cut_that_is_kept_in_any_case() -> None:
     captured = model("tests.models.chain")
     tanh = next(index for index, node in enumerate(captured.nodes) if "tanh" in str(node.target))
-    assert names(find_chain(captured, kept=[tanh]))[:3] == ["", "layers.0.0:end", "layers.1"]
+    assert names(find_chain(captured, cut_positions=[tanh]))[:3] == ["", "layers.0.0:end", "layers.1"]

@@ -240,7 +240,7 @@ def test_a_condition_that_compiling_adds_while_microbatches_are_in_flight() -> N
     leaf = x.clone().requires_grad_()
     compare.reference(leaf).sum().backward()
     assert_close(gradient, leaf.grad)
-    assert variant.match(StageCall.of((x,), None, False, True)) is None
+    assert variant.match(StageCall.from_arguments((x,), None, False, True)) is None
     kernels.forward((x,))
     assert kernels.variants[-1] is not variant
 

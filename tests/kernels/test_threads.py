@@ -50,7 +50,7 @@ def is_repeated_alike(reentrant: bool) -> bool:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    with RandomOps(nn.Module(), "", key=lambda position: 1 + position).found():
+    with RandomOps(nn.Module(), "", key=lambda position: 1 + position).replacing():
         yield
 
 

@@ -73,7 +73,7 @@ def memory(
             held += sum(offloaded[each.stage] for each in away if each.back == position)
             one, other = saved[action.stage], weights[action.stage]
             changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
-            left = sum(offloaded[each.stage] for each in away if each.left == position)
+            left = sum(offloaded[each.stage] for each in away if each.departure == position)
             before, held = held, held + changes[action.kind] - left
             peak = max(peak, held, _while_it_runs(action, before, held, stages[action.stage], added[action.stage]))
         own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]

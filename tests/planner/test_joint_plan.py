@@ -243,14 +243,14 @@ def test_divisions_of_copies_share_what_was_found_where_it_fits(costs: LayoutCos
     assert (found.solution.cuts, found.solution.options) == (leanest.solution.cuts, leanest.solution.options)
     assert found.solution.value == leanest.solution.value == alone.solution.value
     assert found.peak == alone.peak > leanest.peak
-    assert search._least_found(replicated, whole=False) <= found.step * (1 + 1e-9)
+    assert search._least_found(replicated, whole_layers=False) <= found.step * (1 + 1e-9)
     tight, replicated, sharded = made(found.peak - 1)
     other, leanest = tight.search(replicated), tight.search(sharded)
     assert other is not None and leanest is not None
     assert other.peak < found.peak and other.step >= found.step and leanest.peak < found.peak
     assert (other.solution.cuts, other.solution.options) != (found.solution.cuts, found.solution.options)
     nothing, replicated, sharded = made(1024)
-    assert nothing.search(replicated) is None and nothing._least_found(replicated, whole=False) == math.inf
+    assert nothing.search(replicated) is None and nothing._least_found(replicated, whole_layers=False) == math.inf
 
 
 def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> None:
@@ -262,7 +262,7 @@ def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> N
     assert whole is not None and resident is not None
     assert resident.step > whole.step and resident.peak < whole.peak
     made = plan_of_choice(captured(2), resident, PlanOptions(hardware=A100), 0.0)
-    again = PlanFile.from_json(PlanFile.of(made).to_json(), "it")
+    again = PlanFile.from_json(PlanFile.from_plan(made).to_json(), "it")
     assert again.prediction.mesh_text == "pp 2 × dp_shard 2, with 1 stage of a rank whole at a time"
     assert resident_stages(None, None, again.prediction) == 1 and resident_stages(None, 2, again.prediction) == 2
     assert {each.resident for each in JointSearch(costs, 4, 32, None, ["interleaved-1f1b"]).candidates} == {None}
@@ -311,7 +311,7 @@ def test_its_file_is_taken_as_it_is(tmp_path: Path) -> None:
     comparison, made = joint_plan(lambda rows: (captured(rows), None), 2, options, 4, 32, ["1f1b"], TP_PLAN)
     assert made.prediction is not None and made.prediction.peak <= 36 * 2**20
     file = tmp_path / "plan.json"
-    file.write_text(PlanFile.of(made).to_json())
+    file.write_text(PlanFile.from_plan(made).to_json())
     mesh, layout = json.loads(file.read_text()).get("mesh", {}), comparison.best.candidate.layout
     assert layout.pp * math.prod(mesh.values()) == 4
     again = PlanFile.read(file).apply(captured(comparison.best.candidate.rows))

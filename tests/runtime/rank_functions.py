@@ -88,7 +88,7 @@ def break_at(
     inputs, _ = arguments(package, batch(package.manifest, 4))
     target = torch.zeros(len(inputs[0]))
     pipe.step(*inputs, target=target)
-    (executor,) = pipe._runner.executors.own
+    (executor,) = pipe._runner.executors.training_executors
 
     def breaking(do: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*given: Any) -> None:
@@ -249,8 +249,8 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
         transport = pipe._runner.transport
         used: dict[tuple[int, int], set[int]] = {}
 
-        def watched(transfer: Any, given: Any, post: Any = transport.receive, used: Any = used) -> Any:
-            receive = post(transfer, given)
+        def watched(transfer: Any, step_inputs: Any, post: Any = transport.receive, used: Any = used) -> Any:
+            receive = post(transfer, step_inputs)
             used.setdefault((transfer.sender, transfer.receiver), set()).add(receive._tensors[0].data_ptr())
             return receive
 

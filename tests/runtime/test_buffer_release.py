@@ -126,7 +126,7 @@ def test_a_message_is_released_at_the_end_of_its_last_read(
 
     class Last:
         def begin(self, rank: int, action: object) -> None:
-            running[:] = [pipe._runner.executors.own[rank]]
+            running[:] = [pipe._runner.executors.training_executors[rank]]
 
         def end(self, *_: object) -> None:
             pass

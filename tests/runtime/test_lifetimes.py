@@ -15,7 +15,7 @@ import torch
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.step_state import StepState
-from pipegraph.runtime.transport.sends import KEPT, LARGE, GlooSends, NcclSends, PendingSend
+from pipegraph.runtime.transport.sends import LARGE, SMALL_BYTES, GlooSends, NcclSends, PendingSend
 from pipegraph.schedule import Action, Kind, What, lifetimes, lower
 from tests.runtime.packages import batch, loss, write
 from tests.runtime.pipelines import pipeline
@@ -67,7 +67,7 @@ def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: 
 
         executor._do[kind] = watched
 
-    for executor in pipe._runner.executors.own:
+    for executor in pipe._runner.executors.training_executors:
         for kind in tuple(executor._do):
             watch(executor, kind)
     (x,) = batch(pipe.package.manifest, 4).values()
@@ -116,7 +116,7 @@ def test_a_send_holds_nobody_up_and_its_tensor_goes_when_it_is_done() -> None:
 def test_small_sends_are_kept_until_they_are_many() -> None:
     sends, work = GlooSends(), SlowWork()
     work.done.set()
-    tensors = [_sent(sends, work, LARGE - 4) for _ in range(KEPT // LARGE)]
+    tensors = [_sent(sends, work, LARGE - 4) for _ in range(SMALL_BYTES // LARGE)]
     assert [tensor() is None for tensor in tensors] == [False] * len(tensors)
     tensors.append(_sent(sends, work, LARGE - 4))
     _until(lambda: all(tensor() is None for tensor in tensors))

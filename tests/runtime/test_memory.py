@@ -98,7 +98,7 @@ def test_the_peak_of_what_autograd_saves_is_the_schedules(schedule: str, package
 
 def step(package: Package, schedule: str, microbatches: int, held: Held, kernels: str | Callable[..., Any]) -> Pipeline:
     pipe = Pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels=kernels)
-    for executor in pipe._runner.executors.own:
+    for executor in pipe._runner.executors.training_executors:
         forward = executor._do[Kind.F]
 
         def watched(*given: Any, rank: int = executor.rank, forward: Any = forward) -> None:

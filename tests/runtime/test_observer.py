@@ -11,7 +11,7 @@ import torch
 
 from pipegraph import Pipeline
 from pipegraph.package import Package
-from pipegraph.runtime.measurements import KEPT, ActionTimes, NestedObservers, SavedBytes
+from pipegraph.runtime.measurements import HISTORY_LENGTH, ActionTimes, NestedObservers, SavedBytes
 from pipegraph.schedule import Action, Kind, lower
 from tests.runtime import ranks
 from tests.runtime.packages import batch, loss, write
@@ -126,10 +126,10 @@ def test_times_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_a_long_run_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     times = ActionTimes(torch.device("cpu"))
-    for microbatch in range(2 * KEPT):
+    for microbatch in range(2 * HISTORY_LENGTH):
         times.begin(0, Action(0, Kind.F, microbatch))
         times.end(0, Action(0, Kind.F, microbatch), None)
-    assert len(times.seconds()[0, Kind.F]) == KEPT
+    assert len(times.seconds()[0, Kind.F]) == HISTORY_LENGTH
     assert times.end_step().spans == {}
 
 

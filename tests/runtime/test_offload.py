@@ -68,7 +68,7 @@ def test_warm_up_of_1f1b_holds_as_much_as_its_end(package: Package) -> None:
 
 def test_a_copy_has_an_action_to_hide_behind() -> None:
     """0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3; and of the last stage of 1f1b, whose backward follows F, nothing leaves."""
-    found = [(each.microbatch, each.left, each.back) for each in offload_windows(build("gpipe", 2, 4).actions[0])]
+    found = [(each.microbatch, each.departure, each.back) for each in offload_windows(build("gpipe", 2, 4).actions[0])]
     assert found == [(0, 1, 3), (1, 2, 4), (2, 3, 5), (3, 4, 6)]
     assert not offload_windows(build("1f1b", 2, 4).actions[1])
 
@@ -92,8 +92,8 @@ def test_memory_of_a_gpu_is_not_used_while_a_step_that_failed_writes_to_it(monke
     actions = build("gpipe", 1, 4).actions[0]
     memory, saved = HostMemory(actions, torch.device("cuda")), {(0, each): Offloading() for each in range(4)}
     for action in actions[:4]:  # the forwards; the first values come back before the last of them
-        memory.before(action, saved)
-        memory.after(action, saved)
+        memory.before_action(action, saved)
+        memory.after_action(action, saved)
     assert awaited.count("arrived") == 0
     memory.clear()
     assert awaited.count("arrived") == 1

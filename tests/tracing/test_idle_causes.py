@@ -113,7 +113,7 @@ def test_causes_add_up_to_the_idle_time_and_none_is_negative(data: st.DataObject
         computed[-1] = [each._replace(start=each.start + late, end=each.end + late) for each in computed[-1]]
         events = tuple(map(tuple, computed))
         steps.append(MeasuredStep(number, 0.0, events, ((),) * ranks, (True,) * ranks, (None,) * ranks, ((),) * ranks))
-    simulated = SimulatedIdleTimes.of(schedule, measured_times(steps, schedule, None))
+    simulated = SimulatedIdleTimes.from_measured_times(schedule, measured_times(steps, schedule, None))
     found = [idle_of_step(step, simulated) for step in steps]
     for bubble in [each for step in found for each in step] + list(mean_idle(found)):
         causes = bubble.causes

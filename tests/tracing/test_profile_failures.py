@@ -155,7 +155,7 @@ def test_a_folder_that_one_rank_cannot_make_fails_before_the_first_step(package:
 def test_an_empty_folder_goes_though_the_first_process_was_killed(loop: Loop, tmp_path: Path) -> None:
     """Another process then removes it."""
     run = make_run_folder(loop.pipe, tmp_path / "runs")
-    other = RunFolder(run.path, "", types.SimpleNamespace(ranks=(1,), mesh_ranks=(0, 1)), {}, run.made)  # type: ignore[arg-type]
+    other = RunFolder(run.path, "", types.SimpleNamespace(ranks=(1,), mesh_ranks=(0, 1)), {}, run.folder_count)  # type: ignore[arg-type]
     assert run.path.is_dir() and not other.is_first
     other.remove_if_empty()
     assert list(tmp_path.iterdir()) == []

@@ -56,7 +56,7 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
 
 def test_parts_show_the_slow_rank(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-h1")
-    kernels = pipe._runner.executors.own[1]._kernels[1]
+    kernels = pipe._runner.executors.training_executors[1]._kernels[1]
     own = kernels.weight_backward
     kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
     recorder = StepRecorder(pipe)

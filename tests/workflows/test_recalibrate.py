@@ -133,10 +133,10 @@ def test_the_profile_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path) 
     corrected = correct(mine, manifest, "1f1b", SLOWER)
     write(corrected, file)
     assert profile_for(package(manifest), file) == mine
-    assert profile_for(package(manifest), file, given=hardware) == mine
+    assert profile_for(package(manifest), file, base=hardware) == mine
     assert profile_for(package(priced(corrected)), file) == corrected
     other = tmp_path / "other.json"
-    assert profile_for(package(priced(corrected)), other, given=corrected) == replace(corrected, name="other")
+    assert profile_for(package(priced(corrected)), other, base=corrected) == replace(corrected, name="other")
     assert profile_for(package(priced(corrected)), other) == replace(corrected, name="other")  # mine.json is beside it
 
 

@@ -178,7 +178,7 @@ def test_a_lambda_that_holds_its_module(tmp_path: Path) -> None:
     """A deep copy of the model would call the layer of the original, and have no gradient for its own."""
     found = verify(*written(tmp_path))
     assert found.equal, str(found)
-    assert {item.name for item in found.of("gradient")} == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    assert {item.name for item in found.of_kind("gradient")} == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 
 def test_a_loss_with_metrics(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_loss_that_is_nearly_zero(tmp_path: Path) -> None:
     package, source = written(near, loss=f"output.sum(1).mean() - {mean} + 2e-6")
     found = verify(edited(package, "return ", "return 1.0000002 * "), source)
     assert found.equal, str(found)
-    assert found.of("loss")[0].difference > TOLERANCE
+    assert found.of_kind("loss")[0].difference > TOLERANCE
     found = verify(edited(package, "return 1.0000002 *", "return 1.001 *"), source)
     assert not found.equal
 
@@ -244,4 +244,4 @@ def test_outputs_of_training_alone(tmp_path: Path) -> None:
     package, source = written(tmp_path, forward, loss="output[0].square().mean()")
     found = verify(package, source)
     assert found.equal, str(found)
-    assert len(found.of("evaluation")) == 1
+    assert len(found.of_kind("evaluation")) == 1

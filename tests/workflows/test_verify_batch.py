@@ -194,7 +194,7 @@ def test_batch_norm(tmp_path: Path, proof: Any) -> None:
     comparison = verify(with_batch(package, BatchEntry(proof, per_microbatch=norm)), source)
     assert comparison.equal and comparison.training, str(comparison)
     assert len(comparison.notes) == 1 and ("batch norm (model.py:3)" in comparison.notes[0]) == bool(proof)
-    assert {item.name for item in comparison.of("buffer")} >= {"norm.running_mean", "norm.num_batches_tracked"}
+    assert {item.name for item in comparison.of_kind("buffer")} >= {"norm.running_mean", "norm.num_batches_tracked"}
     # If the package claims that nothing depends on the rows, training is wrong.
     assert not verify(with_batch(package, BatchEntry("rules")), source).equal
 

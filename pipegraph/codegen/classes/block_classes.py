@@ -54,7 +54,7 @@ class BlockClasses:
 
     Attributes:
         called: of each stage, the FQNs of the modules that it calls. What other modules do is a part of their callers.
-        made_here: the first names of the tensors that a class of the package makes, and no constructor of torch.
+        package_tensors: the first names of the tensors that a class of the package makes, and no constructor of torch.
     """
 
     def __init__(self, captured: Captured, forms: Forms) -> None:
@@ -105,8 +105,8 @@ class BlockClasses:
         contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
         modules = modules_of(contents, tree)
         self.called[stage.index] = modules.called
-        own = (fqn for fqn in stage.state if fqn.rpartition(".")[0] not in modules.of_torch)
-        self.made_here.update(self._captured.state[fqn].canonical for fqn in own)
+        fqns = (fqn for fqn in stage.state if fqn.rpartition(".")[0] not in modules.of_torch)
+        self.made_here.update(self._captured.state[fqn].canonical for fqn in fqns)
         return contents, tree
 
     def _contents(
@@ -127,9 +127,9 @@ class BlockClasses:
         below = [fqn for fqn in self._below.get(prefix, ()) if fqn in members.state]
         state = {relative(fqn, prefix): self._captured.state[fqn] for fqn in below}
         constructors |= self._uncalled_leaves(prefix, state, constructors)
-        own = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
+        entries = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
         ordered = sorted(constructors, key=lambda name: self._order[_join(prefix, name)])
-        tree = build_tree({name: constructors[name] for name in ordered}, own, partial(self._module_at, prefix))
+        tree = build_tree({name: constructors[name] for name in ordered}, entries, partial(self._module_at, prefix))
         branches = group_branches(items)
         if self._forms.rolls_loops(self._form_name(prefix)):
             statements = roll_statements(branches, outputs, self.source, prefix)
@@ -163,21 +163,21 @@ class BlockClasses:
     ) -> list[Step]:
         """Operations and calls in order. A call that cannot stay a call is replaced by its contents."""
         items: list[Step] = []
-        for each in calls:
-            if isinstance(each, fx.Node):
-                items.append(Operation(each))
+        for child in calls:
+            if isinstance(child, fx.Node):
+                items.append(Operation(child))
                 continue
             item: Step | None = None
-            if helper_function(each.call):
-                item = self.functions.call(members, each)
-                items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
+            if helper_function(child.call):
+                item = self.functions.call(members, child)
+                items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
                 continue
             # Cuts lie between the items of a call that is opened. None lies in a whole call inside a class.
-            may_close = prefix or self._captured.modules[each.fqn].class_name in self._repeated
-            is_closed = each.call not in self._opened or (may_close and self.names.is_whole(each))
-            if each.fqn not in inlined and is_within(each.fqn, prefix):
-                item = self._module_call(members, prefix, each) if is_closed else self._whole_sequence(members, each)
-            items += [item] if item is not None else self._items(members, prefix, each.items, inlined)
+            may_close = prefix or self._captured.modules[child.fqn].class_name in self._repeated
+            is_closed = child.call not in self._opened or (may_close and self.names.is_whole(child))
+            if child.fqn not in inlined and is_within(child.fqn, prefix):
+                item = self._module_call(members, prefix, child) if is_closed else self._whole_sequence(members, child)
+            items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
         return items
 
     def _module_call(self, members: StageMembers, prefix: str, tree: CallTree) -> ModuleCall | None:
@@ -190,11 +190,11 @@ class BlockClasses:
         torch_call = torch_module_call(self._captured, tree, called.reads, called.makes)
         if torch_call is not None:
             inside = self._captured.modules[tree.fqn].module.named_modules()
-            own = frozenset(f"{tree.fqn}.{name}" for name, _ in inside if name)
-            return self._call(called, torch_call[0], Modules(own, own, own | {tree.fqn}), torch_call[1])
+            fqns = frozenset(f"{tree.fqn}.{name}" for name, _ in inside if name)
+            return self._call(called, torch_call[0], Modules(fqns, fqns, fqns | {tree.fqn}), torch_call[1])
         constructor, modules = self._sequential(members, called)
         if constructor is None:
-            reads_state = any(node.op == "get_attr" for each in called.nodes for node in each.all_input_nodes)
+            reads_state = any(node.op == "get_attr" for reader in called.nodes for node in reader.all_input_nodes)
             same_mode = self._captured.modules[tree.fqn].training == self._captured.modules[prefix].training
             small = len(called.nodes) <= _SMALL and not any(True for _ in tree.calls())
             small &= not (prefix and isinstance(self._captured.modules[prefix].module, nn.Sequential))
@@ -233,25 +233,25 @@ class BlockClasses:
             reads=called.reads,
             makes=called.makes,
             nodes=called.nodes,
-            modules=Modules(modules.made | {called.tree.fqn}, modules.called | {called.tree.fqn}, modules.of_torch),
+            modules=Modules(modules.fqns | {called.tree.fqn}, modules.called | {called.tree.fqn}, modules.of_torch),
             arguments=arguments,
             parameters=tuple(parameters),
         )
 
     def _sequential(self, members: StageMembers, called: CallValues) -> tuple[FunctionCall | None, Modules]:
         """The constructor and modules of a ``nn.Sequential``, or of a subclass that only adds a name; else None."""
-        nothing = None, Modules()
+        no_constructor = None, Modules()
         fqn = called.tree.fqn
         module = self._captured.modules[fqn].module
         is_sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
         if not is_sequential or len(called.reads) != 1 or len(called.makes) != 1:
-            return nothing
+            return no_constructor
         items = self._items(members, fqn, called.tree.items, frozenset())
         children = constructors_in_sequence(module, called, items, self._does_nothing, self.names.is_whole(called.tree))
         if children is None:
-            return nothing
-        made, run, of_torch = modules_in(items)
-        inside = Modules(made.union(f"{fqn}.{name}" for name in children), run, of_torch)
+            return no_constructor
+        fqns, run, of_torch = modules_in(items)
+        inside = Modules(fqns.union(f"{fqn}.{name}" for name in children), run, of_torch)
         if type(module) is nn.Sequential:
             return call("nn.Sequential", *repeated_sequence(children)), inside
         parts = {"base": "nn.Sequential", "children": (modules := sequence(children))}
@@ -271,7 +271,7 @@ class BlockClasses:
         contents, modules = self._contents(members, tree.fqn, tree.items, called.reads, called.makes, outer_regions)
         init = tuple(init_statements(modules))
         neutral = [f"p{position}" for position in range(len(called.reads))]
-        sizes = frozenset(each for found in contents.fixed_sizes.values() for each in found.items())
+        sizes = frozenset(size_place for places in contents.fixed_sizes.values() for size_place in places.items())
         structure = (init, len(called.reads), write_forward(contents, modules, neutral, None).statements, sizes)
 
         def parts() -> dict[str, object]:
@@ -281,9 +281,9 @@ class BlockClasses:
                 numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
             used = numbers.used if numbers is not None else {}
-            kept = (Assign((Attribute(SELF, name),), value) for name, value in used.items())
+            assignments = (Assign((Attribute(SELF, name),), value) for name, value in used.items())
             base = f"nn.{modules.container.__name__}"
-            return {"base": base, "init": (*kept, *init), "parameters": tuple(parameters), "forward": forward}
+            return {"base": base, "init": (*assignments, *init), "parameters": tuple(parameters), "forward": forward}
 
         return self._add(called, structure, parts), modules_of(contents, modules)
 
@@ -300,13 +300,13 @@ class BlockClasses:
         structure = (module.class_name, *structure)
         attributes = module_attributes(module.module)
         if structure in self._by_structure:
-            known = self._by_structure[structure]
-            common = {name: value for name, value in known.attributes.items() if attributes.get(name) == value}
-            self._by_structure[structure] = replace(known, attributes=common)
+            block = self._by_structure[structure]
+            common = {name: value for name, value in block.attributes.items() if attributes.get(name) == value}
+            self._by_structure[structure] = replace(block, attributes=common)
         else:
-            taken = {source.name for source in self._by_structure.values()}
+            used_names = {source.name for source in self._by_structure.values()}
             self._by_structure[structure] = ClassSource(
-                name=unused_class(class_name(module.class_name), taken),
+                name=unused_class(class_name(module.class_name), used_names),
                 docstring=self.names.docstring(called.tree, called.reads, called.makes),
                 model_class=module.class_name,
                 attributes=attributes,
@@ -331,8 +331,8 @@ class BlockClasses:
             constructor = module_constructor(module) if module is not None and is_leaf else None
             if module is None or constructor is None:
                 continue
-            own = {f"{owner}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
-            if own <= set(state):
+            names = {f"{owner}.{attribute}" for attribute, _ in (*module.named_parameters(), *module.named_buffers())}
+            if names <= set(state):
                 leaves[owner] = constructor
         return leaves
 
@@ -341,18 +341,18 @@ class BlockClasses:
     ) -> dict[fx.Node, str]:
         """The parameters and buffers that ``forward`` reads itself → their names relative to the class."""
         names = self._captured.names_of
-        wanted: dict[fx.Node, str] = {}
+        candidate_names: dict[fx.Node, str] = {}
         for item in items:
             for node in item.reads:
-                if node.op == "get_attr" and node not in wanted:
-                    wanted[node] = local_name(item.nodes[0], names[str(node.target)])
+                if node.op == "get_attr" and node not in candidate_names:
+                    candidate_names[node] = local_name(item.nodes[0], names[str(node.target)])
         for node in outputs:
             if node.op == "get_attr":
-                wanted.setdefault(node, str(node.target))
+                candidate_names.setdefault(node, str(node.target))
         state_names: dict[fx.Node, str] = {}
-        for node, name in wanted.items():
-            in_stage = (each for each in (name, *names[str(node.target)]) if each in members.state)
-            fqn = next((each for each in in_stage if is_within(each, prefix)), None)
+        for node, name in candidate_names.items():
+            in_stage = (alias for alias in (name, *names[str(node.target)]) if alias in members.state)
+            fqn = next((alias for alias in in_stage if is_within(alias, prefix)), None)
             if fqn is not None:
                 state_names[node] = relative(fqn, prefix)
         return state_names
@@ -360,10 +360,10 @@ class BlockClasses:
 
 def modules_of(contents: ClassContents, tree: ModuleTree) -> Modules:
     """The FQNs of all modules of a class, directly or inside others."""
-    made, called, of_torch = modules_in(contents.items)
+    fqns, called, of_torch = modules_in(contents.items)
     paths = {_join(contents.prefix, path): tree.at(path.split(".")) for path in tree.paths()}
-    uncalled = (fqn for fqn, module in paths.items() if isinstance(module, FunctionCall) and fqn not in made)
-    return Modules(made.union(paths), called, of_torch.union(uncalled))
+    uncalled = (fqn for fqn, module in paths.items() if isinstance(module, FunctionCall) and fqn not in fqns)
+    return Modules(fqns.union(paths), called, of_torch.union(uncalled))
 
 
 def _join(prefix: str, name: str) -> str:

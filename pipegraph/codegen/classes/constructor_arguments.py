@@ -42,11 +42,11 @@ TRUE, FALSE = literal(True), literal(False)
 def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
     """The groups of classes that can become one class each."""
     groups: dict[object, list[ClassSource]] = {}
-    for each in classes:
-        if not each.init_parameters:
-            source = _with_numbers(each, lambda number, name: _ANY_NUMBER)
-            common = (each.model_class, each.base, each.parameters, source.children, source.init, source.forward)
-            groups.setdefault(common, []).append(each)
+    for block in classes:
+        if not block.init_parameters:
+            source = _with_numbers(block, lambda number, name: _ANY_NUMBER)
+            common = (block.model_class, block.base, block.parameters, source.children, source.init, source.forward)
+            groups.setdefault(common, []).append(block)
     equal = [NumberGroup(tuple(members), _varying(members)) for members in groups.values() if len(members) > 1]
     return [group for group in equal if len(group.varying) <= MAX_ARGUMENTS + PER_COPY * (len(group.members) - 2)]
 
@@ -54,16 +54,16 @@ def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
 def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
     """The numbers that differ: their values in all members → the name of the argument that replaces them."""
     first = members[0]
-    assigned = [assigned_attributes(each.init) for each in members]
+    assigned = [assigned_attributes(member.init) for member in members]
     names: dict[tuple[Literal, ...], str] = {}
     for numbers in zip(*map(_numbers, members), strict=True):
         values, parameter = tuple(value for value, _ in numbers), numbers[0][1]
         if len(set(values)) > 1 and values not in names:
-            own = [name for name in first.attributes if tuple(each.attributes.get(name) for each in members) == values]
-            name = parameter if parameter in own or not own else own[0]
-            other = {each for each in assigned[0] if tuple(member.get(each) for member in assigned) != values}
-            taken = {*first.parameters, *other, *names.values(), *registered_names(first.init)}
-            names[values] = unused(attribute_variable(name, "size"), taken)
+            keys = [name for name in first.attributes if tuple(cls.attributes.get(name) for cls in members) == values]
+            name = parameter if parameter in keys or not keys else keys[0]
+            targets = {target for target in assigned[0] if tuple(member.get(target) for member in assigned) != values}
+            used_names = {*first.parameters, *targets, *names.values(), *registered_names(first.init)}
+            names[values] = unused(attribute_variable(name, "size"), used_names)
     return names
 
 
@@ -99,30 +99,30 @@ class NumberGroup:
             stored[argument.name] = None
             return Attribute(SELF, argument.name)
 
-        made = _with_numbers(self.members[0], in_init, in_forward)
-        own = (
+        source = _with_numbers(self.members[0], in_init, in_forward)
+        assignments = (
             Assign((Attribute(SELF, name),), Name(name))
             for name in stored
-            if Name(name) != assigned_attributes(made.init).get(name)
+            if Name(name) != assigned_attributes(source.init).get(name)
         )
-        return replace(made, init_parameters=tuple(self.varying.values()), init=(*own, *made.init))
+        return replace(source, init_parameters=tuple(self.varying.values()), init=(*assignments, *source.init))
 
 
 def assigned_attributes(init: Sequence[Statement]) -> dict[str, Expression]:
     """The attributes that statements of ``__init__`` assign → their values."""
     return {
-        target.name: each.value
-        for each in init
-        if isinstance(each, Assign)
-        for target in each.targets
+        target.name: statement.value
+        for statement in init
+        if isinstance(statement, Assign)
+        for target in statement.targets
         if isinstance(target, Attribute) and target.owner == SELF
     }
 
 
 def registered_names(init: Sequence[Statement]) -> set[str]:
     """The names of buffers that statements of ``__init__`` register; no attribute may have them."""
-    calls = [each.value for each in init if isinstance(each, Evaluate) and isinstance(each.value, FunctionCall)]
-    names = [each.arguments[0].value for each in calls if each.function == Attribute(SELF, "register_buffer")]
+    calls = [node.value for node in init if isinstance(node, Evaluate) and isinstance(node.value, FunctionCall)]
+    names = [call.arguments[0].value for call in calls if call.function == Attribute(SELF, "register_buffer")]
     return {ast.literal_eval(name.text) for name in names}
 
 
@@ -207,7 +207,7 @@ class MergedArguments:
         # Two places that are given equal modules have a module each. One argument would be one module for both.
         is_shared = not any(map(_is_made, pair))
         for name, values in self.values.items():
-            if is_shared and all(own is None or own == other for own, other in zip(pair, values, strict=True)):
+            if is_shared and all(value is None or value == shared for value, shared in zip(pair, values, strict=True)):
                 return name
         name = unused(attribute_variable(self._name(difference), "size"), {*self.reserved, *self.values})
         self.values[name] = pair
@@ -222,23 +222,23 @@ class MergedArguments:
         for value in (difference.first, difference.second):
             if isinstance(value, InitArgument):
                 return value.name
-        own = [
+        names = [
             name
             for name, value in self.members[0].attributes.items()
             if (value, self.members[1].attributes.get(name)) == (difference.first, difference.second)
         ]
-        return difference.name if difference.name in own or not own else own[0]
+        return difference.name if difference.name in names or not names else names[0]
 
     def _default(self, pair: tuple[Expression | None, Expression | None]) -> Expression | None:
         """The default of a parameter: None for what a member does not have, False for a flag."""
-        known = [
+        defaults = [
             member.init_defaults.get(value.name) if isinstance(value, InitArgument) else value
             for value, member in zip(pair, self.members, strict=True)
             if value is not None
         ]
-        if all(value in (TRUE, FALSE) for value in known):
+        if all(value in (TRUE, FALSE) for value in defaults):
             return FALSE
-        return NONE if NONE in known or None in pair else None
+        return NONE if NONE in defaults or None in pair else None
 
     def ordered(self) -> list[str]:
         """The parameters; those with a default come last."""

@@ -46,7 +46,7 @@ class HelperFunctions:
         self._source = SourceStatements(captured)
         self._operations = Counter(call for node in captured.nodes for call in helpers_of(node))
         self._structures: dict[str, _Structure] = {}
-        everything = StageMembers(captured.nodes, captured.returned, captured.state)
+        members = StageMembers(captured.nodes, captured.returned, captured.state)
         classes = tuple({class_name(module.class_name) for module in captured.modules.values()})  # or Block2, Block3, …
         calls: dict[str, list[CallTree]] = {}
         for tree in call_tree(captured.nodes, helpers=True).descendants():
@@ -56,17 +56,17 @@ class HelperFunctions:
         waiting = {name: calls[name] for name in names_of_functions}
         while ready := [name for name, trees in waiting.items() if waiting.keys().isdisjoint(_inside(trees))]:
             for name in ready:
-                self._collect(name, waiting.pop(name), everything)
+                self._collect(name, waiting.pop(name), members)
 
     def call(self, members: StageMembers, tree: CallTree) -> HelperCall | None:
         """The call of a function; None if its operations have to be written instead."""
         name = _written_name(tree)
         if name not in self.sources:
             return None
-        found = self._structure(members, tree)
-        if found is None or found[1] != self._structures[name]:
+        structure = self._structure(members, tree)
+        if structure is None or structure[1] != self._structures[name]:
             return None
-        called = found[0]
+        called = structure[0]
         return HelperCall(name, called.reads, called.makes, called.nodes)
 
     def used_by(self, texts: Iterable[str]) -> tuple[FunctionSource, ...]:
@@ -79,9 +79,9 @@ class HelperFunctions:
 
     def _collect(self, name: str, trees: list[CallTree], members: StageMembers) -> None:
         """Add a function if all its calls are alike."""
-        found = [self._structure(members, tree) for tree in trees]
-        first = found[0]
-        if first is None or any(each is None or each[1] != first[1] for each in found):
+        structures = [self._structure(members, tree) for tree in trees]
+        first = structures[0]
+        if first is None or any(structure is None or structure[1] != first[1] for structure in structures):
             return
         called = first[0]
         parameters = self._names.parameters(called.tree, called.reads)
@@ -140,15 +140,15 @@ class HelperFunctions:
         )
 
     def _items(self, members: StageMembers, tree: CallTree) -> Iterator[Operation | HelperCall]:
-        for each in tree.items:
-            if isinstance(each, fx.Node):
-                yield Operation(each)
+        for child in tree.items:
+            if isinstance(child, fx.Node):
+                yield Operation(child)
                 continue
-            item = self.call(members, each)
+            item = self.call(members, child)
             if item is not None:
                 yield item
             else:
-                yield from self._items(members, each)
+                yield from self._items(members, child)
 
 
 def _may_name(name: str, classes: tuple[str, ...]) -> bool:

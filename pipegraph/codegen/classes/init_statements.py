@@ -23,31 +23,31 @@ def _target(statement: Statement) -> object:
 
 def by_target(statements: Statements) -> dict[Key, Statement]:
     """What each statement sets → the statement. Of several ``if`` with one test each has a number of its own."""
-    found: dict[Key, Statement] = {}
-    for each in statements:
-        target = _target(each)
-        found[target, sum(target == other for other, _ in found)] = each
-    return found
+    by_key: dict[Key, Statement] = {}
+    for statement in statements:
+        target = _target(statement)
+        by_key[target, sum(target == other_target for other_target, _ in by_key)] = statement
+    return by_key
 
 
 def joined(statements: Iterable[Statement]) -> Statements:
     """Statements with neighbouring ``if`` of one test as one."""
-    made: list[Statement] = []
-    for each in statements:
-        before = made[-1] if made else None
-        if isinstance(each, If) and isinstance(before, If) and each.test == before.test:
-            made[-1] = If(each.test, (*before.body, *each.body), (*before.other, *each.other))
+    body: list[Statement] = []
+    for statement in statements:
+        previous = body[-1] if body else None
+        if isinstance(statement, If) and isinstance(previous, If) and statement.test == previous.test:
+            body[-1] = If(statement.test, (*previous.body, *statement.body), (*previous.orelse, *statement.orelse))
         else:
-            made.append(each)
-    return tuple(made)
+            body.append(statement)
+    return tuple(body)
 
 
 def places(statements: Statements) -> dict[str, Key]:
     """The attributes that statements set, also inside ``if`` → the key of the outermost statement in `by_target`."""
     return {
         target.text: key
-        for key, each in by_target(statements).items()
-        for node in each.walk()
+        for key, statement in by_target(statements).items()
+        for node in statement.walk()
         if isinstance(node, Assign)
         for target in node.targets
     }
@@ -56,7 +56,7 @@ def places(statements: Statements) -> dict[str, Key]:
 def merged_order(first: Sequence[Key], second: Sequence[Key]) -> list[Key]:
     """Both sequences without repetition; what only the second has comes after what it follows there."""
     order = list(first)
-    for place, each in enumerate(second):
-        if each not in order:
-            order.insert(order.index(second[place - 1]) + 1 if place else 0, each)
+    for place, key in enumerate(second):
+        if key not in order:
+            order.insert(order.index(second[place - 1]) + 1 if place else 0, key)
     return order

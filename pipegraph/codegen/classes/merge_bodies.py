@@ -46,8 +46,8 @@ class Condition:
 
     def branch(self, first: Sequence[Statement], second: Sequence[Statement]) -> If:
         """``if``, with the statements of the two classes."""
-        own, other = (first, second) if self.side == 0 else (second, first)
-        return If(self.expression, tuple(own), tuple(other)) if own else If(self.negation, tuple(other))
+        body, orelse = (first, second) if self.side == 0 else (second, first)
+        return If(self.expression, tuple(body), tuple(orelse)) if body else If(self.negation, tuple(orelse))
 
 
 class NoConditionError(Exception):
@@ -61,20 +61,20 @@ class BodyMerger:
     Attributes:
         unifier: finds what two statements have in common.
         conditions: those that tell the two classes apart, the best ones first.
-        taken: names that a new variable must not have.
+        reserved: names that a new variable must not have.
         hoisted: the conditions that the function has to evaluate before it assigns a parameter, as statements.
         statements_in_branches: the number of statements under a new condition.
     """
 
     unifier: Unifier
     conditions: Sequence[Condition]
-    taken: AbstractSet[str]
+    reserved: AbstractSet[str]
     hoisted: dict[Condition, Assign] = field(default_factory=dict)
     statements_in_branches: int = 0
 
     def __post_init__(self) -> None:
-        self._relevant = self.unifier.only[0] | self.unifier.only[1] | self.taken
-        self._known: dict[object, float] = {}
+        self._relevant = self.unifier.only[0] | self.unifier.only[1] | self.reserved
+        self._likenesses: dict[object, float] = {}
         self._assigned_by: dict[Statement, AbstractSet[str]] = {}
 
     def merge(
@@ -89,40 +89,40 @@ class BodyMerger:
             NoConditionError: they differ, and nothing tells the classes apart.
         """
         merged: list[Statement] = []
-        before = self._assigned_before(first, second, assigned)
-        here = [0, 0]
-        for pair in (*self._aligned(first, second, before), (len(first), len(second))):
-            own, other = first[here[0] : pair[0]], second[here[1] : pair[1]]
-            if own or other:
-                changed = before[0][here[0]] | before[1][here[1]] | self.unifier.in_place_of.keys()
-                merged.append(self._branch(own, other, changed))
+        scopes = self._assigned_before(first, second, assigned)
+        starts = [0, 0]
+        for pair in (*self._aligned(first, second, scopes), (len(first), len(second))):
+            first_part, second_part = first[starts[0] : pair[0]], second[starts[1] : pair[1]]
+            if first_part or second_part:
+                changed = scopes[0][starts[0]] | scopes[1][starts[1]] | self.unifier.in_place_of.keys()
+                merged.append(self._branch(first_part, second_part, changed))
             if pair != (len(first), len(second)):
-                merged.append(self._common(first[pair[0]], second[pair[1]], (before[0][pair[0]], before[1][pair[1]])))
-            here = [pair[0] + 1, pair[1] + 1]
+                merged.append(self._common(first[pair[0]], second[pair[1]], (scopes[0][pair[0]], scopes[1][pair[1]])))
+            starts = [pair[0] + 1, pair[1] + 1]
         return tuple(merged)
 
     def with_named_results(self, first: Statements, second: Statements) -> tuple[Statements, Statements]:
         """Two bodies with ``x = f(x); return x`` for ``return f(x)``, if the other body assigns that to ``x``."""
         return self._with_named_result(first, second, 0), self._with_named_result(second, first, 1)
 
-    def _with_named_result(self, body: Statements, other: Statements, side: int) -> Statements:
+    def _with_named_result(self, body: Statements, other_body: Statements, side: int) -> Statements:
         last = body[-1] if body else None
         if not isinstance(last, Return) or last.count != 1 or isinstance(last.values[0], Name):
             return body
-        for statement in reversed(other):
+        for statement in reversed(other_body):
             if isinstance(statement, Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], Name):
                 assign = Assign(statement.targets, last.values[0])
                 pair = (assign, statement) if side == 0 else (statement, assign)
-                if self._statement_likeness(*pair, (assigned_names(body), assigned_names(other))):
+                if self._statement_likeness(*pair, (assigned_names(body), assigned_names(other_body))):
                     return *body[:-1], assign, Return(statement.targets)
         return body
 
     def likeness(self, first: Statements, second: Statements, assigned: Assigned = (frozenset(), frozenset())) -> float:
         """How many statements two bodies have in common."""
-        before = self._assigned_before(first, second, assigned)
+        scopes = self._assigned_before(first, second, assigned)
         return sum(
-            self._statement_likeness(first[i], second[j], (before[0][i], before[1][j]))
-            for i, j in self._aligned(first, second, before)
+            self._statement_likeness(first[i], second[j], (scopes[0][i], scopes[1][j]))
+            for i, j in self._aligned(first, second, scopes)
         )
 
     def _common(self, first: Statement, second: Statement, assigned: Assigned) -> Statement:
@@ -131,7 +131,7 @@ class BodyMerger:
         if isinstance(first, If) and isinstance(second, If):
             test = self.unifier.unify(first.test, second.test)
             body = self.merge(first.body, second.body, assigned)
-            return If(test, body, self.merge(first.other, second.other, assigned))
+            return If(test, body, self.merge(first.orelse, second.orelse, assigned))
         common: Statement = self.unifier.unify(first, second)
         return common
 
@@ -142,11 +142,11 @@ class BodyMerger:
             node for statement in (*first, *second) for node in statement.walk() if isinstance(node, Expression)
         }
         unchanged = [
-            each
-            for each in self.conditions
-            if not (each.is_parameter and isinstance(each.word, Name) and each.word.name in assigned)
+            candidate
+            for candidate in self.conditions
+            if not (candidate.is_parameter and isinstance(candidate.word, Name) and candidate.word.name in assigned)
         ]
-        condition = next((each for each in unchanged if each.word in mentioned), None)
+        condition = next((candidate for candidate in unchanged if candidate.word in mentioned), None)
         condition = condition or next(iter(unchanged), None)
         if condition is None:
             if not self.conditions:
@@ -157,7 +157,7 @@ class BodyMerger:
     def _hoist(self, condition: Condition) -> Condition:
         """A condition that reads a variable which holds what another condition says at the beginning."""
         if condition not in self.hoisted:
-            names = {*self.taken, *(target.text for each in self.hoisted.values() for target in each.targets)}
+            names = {*self.reserved, *(target.text for assign in self.hoisted.values() for target in assign.targets)}
             variable = Name(unused(f"has_{condition.word.text}", names))
             self.hoisted[condition] = Assign((variable,), condition.expression)
         (name,) = self.hoisted[condition].targets
@@ -167,11 +167,11 @@ class BodyMerger:
         self,
         first: Statements,
         second: Statements,
-        before: tuple[Sequence[AbstractSet[str]], Sequence[AbstractSet[str]]],
+        scopes: tuple[Sequence[AbstractSet[str]], Sequence[AbstractSet[str]]],
     ) -> Iterator[tuple[int, int]]:
         """The places of the longest common subsequence of statements."""
         likeness = {
-            (i, j): self._statement_likeness(one, two, (before[0][i], before[1][j]))
+            (i, j): self._statement_likeness(one, two, (scopes[0][i], scopes[1][j]))
             for i, one in enumerate(first)
             for j, two in enumerate(second)
         }
@@ -194,17 +194,19 @@ class BodyMerger:
         """1 for equal statements, a little less for those that differ in values; for ``if``, that of their bodies."""
         if type(first) is not type(second):
             return 0
-        known = frozenset(assigned[0] & self._relevant), frozenset(assigned[1] & self._relevant)
-        key = first, second, known, tuple(self.unifier.in_place_of.items())
-        if key not in self._known:
-            self._known[key] = self._compare(first, second, assigned)
-        return self._known[key]
+        relevant_names = frozenset(assigned[0] & self._relevant), frozenset(assigned[1] & self._relevant)
+        key = first, second, relevant_names, tuple(self.unifier.in_place_of.items())
+        if key not in self._likenesses:
+            self._likenesses[key] = self._compare(first, second, assigned)
+        return self._likenesses[key]
 
     def _compare(self, first: Statement, second: Statement, assigned: Assigned) -> float:
         if isinstance(first, If) and isinstance(second, If):
             if first.test.text != second.test.text:
                 return 0
-            return self.likeness(first.body, second.body, assigned) + self.likeness(first.other, second.other, assigned)
+            return self.likeness(first.body, second.body, assigned) + self.likeness(
+                first.orelse, second.orelse, assigned
+            )
         self.unifier.assigned = assigned
         try:
             common = self.unifier.unify(first, second)

@@ -41,25 +41,25 @@ def merge_classes(
     """
     apart = [block for block in blocks if not forms.merges(block.model_class)]
     classes, users = [block for block in blocks if forms.merges(block.model_class)], [*apart, *stages]
-    known: _KnownPairs = {}
+    pairs: _KnownPairs = {}
     while True:
         merged = (
-            _merge_numbers(classes, users) or _merge_sequences(classes, users) or _merge_variants(classes, users, known)
+            _merge_numbers(classes, users) or _merge_sequences(classes, users) or _merge_variants(classes, users, pairs)
         )
         if merged is None:
             break
         classes, users = merged
     classes, users = [*classes, *users[: len(apart)]], users[len(apart) :]
     names: dict[str, str] = {}
-    for each in classes:
-        names[each.name] = unused_class(class_name(each.model_class) + each.part, set(names.values()))
+    for source in classes:
+        names[source.name] = unused_class(class_name(source.model_class) + source.part, set(names.values()))
 
-    def renamed(made: FunctionCall) -> FunctionCall:
-        name = names.get(made.function.text)
-        return made if name is None else replace(made, function=Name(name))
+    def renamed(constructor_call: FunctionCall) -> FunctionCall:
+        name = names.get(constructor_call.function.text)
+        return constructor_call if name is None else replace(constructor_call, function=Name(name))
 
-    classes = [replace(_with_constructors(each, renamed), name=names[each.name]) for each in _in_order(classes)]
-    return classes, [_with_constructors(each, renamed) for each in users]
+    classes = [replace(_with_constructors(block, renamed), name=names[block.name]) for block in _in_order(classes)]
+    return classes, [_with_constructors(user, renamed) for user in users]
 
 
 def _merge_numbers(
@@ -72,16 +72,20 @@ def _merge_numbers(
     calls = {member.name: group.call(index) for group in groups for index, member in enumerate(group.members)}
     merged = {group.members[0].name: group.merged() for group in groups}
     first = {member.name: group.members[0] for group in groups for member in group.members}
-    kept = [merged.get(each.name, each) for each in classes if first.get(each.name, each).name == each.name]
+    blocks = [merged.get(block.name, block) for block in classes if first.get(block.name, block).name == block.name]
 
-    def with_arguments(made: FunctionCall) -> FunctionCall:
-        return made if made.arguments else calls.get(made.function.text, made)
+    def with_arguments(constructor_call: FunctionCall) -> FunctionCall:
+        return (
+            constructor_call
+            if constructor_call.arguments
+            else calls.get(constructor_call.function.text, constructor_call)
+        )
 
-    def of_first(made: ModuleInvocation) -> ModuleInvocation:
-        names = (first[name].name if name in first else name for name in made.classes)
-        return replace(made, classes=tuple(dict.fromkeys(names)))
+    def of_first(invocation: ModuleInvocation) -> ModuleInvocation:
+        names = (first[name].name if name in first else name for name in invocation.classes)
+        return replace(invocation, classes=tuple(dict.fromkeys(names)))
 
-    return _changed(kept, with_arguments, of_first), _changed(users, with_arguments, of_first)
+    return _changed(blocks, with_arguments, of_first), _changed(users, with_arguments, of_first)
 
 
 def _merge_sequences(
@@ -93,58 +97,58 @@ def _merge_sequences(
         None if there are none.
     """
     groups: dict[str, list[ClassSource]] = {}
-    for each in classes:
-        if each.children:
-            groups.setdefault(each.model_class, []).append(each)
-    members = {each.name: each for group in groups.values() if len(group) > 1 for each in group}
+    for block in classes:
+        if block.children:
+            groups.setdefault(block.model_class, []).append(block)
+    members = {member.name: member for group in groups.values() if len(group) > 1 for member in group}
     if not members:
         return None
-    first = {name: groups[each.model_class][0].name for name, each in members.items()}
+    first = {name: groups[member.model_class][0].name for name, member in members.items()}
 
-    def constructor(made: FunctionCall) -> FunctionCall:
-        member = members.get(made.function.text)
+    def constructor(constructor_call: FunctionCall) -> FunctionCall:
+        member = members.get(constructor_call.function.text)
         if member is None:
-            return made
-        given = {argument.name: argument.value for argument in made.arguments}
+            return constructor_call
+        arguments = {argument.name: argument.value for argument in constructor_call.arguments}
 
         def passed(node: Any) -> Any:
-            return given.get(node.text, node) if isinstance(node, Name) else node.rebuilt(passed)
+            return arguments.get(node.text, node) if isinstance(node, Name) else node.rebuilt(passed)
 
         return call(first[member.name], *(_change(passed(child), constructor) for child in member.children))
 
-    kept = [
-        replace(each, children=(), init_parameters=()) if each.name in first else each
-        for each in classes
-        if first.get(each.name, each.name) == each.name
+    blocks = [
+        replace(source, children=(), init_parameters=()) if source.name in first else source
+        for source in classes
+        if first.get(source.name, source.name) == source.name
     ]
-    return _changed(kept, constructor, lambda made: made), _changed(users, constructor, lambda made: made)
+    return _changed(blocks, constructor, lambda node: node), _changed(users, constructor, lambda node: node)
 
 
 def _merge_variants(
-    classes: Sequence[ClassSource], users: Sequence[ClassSource], known: _KnownPairs
+    classes: Sequence[ClassSource], users: Sequence[ClassSource], pairs: _KnownPairs
 ) -> tuple[list[ClassSource], list[ClassSource]] | None:
     """Merge the classes of one name; None if there are none that can be merged.
 
     Classes that others use come first, so that those others differ only in what they say themselves.
 
     Args:
-        known: the pairs that were compared before, which this adds to.
+        pairs: the pairs that were compared before, which this adds to.
     """
-    signatures = {each.name: each.parameters for each in classes}
+    signatures = {source.name: source.parameters for source in classes}
     invocations = list(_invocations([*classes, *users]))
     by_model_class: dict[object, list[ClassSource]] = {}
-    for each in _in_order(classes):
-        if each.forward and not each.children and not each.part:
-            by_model_class.setdefault((each.model_class, each.base), []).append(each)
+    for block in _in_order(classes):
+        if block.forward and not block.children and not block.part:
+            by_model_class.setdefault((block.model_class, block.base), []).append(block)
     for siblings in by_model_class.values():
         merged = None
-        by_name = {each.name: each for each in siblings}
+        by_name = {sibling.name: sibling for sibling in siblings}
         for names in merge_order(siblings, partial(distance, signatures=signatures)):
             first, second = (by_name[name] for name in names)
             key = id(first), id(second)
-            if key not in known:
-                known[key] = first, second, merge_pair(first, second, signatures)
-            _, _, pair = known[key]
+            if key not in pairs:
+                pairs[key] = first, second, merge_pair(first, second, signatures)
+            _, _, pair = pairs[key]
             if pair is not None and _keeps_calls(pair, invocations):
                 merged = _replace_pair(*(merged or (classes, users)), pair)
                 by_name[pair.source.name] = pair.source
@@ -157,31 +161,31 @@ def _replace_pair(
     classes: Sequence[ClassSource], users: Sequence[ClassSource], pair: MergedPair
 ) -> tuple[list[ClassSource], list[ClassSource]]:
     names = [member.name for member in pair.members]
-    kept = [pair.source if each.name == names[0] else each for each in classes if each.name != names[1]]
+    blocks = [pair.source if block.name == names[0] else block for block in classes if block.name != names[1]]
 
-    def constructor(made: FunctionCall) -> FunctionCall:
-        name = made.function.text
-        return pair.constructor(names.index(name), made) if name in names else made
+    def constructor(constructor_call: FunctionCall) -> FunctionCall:
+        name = constructor_call.function.text
+        return pair.constructor(names.index(name), constructor_call) if name in names else constructor_call
 
-    def invocation(made: ModuleInvocation) -> ModuleInvocation:
-        if not set(names) & set(made.classes):
-            return made
-        merged = dict.fromkeys(names[0] if name in names else name for name in made.classes)
-        arguments = made.arguments
+    def invocation(module_invocation: ModuleInvocation) -> ModuleInvocation:
+        if not set(names) & set(module_invocation.classes):
+            return module_invocation
+        merged = dict.fromkeys(names[0] if name in names else name for name in module_invocation.classes)
+        arguments = module_invocation.arguments
         if len(merged) == 1:
-            arguments = ordered_arguments({each.name: each.value for each in arguments}, pair.source.parameters)
-        return replace(made, arguments=arguments, classes=tuple(merged))
+            arguments = ordered_arguments({arg.name: arg.value for arg in arguments}, pair.source.parameters)
+        return replace(module_invocation, arguments=arguments, classes=tuple(merged))
 
-    return _changed(kept, constructor, invocation), _changed(users, constructor, invocation)
+    return _changed(blocks, constructor, invocation), _changed(users, constructor, invocation)
 
 
 def _keeps_calls(pair: MergedPair, invocations: Sequence[ModuleInvocation]) -> bool:
     """Return whether calls in a loop over modules of several classes can stay, because they pass values by position."""
     members = {member.name: member.parameters for member in pair.members}
-    for made in invocations:
-        called = [members[name] for name in made.classes if name in members]
-        count = len(made.arguments)
-        if called and len(made.classes) > len(called):
+    for invocation in invocations:
+        called = [members[name] for name in invocation.classes if name in members]
+        count = len(invocation.arguments)
+        if called and len(invocation.classes) > len(called):
             if any(parameters[:count] != pair.source.parameters[:count] for parameters in called):
                 return False
         elif any(parameters != called[0] for parameters in called):
@@ -199,7 +203,7 @@ def _invocations(sources: Sequence[ClassSource]) -> Iterator[ModuleInvocation]:
 
 def _in_order(classes: Sequence[ClassSource]) -> list[ClassSource]:
     """Classes, each after those that it uses."""
-    by_name = {each.name: each for each in classes}
+    by_name = {member.name: member for member in classes}
     ordered: dict[str, ClassSource] = {}
 
     def add(source: ClassSource) -> None:
@@ -208,8 +212,8 @@ def _in_order(classes: Sequence[ClassSource]) -> list[ClassSource]:
                 add(by_name[name])
             ordered[source.name] = source
 
-    for each in classes:
-        add(each)
+    for block in classes:
+        add(block)
     return list(ordered.values())
 
 
@@ -223,10 +227,10 @@ def _changed(
         return invocation(node) if isinstance(node, ModuleInvocation) else node
 
     changed: list[ClassSource] = []
-    for each in sources:
-        source, forward = _with_constructors(each, constructor), tuple(map(walk, each.forward))
-        same = all(new is old for new, old in zip(forward, each.forward, strict=True))
-        changed.append(source if same else replace(source, forward=forward))
+    for original in sources:
+        source, forward = _with_constructors(original, constructor), tuple(map(walk, original.forward))
+        is_unchanged = all(new is old for new, old in zip(forward, original.forward, strict=True))
+        changed.append(source if is_unchanged else replace(source, forward=forward))
     return changed
 
 
@@ -234,8 +238,8 @@ def _with_constructors(source: ClassSource, change: _Change) -> ClassSource:
     """A class with the calls in its ``__init__`` changed."""
 
     children, init = (tuple(_change(node, change) for node in nodes) for nodes in (source.children, source.init))
-    same = all(new is old for new, old in zip((*children, *init), source.constructors, strict=True))
-    return source if same else replace(source, children=children, init=init)
+    is_unchanged = all(new is old for new, old in zip((*children, *init), source.constructors, strict=True))
+    return source if is_unchanged else replace(source, children=children, init=init)
 
 
 def _change(node: Any, change: _Change) -> Any:
@@ -264,26 +268,26 @@ def merge_order(members: Sequence[ClassSource], distance: Distance) -> list[tupl
     """
     if len(members) < 2:
         return []
-    splits = list(_splits(members)) or [_alone(members, each) for each in members]
+    splits = list(_splits(members)) or [_alone(members, member) for member in members]
     first, second = max(splits, key=lambda split: _contrast(split, distance))
     return [*merge_order(first, distance), *merge_order(second, distance), (first[0].name, second[0].name)]
 
 
 def _splits(members: Sequence[ClassSource]) -> Iterator[_Split]:
     """The ways to split classes in two groups by a parameter, or by an attribute with two values."""
-    parameters = dict.fromkeys(name for each in members for name in each.parameters)
+    parameters = dict.fromkeys(name for member in members for name in member.parameters)
     for name in parameters:
-        yield from _split(members, [name in each.parameters for each in members])
+        yield from _split(members, [name in member.parameters for member in members])
     for name in members[0].attributes:
-        yield from _split(members, [each.attributes.get(name) for each in members])
+        yield from _split(members, [member.attributes.get(name) for member in members])
 
 
 def _split(members: Sequence[ClassSource], values: Sequence[object]) -> Iterator[_Split]:
     if None not in values and len(set(values)) == 2:
-        same = [value == values[0] for value in values]
+        matches = [value == values[0] for value in values]
         first, second = (
-            tuple(each for each, is_same in zip(members, same, strict=True) if is_same == wanted)
-            for wanted in (True, False)
+            tuple(member for member, is_same in zip(members, matches, strict=True) if is_same == side)
+            for side in (True, False)
         )
         yield first, second
 
@@ -296,5 +300,5 @@ def _contrast(split: _Split, distance: Distance) -> float:
 
 def _alone(members: Sequence[ClassSource], member: ClassSource) -> _Split:
     """One class, and the others; the first of all is in the first group, which the merged class is named after."""
-    others = tuple(each for each in members if each is not member)
-    return ((member,), others) if member is members[0] else (others, (member,))
+    other_members = tuple(candidate for candidate in members if candidate is not member)
+    return ((member,), other_members) if member is members[0] else (other_members, (member,))

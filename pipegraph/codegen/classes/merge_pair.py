@@ -66,12 +66,12 @@ class MergedPair:
     values: tuple[Mapping[str, Expression | None], Mapping[str, Expression | None]]
     statements_in_branches: int
 
-    def constructor(self, side: int, made: FunctionCall) -> FunctionCall:
+    def constructor(self, side: int, constructor_call: FunctionCall) -> FunctionCall:
         """The call of the constructor that replaces one of a member."""
-        given = {argument.name: argument.value for argument in made.arguments}
+        call_arguments = {argument.name: argument.value for argument in constructor_call.arguments}
 
         def passed(node: Any) -> Any:
-            return given[node.name] if isinstance(node, InitArgument) else node.rebuilt(passed)
+            return call_arguments[node.name] if isinstance(node, InitArgument) else node.rebuilt(passed)
 
         arguments: list[Argument] = []
         defaults = self.source.init_defaults
@@ -79,9 +79,9 @@ class MergedPair:
             argument = defaults[name] if value is None else passed(value)
             is_default = name in defaults and argument == defaults[name]
             arguments.append(Argument(argument, name, Passing.DEFAULT if is_default else Passing.KEYWORD))
-        shown = [each for each in arguments if each.passing is Passing.KEYWORD]
-        if len(shown) <= 2 and shown == arguments[: len(shown)] and all(each.value.text.isdigit() for each in shown):
-            arguments[: len(shown)] = [replace(each, passing=Passing.POSITIONAL) for each in shown]
+        named = [arg for arg in arguments if arg.passing is Passing.KEYWORD]
+        if len(named) <= 2 and named == arguments[: len(named)] and all(arg.value.text.isdigit() for arg in named):
+            arguments[: len(named)] = [replace(arg, passing=Passing.POSITIONAL) for arg in named]
         return FunctionCall(Name(self.source.name), tuple(arguments))
 
 
@@ -114,7 +114,7 @@ def merge_pair(first: ClassSource, second: ClassSource, signatures: Mapping[str,
 def _asks_for_substituted(first: ClassSource, second: ClassSource) -> bool:
     """Return whether one class gives an optional parameter a value where the other one asks whether it is given."""
     return any(
-        name in second.optional and second.substitutes.get(name) != other for name, other in first.substitutes.items()
+        name in second.optional and second.substitutes.get(name) != value for name, value in first.substitutes.items()
     )
 
 
@@ -154,21 +154,21 @@ class _PairMerger:
 
     def merge(self) -> MergedPair:
         first, second = self._members
-        flags, others = self._attribute_conditions()
-        init = self._init(self._opened[0].init, self._opened[1].init, flags or others)
+        flags, other_conditions = self._attribute_conditions()
+        init = self._init(self._opened[0].init, self._opened[1].init, flags or other_conditions)
         required = [name for name in first.parameters if name in second.parameters]
         required = [name for name in required if name not in first.optional | second.optional]
         parameters = dict.fromkeys((*required, *first.parameters, *second.parameters))
-        given = [
+        parameter_conditions = [
             Condition.is_given(Name(name), side, is_parameter=True)
-            for side, own in enumerate(self._members)
-            for name in own.parameters
-            if name in self._only[side] and name not in own.optional
+            for side, member in enumerate(self._members)
+            for name in member.parameters
+            if name in self._only[side] and name not in member.optional
         ]
         bodies = self._opened[0].forward, self._opened[1].forward
         merger = BodyMerger(
             self._unifier,
-            [*given, *flags, *self._optional_modules, *others],
+            [*parameter_conditions, *flags, *self._optional_modules, *other_conditions],
             {*parameters, *assigned_names(bodies[0]), *assigned_names(bodies[1])},
         )
         self._find_substitutes(merger, bodies)
@@ -184,9 +184,9 @@ class _PairMerger:
             if assigned.get(name) != Name(name)
         )
         names = arguments.ordered()
-        if len(names) > max(MAX_ARGUMENTS, *(len(each.init_parameters) + PER_COPY for each in self._members)):
+        if len(names) > max(MAX_ARGUMENTS, *(len(member.init_parameters) + PER_COPY for member in self._members)):
             raise TooManyArgumentsError
-        longer = max(self._members, key=lambda each: len(each.parameters))
+        longer = max(self._members, key=lambda member: len(member.parameters))
         source = replace(
             first,
             docstring=longer.docstring,
@@ -197,7 +197,7 @@ class _PairMerger:
             parameters=tuple(parameters),
             optional=frozenset(parameters) - {*required},
             substitutes=self._unifier.in_place_of,
-            given=tuple(dict.fromkeys((*first.given, *second.given, *merger.hoisted.values()))),
+            presence=tuple(dict.fromkeys((*first.presence, *second.presence, *merger.hoisted.values()))),
             forward=closed_forward,
             attributes={
                 name: value for name, value in first.attributes.items() if second.attributes.get(name) == value
@@ -211,39 +211,39 @@ class _PairMerger:
 
         A parameter that the other class may be called without is none of them: it branches on it.
         """
-        found = self._unifier.in_place_of
+        substitutes = self._unifier.in_place_of
         optional = self._members[0].optional | self._members[1].optional
-        both = [name for name in self._members[0].parameters if name in self._members[1].parameters]
-        for name in sorted((self._only[0] | self._only[1]) - found.keys() - optional):
+        shared_parameters = [name for name in self._members[0].parameters if name in self._members[1].parameters]
+        for name in sorted((self._only[0] | self._only[1]) - substitutes.keys() - optional):
             scores: dict[str | None, float] = {None: merger.likeness(*bodies, (frozenset(), frozenset()))}
-            for other in both:
-                found[name] = other
-                scores[other] = merger.likeness(*bodies, (frozenset(), frozenset()))
-                del found[name]
+            for substitute in shared_parameters:
+                substitutes[name] = substitute
+                scores[substitute] = merger.likeness(*bodies, (frozenset(), frozenset()))
+                del substitutes[name]
             best = max(scores, key=scores.__getitem__)
             if best is not None and scores[best] >= scores[None] + _GAIN:
-                found[name] = best
+                substitutes[name] = best
 
     def _optional_modules_of_each(self) -> tuple[frozenset[str], frozenset[str]]:
         """The modules of each class that the other one lacks, and that ``forward`` only calls with one value."""
         assigned = [assigned_attributes(source.init) for source in self._opened]
-        made, other_made = (
+        first_modules, second_modules = (
             {
                 name
-                for name, value in own.items()
+                for name, value in attributes.items()
                 if is_module(value) and not (isinstance(value, InitArgument) and value.name in member.init_defaults)
             }
-            for own, member in zip(assigned, self._members, strict=True)
+            for attributes, member in zip(assigned, self._members, strict=True)
         )
         first, second = (only_called(source.forward) for source in self._opened)
-        return first & made - assigned[1].keys(), second & other_made - assigned[0].keys()
+        return first & first_modules - assigned[1].keys(), second & second_modules - assigned[0].keys()
 
     # ---- __init__ ----------------------------------------------------------------------------------------------------
 
     def _attribute_conditions(self) -> tuple[list[Condition], list[Condition]]:
         """The conditions on attributes of the model's modules: on flags, and on texts, None and whole numbers."""
         flags: list[Condition] = []
-        others: list[Condition] = []
+        other_conditions: list[Condition] = []
         attributes = self._members[0].attributes, self._members[1].attributes
         for name, one in attributes[0].items():
             two = attributes[1].get(name)
@@ -253,10 +253,10 @@ class _PairMerger:
             if {one, two} == {TRUE, FALSE}:
                 flags.append(Condition.flag(value, 0 if one == TRUE else 1))
             elif NONE in (one, two):
-                others.append(Condition.is_given(value, 0 if two == NONE else 1))
+                other_conditions.append(Condition.is_given(value, 0 if two == NONE else 1))
             else:
-                others.append(Condition(Binary("==", value, one), Binary("!=", value, one), 0, value))
-        return flags, others
+                other_conditions.append(Condition(Binary("==", value, one), Binary("!=", value, one), 0, value))
+        return flags, other_conditions
 
     def _init(self, first: Statements, second: Statements, conditions: Sequence[Condition]) -> Statements:
         """The statements of ``__init__``, those of the same target next to each other."""
@@ -274,7 +274,7 @@ class _PairMerger:
         if isinstance(first, If) and isinstance(second, If):
             test = self._unifier.unify(first.test, second.test)
             body = self._init(first.body, second.body, conditions)
-            return If(test, body, self._init(first.other, second.other, conditions))
+            return If(test, body, self._init(first.orelse, second.orelse, conditions))
         try:
             common: Statement = self._unifier.unify(first, second)
         except DifferentCodeError:
@@ -285,17 +285,17 @@ class _PairMerger:
         self, first: Statement | None, second: Statement | None, conditions: Sequence[Condition]
     ) -> Statement:
         """A module that differs: the constructor is given it, or makes it under a condition."""
-        known = first or second
-        if isinstance(known, Assign) and is_value(known.value) and None in (first, second):
-            return known  # the other class does not read it
-        one, two = (each.value if isinstance(each, Assign) else NONE for each in (first, second))
-        target = known.targets[0] if isinstance(known, Assign) else None
+        statement = first or second
+        if isinstance(statement, Assign) and is_value(statement.value) and None in (first, second):
+            return statement  # the other class does not read it
+        one, two = (candidate.value if isinstance(candidate, Assign) else NONE for candidate in (first, second))
+        target = statement.targets[0] if isinstance(statement, Assign) else None
         if isinstance(target, Attribute) and target.owner == SELF:
             absent = [target.name in names for names in reversed(self._unifier.optional_modules)]
             one, two = (
-                call("nn.Identity") if is_absent else made for is_absent, made in zip(absent, (one, two), strict=True)
+                call("nn.Identity") if is_absent else value for is_absent, value in zip(absent, (one, two), strict=True)
             )
-        has_arguments = known is not None and any(isinstance(node, InitArgument) for node in known.walk())
+        has_arguments = statement is not None and any(isinstance(node, InitArgument) for node in statement.walk())
         can_be_given = all(is_module(value) or value == NONE for value in (one, two))
         makes_it = bool(conditions) and NONE in (one, two) and not has_arguments
         if makes_it or not (isinstance(target, Attribute) and target.owner == SELF and can_be_given):
@@ -304,8 +304,8 @@ class _PairMerger:
             return conditions[0].branch([first] if first else [], [second] if second else [])
         if NONE in (one, two):
             side = 0 if two == NONE else 1
-            given = two if side else one
+            module = two if side else one
             # A class that was merged before may itself be made without the module.
-            if not (isinstance(given, InitArgument) and given.name in self._members[side].init_defaults):
+            if not (isinstance(module, InitArgument) and module.name in self._members[side].init_defaults):
                 self._optional_modules.append(Condition.is_given(target, side))
         return Assign((target,), Difference(one, two, target.name, is_module=True))

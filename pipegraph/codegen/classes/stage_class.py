@@ -52,7 +52,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
     captured = plan.captured
     forward = write_forward(contents, tree, parameters, blocks.source, {node: names[node] for node in stage.outputs})
     refused = tuple(_refused_mode(captured))
-    modules = modules_of(contents, tree).made
+    modules = modules_of(contents, tree).fqns
     train = tuple(_kept_modes(captured, modules, tree))
     settings = (
         *_ties(captured, stage, tree),
@@ -89,8 +89,8 @@ def _parameters(blocks: BlockClasses, stage: StageGraph, names: Mapping[fx.Node,
     parameters: list[str] = []
     for node in stage.inputs:
         clashes = count[names[node]] > 1 and node.op != "placeholder"
-        wanted = (blocks.source.parameter_name(node, names[node]) if clashes else None) or names[node]
-        parameters.append(unused(variable(wanted, "x"), parameters))
+        name = (blocks.source.parameter_name(node, names[node]) if clashes else None) or names[node]
+        parameters.append(unused(variable(name, "x"), parameters))
     return parameters
 
 
@@ -119,28 +119,28 @@ def _handed_on(plan: Plan, stage: StageGraph, parameters: Sequence[str]) -> list
 
 def _fixed_sizes(captured: Captured, stage: StageGraph) -> list[str]:
     """``tokens.shape[1] is 12 in every batch (mamba.py:260).``, for the sizes of its inputs that a line fixes."""
-    own = {label_of(node) for node in stage.inputs if node.op == "placeholder"}
+    input_labels = {label_of(node) for node in stage.inputs if node.op == "placeholder"}
     return [
         f"{prose(size.place)} is {size.size} in every batch ({prose(size.place_in_source)})."
         for size in captured.sizes.fixed
-        if size.line and size.place.partition(".")[0] in own
+        if size.line and size.place.partition(".")[0] in input_labels
     ]
 
 
 def _ties_to_other_stages(plan: Plan, stage: StageGraph) -> list[str]:
     """``lm_head.weight is tied to embed_tokens.weight of stage 0.``, for each parameter that other stages have too."""
-    others: dict[str, list[str]] = {}
-    for other in plan.stages:
-        if other is not stage:
-            for tensor, name in _parameter_names(plan.captured, other).items():
-                others.setdefault(tensor, []).append(f"{name} of stage {other.index}")
+    aliases: dict[str, list[str]] = {}
+    for other_stage in plan.stages:
+        if other_stage is not stage:
+            for tensor, name in _parameter_names(plan.captured, other_stage).items():
+                aliases.setdefault(tensor, []).append(f"{name} of stage {other_stage.index}")
     shared = [
-        (name, others[tensor]) for tensor, name in _parameter_names(plan.captured, stage).items() if tensor in others
+        (name, aliases[tensor]) for tensor, name in _parameter_names(plan.captured, stage).items() if tensor in aliases
     ]
     ties = [f"{prose(name)} is tied to {prose(', '.join(places))}." for name, places in shared]
     count = len(ties) - _TIES_LISTED
-    more = f"{count} more {'are' if count > 1 else 'is'} tied; pipeline.json lists their names."
-    return ties if count <= 0 else [*ties[:_TIES_LISTED], more]
+    summary = f"{count} more {'are' if count > 1 else 'is'} tied; pipeline.json lists their names."
+    return ties if count <= 0 else [*ties[:_TIES_LISTED], summary]
 
 
 def _parameter_names(captured: Captured, stage: StageGraph) -> dict[str, str]:
@@ -179,7 +179,7 @@ def _frozen(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator
     partly_trained = {module for fqn in trained for module in outer_names(fqn)}
     done: set[str] = set()
     for fqn in sorted(frozen):
-        module = next((each for each in outer_names(fqn) if each not in partly_trained), None)
+        module = next((outer_name for outer_name in outer_names(fqn) if outer_name not in partly_trained), None)
         if module not in done:
             owner = parameter_access(tree, fqn) if module is None else module_access(tree, module)
             yield Evaluate(method(owner, "requires_grad_", literal(False)))
@@ -220,8 +220,8 @@ def _kept_modes(captured: Captured, modules: frozenset[str], tree: ModuleTree) -
         (True, True): ("train", ()),
         (False, True): ("train", (Template("not {}", (mode,)),)),
     }
-    if (own := captured.modules[""].modes) != modes[""]:
-        value = literal(own[0]) if own[0] == own[1] else Template("not {}", (mode,))
+    if (model_modes := captured.modules[""].modes) != modes[""]:
+        value = literal(model_modes[0]) if model_modes[0] == model_modes[1] else Template("not {}", (mode,))
         yield Assign((Attribute(SELF, "training"),), value)
     for fqn, module in captured.modules.items():
         if not fqn or fqn not in modules:

@@ -92,19 +92,19 @@ def opened(source: ClassSource, side: int) -> ClassSource:
             return argument(node.name)
         return node.rebuilt(in_forward)
 
-    kept = [each for each in source.init if stored_name(each, names - source.init_modules) is None]
-    init, forward = tuple(map(in_init, kept)), tuple(map(in_forward, source.forward))
+    statements = [statement for statement in source.init if stored_name(statement, names - source.init_modules) is None]
+    init, forward = tuple(map(in_init, statements)), tuple(map(in_forward, source.forward))
     return replace(source, init=init, forward=forward)
 
 
-def with_numbers_of(source: ClassSource, other: ClassSource) -> ClassSource:
+def with_numbers_of(source: ClassSource, other_class: ClassSource) -> ClassSource:
     """A class with numbers in place of ``self.size``, if the constructor of another one is given that number."""
-    given = {name for each in other.init if (name := stored_name(each, other.init_parameters)) is not None}
+    names = {name for node in other_class.init if (name := stored_name(node, other_class.init_parameters)) is not None}
     numbers = {
-        each.targets[0]: each.value
-        for each in source.init
-        if isinstance(each, Assign) and isinstance(each.value, Literal) and each.value.is_number
-        if isinstance(each.targets[0], Attribute) and each.targets[0].name in given - other.init_modules
+        node.targets[0]: node.value
+        for node in source.init
+        if isinstance(node, Assign) and isinstance(node.value, Literal) and node.value.is_number
+        if isinstance(node.targets[0], Attribute) and node.targets[0].name in names - other_class.init_modules
     }
     if not numbers:
         return source
@@ -112,8 +112,8 @@ def with_numbers_of(source: ClassSource, other: ClassSource) -> ClassSource:
     def read(node: Any) -> Any:
         return numbers[node] if node in numbers else node.rebuilt(read)
 
-    kept = (each for each in source.init if not (isinstance(each, Assign) and each.targets[0] in numbers))
-    return replace(source, init=tuple(kept), forward=tuple(map(read, source.forward)))
+    statements = (node for node in source.init if not (isinstance(node, Assign) and node.targets[0] in numbers))
+    return replace(source, init=tuple(statements), forward=tuple(map(read, source.forward)))
 
 
 def assigned_names(statements: Iterable[Statement]) -> set[str]:
@@ -171,13 +171,13 @@ class Unifier:
         """
         if first == second:
             return first
-        for side, made in enumerate((first, second)):
-            if self._is_optional(made, side):
-                (given,) = made.arguments
-                pair = (given.value, second) if side == 0 else (first, given.value)
-                return replace(made, arguments=(given.changed(self.unify(*pair)),))
+        for side, node in enumerate((first, second)):
+            if self._is_optional(node, side):
+                (argument,) = node.arguments
+                pair = (argument.value, second) if side == 0 else (first, argument.value)
+                return replace(node, arguments=(argument.changed(self.unify(*pair)),))
         if is_value(first) and is_value(second):
-            is_whole = not any("." in each.text or "e-" in each.text for each in (first, second))
+            is_whole = not any("." in value.text or "e-" in value.text for value in (first, second))
             return Difference(first, second, name if is_whole or name != "size" else "value")
         if isinstance(first, Name) and isinstance(second, Name):
             return self._parameter(first, second)
@@ -192,34 +192,34 @@ class Unifier:
             raise DifferentCodeError
         names = [entry.name for entry in fields(first)]  # type: ignore[arg-type]
         name = "index" if isinstance(first, Subscript) else "size"
-        parts = {each: self.unify(getattr(first, each), getattr(second, each), name) for each in names}
+        parts = {attr: self.unify(getattr(first, attr), getattr(second, attr), name) for attr in names}
         return replace(first, **parts)  # type: ignore[type-var]
 
-    def _is_optional(self, made: Any, side: int) -> bool:
+    def _is_optional(self, node: Any, side: int) -> bool:
         """Return whether code calls a module in whose place the other class has an ``nn.Identity``."""
         is_call = (
-            isinstance(made, FunctionCall) and isinstance(made.function, Attribute) and made.function.owner == SELF
+            isinstance(node, FunctionCall) and isinstance(node.function, Attribute) and node.function.owner == SELF
         )
-        return is_call and made.function.name in self.optional_modules[side] and len(made.arguments) == 1
+        return is_call and node.function.name in self.optional_modules[side] and len(node.arguments) == 1
 
     def _parameter(self, first: Name, second: Name) -> Name:
         """A parameter that only one class has, if the other reads its own parameter in its place."""
-        for side, (own, other) in enumerate(((first, second), (second, first))):
-            replaces = own.name in self.only[side] and self.in_place_of.get(own.name) == other.name
-            assigned = own.name in self.assigned[0] | self.assigned[1] or other.name in self.assigned[1 - side]
+        for side, (name, other_name) in enumerate(((first, second), (second, first))):
+            replaces = name.name in self.only[side] and self.in_place_of.get(name.name) == other_name.name
+            assigned = name.name in self.assigned[0] | self.assigned[1] or other_name.name in self.assigned[1 - side]
             if replaces and not assigned:
-                return own
+                return name
         raise DifferentCodeError
 
     def _call(self, first: FunctionCall, second: FunctionCall) -> FunctionCall:
         function = self.unify(first.function, second.function)
-        names = [[each.name for each in made.arguments] for made in (first, second)]
+        names = [[arg.name for arg in call.arguments] for call in (first, second)]
         if names[0] != names[1]:
             raise DifferentCodeError
         arguments: list[Argument] = []
         for one, two in zip(first.arguments, second.arguments, strict=True):
-            known = one if one.passing is Passing.DEFAULT else two
-            like = known if known.passing is not Passing.POSITIONAL else one
+            argument = one if one.passing is Passing.DEFAULT else two
+            like = argument if argument.passing is not Passing.POSITIONAL else one
             arguments.append(like.changed(self._argument(one, two)))
         return FunctionCall(function, tuple(arguments))
 
@@ -238,22 +238,22 @@ class Unifier:
         """The call of a module with the arguments of both calls. What one leaves out is None in that class."""
         function = self.unify(first.function, second.function)
         classes = tuple(dict.fromkeys((*first.classes, *second.classes)))
-        arguments = [{argument.name: argument.value for argument in each.arguments} for each in (first, second)]
+        arguments = [{argument.name: argument.value for argument in call.arguments} for call in (first, second)]
         signatures = {tuple(self.signatures[name]) for name in classes}
         if len(signatures) > 1:  # by position: the two modules call their parameters differently
             if first.classes == second.classes or not (_is_positional(first) and _is_positional(second)):
                 raise DifferentCodeError
-            one, two = (tuple(each.value for each in made.arguments) for made in (first, second))
+            one, two = (tuple(argument.value for argument in call.arguments) for call in (first, second))
             named = zip(self.unify(one, two), first.arguments, strict=True)
-            return ModuleInvocation(function, tuple(Argument(value, each.name) for value, each in named), classes)
+            return ModuleInvocation(function, tuple(Argument(value, arg.name) for value, arg in named), classes)
         values: dict[str, Expression] = {}
         for name in dict.fromkeys((*arguments[0], *arguments[1])):
-            given = [each[name] for each in arguments if name in each]
+            expressions = [call_arguments[name] for call_arguments in arguments if name in call_arguments]
             side = int(name not in arguments[0])
-            left_out = len(given) == 1
-            if left_out and not self._is_none_in_other(given[0], side):
+            left_out = len(expressions) == 1
+            if left_out and not self._is_none_in_other(expressions[0], side):
                 raise DifferentCodeError
-            values[name] = given[0] if left_out else self.unify(given[0], given[1])
+            values[name] = expressions[0] if left_out else self.unify(expressions[0], expressions[1])
         return ModuleInvocation(function, ordered_arguments(values, min(signatures)), classes)
 
     def _is_none_in_other(self, value: Expression, side: int) -> bool:
@@ -274,8 +274,8 @@ def ordered_arguments(values: Mapping[str, Expression], signature: Sequence[str]
     return tuple(arguments)
 
 
-def _is_positional(made: FunctionCall) -> bool:
-    return all(argument.passing is Passing.POSITIONAL for argument in made.arguments)
+def _is_positional(call: FunctionCall) -> bool:
+    return all(argument.passing is Passing.POSITIONAL for argument in call.arguments)
 
 
 def is_value(node: object) -> bool:

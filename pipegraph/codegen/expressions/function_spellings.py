@@ -46,9 +46,9 @@ def _normalization(*names: str) -> Spelling:
 
     def spell(operator: OperatorCall) -> Expression:
         switches = ("cudnn_enable", "cudnn_enabled")
-        kept = {name: value for name, value in operator.arguments.items() if name not in switches}
-        positional = [kept.pop(each) for each in names if each in kept]
-        return operator.function(f"F.{operator.name}", *positional, **kept)
+        named = {name: value for name, value in operator.arguments.items() if name not in switches}
+        positional = [named.pop(name) for name in names if name in named]
+        return operator.function(f"F.{operator.name}", *positional, **named)
 
     return spell
 
@@ -117,8 +117,8 @@ def _cast(operator: OperatorCall) -> Expression | None:
         return None
     dtype = operator.arguments["dtype"]
     named = {"copy": True} if operator.arguments.get("copy") else {}
-    given = dtype if isinstance(dtype, fx.Node) else value.dtype
-    return operator.method(operator.arguments["self"], "to", given, **named)
+    target_dtype = dtype if isinstance(dtype, fx.Node) else value.dtype
+    return operator.method(operator.arguments["self"], "to", target_dtype, **named)
 
 
 def _softmax(operator: OperatorCall) -> Expression:
@@ -128,8 +128,8 @@ def _softmax(operator: OperatorCall) -> Expression:
 
 def _sizes_spread(operator: OperatorCall) -> Expression | None:
     """``x.permute(0, 2, 1)``: each size is an argument."""
-    owner, sizes, *others = operator.arguments.values()
-    if others or not isinstance(sizes, list):
+    owner, sizes, *other_arguments = operator.arguments.values()
+    if other_arguments or not isinstance(sizes, list):
         return None
     return operator.method(owner, operator.name, *(sizes or [()]))
 
@@ -148,8 +148,8 @@ def _filled(operator: OperatorCall) -> Expression | None:
         # All sizes but the last are often those of the tensor, among them a number of heads, which ranks may divide.
         if not value and len(outer) > 1 and isinstance(owner, Name) and outer == list(operator.shapes[0])[:-1]:
             del named["self"]
-            same = Template("*{}", (Subscript(Attribute(owner, "shape"), (Slice(None, literal(-1)),)),))
-            return method(owner, operator.name, same, operator.expression(last), **operator.expressions(named))
+            leading_sizes = Template("*{}", (Subscript(Attribute(owner, "shape"), (Slice(None, literal(-1)),)),))
+            return method(owner, operator.name, leading_sizes, operator.expression(last), **operator.expressions(named))
         return operator.method(named.pop("self"), operator.name, *positional, **named)
     return operator.function(f"torch.{operator.name}", *positional, **named)
 
@@ -168,9 +168,9 @@ def interpolate(operator: OperatorCall, mode: str, antialias: bool) -> Expressio
     size, factors = arguments.get("output_size"), arguments.get("scale_factors")
     named: dict[str, Any] = {}
     if factors is not None and size is None:
-        short = [int(each) if float(each).is_integer() else each for each in factors]
+        short = [int(factor) if float(factor).is_integer() else factor for factor in factors]
         named["scale_factor"] = short[0] if len(set(short)) == 1 else tuple(short)
-    elif size is not None and "scale_factors" in arguments and all(isinstance(each, int) for each in size):
+    elif size is not None and "scale_factors" in arguments and all(isinstance(extent, int) for extent in size):
         named["size"] = tuple(size)
     else:
         return None
@@ -190,7 +190,7 @@ def _loss(operator: OperatorCall) -> Expression:
     positional = [operator.expression(named.pop(name)) for name in required]
     function = operator.name.removesuffix("_nd")
     function = "cross_entropy" if function == "cross_entropy_loss" else function
-    return call(f"F.{function}", *positional, **{name: operator.expression(each) for name, each in named.items()})
+    return call(f"F.{function}", *positional, **{name: operator.expression(value) for name, value in named.items()})
 
 
 # ---- functions of torch whose arguments have another form than those of the operator ---------------------------------
@@ -233,14 +233,14 @@ def _stft(operator: OperatorCall) -> Expression | None:
 
 def _columns(operator: OperatorCall) -> Expression:
     """``F.unfold(x, (3, 3), padding=(1, 1))`` and ``F.fold``."""
-    named = {name: tuple(each) if isinstance(each, list) else each for name, each in operator.arguments.items()}
+    named = {name: tuple(value) if isinstance(value, list) else value for name, value in operator.arguments.items()}
     positional = [named.pop(name) for name in ("self", "output_size", "kernel_size") if name in named]
     defaults = {"dilation": (1, 1), "padding": (0, 0), "stride": (1, 1)}
-    kept = {name: each for name, each in named.items() if each != defaults[name]}
+    options = {name: value for name, value in named.items() if value != defaults[name]}
     return call(
         "F.unfold" if operator.name == "im2col" else "F.fold",
         *map(operator.expression, positional),
-        **{name: operator.expression(each) for name, each in kept.items()},
+        **{name: operator.expression(value) for name, value in options.items()},
     )
 
 

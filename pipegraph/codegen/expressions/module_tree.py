@@ -95,18 +95,18 @@ class ModuleTree:
 
     def at(self, path: Sequence[str]) -> ModuleTree | FunctionCall | None:
         """The tree or the constructor at a path."""
-        here: ModuleTree | FunctionCall | None = self
+        tree: ModuleTree | FunctionCall | None = self
         for name in path:
-            here = here.children.get(name) if isinstance(here, ModuleTree) else None
-        return here
+            tree = tree.children.get(name) if isinstance(tree, ModuleTree) else None
+        return tree
 
     def access(self, path: Sequence[str]) -> Expression:
         """The expression of the module at a path: ``self.model.layers["4"].norm``."""
-        here: ModuleTree | FunctionCall | None = self
+        tree: ModuleTree | FunctionCall | None = self
         owner: Expression = SELF
         for name in path:
-            owner = here.child(owner, name) if isinstance(here, ModuleTree) else attribute(owner, name)
-            here = here.children.get(name) if isinstance(here, ModuleTree) else None
+            owner = tree.child(owner, name) if isinstance(tree, ModuleTree) else attribute(owner, name)
+            tree = tree.children.get(name) if isinstance(tree, ModuleTree) else None
         return owner
 
     def paths(self, prefix: str = "") -> Iterator[str]:
@@ -135,10 +135,10 @@ def build_tree(
         *above, last = name.split(".")
         _descend(root, above).state[last] = entry
     for path in root.paths():
-        here = root.at(path.split("."))
-        if isinstance(here, ModuleTree):
+        tree = root.at(path.split("."))
+        if isinstance(tree, ModuleTree):
             module = module_at(path)
-            here.model_class = next((each for each in _CONTAINERS if isinstance(module, each)), None)
+            tree.model_class = next((container for container in _CONTAINERS if isinstance(module, container)), None)
     return root
 
 
@@ -162,12 +162,12 @@ def init_statements(tree: ModuleTree, owner: Expression = SELF) -> Iterator[Stat
     for name, entry in tree.state.items() if tree.container not in _OF_PARAMETERS else ():
         yield _register_state(owner, name, entry)
     names = list(tree.children)
-    made = [_container(child) if isinstance(child, ModuleTree) else child for child in tree.children.values()]
-    for start, stop in _runs(made, names):
+    constructors = [_container(child) if isinstance(child, ModuleTree) else child for child in tree.children.values()]
+    for start, stop in _runs(constructors, names):
         is_update = tree.is_class and tree.container is nn.ModuleDict and stop - start >= _REPEATED
         if is_update:
-            yield Evaluate(method(owner, "update", _numbered(made[start], list(map(int, names[start:stop])))))
-        for name, constructor in zip(names[start:stop], made[start:stop], strict=True):
+            yield Evaluate(method(owner, "update", _numbered(constructors[start], list(map(int, names[start:stop])))))
+        for name, constructor in zip(names[start:stop], constructors[start:stop], strict=True):
             if not is_update and (tree.is_class or tree.container is nn.Module):
                 yield _register_module(tree, owner, name, constructor)
             child = tree.children[name]
@@ -323,5 +323,5 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
     if separation is None:
         return None
     test, chosen = separation
-    other = next(each for each in constructors if each != chosen)
-    return conditional(chosen, test.of(_INDEX), other)
+    other_constructor = next(constructor for constructor in constructors if constructor != chosen)
+    return conditional(chosen, test.expression(_INDEX), other_constructor)

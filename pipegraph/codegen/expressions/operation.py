@@ -39,20 +39,20 @@ def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression]
     if node.target is operator.getitem:
         owner, position = node.args
         assert isinstance(owner, fx.Node)
-        held = value(owner)
-        if isinstance(held, Collection):
-            return held.items[int(position)]  # type: ignore[arg-type]
-        return Subscript(held, (literal(position),))
-    called = OperatorCall.of(node, value, device)
+        owner_expression = value(owner)
+        if isinstance(owner_expression, Collection):
+            return owner_expression.items[int(position)]  # type: ignore[arg-type]
+        return Subscript(owner_expression, (literal(position),))
+    called = OperatorCall.from_node(node, value, device)
     if called.target.namespace != "aten":
         return _by_overload(called)
     spell = spelling_function(operator_of(node).spelling)
-    return (spell and spell(called)) or _by_name(called) or _drawn(called) or _by_overload(called)
+    return (spell and spell(called)) or _by_name(called) or _by_random_fill(called) or _by_overload(called)
 
 
 def write(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression) -> Statement:
     """The statement of an operation that changes a tensor in place; the arguments are those of ``express``."""
-    called = OperatorCall.of(node, value, device)
+    called = OperatorCall.from_node(node, value, device)
     named = dict(called.arguments)
     spelling = operator_of(node).spelling
     owner = called.expression(named.get("self"))
@@ -109,7 +109,7 @@ def _by_name(called: OperatorCall) -> Expression | None:
     return None
 
 
-def _drawn(called: OperatorCall) -> Expression | None:
+def _by_random_fill(called: OperatorCall) -> Expression | None:
     """``torch.zeros_like(x).uniform_(0, 1)`` for random numbers that torch only writes into a tensor.
 
     A tensor that nothing else reads is the one that they are written into; of any other only the form counts.
@@ -123,15 +123,15 @@ def _drawn(called: OperatorCall) -> Expression | None:
     owner = called.expression(tensor)
     if not operator_of(tensor).factory or len(tensor.users) > 1:
         owner = call("torch.empty_like", owner)
-    positional = [named.pop(each) for each in list(named) if each in called.positional]
+    positional = [named.pop(argument_name) for argument_name in list(named) if argument_name in called.positional]
     return called.method_of(owner, name, *positional, **named)
 
 
 def _single(called: OperatorCall, name: str, value: Any) -> Any:
     """``-1`` for ``[-1]`` if the schema takes one number for all dimensions (``int[1] dim``)."""
     argument = next(entry for entry in schema_arguments(called.target) if entry.name == name)
-    one = isinstance(value, list) and len(value) == 1 and isinstance(value[0], int)
-    return value[0] if one and argument.N is not None else value
+    is_single = isinstance(value, list) and len(value) == 1 and isinstance(value[0], int)
+    return value[0] if is_single and argument.N is not None else value
 
 
 def _returns_the_same(node: fx.Node, function: Any, positional: Sequence[Any], named: dict[str, Any]) -> bool:
@@ -164,10 +164,10 @@ def _by_overload(called: OperatorCall) -> FunctionCall:
             positional.append(called.expression(TRAINING if follows_mode(node, argument.name, value) else value))
         elif argument.name in node.kwargs and argument.name != "pin_memory":
             named[argument.name] = called.expression(node.kwargs[argument.name])
-    own = called.name if target.namespace == "aten" and not called.name.endswith("_") else ""
-    function = getattr(torch, own, None) if own else None
+    function_name = called.name if target.namespace == "aten" and not called.name.endswith("_") else ""
+    function = getattr(torch, function_name, None) if function_name else None
     if function is not None and _returns_the_same(node, function, node.args, dict(node.kwargs)):
-        return call(f"torch.{own}", *positional, **named)
+        return call(f"torch.{function_name}", *positional, **named)
     return call(".".join(("torch.ops", target.namespace, *operator_name(target))), *positional, **named)
 
 

@@ -52,7 +52,7 @@ class OperatorCall:
     device: Expression
 
     @classmethod
-    def of(
+    def from_node(
         cls, node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression
     ) -> OperatorCall:
         """The call of a node."""
@@ -75,9 +75,9 @@ class OperatorCall:
 
         If one is called ``from``, which is no name in Python, they are all that are given.
         """
-        given = self.arguments if any(map(keyword.iskeyword, self.arguments)) else ()
+        passed_names = self.arguments if any(map(keyword.iskeyword, self.arguments)) else ()
         schema = [entry for entry in schema_arguments(self.target) if not entry.kwarg_only]
-        return [entry.name for entry in schema if entry.name in given or not entry.has_default_value()]
+        return [entry.name for entry in schema if entry.name in passed_names or not entry.has_default_value()]
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -97,8 +97,8 @@ class OperatorCall:
 
     def function(self, name: str, *positional: Any, **named: Any) -> FunctionCall:
         """``name(positional…, named=…)``. The call of a function of ``F`` also knows the numbers that are defaults."""
-        made = call(name, *map(self.expression, positional), **self.expressions(named))
-        return replace(made, arguments=self._with_defaults(made.arguments)) if name.startswith("F.") else made
+        result = call(name, *map(self.expression, positional), **self.expressions(named))
+        return replace(result, arguments=self._with_defaults(result.arguments)) if name.startswith("F.") else result
 
     def _with_defaults(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
         complete = list(arguments)
@@ -106,8 +106,8 @@ class OperatorCall:
         order = {entry.name: position for position, entry in enumerate(schema)}
         for entry in schema:
             if entry.name not in self.arguments and _is_number(entry.default_value):
-                before = (order.get(each.name, -1) < order[entry.name] for each in complete)
-                place = max((position for position, is_before in enumerate(before, 1) if is_before), default=0)
+                precedences = (order.get(argument.name, -1) < order[entry.name] for argument in complete)
+                place = max((position for position, is_before in enumerate(precedences, 1) if is_before), default=0)
                 complete.insert(place, Argument(self.expression(entry.default_value), entry.name, Passing.DEFAULT))
         return tuple(complete)
 
@@ -159,11 +159,11 @@ def _bind(node: fx.Node) -> dict[str, Any]:
 
 def _has_dtype_without(node: fx.Node, bound: dict[str, Any]) -> bool:
     """Return whether an operator gives the same dtype without this argument, as ``arange(10)`` gives integers."""
-    others = {name: torch.device("meta") if name == "device" else value for name, value in bound.items()}
-    others.pop("dtype")
+    meta_arguments = {name: torch.device("meta") if name == "device" else value for name, value in bound.items()}
+    meta_arguments.pop("dtype")
     try:
         with torch.no_grad():
-            made = node.target(**fx.map_arg(others, on_meta))  # type: ignore[operator]
+            tensor = node.target(**fx.map_arg(meta_arguments, on_meta))  # type: ignore[operator]
     except (RuntimeError, NotImplementedError, TypeError):
         return False
-    return bool(made.dtype == bound["dtype"])
+    return bool(tensor.dtype == bound["dtype"])

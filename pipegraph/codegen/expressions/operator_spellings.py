@@ -69,8 +69,8 @@ def spelling_function(spelling: str) -> Spelling | None:
 def _binary(operator: OperatorCall, symbol: str, swapped: bool = False) -> Expression | None:
     if set(operator.arguments) - {"self", "other", "exponent", "mat2"}:
         return None
-    left, right = map(operator.expression, operator.arguments.values())
-    return Binary(symbol, right, left) if swapped else Binary(symbol, left, right)
+    left_operand, right = map(operator.expression, operator.arguments.values())
+    return Binary(symbol, right, left_operand) if swapped else Binary(symbol, left_operand, right)
 
 
 def _unary(operator: OperatorCall, symbol: str) -> Expression:
@@ -96,8 +96,8 @@ def _slice(operator: OperatorCall) -> Expression | None:
     if isinstance(start, fx.Node) or isinstance(end, fx.Node):
         return None
     stop = None if end is None or end >= 2**62 else operator.expression(end)
-    taken = Slice(operator.expression(start) if start else None, stop, literal(step) if step is not None else None)
-    return _subscript(operator, operator.arguments.get("dim", 0), taken)
+    bounds = Slice(operator.expression(start) if start else None, stop, literal(step) if step is not None else None)
+    return _subscript(operator, operator.arguments.get("dim", 0), bounds)
 
 
 def _select(operator: OperatorCall) -> Expression:
@@ -112,21 +112,21 @@ def _subscript(operator: OperatorCall, dim: int, index: Expression) -> Expressio
     indices: list[Expression] = [Slice() for _ in dims]
     if isinstance(owner, TensorSubscript):
         inner = owner.of_dimensions(size)
-        kept = [at for at, each in enumerate(inner) if isinstance(each, Slice)]
-        if inner[kept[dim]] == Slice():
-            owner, indices, dims = owner.owner, inner, kept
+        remaining_dims = [at for at, inner_index in enumerate(inner) if isinstance(inner_index, Slice)]
+        if inner[remaining_dims[dim]] == Slice():
+            owner, indices, dims = owner.owner, inner, remaining_dims
     indices[dims[dim]] = index
     while len(indices) > 1 and indices[-1] == Slice():
         indices.pop()
-    before = len(indices) - 1
-    if before >= 2 and before == dims[-1] and indices[:-1] == [Slice()] * before:
+    leading_count = len(indices) - 1
+    if leading_count >= 2 and leading_count == dims[-1] and indices[:-1] == [Slice()] * leading_count:
         indices[:-1] = [literal(...)]
     return TensorSubscript(owner, tuple(indices))
 
 
 def index(operator: OperatorCall) -> Subscript | None:
     """``x[:, positions]``."""
-    indices = [Slice() if each is None else _index(operator.expression(each)) for each in operator.arguments["indices"]]
+    indices = [Slice() if node is None else _index(operator.expression(node)) for node in operator.arguments["indices"]]
     while indices and indices[-1] == Slice():
         indices.pop()
     return Subscript(operator.expression(operator.arguments["self"]), tuple(indices)) if indices else None
@@ -135,13 +135,13 @@ def index(operator: OperatorCall) -> Subscript | None:
 def _stack(operator: OperatorCall) -> Expression | None:
     """``[1, 0]`` for numbers that are a list of indices; any other stack is the function."""
     arguments = operator.arguments
-    parts = [each for each in arguments["tensors"] if each.target is aten.full.default and not shape_of(each)]
+    parts = [node for node in arguments["tensors"] if node.target is aten.full.default and not shape_of(node)]
     is_list = len(parts) == len(arguments["tensors"]) and "dim" not in arguments
     if not is_list or any(
         operator_of(user).spelling not in ("index", "x[indices] = y") for user in operator.node.users
     ):
         return None
-    return literal([each.args[1] for each in parts])
+    return literal([node.args[1] for node in parts])
 
 
 def _index(value: Expression) -> Expression:
@@ -160,17 +160,17 @@ def _reshape(operator: OperatorCall) -> Expression | None:
     owner, *dim, sizes = operator.arguments.values()
     if not isinstance(sizes, list) or not all(isinstance(size, int) for size in sizes):
         return None
-    before, after = operator.shapes
+    shape, new_shape = operator.shapes
     if dim:  # an unflatten in the model's source
-        position = dim[0] % len(before)
-        sizes = [*before[:position], *sizes, *before[position + 1 :]]
-    found = shortest_reshape(before, after, sizes)
-    if found is None and (two := squeezed_first(before, after, sizes)) is not None:
+        position = dim[0] % len(shape)
+        sizes = [*shape[:position], *sizes, *shape[position + 1 :]]
+    method_call = shortest_reshape(shape, new_shape, sizes)
+    if method_call is None and (two := squeezed_first(shape, new_shape, sizes)) is not None:
         squeeze, (name, arguments) = two
         squeezed = operator.method(owner, "squeeze", *squeeze)
         return method(squeezed, name, *map(operator.expression, arguments))
-    in_full: list[Any] = [*reshape_sizes(before, after, sizes)]
-    name, arguments = found or (operator.name, in_full or [()])
+    in_full: list[Any] = [*reshape_sizes(shape, new_shape, sizes)]
+    name, arguments = method_call or (operator.name, in_full or [()])
     return operator.method(owner, name, *arguments)
 
 

@@ -25,7 +25,7 @@ def _reads_first(operator: OperatorCall) -> bool:
 
 
 def _call(operator: OperatorCall, name: str, positional: Sequence[Any], **named: Any) -> Expression:
-    expressions = {each: operator.expression(value) for each, value in named.items()}
+    expressions = {keyword: operator.expression(value) for keyword, value in named.items()}
     return call(f"F.{name}", *map(operator.expression, positional), **expressions)
 
 
@@ -45,8 +45,8 @@ def _short(value: Any) -> Any:
     """``3`` for ``[3, 3]``, and a tuple for any other list."""
     if not isinstance(value, list) or not value:
         return value
-    same = all(each == value[0] for each in value) and not any(isinstance(each, SymbolicSize) for each in value)
-    return value[0] if same else tuple(value)
+    is_uniform = all(size == value[0] for size in value) and not any(isinstance(size, SymbolicSize) for size in value)
+    return value[0] if is_uniform else tuple(value)
 
 
 def _max_unpool(operator: OperatorCall) -> Expression | None:
@@ -55,21 +55,21 @@ def _max_unpool(operator: OperatorCall) -> Expression | None:
     The operator has no windows: any do that lead to its output size.
     """
     arguments = operator.arguments
-    before, _ = operator.shapes
+    shape, _ = operator.shapes
     sizes = list(arguments["output_size"])
-    pairs = list(zip(before[-len(sizes) :], sizes, strict=True))
-    windows = [int(size) // int(given) for given, size in pairs]
-    if not all(int(size) % int(given) < window for (given, size), window in zip(pairs, windows, strict=True)):
+    pairs = list(zip(shape[-len(sizes) :], sizes, strict=True))
+    windows = [int(size) // int(input_size) for input_size, size in pairs]
+    if not all(int(size) % int(input_size) < window for (input_size, size), window in zip(pairs, windows, strict=True)):
         return None  # the function takes no such size
-    exact = (_is_multiple(size, given, window) for (given, size), window in zip(pairs, windows, strict=True))
+    exact = (_is_multiple(size, input_size, window) for (input_size, size), window in zip(pairs, windows, strict=True))
     named = {} if all(exact) else {"output_size": tuple(sizes)}
     return _call(operator, operator.name, [arguments["self"], arguments["indices"], _short(windows)], **named)
 
 
-def _is_multiple(size: int, given: int, window: int) -> bool:
+def _is_multiple(size: int, base: int, window: int) -> bool:
     """Return whether one size is always so many times another one."""
-    one, other = (each.expression if isinstance(each, SymbolicSize) else sympy.Integer(each) for each in (size, given))
-    return bool(sympy.simplify(one - other * window) == 0)
+    total, unit = (term.expression if isinstance(term, SymbolicSize) else sympy.Integer(term) for term in (size, base))
+    return bool(sympy.simplify(total - unit * window) == 0)
 
 
 def _embedding_bag(operator: OperatorCall) -> Expression | None:

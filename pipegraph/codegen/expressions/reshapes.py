@@ -14,84 +14,84 @@ Sizes = tuple[int, ...]
 MethodCall = tuple[str, list[Any]]
 
 
-def shortest_reshape(before: Sizes, after: Sizes, sizes: Sequence[int]) -> MethodCall | None:
+def shortest_reshape(shape: Sizes, target: Sizes, sizes: Sequence[int]) -> MethodCall | None:
     """A method and its arguments that bring a tensor from one shape to another; None if only ``reshape`` does.
 
     Args:
-        before, after: the shapes.
-        sizes: ``after`` as the model's source has it, with −1 for the size that it leaves open. That dimension has a
+        shape, target: the shapes.
+        sizes: ``target`` as the model's source has it, with −1 for the size that it leaves open. That dimension has a
             meaning even if its size is 1.
     """
     left_open = list(sizes).index(-1) if -1 in sizes else None
     methods = (_unsqueezed, _squeezed, _flattened, _unflattened)
-    return next((call for method in methods for call in method(before, after, left_open)), None)
+    return next((call for method in methods for call in method(shape, target, left_open)), None)
 
 
 # Each of these yields the calls of one method that fit. Later dimensions are tried first, because the first dimension
 # is the batch, even if its size is 1, and should stay as it is.
 
 
-def _unsqueezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
-    for dim in reversed(range(len(after))):
-        is_batch = dim == 0 and left_open is None and len(after) > 2
-        if after[dim] == 1 and dim != left_open and not is_batch and before == after[:dim] + after[dim + 1 :]:
-            yield "unsqueeze", [_from_end(dim, after)]
+def _unsqueezed(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    for dim in reversed(range(len(target))):
+        is_batch = dim == 0 and left_open is None and len(target) > 2
+        if target[dim] == 1 and dim != left_open and not is_batch and shape == target[:dim] + target[dim + 1 :]:
+            yield "unsqueeze", [_from_end(dim, target)]
 
 
-def _squeezed(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
-    for dim in reversed(range(1, len(before))):
-        if before[dim] == 1 and left_open not in (dim - 1, dim) and after == before[:dim] + before[dim + 1 :]:
-            yield "squeeze", [_from_end(dim, before)]
+def _squeezed(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    for dim in reversed(range(1, len(shape))):
+        if shape[dim] == 1 and left_open not in (dim - 1, dim) and target == shape[:dim] + shape[dim + 1 :]:
+            yield "squeeze", [_from_end(dim, shape)]
 
 
-def _flattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
-    count = len(before) - len(after) + 1
-    for dim in sorted(range(len(after) * (count > 1)), key=lambda dim: (dim != left_open, -dim)):
-        if after == (*before[:dim], prod(before[dim : dim + count]), *before[dim + count :]):
-            yield "flatten", _range(dim, dim + count, before)
+def _flattened(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    count = len(shape) - len(target) + 1
+    for dim in sorted(range(len(target) * (count > 1)), key=lambda dim: (dim != left_open, -dim)):
+        if target == (*shape[:dim], prod(shape[dim : dim + count]), *shape[dim + count :]):
+            yield "flatten", _range(dim, dim + count, shape)
 
 
-def _unflattened(before: Sizes, after: Sizes, left_open: int | None) -> Iterator[MethodCall]:
-    count = len(after) - len(before) + 1
-    kept = left_open if left_open is not None else 0 if len(before) > 1 else None
-    for dim in reversed(range(len(before) * (count > 1))):
-        sizes = after[dim : dim + count]
-        is_split = sum(size != 1 or dim + place == kept for place, size in enumerate(sizes)) > 1
-        if is_split and prod(sizes) == before[dim] and after == before[:dim] + sizes + before[dim + 1 :]:
+def _unflattened(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    count = len(target) - len(shape) + 1
+    counted_dim = left_open if left_open is not None else 0 if len(shape) > 1 else None
+    for dim in reversed(range(len(shape) * (count > 1))):
+        sizes = target[dim : dim + count]
+        is_split = sum(size != 1 or dim + place == counted_dim for place, size in enumerate(sizes)) > 1
+        if is_split and prod(sizes) == shape[dim] and target == shape[:dim] + sizes + shape[dim + 1 :]:
             position = left_open - dim if left_open is not None and dim <= left_open < dim + count else 0
-            yield "unflatten", [_from_end(dim, before), _with_one_open(sizes, position)]
+            yield "unflatten", [_from_end(dim, shape), _with_one_open(sizes, position)]
 
 
-def squeezed_first(before: Sizes, after: Sizes, sizes: Sequence[int]) -> tuple[list[int], MethodCall] | None:
+def squeezed_first(shape: Sizes, target: Sizes, sizes: Sequence[int]) -> tuple[list[int], MethodCall] | None:
     """The arguments of a ``squeeze`` and the method that follows it: ``x.squeeze(1).unflatten(-1, (-1, 64))``.
 
     None if no dimension of size 1 is in the way of a method that names fewer sizes than ``reshape``.
     """
-    for dim in range(1, len(before) - 1):
-        if before[dim] == 1 and dim < len(sizes) and sizes[dim] != 1:
-            left = (*before[:dim], *before[dim + 1 :])
-            following = shortest_reshape(left, after, sizes)
+    for dim in range(1, len(shape) - 1):
+        if shape[dim] == 1 and dim < len(sizes) and sizes[dim] != 1:
+            squeezed_shape = (*shape[:dim], *shape[dim + 1 :])
+            following = shortest_reshape(squeezed_shape, target, sizes)
             if following is not None and following[0] == "unflatten":
                 return [dim], following
     return None
 
 
-def reshape_sizes(before: Sizes, after: Sizes, sizes: Sequence[int]) -> list[int]:
+def reshape_sizes(shape: Sizes, target: Sizes, sizes: Sequence[int]) -> list[int]:
     """The arguments of ``reshape``: −1 for the batch, unless the source leaves another size open."""
-    is_batch = before[:1] == after[:1] and after[:1] != (1,) if -1 in sizes else len(before) > 1
-    return list(_with_one_open(after, 0)) if is_batch and after else list(sizes)
+    is_batch = shape[:1] == target[:1] and target[:1] != (1,) if -1 in sizes else len(shape) > 1
+    return list(_with_one_open(target, 0)) if is_batch and target else list(sizes)
 
 
-def expand_sizes(before: Sizes, after: Sizes) -> list[int]:
+def expand_sizes(shape: Sizes, target: Sizes) -> list[int]:
     """The arguments of ``expand``: −1 for each size that stays."""
-    new = len(after) - len(before)
-    return [size if dim < new or size != before[dim - new] else -1 for dim, size in enumerate(after)]
+    new = len(target) - len(shape)
+    return [size if dim < new or size != shape[dim - new] else -1 for dim, size in enumerate(target)]
 
 
-def flatten_dims(start: int, end: int, before: Sizes) -> list[int]:
+def flatten_dims(start: int, end: int, shape: Sizes) -> list[int]:
     """The arguments of ``flatten`` for dimensions ``start`` … ``end``."""
-    size = max(len(before), 1)
-    return _range(start % size, end % size + 1, before)
+    size = max(len(shape), 1)
+    return _range(start % size, end % size + 1, shape)
 
 
 def _from_end(dim: int, sizes: Sizes) -> int:
@@ -107,5 +107,5 @@ def _range(start: int, stop: int, sizes: Sizes) -> list[int]:
 
 def _with_one_open(sizes: Sizes, position: int) -> Sizes:
     """The sizes with −1 for one of them, if the others determine it (none of them is 0)."""
-    others = prod(sizes[:position] + sizes[position + 1 :])
-    return (*sizes[:position], -1, *sizes[position + 1 :]) if others else sizes
+    product = prod(sizes[:position] + sizes[position + 1 :])
+    return (*sizes[:position], -1, *sizes[position + 1 :]) if product else sizes

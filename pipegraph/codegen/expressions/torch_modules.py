@@ -86,7 +86,7 @@ def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
     """The parameters of a constructor; those of ``nn.LSTM`` and its like hide behind ``*args``."""
     if not issubclass(cls, nn.RNNBase):
         return inspect.signature(cls).parameters
-    parameters = {name: each for name, each in inspect.signature(nn.RNNBase).parameters.items() if name != "mode"}
+    parameters = {name: param for name, param in inspect.signature(nn.RNNBase).parameters.items() if name != "mode"}
     if cls is nn.RNN:
         parameters["nonlinearity"] = inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh")
     return parameters
@@ -176,7 +176,7 @@ class CallArguments:
     @property
     def positions(self) -> tuple[int, ...]:
         """The positions of the values, a tuple's one after the other."""
-        return tuple(each for _, at in self.values for each in (at if isinstance(at, tuple) else (at,)))
+        return tuple(position for _, at in self.values for position in (at if isinstance(at, tuple) else (at,)))
 
     @property
     def form(self) -> tuple[tuple[str, int], ...]:
@@ -205,8 +205,8 @@ class CallArguments:
         positional = [value for keyword, value in arguments if not keyword]
         named = {keyword: value for keyword, value in arguments if keyword}
         settings = {name: literal(value) for name, value in self.settings}
-        made = call(function, *positional, **named, **settings)
-        return Subscript(made, (literal(0),)) if self.takes_first else made
+        expression = call(function, *positional, **named, **settings)
+        return Subscript(expression, (literal(0),)) if self.takes_first else expression
 
 
 def nested_targets(places: Iterable[Any], names: Sequence[Expression]) -> tuple[Expression, ...]:
@@ -268,12 +268,12 @@ def _recorded_arguments(
     order = 0
     for name, value in recorded.items():
         count = len(value) if isinstance(value, tuple) else int(value is ...)
-        taken = tuple(by_order[each] for each in range(order, order + count) if each in by_order)
+        positions = tuple(by_order[index] for index in range(order, order + count) if index in by_order)
         order += count
-        if len(taken) < count or (value is ... and name not in _names(places[taken[0]])):
+        if len(positions) < count or (value is ... and name not in _names(places[positions[0]])):
             return None
         if count:
-            values[name] = taken if isinstance(value, tuple) else taken[0]
+            values[name] = positions if isinstance(value, tuple) else positions[0]
     if order != len(by_order) or set(by_order.values()) != set(range(len(reads))):
         return None
     defaults = {name: parameters[name].default for name in recorded}

@@ -16,8 +16,8 @@ from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import shape_of
 
 Number = int | float
-Known = tuple[Number, Expression]
-Read = Callable[[ast.expr], Known | None]
+Evaluation = tuple[Number, Expression]
+Read = Callable[[ast.expr], Evaluation | None]
 """An expression of the source → its value, and how it is written; None for any other."""
 
 _OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] = {
@@ -38,32 +38,32 @@ def computed_numbers(statements: Iterable[SourceStatement], read: Read) -> Itera
         waiting: list[tuple[ast.AST, str]] = [(statement.tree, "")]
         while waiting:
             node, function = waiting.pop(0)
-            found = evaluated(node, read) if isinstance(node, ast.expr) else None
-            if found is None:
+            evaluation = evaluated(node, read) if isinstance(node, ast.expr) else None
+            if evaluation is None:
                 called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else function
                 parts = ast.iter_child_nodes(node)
                 waiting += [(part, function if part is getattr(node, "func", None) else called) for part in parts]
-            elif any(isinstance(part, Attribute) for part in found[1].walk()):
-                yield *found, function
+            elif any(isinstance(part, Attribute) for part in evaluation[1].walk()):
+                yield *evaluation, function
 
 
 def plain_numbers(tree: ast.AST, read: Read) -> Iterator[Number]:
     """The numbers of a statement that are computed from no others."""
-    found = evaluated(tree, read) if isinstance(tree, ast.expr) else None
-    if found is None:
+    evaluation = evaluated(tree, read) if isinstance(tree, ast.expr) else None
+    if evaluation is None:
         for part in ast.iter_child_nodes(tree):
             yield from plain_numbers(part, read)
-    elif isinstance(found[1], Literal):
-        yield found[0]
+    elif isinstance(evaluation[1], Literal):
+        yield evaluation[0]
 
 
-def evaluated(node: ast.expr, read: Read) -> Known | None:
+def evaluated(node: ast.expr, read: Read) -> Evaluation | None:
     """The value of an expression of numbers and of what ``read`` knows, and the expression; None for any other."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value, literal(node.value)  # type: ignore[return-value]
-    known = read(node)
-    if known is not None:
-        return known
+    evaluation = read(node)
+    if evaluation is not None:
+        return evaluation
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = evaluated(node.operand, read)
         if inner is None:
@@ -71,17 +71,17 @@ def evaluated(node: ast.expr, read: Read) -> Known | None:
         return -inner[0], literal(-inner[0]) if isinstance(inner[1], Literal) else unary("-", inner[1])
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
         return None
-    left, right = evaluated(node.left, read), evaluated(node.right, read)
-    if left is None or right is None:
+    left_operand, right = evaluated(node.left, read), evaluated(node.right, read)
+    if left_operand is None or right is None:
         return None
     symbol, compute = _OPERATORS[type(node.op)]
     try:
-        return compute(left[0], right[0]), Binary(symbol, left[1], right[1])
+        return compute(left_operand[0], right[0]), Binary(symbol, left_operand[1], right[1])
     except ArithmeticError:
         return None
 
 
-def known_size(owner: Expression, tensor: fx.Node | Sequence[int] | None, dim: int) -> Known | None:
+def known_size(owner: Expression, tensor: fx.Node | Sequence[int] | None, dim: int) -> Evaluation | None:
     """``owner.shape[dim]`` of a tensor, or of one with these sizes; None if there is no such size, or it varies."""
     if isinstance(tensor, fx.Node):
         tensor = shape_of(tensor) if isinstance(tensor.meta.get("val"), Tensor) else ()

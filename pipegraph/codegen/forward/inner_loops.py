@@ -38,14 +38,14 @@ class _Run(NamedTuple):
 
 
 def with_inner_loops(
-    loop: For, inner: Sequence[SourceLoop], taken: set[str], number: Callable[[SourceLoop, int], Expression | None]
+    loop: For, inner: Sequence[SourceLoop], used_names: set[str], number: Callable[[SourceLoop, int], Expression | None]
 ) -> For:
     """The loop, with the loops inside it that the source has.
 
     Args:
         loop: its body has no progressions any more.
         inner: the loops of the source that are inside of it.
-        taken: the names that no index may have.
+        used_names: the names that no index may have.
         number: returns the number of iterations as the source writes it; None if it is no attribute.
     """
     if not inner:
@@ -58,7 +58,7 @@ def with_inner_loops(
             body.append(loop.body[position])
             position += 1
             continue
-        names = taken.union(loop.variables, *(_names(statement) for statement in loop.body))
+        names = used_names.union(loop.variables, *(_names(statement) for statement in loop.body))
         body.append(_loop(run, inner[-1], names, number))
         position += run.length
     return replace(loop, body=tuple(body))
@@ -67,30 +67,30 @@ def with_inner_loops(
 def _longest_run(statements: Sequence[Statement]) -> _Run | None:
     """The iterations that these statements begin with and that stand for most of them; None if there are none."""
     runs = (_run(statements, size) for size in range(1, len(statements) // _ITERATIONS + 1))
-    found = [run for run in runs if run.iterations >= _ITERATIONS]
-    return max(found, key=lambda run: (run.length, run.iterations), default=None)
+    long_runs = [run for run in runs if run.iterations >= _ITERATIONS]
+    return max(long_runs, key=lambda run: (run.length, run.iterations), default=None)
 
 
 def _run(statements: Sequence[Statement], size: int) -> _Run:
     """The iterations of so many statements that come first."""
     second, third = statements[size : 2 * size], statements[2 * size : 3 * size]
     try:
-        found = tuple(in_all_iterations(one, other) for one, other in zip(second, third, strict=True))
+        body = tuple(in_all_iterations(node, next_node) for node, next_node in zip(second, third, strict=True))
     except StructureMismatch:
         return _Run((), 0)
-    if not any(True for _ in progressions(found)):
+    if not any(True for _ in progressions(body)):
         return _Run((), 0)  # nothing but a repetition
     count = 0
-    while _says(found, count, statements[count * size : (count + 1) * size]):
+    while _says(body, count, statements[count * size : (count + 1) * size]):
         count += 1
-    return _Run(found, count)
+    return _Run(body, count)
 
 
-def _says(found: Sequence[Statement], iteration: int, statements: Sequence[Statement]) -> bool:
-    if len(statements) < len(found):
+def _says(body: Sequence[Statement], iteration: int, statements: Sequence[Statement]) -> bool:
+    if len(statements) < len(body):
         return False
-    pairs = zip(found, statements, strict=True)
-    return all(_plain(at_iteration(one, iteration)) == _plain(other) for one, other in pairs)
+    pairs = zip(body, statements, strict=True)
+    return all(_plain(at_iteration(pattern, iteration)) == _plain(statement) for pattern, statement in pairs)
 
 
 def _plain(node: Any) -> Any:
@@ -101,17 +101,17 @@ def _plain(node: Any) -> Any:
 
 
 def _loop(
-    run: _Run, source: SourceLoop, taken: set[str], number: Callable[[SourceLoop, int], Expression | None]
+    run: _Run, source: SourceLoop, used_names: set[str], number: Callable[[SourceLoop, int], Expression | None]
 ) -> For:
-    found = [each for each in progressions(run.statements) if abs(each.difference) == 1]
-    start, step = (found[0].first, found[0].difference) if found else (0, 1)
-    index = Name(unused(variable(source.index or "j", "j"), taken))
+    steps = [progression for progression in progressions(run.statements) if abs(progression.difference) == 1]
+    start, step = (steps[0].first, steps[0].difference) if steps else (0, 1)
+    index = Name(unused(variable(source.index or "j", "j"), used_names))
     stop = start + step * run.iterations
     if (start, step) == (0, 1):
         iterable = call("range", number(source, run.iterations) or literal(stop))
     else:
         iterable = call("range", literal(start), literal(stop), *([literal(step)] if step != 1 else []))
-    return For((index.name,), iterable, tuple(with_variable(each, index, start, step) for each in run.statements))
+    return For((index.name,), iterable, tuple(with_variable(node, index, start, step) for node in run.statements))
 
 
 def _names(statement: Statement) -> set[str]:

@@ -16,14 +16,14 @@ def calls_in(item: Item) -> Iterator[ModuleCall]:
     elif isinstance(item, ModuleLoop):
         yield from item.calls
     elif isinstance(item, (ModeBranch, StatementLoop)):
-        for each in item.inner if isinstance(item, ModeBranch) else item.steps:
-            yield from calls_in(each)
+        for step in item.inner if isinstance(item, ModeBranch) else item.steps:
+            yield from calls_in(step)
 
 
 def modules_in(items: Iterable[Item]) -> Modules:
     """The modules that items need, directly or inside others."""
     every = [call.modules for item in items for call in calls_in(item)]
-    return Modules(*(frozenset[str]().union(*each) for each in zip(*every, strict=True))) if every else Modules()
+    return Modules(*(frozenset[str]().union(*column) for column in zip(*every, strict=True))) if every else Modules()
 
 
 def conflicts(items: Iterable[Item]) -> frozenset[str]:

@@ -42,7 +42,7 @@ class Modules(NamedTuple):
     """FQNs of modules: of all that are made, of those among them that are called, and of those that a constructor of
     ``torch.nn`` makes with all that they hold."""
 
-    made: frozenset[str] = frozenset()
+    fqns: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
     of_torch: frozenset[str] = frozenset()
 
@@ -161,8 +161,8 @@ class ModuleLoop:
     @property
     def reads(self) -> tuple[fx.Node, ...]:
         """The values that come from outside: those of the first call, then those that only alternate calls take."""
-        first, *others = self.patterns
-        return (*(node for node, _ in first), *(node for other in others for node, made in other if made is None))
+        first, *tail = self.patterns
+        return (*(node for node, _ in first), *(node for pattern in tail for node, index in pattern if index is None))
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
@@ -198,8 +198,8 @@ class ModeBranch:
     @property
     def reads(self) -> tuple[fx.Node, ...]:
         """The values that come from outside."""
-        made = {node for item in self.inner for node in item.makes}
-        return tuple(dict.fromkeys(node for item in self.inner for node in item.reads if node not in made))
+        inner_nodes = {node for item in self.inner for node in item.makes}
+        return tuple(dict.fromkeys(node for item in self.inner for node in item.reads if node not in inner_nodes))
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
@@ -250,14 +250,14 @@ class StatementLoop:
     @property
     def reads(self) -> tuple[fx.Node, ...]:
         """The values that come from outside."""
-        made = {node for step in self.steps for node in step.makes}
-        return tuple(dict.fromkeys(node for step in self.steps for node in step.reads if node not in made))
+        inner_nodes = {node for step in self.steps for node in step.makes}
+        return tuple(dict.fromkeys(node for step in self.steps for node in step.reads if node not in inner_nodes))
 
     @property
     def makes(self) -> tuple[fx.Node, ...]:
         """The values that are read afterwards."""
         return tuple(
-            dict.fromkeys((*(node for each in self.collected for node in each), *(last for _, last in self.final)))
+            dict.fromkeys((*(node for values in self.collected for node in values), *(last for _, last in self.final)))
         )
 
     @property
@@ -266,12 +266,12 @@ class StatementLoop:
         return tuple(node for step in self.steps for node in step.nodes)
 
     @property
-    def kept(self) -> tuple[fx.Node, ...]:
+    def values_at_end(self) -> tuple[fx.Node, ...]:
         """The values of the second iteration that are needed at its end."""
         return (
-            *(each[2] for each in self.carried),
-            *(each[1] for each in self.collected),
-            *(own for own, _ in self.final),
+            *(values[2] for values in self.carried),
+            *(values[1] for values in self.collected),
+            *(value for value, _ in self.final),
         )
 
 
@@ -301,9 +301,9 @@ def operands(item: Item) -> list[fx.Node]:
         fx.map_arg((item.node.args, item.node.kwargs), nodes.append)
         return nodes
     if isinstance(item, ModeBranch):
-        return [node for each in item.inner for node in operands(each)]
+        return [node for step in item.inner for node in operands(step)]
     if isinstance(item, StatementLoop):  # what it reads is needed until its end
-        return [*item.reads, *(node for each in item.inner for node in operands(each)), *item.kept]
+        return [*item.reads, *(node for step in item.inner for node in operands(step)), *item.values_at_end]
     return list(item.argument_values if isinstance(item, ModuleCall) else item.reads)
 
 

@@ -93,61 +93,61 @@ class LocalVariables:
             self.uses_left[node] -= 1
             self.deferred.pop(node, None)
 
-    def keep(self, wanted: str, value: Expression) -> Name:
+    def keep(self, base_name: str, value: Expression) -> Name:
         """Assign a value that is no tensor to a variable that stays as it is."""
-        name = unused(variable(wanted, "x"), self.taken())
+        name = unused(variable(base_name, "x"), self.used_names())
         self.variables.pop(name, None)  # of a value that nothing reads any more
         self._reserved |= {name}
         self.statements.append(((), Assign((Name(name),), value)))
         return Name(name)
 
     def bind(
-        self, node: fx.Node, wanted: str, value: Expression | None = None, kept: AbstractCollection[fx.Node] = ()
+        self, node: fx.Node, base_name: str, value: Expression | None = None, exempt: AbstractCollection[fx.Node] = ()
     ) -> str:
         """Make a variable for a value. It gets the wanted name, with a number if that name is still needed.
 
         Args:
             value: the expression that the variable will be assigned.
-            kept: deferred values that must stay deferred, even if the name does not become free.
+            exempt: deferred values that must stay deferred, even if the name does not become free.
         """
-        name = variable(wanted, "x")
-        self._free(name, self._variables_in(value), kept)
-        if name in self.taken():
-            self.clashes.append(wanted)
-        name = unused(name, self.taken())
+        name = variable(base_name, "x")
+        self._free(name, self._variables_in(value), exempt)
+        if name in self.used_names():
+            self.clashes.append(base_name)
+        name = unused(name, self.used_names())
         self.variables[name] = node
         self.written[node] = Name(name)
         return name
 
-    def _free(self, name: str, mentioned: frozenset[str], kept: AbstractCollection[fx.Node]) -> None:
+    def _free(self, name: str, mentioned: frozenset[str], exempt: AbstractCollection[fx.Node]) -> None:
         """Write the deferred values that read a variable, if nothing else keeps its name in use."""
         readers = [node for node, value in self.deferred.items() if name in self._variables_in(value.expression)]
-        if name in self._live() or name in self._reserved or any(node in kept for node in readers):
+        if name in self._live() or name in self._reserved or any(node in exempt for node in readers):
             return
-        before, self._reserved = self._reserved, self._reserved | mentioned
+        previous_reserved, self._reserved = self._reserved, self._reserved | mentioned
         for node in readers:
             self.write(node)
-        self._reserved = before
+        self._reserved = previous_reserved
 
     def write_readers(self, name: str) -> None:
         """Write the deferred values that read a variable, before a statement assigns another value to it."""
-        before, self._reserved = self._reserved, self._reserved | {name}
+        previous_reserved, self._reserved = self._reserved, self._reserved | {name}
         for node in [node for node, value in self.deferred.items() if name in value.expression.names()]:
             self.write(node)
-        self._reserved = before
+        self._reserved = previous_reserved
 
-    def write(self, node: fx.Node, kept: AbstractCollection[fx.Node] = ()) -> None:
+    def write(self, node: fx.Node, exempt: AbstractCollection[fx.Node] = ()) -> None:
         """Write a deferred value as a statement of its own."""
         value = self.deferred.pop(node, None)
         if value is None:
             return
-        name = self.bind(node, self._name(value.item, node), value.expression, kept)
+        name = self.bind(node, self._name(value.item, node), value.expression, exempt)
         self.statements.append((value.contexts, Assign((Name(name),), value.expression)))
 
     def write_all(self, except_for: Iterable[fx.Node]) -> None:
         """Write all deferred values as statements of their own."""
-        kept = set(except_for)
-        for node in [node for node in self.deferred if node not in kept]:
+        exempt = set(except_for)
+        for node in [node for node in self.deferred if node not in exempt]:
             self.write(node)
 
     def assign(self, pairs: Iterable[tuple[Name, Expression]], contexts: Contexts) -> None:
@@ -164,7 +164,7 @@ class LocalVariables:
         else:
             self.statements += [(contexts, Assign((target,), value)) for target, value in changed]
 
-    def taken(self) -> set[str]:
+    def used_names(self) -> set[str]:
         """The variables that later code reads, directly or inside a deferred expression."""
         inside = (self._variables_in(value.expression) for value in self.deferred.values())
         return self._live() | self._reserved.union(*inside)
@@ -221,17 +221,17 @@ class Lists:
         for name in self._elements:
             elements = self._expressions(name)
             backwards = Subscript(name, (Slice(step=literal(-1)),))
-            for run, whole in ((elements, name), (elements[::-1], backwards)):
+            for run, sequence in ((elements, name), (elements[::-1], backwards)):
                 starts = range(len(items) - len(run) + 1)
                 start = next((at for at in starts if items[at : at + len(run)] == run), None)
                 if start is not None:
-                    items = (*items[:start], Template(_STARRED, (whole,)), *items[start + len(run) :])
-        made: list[Expression] = []
+                    items = (*items[:start], Template(_STARRED, (sequence,)), *items[start + len(run) :])
+        expressions: list[Expression] = []
         while len(items) > 0:
-            count, some = self._part(items)
-            made.append(Template(_STARRED, (some,)) if some is not None else items[0])
+            count, part = self._part(items)
+            expressions.append(Template(_STARRED, (part,)) if part is not None else items[0])
             items = items[count:]
-        return tuple(made)
+        return tuple(expressions)
 
     def _expressions(self, name: Name) -> tuple[Expression, ...]:
         """The expressions of the elements of a list. A variable that has another value by now is that of none."""
@@ -245,17 +245,17 @@ class Lists:
 
     def _part(self, items: tuple[Expression, ...]) -> tuple[int, Expression | None]:
         """How many of the items begin as elements of one list, and that part of the list; else 1 and None."""
-        found = _element(items[0])
-        length = self.length(found[0]) if found is not None else None
-        if found is None or length is None:
+        element = _element(items[0])
+        length = self.length(element[0]) if element is not None else None
+        if element is None or length is None:
             return 1, None
-        name, first = found
+        name, first = element
         count = next((at for at, item in enumerate(items) if _element(item) != (name, first + at)), len(items))
         if count < _RUN:
             return 1, None
         stop = literal(first + count) if first + count < length else None
-        some = Slice(literal(first) if first else None, stop)
-        return count, name if some == Slice() else Subscript(name, (some,))
+        bounds = Slice(literal(first) if first else None, stop)
+        return count, name if bounds == Slice() else Subscript(name, (bounds,))
 
 
 def _element(item: Expression) -> tuple[Name, int] | None:
@@ -268,13 +268,13 @@ def _element(item: Expression) -> tuple[Name, int] | None:
 
 def indexed_tuples(items: Iterable[Item]) -> dict[fx.Node, str]:
     """The tuples whose parts a loop goes over, ``for piece in x.chunk(4)`` → the name of an element in the source."""
-    found: dict[fx.Node, str] = {}
+    element_names: dict[fx.Node, str] = {}
     for loop in (item for item in items if isinstance(item, StatementLoop)):
         parts = [node for node in loop.reads if node.target is operator.getitem]
-        for each in {node.args[0] for node in parts if isinstance(node.args[0], fx.Node)}:
-            if len(loop.iterations) == sum(part.args[0] is each for part in parts):
-                found[each] = "" if goes_over_modules(loop) else loop.source.element
-    return found
+        for tuple_node in {node.args[0] for node in parts if isinstance(node.args[0], fx.Node)}:
+            if len(loop.iterations) == sum(part.args[0] is tuple_node for part in parts):
+                element_names[tuple_node] = "" if goes_over_modules(loop) else loop.source.element
+    return element_names
 
 
 def goes_over_modules(loop: StatementLoop) -> bool:

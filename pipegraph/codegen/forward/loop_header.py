@@ -55,34 +55,34 @@ class LoopHeaders:
 
     def statement(self, item: StatementLoop, body: tuple[Statement, ...]) -> For:
         """The loop, with the statements of its second iteration as ``body``."""
-        count, found = len(item.iterations), list(progressions(body))
+        count, all_progressions = len(item.iterations), list(progressions(body))
         # Also of values that nothing reads any more: their sizes may be asked for.
-        taken = self._values.taken().union(self._values.variables, *(_names(statement) for statement in body))
-        steps = [each for each in found if abs(each.difference) == 1]
+        used_names = self._values.used_names().union(self._values.variables, *(_names(statement) for statement in body))
+        steps = [progression for progression in all_progressions if abs(progression.difference) == 1]
         start, step = (steps[0].first, steps[0].difference) if steps else (0, 1)
-        index = Name(unused(variable(item.source.index or "i", "i"), taken))
+        index = Name(unused(variable(item.source.index or "i", "i"), used_names))
         parts = self._elements(body, Progression(start, step), start + count) if step == 1 else {}
-        alone = sum(part in parts for statement in body for part in statement.walk()) == len(found)
+        alone = sum(part in parts for statement in body for part in statement.walk()) == len(all_progressions)
         if parts and (alone or start == 0):
             chosen = dict(list(parts.items())[: None if alone else 1])
             names: list[Name] = []
             for part in chosen:
-                wanted = self._element(item, part.owner, len(chosen))
-                names.append(Name(unused(wanted, {*taken, index.name, *(each.name for each in names)})))
+                base_name = self._element(item, part.owner, len(chosen))
+                names.append(Name(unused(base_name, {*used_names, index.name, *(name.name for name in names)})))
             body = tuple(_replaced(statement, dict(zip(chosen, names, strict=True))) for statement in body)
-            first, *others = chosen.values()
-            iterable = call("zip", first, *others, strict=literal(True)) if others else first
+            first, *other_iterables = chosen.values()
+            iterable = call("zip", first, *other_iterables, strict=literal(True)) if other_iterables else first
             if not alone:
                 iterable, names = call("enumerate", iterable), [index, *names]
-            variables = tuple(each.name for each in names)
+            variables = tuple(name.name for name in names)
         else:
             iterable = self._range(item, body, start, step)
-            variables = (index.name if found else "_",)
-        return For(variables, iterable, tuple(with_variable(each, index, start, step) for each in body))
+            variables = (index.name if all_progressions else "_",)
+        return For(variables, iterable, tuple(with_variable(statement, index, start, step) for statement in body))
 
     def _elements(self, body: Sequence[Statement], index: Progression, stop: int) -> dict[Subscript, Expression]:
         """The elements that a loop takes one after the other, ``self.experts[i]`` → what it goes over to get them."""
-        found: dict[Subscript, Expression] = {}
+        iterables: dict[Subscript, Expression] = {}
         for part in (part for statement in body for part in statement.walk()):
             if not isinstance(part, Subscript):
                 continue
@@ -90,22 +90,22 @@ class LoopHeaders:
             if part.indices == (call("str", index),):
                 numbers = [str(number) for number in range(index.first, stop)]
                 if holder is not None and holder.elements == numbers:
-                    found[part] = method(part.owner, "values")
+                    iterables[part] = method(part.owner, "values")
             elif part.indices == (index,):
                 length = len(holder.elements) if holder is not None else self._lists.length(part.owner)
                 if length is not None and length >= stop:
-                    some = Slice(
+                    bounds = Slice(
                         literal(index.first) if index.first else None, literal(stop) if stop < length else None
                     )
-                    found[part] = part.owner if some == Slice() else Subscript(part.owner, (some,))
-        return found
+                    iterables[part] = part.owner if bounds == Slice() else Subscript(part.owner, (bounds,))
+        return iterables
 
     def _holder(self, owner: Expression) -> ModuleTree | None:
         """The list or dict of modules that an expression stands for."""
-        for path in (each.split(".") for each in self._tree.paths()):
+        for path in (name.split(".") for name in self._tree.paths()):
             if self._tree.access(path) == owner:
-                here = self._tree.at(path)
-                return here if isinstance(here, ModuleTree) else None
+                tree = self._tree.at(path)
+                return tree if isinstance(tree, ModuleTree) else None
         return None
 
     def _element(self, item: StatementLoop, owner: Expression, owners: int) -> str:
@@ -141,7 +141,7 @@ class LoopHeaders:
         for part in (part for statement in body for part in statement.walk()):
             if isinstance(part, Subscript) and index in part.indices and part.owner.text in owners:
                 dim = part.indices.index(index)
-                counted = all(isinstance(each, Slice) or each.text.isdecimal() for each in part.indices[:dim])
+                counted = all(isinstance(entry, Slice) or entry.text.isdecimal() for entry in part.indices[:dim])
                 if counted and shape_of(owners[part.owner.text])[dim] == count:
                     return Subscript(Attribute(part.owner, "shape"), (literal(dim),))
         return None

@@ -71,7 +71,7 @@ class BranchWriter:
         values.write_all(except_for=())
         sides = ((True, item.training), (False, item.evaluation))
         mentions = [
-            Counter(node for each in items for node in operands(each))
+            Counter(node for branch_step in items for node in operands(branch_step))
             + Counter(operands(phi)[side] for phi in item.phis)
             for side, (_, items) in enumerate(sides)
         ]
@@ -79,8 +79,8 @@ class BranchWriter:
             values.uses_left.subtract(counts)
         names: list[str] = []  # a name may be that of a value that is not read after the branch
         for phi in item.phis:
-            wanted = self._replaced_variable(phi) or variable(self._name(phi, phi.node), "x")
-            names.append(unused(wanted, values.taken().union(names)))
+            base_name = self._replaced_variable(phi) or variable(self._name(phi, phi.node), "x")
+            names.append(unused(base_name, values.used_names().union(names)))
         variables = dict(values.variables)
         for side, (training, items) in enumerate(sides):
             values.uses_left.update(mentions[side])
@@ -88,8 +88,8 @@ class BranchWriter:
             values.variables.update(variables)
             self.around = (Case(TRAINING, training, item.number),)
             self.joined = {operands(phi)[side]: name for phi, name in zip(item.phis, names, strict=True)}
-            for each in items:
-                self._write_item(each)
+            for step in items:
+                self._write_item(step)
             self._assign_joined([operands(phi)[side] for phi in item.phis], names)
             self.around, self.joined = (), {}
         values.variables.clear()

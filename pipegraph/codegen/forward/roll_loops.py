@@ -73,24 +73,24 @@ def _container(loop: ModuleLoop, prefix: str) -> list[str]:
     return relative(loop.calls[0].fqn, prefix).split(".")[:-1]
 
 
-def _follows(before: ModuleCall, after: ModuleCall) -> bool:
+def _follows(call: ModuleCall, next_call: ModuleCall) -> bool:
     """Return whether two calls run neighbouring modules of one container: of one class, or one after the other."""
-    (container, _, name), (other, _, next_name) = before.fqn.rpartition("."), after.fqn.rpartition(".")
-    if before.arguments is not None or after.arguments is not None:
+    (container, _, name), (next_container, _, next_name) = call.fqn.rpartition("."), next_call.fqn.rpartition(".")
+    if call.arguments is not None or next_call.arguments is not None:
         return False
     counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
-    chained = len(before.reads) == len(after.reads) == 1 and before.makes == after.reads
-    same = before.model_class == after.model_class and len(before.makes) == len(after.makes)
-    return counted and container == other and (same or (chained and len(after.makes) == 1))
+    chained = len(call.reads) == len(next_call.reads) == 1 and call.makes == next_call.reads
+    is_same_class = call.model_class == next_call.model_class and len(call.makes) == len(next_call.makes)
+    return counted and container == next_container and (is_same_class or (chained and len(next_call.makes) == 1))
 
 
-def _pattern(before: ModuleCall, after: ModuleCall) -> _Pattern:
-    return tuple(before.makes.index(node) if node in before.makes else node for node in after.reads)
+def _pattern(call: ModuleCall, next_call: ModuleCall) -> _Pattern:
+    return tuple(call.makes.index(node) if node in call.makes else node for node in next_call.reads)
 
 
 def _carried(pattern: _Pattern) -> tuple[tuple[int, int], ...]:
     """(Position, result) for each position that takes a result of the call before."""
-    return tuple((position, made) for position, made in enumerate(pattern) if isinstance(made, int))
+    return tuple((position, result) for position, result in enumerate(pattern) if isinstance(result, int))
 
 
 def _can_begin(first: ModuleCall, pattern: _Pattern) -> bool:
@@ -101,36 +101,36 @@ def _can_begin(first: ModuleCall, pattern: _Pattern) -> bool:
     if len(pattern) != len(first.reads):
         return False
     begin: dict[int, fx.Node] = {}
-    same = (
-        begin.setdefault(taken, node) is node if isinstance(taken, int) else taken is node
-        for taken, node in zip(pattern, first.reads, strict=True)
+    matches = (
+        begin.setdefault(argument, node) is node if isinstance(argument, int) else argument is node
+        for argument, node in zip(pattern, first.reads, strict=True)
     )
-    return all(same) and bool(begin)
+    return all(matches) and bool(begin)
 
 
 def _alternate(calls: Sequence[ModuleCall], patterns: Sequence[_Pattern]) -> AlternateCall | None:
     """The calls that are not like the first one, if there are two patterns and one of them comes periodically."""
-    changes = sum(before != after for before, after in pairwise(patterns))
+    changes = sum(pattern != next_pattern for pattern, next_pattern in pairwise(patterns))
     numbers = [int(call.fqn.rpartition(".")[2]) for call in calls]
     separation = periodic_test(numbers, patterns) if changes > 1 else None
     if separation is None:
         return None
     test, chosen = separation
-    first, position = patterns[0], next(place for place, each in enumerate(patterns) if each != patterns[0])
-    other = patterns[position]
-    if {made for _, made in _carried(first)} != {made for _, made in _carried(other)}:
+    first, position = patterns[0], next(place for place, pattern in enumerate(patterns) if pattern != patterns[0])
+    other_pattern = patterns[position]
+    if {result for _, result in _carried(first)} != {result for _, result in _carried(other_pattern)}:
         return None
-    if len(calls) < (_ITERATIONS if _differ_in_one(first, other) else _ITERATIONS_OF_CALLS):
+    if len(calls) < (_ITERATIONS if _differ_in_one(first, other_pattern) else _ITERATIONS_OF_CALLS):
         return None
-    return AlternateCall(test, chosen == first, calls[position].reads, _carried(other))
+    return AlternateCall(test, chosen == first, calls[position].reads, _carried(other_pattern))
 
 
 def _is_private(items: Sequence[Item], start: int, stop: int, outputs: Iterable[fx.Node]) -> bool:
     """Return whether only the next call reads the results of each call of ``items[start:stop]`` but the last."""
     inner = {node for item in items[start : stop - 1] for node in item.makes}
     outside = [node for item in (*items[:start], *items[stop:]) for node in item.reads]
-    later = zip(items[start:stop], items[start + 2 : stop], strict=False)
-    skipped = any(node in after.reads for before, after in later for node in before.makes)
+    pairs = zip(items[start:stop], items[start + 2 : stop], strict=False)
+    skipped = any(node in later_item.reads for item, later_item in pairs for node in item.makes)
     return not skipped and inner.isdisjoint(outside) and inner.isdisjoint(outputs)
 
 
@@ -157,19 +157,19 @@ def loop_statement(
     assert isinstance(holder, ModuleTree)
     numbers = [called.fqn.rpartition(".")[2] for called in loop.calls]
     first, last = int(numbers[0]), int(numbers[-1])
-    everything, counted = list(holder.children) == numbers, loop.alternate is not None
+    is_complete, counted = list(holder.children) == numbers, loop.alternate is not None
     variables: tuple[Name, ...] = (number,)
     iterable: Expression = call("range", *([literal(first)] if first else []), literal(last + 1))
     called: Expression = module
-    if holder.is_indexed and counted and everything:
+    if holder.is_indexed and counted and is_complete:
         variables, iterable = (number, module), call("enumerate", owner)
     elif holder.is_indexed and counted:
         called = Subscript(owner, (number,))
     elif holder.is_indexed:
         stop = None if numbers[-1] == list(holder.children)[-1] else literal(last + 1)
-        some = Slice(literal(first) if first else None, stop)
-        variables, iterable = (module,), owner if everything else Subscript(owner, (some,))
-    elif everything and not counted:
+        bounds = Slice(literal(first) if first else None, stop)
+        variables, iterable = (module,), owner if is_complete else Subscript(owner, (bounds,))
+    elif is_complete and not counted:
         variables, iterable = (module,), method(owner, "values" if holder.container is nn.ModuleDict else "children")
     elif holder.container is nn.ModuleDict:
         called = Subscript(owner, (call("str", number),))
@@ -182,9 +182,9 @@ def loop_statement(
 def _is_sequence(loop: ModuleLoop, holder: object) -> bool:
     """Return whether a loop does what the ``nn.Sequential`` does that holds its modules."""
     is_chain = loop.alternate is None and loop.carried == ((0, 0),) and len(loop.reads) == len(loop.makes) == 1
-    numbers = [each.fqn.rpartition(".")[2] for each in loop.calls]
+    numbers = [call.fqn.rpartition(".")[2] for call in loop.calls]
     is_whole = isinstance(holder, ModuleTree) and holder.container is nn.Sequential and list(holder.children) == numbers
-    return is_chain and is_whole and all(each.arguments is None for each in loop.calls)
+    return is_chain and is_whole and all(call.arguments is None for call in loop.calls)
 
 
 def _iteration(
@@ -196,17 +196,17 @@ def _iteration(
     """One statement if the calls differ in one argument, ``x = layer(x, a if i % 2 else b)``; else an ``if``."""
     if alternate is None:
         return statement(arguments[0])
-    test = alternate.test.of(number)
-    first, other = arguments if alternate.holds_first else reversed(arguments)
-    if _differ_in_one(first, other):
-        pairs = zip(first, other, strict=True)
+    test = alternate.test.expression(number)
+    first, second = arguments if alternate.holds_first else reversed(arguments)
+    if _differ_in_one(first, second):
+        pairs = zip(first, second, strict=True)
         return statement([one if one == two else conditional(one, test, two) for one, two in pairs])
-    return If(test, (statement(first),), (statement(other),))
+    return If(test, (statement(first),), (statement(second),))
 
 
-def _differ_in_one(first: Sequence[object], other: Sequence[object]) -> bool:
+def _differ_in_one(first: Sequence[object], second: Sequence[object]) -> bool:
     """Return whether two calls have the same arguments except for one."""
-    return len(first) == len(other) and sum(one != two for one, two in zip(first, other, strict=True)) == 1
+    return len(first) == len(second) and sum(one != two for one, two in zip(first, second, strict=True)) == 1
 
 
 class LoopWriter:
@@ -238,63 +238,63 @@ class LoopWriter:
         values = self._values
         container = _container(item, self._contents.prefix)
         carried = dict(item.carried)
-        begin = {made: item.reads[position] for position, made in item.carried}
+        begin = {result: item.reads[position] for position, result in item.carried}
         for position, node in enumerate(item.reads):
             if position not in carried:
                 values.write(node)
         # Names are chosen before the values that every iteration reads are consumed, so that they stay in use.
         names: dict[int, str] = {}
-        for made, node in sorted(begin.items()):
-            names[made] = self._carry(item, made, node, set(names.values()))
-        taken = values.taken() | set(names.values())
-        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), taken)
-        number = unused("i", taken)
-        for made, node in enumerate(item.makes):
-            if made in names:
-                values.variables[names[made]] = node
-                values.written[node] = Name(names[made])
+        for index, node in sorted(begin.items()):
+            names[index] = self._carry(item, index, node, set(names.values()))
+        used_names = values.used_names() | set(names.values())
+        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), used_names)
+        number = unused("i", used_names)
+        for index, node in enumerate(item.makes):
+            if index in names:
+                values.variables[names[index]] = node
+                values.written[node] = Name(names[index])
             else:
-                names[made] = values.bind(node, self._name(item, node))
-        targets = tuple(Name(names[made]) for made in range(len(item.makes)))
+                names[index] = values.bind(node, self._name(item, node))
+        targets = tuple(Name(names[result]) for result in range(len(item.makes)))
         arguments = [
-            [Name(names[made]) if made is not None else values.expression(node) for node, made in pattern]
+            [Name(names[result]) if result is not None else values.expression(node) for node, result in pattern]
             for pattern in item.patterns
         ]
-        values.consume(node for pattern in item.patterns for node, made in pattern if made is None)
+        values.consume(node for pattern in item.patterns for node, result in pattern if result is None)
 
         if _is_sequence(item, self._tree.at(container)):
             self._emit(item, Assign(targets, call(self._tree.access(container), *arguments[0])))
             return
-        classes = [each.constructor.function.text for each in item.calls]
+        classes = [module_call.constructor.function.text for module_call in item.calls]
 
         def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
-            like = next(each for each in item.calls if len(each.reads) == len(values))
+            like = next(module_call for module_call in item.calls if len(module_call.reads) == len(values))
             return Assign(targets, like.invocation(called, values, classes))
 
         self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
 
-    def _carry(self, item: ModuleLoop, made: int, begin: fx.Node, others: AbstractSet[str]) -> str:
+    def _carry(self, item: ModuleLoop, index: int, begin: fx.Node, other_names: AbstractSet[str]) -> str:
         """Choose the variable that each iteration assigns, and assign ``begin`` to it before the loop if necessary.
 
         Args:
-            made: the position of the result that each iteration assigns to it.
+            index: the position of the result that each iteration assigns to it.
             begin: the value that the first iteration reads.
-            others: the variables of other results.
+            other_names: the variables of other results.
         """
         values = self._values
-        wanted = variable(self._name(item, item.makes[made]), "x")
+        base_name = variable(self._name(item, item.makes[index]), "x")
         deferred = values.deferred.pop(begin, None)
-        values.uses_left[begin] -= sum(result == made for _, result in item.carried)
+        values.uses_left[begin] -= sum(result == index for _, result in item.carried)
         if deferred is not None:
-            name = unused(wanted, values.taken() | others)
+            name = unused(base_name, values.used_names() | other_names)
             values.statements.append((deferred.contexts, Assign((Name(name),), deferred.expression)))
         else:
             current = values.written[begin].text
             is_free = values.uses_left[begin] == 0 and current in values.variables
-            if is_free and (current.startswith(wanted) or begin in self._contents.inputs):
+            if is_free and (current.startswith(base_name) or begin in self._contents.inputs):
                 values.write_readers(current)  # before the loop assigns another value to it
                 return current
-            name = unused(wanted, values.taken() | {current, *others})
+            name = unused(base_name, values.used_names() | {current, *other_names})
             self._emit(item, Assign((Name(name),), values.written[begin]))
         values.variables[name] = begin
         return name

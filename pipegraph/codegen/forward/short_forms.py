@@ -66,8 +66,8 @@ def shortened(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     What is part of a longer expression in the source goes into it, ``torch.cat([head(y) for head in self.heads])``, if
     nothing else reads the list. The three statements that ``x[:, 0] += y`` runs become that one.
     """
-    made = _Shortening(statements).run(statements)
-    return _folded(made, _mentions(made))
+    body = _Shortening(statements).run(statements)
+    return _folded(body, _mentions(body))
 
 
 def _mentions(nodes: Iterable[Node]) -> Counter[str]:
@@ -88,24 +88,24 @@ class _Shortening:
 
     def run(self, statements: Sequence[Statement]) -> tuple[Statement, ...]:
         """Statements in their short forms."""
-        made: list[Statement] = []
+        body: list[Statement] = []
         for statement in statements:
-            listed = self._listed(made[-1], statement) if made else None
-            added = _augmented(made[-2:], statement)
+            listed = self._listed(body[-1], statement) if body else None
+            added = _augmented(body[-2:], statement)
             if listed is not None:
-                made[-1] = listed
+                body[-1] = listed
             elif added is not None and self._mentions[added[1].name] == 3 * self._parts[added[1].name]:
-                made[-2:] = [added[0]]
+                body[-2:] = [added[0]]
             else:
-                made.append(_with_bodies(statement, self.run))
-        return tuple(made)
+                body.append(_with_bodies(statement, self.run))
+        return tuple(body)
 
-    def _listed(self, before: Statement, loop: Statement) -> Assign | None:
+    def _listed(self, previous_statement: Statement, loop: Statement) -> Assign | None:
         """The statement for ``outs = []`` and a loop that appends to it; None if it is none, or too long."""
-        if not isinstance(loop, For) or loop.list_name is None or not isinstance(before, Assign):
+        if not isinstance(loop, For) or loop.list_name is None or not isinstance(previous_statement, Assign):
             return None
-        (name, *others), (*assigned, last) = before.targets, loop.body
-        if others or before.value != Collection((), "[]") or not isinstance(last, Evaluate):
+        (name, *other_targets), (*assigned, last) = previous_statement.targets, loop.body
+        if other_targets or previous_statement.value != Collection((), "[]") or not isinstance(last, Evaluate):
             return None
         match last.value:
             case FunctionCall(function=Attribute(owner=owner, name="append"), arguments=(argument,)) if owner == name:
@@ -113,31 +113,31 @@ class _Shortening:
             case _:
                 return None
         inside = _mentions([loop])
-        for each in reversed(assigned):
-            if not isinstance(each, Assign) or len(each.targets) > 1 or not isinstance(each.targets[0], Name):
+        for assign in reversed(assigned):
+            if not isinstance(assign, Assign) or len(assign.targets) > 1 or not isinstance(assign.targets[0], Name):
                 return None
-            variable = each.targets[0]
+            variable = assign.targets[0]
             is_read_later = inside[variable.name] != self._mentions[variable.name]
             if is_read_later or _mentions([element])[variable.name] != 1:
                 return None
-            element = _replaced(element, variable, each.value)
-        made = _Comprehension(element, loop.variables, loop.iterable, not loop.list_name)
-        return Assign((name,), made) if len(made.text) <= _LONGEST else None
+            element = _replaced(element, variable, assign.value)
+        comprehension = _Comprehension(element, loop.variables, loop.iterable, not loop.list_name)
+        return Assign((name,), comprehension) if len(comprehension.text) <= _LONGEST else None
 
 
 def _with_bodies(statement: Statement, change: Any) -> Statement:
     """A statement with its bodies changed."""
     if isinstance(statement, If):
-        return replace(statement, body=change(statement.body), other=change(statement.other))
+        return replace(statement, body=change(statement.body), orelse=change(statement.orelse))
     if isinstance(statement, CompoundStatement):
         changed: Statement = replace(statement, body=change(statement.body))  # type: ignore[type-var]
         return changed
     return statement
 
 
-def _augmented(before: Sequence[Statement], last: Statement) -> tuple[_AugmentedAssign, Name] | None:
+def _augmented(previous_statements: Sequence[Statement], last: Statement) -> tuple[_AugmentedAssign, Name] | None:
     """``x[:, 0] += y``, and the variable of ``part = x[:, 0]``, ``part.add_(y)`` and ``x[:, 0] = part``."""
-    match (*before, last):
+    match (*previous_statements, last):
         case (
             Assign(targets=(Name() as part,), value=Subscript() as place),
             Evaluate(
@@ -155,30 +155,30 @@ def _augmented(before: Sequence[Statement], last: Statement) -> tuple[_Augmented
 def _augmented_in(statements: Sequence[Statement]) -> Iterator[tuple[_AugmentedAssign, Name]]:
     """All of them, also inside of other statements."""
     for at, statement in enumerate(statements):
-        found = _augmented(statements[max(0, at - 2) : at], statement)
-        if found is not None:
-            yield found
+        augmentation = _augmented(statements[max(0, at - 2) : at], statement)
+        if augmentation is not None:
+            yield augmentation
         if isinstance(statement, CompoundStatement):
             yield from _augmented_in(statement.body)
         if isinstance(statement, If):
-            yield from _augmented_in(statement.other)
+            yield from _augmented_in(statement.orelse)
 
 
 def _folded(statements: Sequence[Statement], mentions: Counter[str]) -> tuple[Statement, ...]:
     """Statements with each comprehension inside the one that reads it, if that is the next and the source has it so."""
-    made: list[Statement] = []
+    folded_statements: list[Statement] = []
     for statement in statements:
         statement = _with_bodies(statement, lambda body: _folded(body, mentions))
-        before = made[-1] if made else None
-        if isinstance(before, Assign) and isinstance(before.value, _Comprehension) and before.value.is_part:
-            (name,) = before.targets
-            whole = _replaced(statement, name, before.value)
+        previous = folded_statements[-1] if folded_statements else None
+        if isinstance(previous, Assign) and isinstance(previous.value, _Comprehension) and previous.value.is_part:
+            (name,) = previous.targets
+            combined = _replaced(statement, name, previous.value)
             is_only = mentions[name.text] == 2 and _mentions([statement])[name.text] == 1
-            if is_only and not isinstance(statement, CompoundStatement) and len(whole.text) <= _LONGEST_STATEMENT:
-                made[-1] = whole
+            if is_only and not isinstance(statement, CompoundStatement) and len(combined.text) <= _LONGEST_STATEMENT:
+                folded_statements[-1] = combined
                 continue
-        made.append(statement)
-    return tuple(made)
+        folded_statements.append(statement)
+    return tuple(folded_statements)
 
 
 def _replaced(node: Part, name: Expression, value: Expression) -> Part:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from pipegraph.codegen.forward.computed_numbers import (
-    Known,
+    Evaluation,
     Number,
     Read,
     attribute_numbers,
@@ -54,33 +54,33 @@ def fixed_sizes(
 
     A model that runs over time steps in Python fixes their number, and says ``x[:, :length]`` all the same.
     """
-    known: dict[tuple[int, int], tuple[int, int]] = {}
+    input_sizes: dict[tuple[int, int], tuple[int, int]] = {}
     for position, node in enumerate(inputs):
         for dim, size in enumerate(shape_of(node) if isinstance(node.meta.get("val"), Tensor) else ()):
             if type(size) is int and size not in _COMMON:
-                known.setdefault((size, dim), (position, dim))
-    found: dict[fx.Node, dict[int, tuple[int, int]]] = {}
+                input_sizes.setdefault((size, dim), (position, dim))
+    node_sizes: dict[fx.Node, dict[int, tuple[int, int]]] = {}
     for node in (item.node for item in items if isinstance(item, Operation)):
         numbers = {leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if type(leaf) is int}
         numbers -= dimensions_of(node)
-        if not any(size in numbers for size, _ in known):
+        if not any(size in numbers for size, _ in input_sizes):
             continue
         dims = source.dimensions_mentioned(node)
         places: dict[int, list[tuple[int, int]]] = {}
-        for (size, dim), place in known.items():
+        for (size, dim), place in input_sizes.items():
             if dim in dims and size in numbers:
                 places.setdefault(size, []).append(place)
-        sizes = {size: held[0] for size, held in places.items() if len(held) == 1}
+        sizes = {size: candidates[0] for size, candidates in places.items() if len(candidates) == 1}
         if sizes:
-            found[node] = sizes
-    return found
+            node_sizes[node] = sizes
+    return node_sizes
 
 
 def with_fixed_sizes(
     expression: Expression, operands: Iterable[Expression], sizes: Mapping[int, Expression]
 ) -> Expression:
     """The expression of an operation with sizes in place of numbers, except in the parts that other operations made."""
-    return _replaced(expression, operands, {literal(size).text: found for size, found in sizes.items()})
+    return _replaced(expression, operands, {literal(size).text: replacement for size, replacement in sizes.items()})
 
 
 class ModuleNumbers:
@@ -104,21 +104,21 @@ class ModuleNumbers:
         self._fqn = fqn
         module = captured.modules[fqn].module
         # A constant of ``forward`` may have the name of an attribute, of which a class can have one.
-        held = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
-        self._attributes = {name: value for name, value in attribute_numbers(vars(module)).items() if name not in held}
+        names = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
+        self._attributes = {name: value for name, value in attribute_numbers(vars(module)).items() if name not in names}
         # An attribute that numbers the modules, such as that of a layer, is no constant of the class.
-        alike = [vars(each.module) for each in captured.modules.values() if type(each.module) is type(module)]
+        peers = [vars(entry.module) for entry in captured.modules.values() if type(entry.module) is type(module)]
         constant = {
-            name: value for name, value in self._attributes.items() if all(each.get(name) == value for each in alike)
+            name: value for name, value in self._attributes.items() if all(peer.get(name) == value for peer in peers)
         }
-        found: dict[str, Expression | None] = {}
+        expressions: dict[str, Expression | None] = {}
         for value, expression, function in computed_numbers(source.of_forward(fqn), partial(_of_module, constant)):
             if function == "range":  # the number of iterations of a loop is no other number
                 continue
             text = literal(value).text
-            if found.setdefault(text, expression) != expression or abs(value) in _COMMON:
-                found[text] = None  # it may be another number
-        self._in_forward = {text: expression for text, expression in found.items() if expression is not None}
+            if expressions.setdefault(text, expression) != expression or abs(value) in _COMMON:
+                expressions[text] = None  # it may be another number
+        self._in_forward = {text: expression for text, expression in expressions.items() if expression is not None}
 
     def named(
         self,
@@ -140,28 +140,28 @@ class ModuleNumbers:
             variables: variable → the value in it now.
         """
         dims = {literal(dim).text for dim in dimensions_of(node)}
-        numbers = {text: found for text, found in self._in_forward.items() if text not in dims}
+        numbers = {text: replacement for text, replacement in self._in_forward.items() if text not in dims}
         if self._source.of_helpers(node):
-            numbers = {text: found for text, found in numbers.items() if not text.lstrip("-").isdigit()}
+            numbers = {text: replacement for text, replacement in numbers.items() if not text.lstrip("-").isdigit()}
         statements = self._source.of_operation(node)
         if not statements or not path_of(node)[-1:] or path_of(node)[-1][1] != self._fqn:
             return _replaced(expression, operands, numbers, self._use)
         statement, of_module = statements[-1], partial(_of_module, self._attributes)
         numbers |= _in_statement(statement, expression, of_module)
-        made = _replaced(_with_computed_size_open(expression, node, statement, of_module), operands, numbers, self._use)
+        expr = _replaced(_with_computed_size_open(expression, node, statement, of_module), operands, numbers, self._use)
         of_sizes = partial(_size_or, of_module, self._source.sizes_assigned(node), self._shapes, variables)
-        return _replaced(made, operands, _in_statement(statement, made, of_sizes), self._use)
+        return _replaced(expr, operands, _in_statement(statement, expr, of_sizes), self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
         """An expression of the source that is this number and has an attribute in it; None if it is another one."""
-        found = evaluated(tree, partial(_of_module, self._attributes))
-        if found is None or found[0] != number or isinstance(found[1], Literal):
+        evaluation = evaluated(tree, partial(_of_module, self._attributes))
+        if evaluation is None or evaluation[0] != number or isinstance(evaluation[1], Literal):
             return None
-        self._use(found[1])
-        return found[1]
+        self._use(evaluation[1])
+        return evaluation[1]
 
-    def _use(self, found: Expression) -> None:
-        for inner in found.walk():
+    def _use(self, expression: Expression) -> None:
+        for inner in expression.walk():
             if isinstance(inner, Attribute) and inner.owner == SELF and inner.name in self._attributes:
                 self.used[inner.name] = literal(self._attributes[inner.name])
 
@@ -206,17 +206,17 @@ class HelperNumbers:
         read = partial(self._size, statements[-1], variables)
         return _replaced(expression, operands, _in_statement(statements[-1], expression, read))
 
-    def _size(self, statement: SourceStatement, variables: Mapping[str, fx.Node], node: ast.expr) -> Known | None:
+    def _size(self, statement: SourceStatement, variables: Mapping[str, fx.Node], node: ast.expr) -> Evaluation | None:
         """``x.shape[-1]`` of a parameter, if it does not vary, and nothing else was assigned to the name before."""
         match size_read(node):
             case (ast.Name(id=name), int(dim)) if name in self._parameters:
                 if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
                     return None
                 parameter, variable = self._parameters[name]
-                found = known_size(Name(variable), parameter, dim)
-                if found is not None and variables.get(variable) is not parameter:
+                evaluation = known_size(Name(variable), parameter, dim)
+                if evaluation is not None and variables.get(variable) is not parameter:
                     raise ReplacedParameterError(name)
-                return found
+                return evaluation
         return None
 
 
@@ -224,20 +224,20 @@ def _replaced(
     expression: Expression,
     operands: Iterable[Expression],
     numbers: Mapping[str, Expression],
-    use: Callable[[Expression], None] = lambda found: None,
+    use: Callable[[Expression], None] = lambda replacement: None,
 ) -> Expression:
     """An expression with others in place of its numbers, except in the parts that other operations made."""
-    made = {id(each) for each in operands}
-    dims = {id(each) for part in expression.walk() for each in _dimensions(part)}
+    operand_ids = {id(operand) for operand in operands}
+    dims = {id(dim) for part in expression.walk() for dim in _dimensions(part)}
 
     def walk(part: Any) -> Any:
-        if id(part) in made or id(part) in dims or (isinstance(part, Argument) and part.is_left_out):
+        if id(part) in operand_ids or id(part) in dims or (isinstance(part, Argument) and part.is_left_out):
             return part
-        found = numbers.get(part.text) if isinstance(part, Literal) and part.is_number else None
-        if found is None:
+        replacement = numbers.get(part.text) if isinstance(part, Literal) and part.is_number else None
+        if replacement is None:
             return part.rebuilt(walk)
-        use(found)
-        return found
+        use(replacement)
+        return replacement
 
     named: Expression = walk(expression)
     return named
@@ -251,24 +251,24 @@ def _dimensions(part: Node) -> Sequence[Node]:
     if not isinstance(part, FunctionCall) or not isinstance(part.function, Attribute):
         return ()
     count = {"flatten": 2, "unflatten": 1}.get(part.function.name, 0)
-    return [each.value for each in part.arguments[:count]]
+    return [argument.value for argument in part.arguments[:count]]
 
 
 def _in_statement(statement: SourceStatement, expression: Expression, read: Read) -> dict[str, Expression]:
     """The numbers that a statement computes from what ``read`` knows → how it writes them."""
     numbers: dict[str, Expression] = {}
-    texts = [each.text for each in expression.walk() if isinstance(each, Literal)]
+    texts = [part.text for part in expression.walk() if isinstance(part, Literal)]
     written = {*plain_numbers(statement.tree, read)}
-    for value, found, function in computed_numbers([statement], read):
+    for value, replacement, function in computed_numbers([statement], read):
         text = literal(value).text
         # Of `pad(x, (self.dilation, 0)).chunk(2, dim=1)` it is the argument of `pad`, if that is 1 as well.
         is_meant = value not in written or function == _function_name(expression)
         if is_meant and (abs(value) not in _COMMON or texts.count(text) == 1):
-            numbers[text] = found
+            numbers[text] = replacement
     return numbers
 
 
-def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Known | None:
+def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Evaluation | None:
     """``self.eps``."""
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in attributes:
@@ -277,14 +277,14 @@ def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Known | None
 
 
 def _size_or(
-    other: Read,
+    fallback: Read,
     assigned: Mapping[str, tuple[str, int]],
     shapes: Mapping[str, Sequence[int]],
     variables: Mapping[str, fx.Node],
     node: ast.expr,
-) -> Known | None:
+) -> Evaluation | None:
     """``x.shape[2]``, also for ``c`` after ``b, t, c = x.shape``, or ``self.table.shape[0]`` of a buffer, if the size
-    does not vary; else what ``other`` reads."""
+    does not vary; else what ``fallback`` reads."""
     match size_read(node) or node:
         case (ast.Name(id=owner), int(dim)):
             return known_size(Name(owner), variables.get(owner), dim)
@@ -293,7 +293,7 @@ def _size_or(
         case ast.Name(id=name) if name in assigned:
             owner, dim = assigned[name]
             return known_size(Name(owner), variables.get(owner), dim)
-    return other(node)
+    return fallback(node)
 
 
 def _with_computed_size_open(
@@ -305,24 +305,24 @@ def _with_computed_size_open(
     match expression:
         case FunctionCall(
             function=Attribute(name="unflatten"),
-            arguments=(dim, Argument(value=Collection(items=sizes) as split) as given),
+            arguments=(dim, Argument(value=Collection(items=sizes) as split) as sizes_argument),
         ):
             first = int(dim.value.text) % len(shape_of(node.args[0]))
         case _:
             return expression
-    asked = node.args[-1]
-    if isinstance(asked, Sequence) and -1 in asked:
+    requested_sizes = node.args[-1]
+    if isinstance(requested_sizes, Sequence) and -1 in requested_sizes:
         return expression
     numbers = shape_of(node)[first : first + len(sizes)]
-    given_sizes = [replace(statement, tree=each) for each in _sizes_of_reshapes(statement.tree)]
-    said = {number for each in given_sizes for number in plain_numbers(each.tree, read)}
-    said |= {value for value, _, _ in computed_numbers(given_sizes, read)}
-    unsaid = [at for at, number in enumerate(numbers) if number not in said]
+    given_sizes = [replace(statement, tree=tree) for tree in _sizes_of_reshapes(statement.tree)]
+    source_numbers = {number for size_statement in given_sizes for number in plain_numbers(size_statement.tree, read)}
+    source_numbers |= {value for value, _, _ in computed_numbers(given_sizes, read)}
+    unsaid = [at for at, number in enumerate(numbers) if number not in source_numbers]
     opened = [at for at, size in enumerate(sizes) if size == literal(-1)]
     if len(unsaid) != 1 or len(opened) != 1 or opened == unsaid or any(type(number) is not int for number in numbers):
         return expression
     items = tuple(literal(-1) if [at] == unsaid else literal(number) for at, number in enumerate(numbers))
-    return replace(expression, arguments=(dim, given.changed(replace(split, items=items))))
+    return replace(expression, arguments=(dim, sizes_argument.changed(replace(split, items=items))))
 
 
 def _sizes_of_reshapes(tree: ast.AST) -> list[ast.expr]:

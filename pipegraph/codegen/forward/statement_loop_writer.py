@@ -101,7 +101,7 @@ class StatementLoopWriter:
         third = self._third.get(node)
         if third is None:
             return self._lists.with_lists(written)
-        return in_all_iterations(written, spelled(third, lambda taken: value(self._of_second(taken))))
+        return in_all_iterations(written, spelled(third, lambda operand: value(self._of_second(operand))))
 
     def varying(self, node: fx.Node) -> Expression | None:
         """The expression of a value that each iteration has from outside, if it is another one for each."""
@@ -109,22 +109,22 @@ class StatementLoopWriter:
 
     def module(self, called: ModuleCall, access: Callable[[ModuleCall], Expression]) -> Expression:
         """The expression of the module of a call: ``self.experts[i]`` inside a loop."""
-        return self._by_iteration([access(each) for each in self._calls.get(called, [called])])
+        return self._by_iteration([access(call) for call in self._calls.get(called, [called])])
 
     def classes(self, called: ModuleCall) -> list[str]:
         """The classes of the modules that a call stands for: in a loop, of all that are called in its place."""
-        return [each.constructor.function.text for each in self._calls.get(called, [called])]
+        return [call.constructor.function.text for call in self._calls.get(called, [called])]
 
-    def _of_second(self, taken: fx.Node | SymbolicSize) -> fx.Node | SymbolicSize:
-        return self._second.get(taken, taken) if isinstance(taken, fx.Node) else taken
+    def _of_second(self, operand: fx.Node | SymbolicSize) -> fx.Node | SymbolicSize:
+        return self._second.get(operand, operand) if isinstance(operand, fx.Node) else operand
 
     def _by_iteration(self, expressions: Sequence[Expression]) -> Expression:
         if len(expressions) == 1:
             return expressions[0]
-        found = in_all_iterations(expressions[1], expressions[2])
-        if any(at_iteration(found, number) != each for number, each in enumerate(expressions)):
+        loop_expression = in_all_iterations(expressions[1], expressions[2])
+        if any(at_iteration(loop_expression, number) != expression for number, expression in enumerate(expressions)):
             raise StructureMismatch
-        return found
+        return loop_expression
 
     # ---- a loop ------------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ class StatementLoopWriter:
         values = self._values
         values.write_all(except_for=())
         read_later = self._set_later_reads_aside(item)
-        held = list(item.reads)
-        carried = [self._begin(item, *entry[:3], held) for entry in item.carried]
+        reads = list(item.reads)
+        carried = [self._begin(item, *entry[:3], reads) for entry in item.carried]
         lists = [
             values.keep(name, Collection((), "[]"))
             for name, _ in zip(self._list_names(item), item.collected, strict=True)
@@ -152,10 +152,10 @@ class StatementLoopWriter:
         self._enter(item)
         dead = self._forget_dead_variables()
         outer, values.statements = values.statements, []
-        self.names.update(zip((each[2] for each in item.carried), carried, strict=True))
-        for own, _ in item.final:
-            wanted = variable(self._name(_maker(item, own), own), "x")
-            self.names.setdefault(own, f"last_{wanted}" if wanted in carried else wanted)
+        self.names.update(zip((carry[2] for carry in item.carried), carried, strict=True))
+        for final_node, _ in item.final:
+            base_name = variable(self._name(_maker(item, final_node), final_node), "x")
+            self.names.setdefault(final_node, f"last_{base_name}" if base_name in carried else base_name)
         for step in item.inner:
             self._write_item(step)
             for nodes, name in zip(item.collected, lists, strict=True):
@@ -164,14 +164,14 @@ class StatementLoopWriter:
         self._hand_on(item, carried)
         body = nested(values.statements)
         values.statements = outer
-        values.consume(held)
+        values.consume(reads)
         values.uses_left.update(read_later)
         values.variables.update({name: node for name, node in dead.items() if name not in values.variables})
         self._leave(item, lists, carried)
         for of_this_loop in (self.names, self._third, self._second, self._varying, self._calls):
             of_this_loop.clear()
         loop = replace(self._headers.statement(item, body), list_name=item.source.list_name)
-        loop = with_inner_loops(loop, item.inner_sources, values.taken() | {*values.variables}, self._number)
+        loop = with_inner_loops(loop, item.inner_sources, values.used_names() | {*values.variables}, self._number)
         values.statements.append(((), self._with_tuple(item, loop)))
 
     def _list_names(self, item: StatementLoop) -> list[str]:
@@ -182,20 +182,20 @@ class StatementLoopWriter:
         names = (self._name(_maker(item, nodes[1]), nodes[1]) for nodes in item.collected)
         return ["results" if name.endswith("s") else f"{name}s" for name in names]
 
-    def _begin(self, item: StatementLoop, begin: fx.Node, first: fx.Node, second: fx.Node, held: list[fx.Node]) -> str:
+    def _begin(self, item: StatementLoop, begin: fx.Node, first: fx.Node, second: fx.Node, reads: list[fx.Node]) -> str:
         """Choose the variable of a carried value, and assign ``begin`` to it if necessary."""
         values = self._values
-        wanted = variable(self._name(_maker(item, second), second), "x")
+        base_name = variable(self._name(_maker(item, second), second), "x")
         current = values.written[begin].text
-        if begin in held:
-            held.remove(begin)
+        if begin in reads:
+            reads.remove(begin)
             values.uses_left[begin] -= 1
-        fits = current.startswith(wanted) or begin in self._inputs
+        fits = current.startswith(base_name) or begin in self._inputs
         if fits and values.variables.get(current) is begin and values.uses_left[begin] == 0:
             name = current
         else:
-            name = unused(wanted, values.taken())
-            is_shared = sum(begin is other for other, *_ in item.carried) > 1
+            name = unused(base_name, values.used_names())
+            is_shared = sum(begin is initial_node for initial_node, *_ in item.carried) > 1
             if is_shared or values.uses_left[begin] > 0 or not self._renamed(current, name):
                 values.statements.append(((), Assign((Name(name),), values.written[begin])))
         values.variables[name] = first
@@ -220,11 +220,11 @@ class StatementLoopWriter:
         for nodes in item.varying:
             self._varying[nodes[1]] = self._by_iteration([self._values.written[node] for node in nodes])
             self._second[nodes[2]] = nodes[1]
-        for own, other in zip(item.iterations[1], item.iterations[2], strict=True):
-            assert own is not None
-            assert other is not None
-            self._third.update(zip(own.makes, other.makes, strict=True))
-            self._second.update(zip(other.makes, own.makes, strict=True))
+        for second_step, third_step in zip(item.iterations[1], item.iterations[2], strict=True):
+            assert second_step is not None
+            assert third_step is not None
+            self._third.update(zip(second_step.makes, third_step.makes, strict=True))
+            self._second.update(zip(third_step.makes, second_step.makes, strict=True))
         for _, first, second, _ in item.carried:
             self._second[second] = first
         for steps in zip(*item.iterations, strict=True):
@@ -234,10 +234,10 @@ class StatementLoopWriter:
     def _set_later_reads_aside(self, item: StatementLoop) -> Counter[fx.Node]:
         """Count for the values of the first two iterations no more than what the written one reads."""
         values, inside = self._values, Counter(operands(item))
-        made = [node for steps in item.iterations[:2] for step in steps if step is not None for node in step.makes]
-        later = Counter({node: values.uses_left[node] - inside[node] for node in made})
-        values.uses_left.subtract(later)
-        return later
+        nodes = [node for steps in item.iterations[:2] for step in steps if step is not None for node in step.makes]
+        later_reads = Counter({node: values.uses_left[node] - inside[node] for node in nodes})
+        values.uses_left.subtract(later_reads)
+        return later_reads
 
     def _forget_dead_variables(self) -> dict[str, fx.Node]:
         """Take the variables that nothing reads any more from those in use: a later iteration may find another value
@@ -261,8 +261,8 @@ class StatementLoopWriter:
         """Hand the values on that the next iteration takes."""
         values = self._values
         values.write_all(except_for=())
-        pairs = [(Name(name), values.written[each[2]]) for each, name in zip(item.carried, carried, strict=True)]
-        values.consume(each[2] for each in item.carried)
+        pairs = [(Name(name), values.written[carry[2]]) for carry, name in zip(item.carried, carried, strict=True)]
+        values.consume(carry[2] for carry in item.carried)
         values.assign(pairs, ())
 
     def _leave(self, item: StatementLoop, lists: Sequence[Name], carried: Sequence[str]) -> None:
@@ -271,10 +271,10 @@ class StatementLoopWriter:
         for (_, _, _, last), variable_name in zip(item.carried, carried, strict=True):
             if last is not None:
                 self._hold(last, Name(variable_name))
-        for own, last in item.final:
-            values.consume([own])
+        for final_node, last in item.final:
+            values.consume([final_node])
             if last not in values.written:
-                self._hold(last, values.written[own])
+                self._hold(last, values.written[final_node])
         for nodes, name in zip(item.collected, lists, strict=True):
             for number, node in enumerate(nodes):
                 if node is not nodes[-1] or node not in values.written:
@@ -289,15 +289,15 @@ class StatementLoopWriter:
             return loop
         assigned: set[str] = set()  # since then
         for position in reversed(range(len(values.statements))):
-            around, before = values.statements[position]
-            if around or not isinstance(before, Assign):
+            around, assignment = values.statements[position]
+            if around or not isinstance(assignment, Assign):
                 return loop
-            if before.targets == (loop.iterable,) and assigned.isdisjoint(before.value.names()):
+            if assignment.targets == (loop.iterable,) and assigned.isdisjoint(assignment.value.names()):
                 del values.statements[position]
-                return replace(loop, iterable=before.value)
-            if not isinstance(before.value, Name) and before.value != Collection((), "[]"):
+                return replace(loop, iterable=assignment.value)
+            if not isinstance(assignment.value, Name) and assignment.value != Collection((), "[]"):
                 return loop
-            assigned.update(target.text for target in before.targets)
+            assigned.update(target.text for target in assignment.targets)
         return loop
 
     def _hold(self, node: fx.Node, place: Expression) -> None:

@@ -68,16 +68,16 @@ class _Finder:
         counts = {size: self._count(start, size) for size in self._periods(start)}
         sizes = [size for size, count in counts.items() if count >= _ITERATIONS]
         for size in sorted(sizes, key=lambda size: (-counts[size] * size, size))[:_TRIED]:
-            found = self._loop(start, size, counts[size])
-            if found is not None:
-                return (None, 1) if self._begins_inside(start, size, found[0]) else found
+            loop_and_length = self._loop(start, size, counts[size])
+            if loop_and_length is not None:
+                return (None, 1) if self._begins_inside(start, size, loop_and_length[0]) else loop_and_length
         return None, 1
 
     def _begins_inside(self, start: int, size: int, loop: StatementLoop) -> bool:
         """Return whether a loop begins inside an iteration of the source, where a stage may: at another place it hands
         the results of fewer steps on."""
-        others = (self._loop(other, size, self._count(other, size)) for other in range(start + 1, start + size))
-        return any(other is not None and _handed_on(other[0]) < _handed_on(loop) for other in others)
+        loops = (self._loop(begin, size, self._count(begin, size)) for begin in range(start + 1, start + size))
+        return any(inner_loop is not None and _handed_on(inner_loop[0]) < _handed_on(loop) for inner_loop in loops)
 
     def _count(self, start: int, size: int) -> int:
         """The number of iterations of this size that begin with an item."""
@@ -95,14 +95,14 @@ class _Finder:
             if self._keys[position] == self._keys[start]:
                 yield position - start
 
-    def _repeats(self, start: int, other: int, size: int) -> bool:
-        first, second = slice(start, start + size), slice(other, other + size)
+    def _repeats(self, start: int, next_start: int, size: int) -> bool:
+        first, second = slice(start, start + size), slice(next_start, next_start + size)
         return self._keys[first] == self._keys[second] and self._forms[first] == self._forms[second]
 
     def _loop(self, start: int, size: int, count: int) -> tuple[StatementLoop, int] | None:
         if count < _ITERATIONS:
             return None
-        common = [each for each in self._loops[start] if all(each in self._loops[start + at] for at in range(size))]
+        common = [outer for outer in self._loops[start] if all(outer in self._loops[start + at] for at in range(size))]
         if common and self._calls_several(start, size, common[-1]):
             common.pop()  # it is not the loop over these modules, but one around it
         if not common:
@@ -110,17 +110,17 @@ class _Finder:
         frame, source = common[-1]
         if any(self._lines[start + at][frame][1] < self._lines[start][frame][1] for at in range(size)):
             return None  # it would begin inside one iteration and end inside the next
-        whole: list[list[Step | None]] = [
+        full_iterations: list[list[Step | None]] = [
             [self._step(start + number * size + at) for at in range(size)] for number in range(count)
         ]
         last, used = self._part(start, size, start + count * size)
-        after = start + count * size + used
-        if after < len(self._items) and (frame, source) in self._loops[after]:
+        stop = start + count * size + used
+        if stop < len(self._items) and (frame, source) in self._loops[stop]:
             used = 0  # the loop continues: that was no last iteration
-        for iterations, items in (([*whole, last], count * size + used), (whole, count * size)):
-            if used or iterations is whole:
-                later = (*self._items[:start], *self._items[start + items :])
-                loop = _checked(iterations, {node for item in later for node in item.reads} | self._outputs, source)
+        for iterations, items in (([*full_iterations, last], count * size + used), (full_iterations, count * size)):
+            if used or iterations is full_iterations:
+                outside = (*self._items[:start], *self._items[start + items :])
+                loop = _checked(iterations, {node for item in outside for node in item.reads} | self._outputs, source)
                 if loop is not None and not _is_module_loop(loop) and not _is_the_same(loop):
                     return replace(loop, inner_sources=self._inside(start, size, common[-1])), items
         return None
@@ -138,7 +138,7 @@ class _Finder:
             item = self._items[at]
             if isinstance(item, ModuleCall) and self._loops[at][-1] == loop:
                 modules.setdefault(self._keys[at], set()).add(item.fqn)
-        return any(len(each) > 1 for each in modules.values())
+        return any(len(fqns) > 1 for fqns in modules.values())
 
     def _part(self, start: int, size: int, end: int) -> tuple[list[Step | None], int]:
         """A last iteration that lacks steps, and how many items it has."""
@@ -152,10 +152,10 @@ class _Finder:
                 steps.append(None)
         return steps, position - end
 
-    def _may_lack_results(self, position: int, whole: int) -> bool:
+    def _may_lack_results(self, position: int, reference: int) -> bool:
         """Return whether an item is the same step as another one, perhaps without the last results of a call."""
-        forms, others = self._forms[position], self._forms[whole]
-        return self._keys[position] == self._keys[whole] and forms == others[: len(forms)]
+        forms, reference_forms = self._forms[position], self._forms[reference]
+        return self._keys[position] == self._keys[reference] and forms == reference_forms[: len(forms)]
 
     def _step(self, position: int) -> Step:
         item = self._items[position]
@@ -166,11 +166,11 @@ class _Finder:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -> StatementLoop | None:
+def _checked(iterations: _Iterations, outside_reads: set[fx.Node], source: SourceLoop) -> StatementLoop | None:
     """The loop of these iterations, if each does with its own values what the others do with theirs.
 
     Args:
-        later: what is read outside of them.
+        outside_reads: what is read outside of them.
     """
     places = [_places(steps) for steps in iterations]
     begin: dict[_Place, fx.Node] = {}
@@ -181,29 +181,29 @@ def _checked(iterations: _Iterations, later: set[fx.Node], source: SourceLoop) -
             return None
         if not _progress([_dimensions(step) for _, step in present]):
             return None
-        own = [step for _, step in present]
-        if len(present) < len(steps) and not (_is_constant(own) or _has_element(own, len(steps))):
+        instances = [step for _, step in present]
+        if len(present) < len(steps) and not (_is_constant(instances) or _has_element(instances, len(steps))):
             return None  # in the last iteration it might go beyond the end of what the loop goes over
-        for taken in zip(*(operands(step) for _, step in present), strict=True):
-            kinds = [_origin(node, number, places) for (number, _), node in zip(present, taken, strict=True)]
-            if not _is_alike(kinds, taken, begin):
+        for operand_nodes in zip(*(operands(step) for _, step in present), strict=True):
+            kinds = [_origin(node, number, places) for (number, _), node in zip(present, operand_nodes, strict=True)]
+            if not _is_alike(kinds, operand_nodes, begin):
                 return None
-            outside |= {taken} if all(origin == "outside" for origin, _ in kinds) else set()
+            outside |= {operand_nodes} if all(origin == "outside" for origin, _ in kinds) else set()
     varying = [nodes for nodes in outside if len(set(nodes)) > 1]
     shared = [node for nodes in outside for node in set(nodes)]
     if any(len(nodes) < len(iterations) or shared.count(node) > 1 for nodes in varying for node in nodes):
         return None
-    values = [{place: node for node, place in each.items()} for each in places]
+    values = [{place: node for node, place in iteration_places.items()} for iteration_places in places]
     if any(form_of(node) != form_of(values[0][place]) for place, node in begin.items()):
         return None
     second, last = values[1], values[-1]
     collected, final = [], []
     for place, node in second.items():
-        own = [each.get(place) for each in values]
-        read = [each in later for each in own]
+        instances = [iteration_nodes.get(place) for iteration_nodes in values]
+        read = [instance in outside_reads for instance in instances]
         if any(read[:-1]):
-            nodes = tuple(each for each in own if each is not None)
-            if not all(read) or len(nodes) < len(own):
+            nodes = tuple(instance for instance in instances if instance is not None)
+            if not all(read) or len(nodes) < len(instances):
                 return None
             collected.append(nodes)
         elif read[-1]:
@@ -228,7 +228,7 @@ def _origin(node: fx.Node, number: int, places: Sequence[dict[fx.Node, _Place]])
         return "own", places[number][node]
     if number and node in places[number - 1]:
         return "before", places[number - 1][node]
-    return ("other", node) if any(node in each for each in places) else ("outside", node)
+    return ("other", node) if any(node in iteration_places for iteration_places in places) else ("outside", node)
 
 
 def _is_alike(kinds: Sequence[tuple[str, Any]], nodes: Sequence[fx.Node], begin: dict[_Place, fx.Node]) -> bool:
@@ -252,7 +252,7 @@ def _is_alike(kinds: Sequence[tuple[str, Any]], nodes: Sequence[fx.Node], begin:
 def _progress(rows: Sequence[Sequence[int]]) -> bool:
     """Return whether each number of a step is the same in all iterations, or grows by the same number."""
     columns = zip(*rows, strict=False)  # the last iteration may lack results
-    return all(len({after - before for before, after in pairwise(numbers)}) <= 1 for numbers in columns)
+    return all(len({second - first for first, second in pairwise(numbers)}) <= 1 for numbers in columns)
 
 
 def _dimensions(step: Step) -> list[int]:

@@ -28,8 +28,8 @@ def lines_of(item: Item, source: SourceStatements, fqn: str) -> tuple[tuple[str,
 
 def loops_around(lines: Sequence[tuple[str, int]]) -> tuple[LoopFrame, ...]:
     """The loops of the source that lines are in, outermost first."""
-    own = ((frame, file, line) for frame, (file, line) in enumerate(lines) if not is_of_torch(file))
-    return tuple((frame, loop) for frame, file, line in own for loop in loops_at(file, line))
+    model_lines = ((frame, file, line) for frame, (file, line) in enumerate(lines) if not is_of_torch(file))
+    return tuple((frame, loop) for frame, file, line in model_lines for loop in loops_at(file, line))
 
 
 def key_of(item: Item, lines: object) -> object:
@@ -43,13 +43,13 @@ def key_of(item: Item, lines: object) -> object:
         return node.target, leaves, structure, lines, repr(node.meta["regions"]), "writes" in node.meta
     if isinstance(item, ModuleCall):
         path = re.sub(r"\b\d+\b", "#", item.fqn)
-        given = item.arguments
-        form = given.form if given is not None else tuple(("", 1) for _ in item.reads)
+        arguments = item.arguments
+        form = arguments.form if arguments is not None else tuple(("", 1) for _ in item.reads)
         return (
             path,
             item.model_class,
             form,
-            repr((given.settings, given.unpacked) if given else ()),
+            repr((arguments.settings, arguments.unpacked) if arguments else ()),
             item.parameters,
             lines,
         )

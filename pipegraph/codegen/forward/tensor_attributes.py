@@ -27,13 +27,13 @@ class SizeVariables:
 
     Args:
         values: the variables of the ``forward``.
-        kept: the sizes that get a variable as soon as a value has them, because a later operation needs them when no
+        sizes: the sizes that get a variable as soon as a value has them, because a later operation needs them when no
             variable has them any more.
     """
 
-    def __init__(self, values: LocalVariables, kept: Sequence[sympy.Expr]) -> None:
+    def __init__(self, values: LocalVariables, sizes: Sequence[sympy.Expr]) -> None:
         self._values = values
-        self._waiting = list(kept)
+        self._waiting = list(sizes)
         self._variables: dict[sympy.Expr, Name] = {}
 
     def expression(self, size: SymbolicSize) -> Expression:
@@ -50,9 +50,9 @@ class SizeVariables:
     def keep(self) -> None:
         """Write ``seq = x.shape[1]`` for the waiting sizes that a value has."""
         for size in list(self._waiting):
-            found = self._read(size)
-            if found is not None:
-                self._variables[size] = self._values.keep(str(size) if size.is_Symbol else "size", found)
+            expression = self._read(size)
+            if expression is not None:
+                self._variables[size] = self._values.keep(str(size) if size.is_Symbol else "size", expression)
                 self._waiting.remove(size)
 
     def _read(self, size: sympy.Expr) -> Expression | None:
@@ -62,21 +62,21 @@ class SizeVariables:
             return literal(int(size) if size.is_Integer else float(size))
         if size in self._variables:
             return self._variables[size]
-        found = next((name for name, node in values.variables.items() if dimension_of(node, size) is not None), None)
-        if found is None:
+        variable = next((name for name, node in values.variables.items() if dimension_of(node, size) is not None), None)
+        if variable is None:
             node = next((node for node in values.deferred if dimension_of(node, size) is not None), None)
             if node is None:
                 return None
             values.write(node)
             return self._read(size)
-        dim = dimension_of(values.variables[found], size)
-        return Subscript(Attribute(Name(found), "shape"), (literal(dim),))
+        dim = dimension_of(values.variables[variable], size)
+        return Subscript(Attribute(Name(variable), "shape"), (literal(dim),))
 
 
-def _combined(symbol: str, left: Expression, right: Expression) -> Expression:
+def _combined(symbol: str, left_operand: Expression, right: Expression) -> Expression:
     if symbol in FUNCTIONS.values():
-        return call(symbol, left, right)
-    return unary("-", right) if symbol == "*" and left == literal(-1) else Binary(symbol, left, right)
+        return call(symbol, left_operand, right)
+    return unary("-", right) if symbol == "*" and left_operand == literal(-1) else Binary(symbol, left_operand, right)
 
 
 class ReplacedInputError(Exception):
@@ -100,7 +100,7 @@ class FixedSizes:
         contents: the class.
         parameters: the names of the parameters.
         source: says how the model's source calls a size.
-        kept: the sizes that get a variable at once: (position in ``inputs``, dimension) → its name.
+        size_names: the sizes that get a variable at once: (position in ``inputs``, dimension) → its name.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class FixedSizes:
         contents: ClassContents,
         parameters: Sequence[str],
         source: SourceStatements | None,
-        kept: Mapping[tuple[int, int], str],
+        size_names: Mapping[tuple[int, int], str],
     ) -> None:
         self._values, self._contents, self._parameters = values, contents, parameters
-        self._source, self._waiting = source, kept
+        self._source, self._waiting = source, size_names
         self._variables: dict[tuple[int, int], Name] = {}
 
     def keep(self) -> None:
@@ -132,9 +132,9 @@ class FixedSizes:
             ReplacedInputError: neither the parameter is there any more, nor a variable of the size.
         """
         named = partial(with_fixed_sizes, expression, operands)
-        return named(self._of(node, lambda size: named({size: Name("size")}) != expression))
+        return named(self._mentioned_sizes(node, lambda size: named({size: Name("size")}) != expression))
 
-    def _of(self, node: fx.Node, is_written: Callable[[int], bool]) -> dict[int, Expression]:
+    def _mentioned_sizes(self, node: fx.Node, is_written: Callable[[int], bool]) -> dict[int, Expression]:
         """The sizes of parameters that the source of an operation mentions.
 
         Args:
@@ -191,7 +191,7 @@ class ModelAttributes:
 
     def check(self, statements: Iterable[Statement]) -> None:
         """Raise UnknownAttributeError if a module or function makes a tensor and has none to ask for its device."""
-        if self._has_caller and any(part == _DEFAULT_DEVICE for each in statements for part in each.walk()):
+        if self._has_caller and any(part == _DEFAULT_DEVICE for statement in statements for part in statement.walk()):
             raise UnknownAttributeError
 
     def dtype(self, node: fx.Node) -> Expression:
@@ -204,16 +204,16 @@ class ModelAttributes:
                 that dtype keeps what was captured.
         """
         values = self._values
-        own, other, *limit = node.args
+        captured, converted, *limit = node.args
         places = (*values.variables.values(), *self._contents.state_names, *values.deferred)
-        found = next((each for each in places if dtypes_of(each) == (own, other)), None)
-        if found is not None:
-            values.write(found)
-            variable = next((Name(name) for name, each in values.variables.items() if each is found), None)
-            holder: Expression = variable or values.written[found]
+        tensor = next((candidate for candidate in places if dtypes_of(candidate) == (captured, converted)), None)
+        if tensor is not None:
+            values.write(tensor)
+            variable = next((Name(name) for name, candidate in values.variables.items() if candidate is tensor), None)
+            holder: Expression = variable or values.written[tensor]
         elif self._has_caller:
             raise UnknownAttributeError
-        elif {each.dtype for each in self._contents.state.values() if each.kind == "parameter"} == {own}:
+        elif {entry.dtype for entry in self._contents.state.values() if entry.kind == "parameter"} == {captured}:
             holder = call("next", call("self.parameters"))
         else:
             return literal(node.meta["val"])

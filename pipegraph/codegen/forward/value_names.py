@@ -33,7 +33,7 @@ class ValueNames:
     Args:
         contents: the class.
         source: the statements of the model's source.
-        wanted: names for values that have none in the source.
+        hints: names for values that have none in the source.
         parameters: the names of the parameters of ``forward``.
         clashes: names to avoid: their values get the name of the parameter under which a module takes them, if there
             is one.
@@ -43,24 +43,24 @@ class ValueNames:
         self,
         contents: ClassContents,
         source: SourceStatements,
-        wanted: Mapping[fx.Node, str],
+        hints: Mapping[fx.Node, str],
         parameters: Mapping[fx.Node, str],
         clashes: Container[str] = (),
     ) -> None:
         self._clashes = clashes
         self._source = source
-        self._wanted = wanted
+        self._hints = hints
         self._parameters = parameters
         items = list(with_inner(contents.items))
         self._makers = {node: item for item in items for node in item.makes}
         self._chain = {item: self._find_chain(item) for item in items}
         self._assigned = self._assigned_names(items)
 
-    def of(self, item: Item, node: fx.Node) -> str:
+    def name_of(self, item: Item, node: fx.Node) -> str:
         """The name of a value that ``item`` makes."""
         name = (
             self._assigned.get(node)
-            or self._wanted.get(node)
+            or self._hints.get(node)
             or self._inner_name(item, node)
             or self._helper_name(node, innermost=True)
             or self._name_before_reshaping(node)
@@ -70,12 +70,12 @@ class ValueNames:
         )
         if name not in self._clashes:
             return name
-        other = None if node in self._assigned else self._helper_name(node)
-        return self._source.parameter_name(node, name) or other or name
+        helper_name = None if node in self._assigned else self._helper_name(node)
+        return self._source.parameter_name(node, name) or helper_name or name
 
     def of_result(self, node: fx.Node) -> str:
         """The name of a value that is returned as an expression."""
-        return self._wanted.get(node) or "output"
+        return self._hints.get(node) or "output"
 
     def is_named(self, node: fx.Node) -> bool:
         """Return whether the source has a name for a value."""
@@ -83,8 +83,8 @@ class ValueNames:
 
     def is_nameless(self, item: Item, node: fx.Node) -> bool:
         """Return whether the source makes a value inside a larger expression."""
-        known = isinstance(item, Operation) or bool(self._chain.get(item))
-        return node not in self._assigned and known
+        has_statement = isinstance(item, Operation) or bool(self._chain.get(item))
+        return node not in self._assigned and has_statement
 
     def is_reshaped(self, node: fx.Node) -> bool:
         """Return whether a value is only reshaped, under the same name: ``mask = mask.unsqueeze(0)``."""
@@ -128,8 +128,8 @@ class ValueNames:
                 if isinstance(item, Operation) and isinstance(node.meta.get("val"), (tuple, list)):
                     continue
                 inside = [reader for reader in readers.get(node, ()) if chain[-1] in self._chain[reader]]
-                later = (iteration[reader] != iteration[item] for reader in inside)
-                if all(later) and all(self._chain[reader][-1] is chain[-1] for reader in inside):
+                crosses_iteration = (iteration[reader] != iteration[item] for reader in inside)
+                if all(crosses_iteration) and all(self._chain[reader][-1] is chain[-1] for reader in inside):
                     results.setdefault((chain[-1], iteration[item]), []).append(node)
         names: dict[fx.Node, str] = {}
         for (statement, _), nodes in results.items():
@@ -167,11 +167,11 @@ class ValueNames:
 
     def _name_in_tuple(self, node: fx.Node, statement: SourceStatement) -> str | None:
         """The name of a result of ``x1, x2 = x[::2], x[1::2]``; the statement may run several times."""
-        made = [each for each in self._makers if self._source.of_helpers(each)[-1:] == (statement,)]
-        results = [each for each in made if not any(self._is_within(user, statement) for user in each.users)]
+        nodes = [value for value in self._makers if self._source.of_helpers(value)[-1:] == (statement,)]
+        results = [value for value in nodes if not any(self._is_within(user, statement) for user in value.users)]
         targets = statement.targets
-        whole = node in results and len(results) % len(targets) == 0
-        return targets[results.index(node) % len(targets)] if whole else None
+        is_complete = node in results and len(results) % len(targets) == 0
+        return targets[results.index(node) % len(targets)] if is_complete else None
 
     def _is_within(self, node: fx.Node, statement: SourceStatement) -> bool:
         return node.op == "call_function" and self._source.is_within(node, statement)
@@ -180,7 +180,7 @@ class ValueNames:
         """The name of the value of which this one is a reshape: ``cos = cos.unsqueeze(1)``."""
         while operator_of(node).keeps_values and isinstance(node.args[0], fx.Node):
             node = node.args[0]
-            name = self._assigned.get(node) or self._wanted.get(node) or self._parameters.get(node)
+            name = self._assigned.get(node) or self._hints.get(node) or self._parameters.get(node)
             if name is None and node.op == "get_attr":
                 name = str(node.target).rpartition(".")[2]
             if name:
@@ -191,7 +191,10 @@ class ValueNames:
         """The name that the statement around an item assigns. An item that reads no values gets none."""
         if not item.reads:
             return None
-        return next((each.targets[0] for each in reversed(self._statements(item)) if len(each.targets) == 1), None)
+        return next(
+            (statement.targets[0] for statement in reversed(self._statements(item)) if len(statement.targets) == 1),
+            None,
+        )
 
 
 def _default_name(item: Item) -> str:
@@ -249,12 +252,12 @@ def _split(group: Sequence[Item], called: AbstractSet[str]) -> list[Sequence[Ite
     ]
     if not calls:
         return [group]
-    before, (container, _, first) = calls[0]
-    seen = {first}
+    offset, (container, _, first) = calls[0]
+    visited = {first}
     starts = [0]
-    for position, (other, _, name) in calls[1:]:
-        next_of_list = other == container and not {first, name} & called and name not in seen
-        if next_of_list or (other, name) == (container, first):
-            seen.add(name)
-            starts.append(position - before)
+    for position, (other_container, _, name) in calls[1:]:
+        next_of_list = other_container == container and not {first, name} & called and name not in visited
+        if next_of_list or (other_container, name) == (container, first):
+            visited.add(name)
+            starts.append(position - offset)
     return [group[start:stop] for start, stop in pairwise((*starts, len(group)))]

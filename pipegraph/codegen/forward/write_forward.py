@@ -23,7 +23,7 @@ def write_forward(
     tree: ModuleTree,
     parameters: Sequence[str],
     source: SourceStatements | None,
-    wanted: Mapping[fx.Node, str] | None = None,
+    hints: Mapping[fx.Node, str] | None = None,
     numbers: ModuleNumbers | HelperNumbers | None = None,
 ) -> WrittenForward:
     """Write one ``forward``.
@@ -37,25 +37,27 @@ def write_forward(
         parameters: the names of the parameters.
         source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
             neutral name, so that two classes of equal structure have equal statements.
-        wanted: names for values that have none in the source.
+        hints: names for values that have none in the source.
         numbers: writes numbers as the model's source does. It keeps the attributes that it wrote.
 
     Raises:
         UnknownSizeError: no value of the class has a size that an operation names.
     """
     sizes: list[sympy.Expr] = []
-    kept: dict[tuple[int, int], str] = {}
+    size_names: dict[tuple[int, int], str] = {}
     while True:
         try:
-            written = ForwardWriter(contents, tree, parameters, source, wanted or {}, numbers, (), sizes, kept).write()
+            written = ForwardWriter(
+                contents, tree, parameters, source, hints or {}, numbers, (), sizes, size_names
+            ).write()
         except ReplacedInputError as error:
-            kept[error.place] = error.name
+            size_names[error.place] = error.name
         except UnknownSizeError as error:
             # Of `(rows - 1) // 2 + 1` no value may have `rows`, and an input the whole.
-            asked = next((each for each in (error.size, error.whole) if each not in (None, *sizes)), None)
-            if asked is None:
+            requested_size = next((size for size in (error.size, error.whole) if size not in (None, *sizes)), None)
+            if requested_size is None:
                 raise
-            sizes.append(asked)
+            sizes.append(requested_size)
         except UnrolledLoopError as error:
             contents = replace(contents, items=tuple(expanded(contents.items, error.loop)))
         else:
@@ -63,9 +65,9 @@ def write_forward(
     if not written.clashes:
         return written
     try:
-        other = ForwardWriter(
-            contents, tree, parameters, source, wanted or {}, numbers, written.clashes, sizes, kept
+        alternative = ForwardWriter(
+            contents, tree, parameters, source, hints or {}, numbers, written.clashes, sizes, size_names
         ).write()
     except (UnknownSizeError, ReplacedInputError):
         return written
-    return other if len(other.clashes) < len(written.clashes) else written
+    return alternative if len(alternative.clashes) < len(written.clashes) else written

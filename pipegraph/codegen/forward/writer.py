@@ -70,11 +70,11 @@ class ForwardWriter:
     """The state of writing one ``forward``.
 
     Args:
-        contents, tree, parameters, source, wanted: as `write_forward` takes them.
+        contents, tree, parameters, source, hints: as `write_forward` takes them.
         numbers: writes numbers as the model's source does; None for the class of a stage.
         clashes: names to avoid: a value gets the name of the parameter under which a module takes it instead.
         sizes: those that get a variable as soon as a value has them.
-        kept: sizes of parameters that get a variable at once: (position in ``inputs``, dimension) → its name.
+        size_names: sizes of parameters that get a variable at once: (position in ``inputs``, dimension) → its name.
     """
 
     def __init__(
@@ -83,24 +83,24 @@ class ForwardWriter:
         tree: ModuleTree,
         parameters: Sequence[str],
         source: SourceStatements | None,
-        wanted: Mapping[fx.Node, str],
+        hints: Mapping[fx.Node, str],
         numbers: ModuleNumbers | HelperNumbers | None,
         clashes: Container[str],
         sizes: Sequence[sympy.Expr],
-        kept: Mapping[tuple[int, int], str],
+        size_names: Mapping[tuple[int, int], str],
     ) -> None:
         self._contents, self._tree = contents, tree
         self._numbers, self._parameters = numbers, parameters
         names = dict(zip(contents.inputs, parameters, strict=True))
-        self._names = ValueNames(contents, source, wanted, names, clashes) if source is not None else None
+        self._names = ValueNames(contents, source, hints, names, clashes) if source is not None else None
         uses = Counter(node for item in contents.items for node in operands(item))
         uses.update(contents.outputs)
         attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
         functions = frozenset(item.function for item in with_inner(contents.items) if isinstance(item, HelperCall))
         self._values = LocalVariables(self._name, uses, attributes, names, functions)
-        self._made = {node for item in with_inner(contents.items) for node in item.makes}
+        self._item_nodes = {node for item in with_inner(contents.items) for node in item.makes}
         self._sizes = SizeVariables(self._values, sizes)
-        self._fixed_sizes = FixedSizes(self._values, contents, parameters, source, kept)
+        self._fixed_sizes = FixedSizes(self._values, contents, parameters, source, size_names)
         tensors = [*map(Name, parameters), *attributes.values()]
         has_caller = bool(contents.prefix) or isinstance(numbers, HelperNumbers)
         self._model = ModelAttributes(self._values, contents, tensors, has_caller)
@@ -142,8 +142,8 @@ class ForwardWriter:
         results = [values.expression(node) for node in outputs]
         names: list[str] = []
         for node, result in zip(outputs, results, strict=True):
-            taken = {*names, *(each.text for each in results)}
-            name = unused(variable(self._names.of_result(node) if self._names else "v", "x"), taken)
+            used_names = {*names, *(expression.text for expression in results)}
+            name = unused(variable(self._names.of_result(node) if self._names else "v", "x"), used_names)
             names.append(result.name if isinstance(result, Name) else name)
         around, last = values.statements[-1] if values.statements else ((), None)
         is_name = len(results) == 1 and isinstance(results[0], Name)
@@ -177,7 +177,7 @@ class ForwardWriter:
             self._write(item)
             return
         expression = self._build(item, lambda: self._express(node))
-        parts = [user for user in node.users if user.target is operator.getitem and user in self._made]
+        parts = [user for user in node.users if user.target is operator.getitem and user in self._item_nodes]
         if isinstance(node.meta.get("val"), (tuple, list)) and len(parts) > 1:
             self._unpack(item, expression, parts)
         else:
@@ -191,16 +191,16 @@ class ForwardWriter:
         operands: list[Expression] = []
 
         def operand(argument: fx.Node | SymbolicSize) -> Expression:
-            made = self._expression(argument)
-            operands.extend([made] if isinstance(argument, fx.Node) else [])
-            return made
+            expression = self._expression(argument)
+            operands.extend([expression] if isinstance(argument, fx.Node) else [])
+            return expression
 
         def named(part: Expression) -> Expression:
             part = self._numbers.named(part, node, operands, self._values.variables) if self._numbers else part
             return self._fixed_sizes.named(part, node, operands) if self._names else part
 
-        made = self._bodies.spell(node, lambda each, value: spelled(each, value, self._device), operand)
-        return named(made) if isinstance(made, Expression) else made.rebuilt(named)
+        syntax = self._bodies.spell(node, lambda operation, value: spelled(operation, value, self._device), operand)
+        return named(syntax) if isinstance(syntax, Expression) else syntax.rebuilt(named)
 
     def _unpack(self, item: Operation, expression: Expression, parts: Sequence[fx.Node]) -> None:
         """``a, b = x.split(…)``, or ``pieces = x.split(…)`` if a loop goes over them."""
@@ -220,12 +220,12 @@ class ForwardWriter:
     def _write(self, item: Operation) -> None:
         """Write an operation in place as a statement. Its result is the tensor that it wrote into."""
         node, values, read, around = item.node, self._values, operands(item), self._contexts(item)
-        kept = [each for each in read if each in values.deferred and values.deferred[each].contexts == around]
-        values.write_all(except_for=kept)
+        inside = [value for value in read if value in values.deferred and values.deferred[value].contexts == around]
+        values.write_all(except_for=inside)
         target = node.kwargs.get("out", node.args[0])
         assert isinstance(target, fx.Node)
         if values.uses_left[node] > 0:
-            values.write(target, kept=kept)
+            values.write(target, exempt=inside)
         owner = values.expression(target)
         statement = self._spell(node, write)
         values.consume(read)
@@ -240,13 +240,13 @@ class ForwardWriter:
         self._called(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
 
     def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
-        expression, left = self._build(item, build), self._values.uses_left
+        expression, uses_left = self._build(item, build), self._values.uses_left
         unpacked = item.arguments.unpacked if isinstance(item, ModuleCall) and item.arguments is not None else None
         if len(item.makes) == 1 and unpacked is None:
             self._place(item, item.makes[0], expression)
         else:
             places = range(len(item.makes)) if unpacked is None else unpacked
-            names = [self._bind(item, node, expression) if left[node] else Name("_") for node in item.makes]
+            names = [self._bind(item, node, expression) if uses_left[node] else Name("_") for node in item.makes]
             self._emit(item, Assign(nested_targets(places, names), expression))
 
     def _module(self, called: ModuleCall) -> Expression:
@@ -255,10 +255,10 @@ class ForwardWriter:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _name(self, item: Item, node: fx.Node) -> str:
-        wanted = self._branches.joined.get(node) or self._bodies.names.get(node)
-        if wanted:
-            return wanted
-        return self._names.of(item, node) if self._names else "v"
+        name = self._branches.joined.get(node) or self._bodies.names.get(node)
+        if name:
+            return name
+        return self._names.name_of(item, node) if self._names else "v"
 
     def _expression(self, argument: fx.Node | SymbolicSize) -> Expression:
         """The expression of a value or of a dynamic size."""
@@ -298,15 +298,15 @@ class ForwardWriter:
             # A value that has a name in the source reads better on a line of its own.
             written = [node for node in inside if node.target not in OF_MODEL_DTYPE]
             for node in [node for node in written if self._names.is_named(node)] or written:
-                values.write(node, kept=read)
+                values.write(node, exempt=read)
 
     def _fits(self, item: Item, inside: Sequence[Item], expression: Expression) -> bool:
         """Return whether an expression with others inside is short enough."""
         assert self._names is not None
-        one = all(self._names.statement(each) == self._names.statement(item) for each in inside)
+        same_statement = all(self._names.statement(inner_item) == self._names.statement(item) for inner_item in inside)
         line = f"{self._name(item, item.makes[0])} = {expression.text}"
         indent = 4 * (2 + len(self._contexts(item)))  # inside a class
-        return len(expression.text) <= (_LONGEST_STATEMENT if one else _LONGEST) and reads_well(line, indent)
+        return len(expression.text) <= (_LONGEST_STATEMENT if same_statement else _LONGEST) and reads_well(line, indent)
 
     def _place(self, item: Item, node: fx.Node, expression: Expression) -> None:
         """Defer an expression for its only reader, or write it on a line."""
@@ -341,7 +341,7 @@ class ForwardWriter:
         if self._names.is_reshaped(node) and length <= _RESHAPED_LENGTH:
             return True
         returned = len(self._contents.outputs) > 1 and node in self._contents.outputs
-        return not returned and variable(self._name(item, node), "x") in self._values.taken()
+        return not returned and variable(self._name(item, node), "x") in self._values.used_names()
 
     def _contexts(self, item: Item) -> Contexts:
         return (*self._branches.around, *self._with_blocks.around(item))

@@ -24,15 +24,15 @@ def assigned_names(node: ast.stmt) -> tuple[str, ...]:
 
 def _written(value: ast.expr) -> ast.expr | None:
     """``x`` of ``x.mul_(2).add_(y)``."""
-    found: ast.expr | None = None
+    target: ast.expr | None = None
     part = value
     while isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
         is_in_place = part.func.attr.endswith("_") and not part.func.attr.endswith("__")
-        found = part.func.value if is_in_place else None
+        target = part.func.value if is_in_place else None
         part = part.func.value
-    return found
+    return target
 
 
 def _parts(target: ast.expr) -> list[ast.expr]:
     """``a``, ``b`` and ``c`` of ``a, (b, c) = …``."""
-    return [part for each in target.elts for part in _parts(each)] if isinstance(target, ast.Tuple) else [target]
+    return [part for element in target.elts for part in _parts(element)] if isinstance(target, ast.Tuple) else [target]

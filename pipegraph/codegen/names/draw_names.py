@@ -30,15 +30,15 @@ def draw_names(captured: Captured, nodes: Sequence[fx.Node], called: Collection[
         module = path_of(node)[-1][1] if path_of(node) else ""
         names[node] = f"{module}#{counts[module]}"
         counts[module] += 1
-    drawn: dict[str, list[str]] = {}
+    draws: dict[str, list[str]] = {}
     for node in nodes:
         if node in names:
             module = next((fqn for _, fqn in reversed(path_of(node)) if fqn in called), "")
-            drawn.setdefault(module, []).append(names[node])
+            draws.setdefault(module, []).append(names[node])
     return {
-        module: tuple(own)
-        for module, own in drawn.items()
-        if own != [f"{module}#{number}" for number in range(len(own))]
+        module: tuple(module_draws)
+        for module, module_draws in draws.items()
+        if module_draws != [f"{module}#{number}" for number in range(len(module_draws))]
     }
 
 
@@ -46,6 +46,6 @@ def draws_in_training(node: fx.Node) -> bool:
     """Return whether an operation draws random numbers in training mode."""
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    given = arguments_of(node)
-    probability = given.get("dropout_p", 0.0 if "query" in given else given.get("p", 1.0))
-    return runs_in_training(node) and probability != 0 and given.get("train", True) is not False
+    arguments = arguments_of(node)
+    probability = arguments.get("dropout_p", 0.0 if "query" in arguments else arguments.get("p", 1.0))
+    return runs_in_training(node) and probability != 0 and arguments.get("train", True) is not False

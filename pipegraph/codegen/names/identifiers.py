@@ -58,22 +58,22 @@ def class_name(name: str) -> str:
     return f"{clean}_" if clean in _RESERVED or _STAGE.fullmatch(clean) else clean
 
 
-def unused(name: str, taken: Container[str]) -> str:
+def unused(name: str, used_names: Container[str]) -> str:
     """``name``, or ``name_1``, ``name_2``, … until it is not taken."""
-    if name not in taken:
+    if name not in used_names:
         return name
     count = 1
-    while f"{name}_{count}" in taken:
+    while f"{name}_{count}" in used_names:
         count += 1
     return f"{name}_{count}"
 
 
-def unused_class(name: str, taken: Container[str]) -> str:
+def unused_class(name: str, used_names: Container[str]) -> str:
     """``Block``, or ``Block2``, ``Block3``, … until it is not taken."""
-    if name not in taken:
+    if name not in used_names:
         return name
     stem, count = f"{name}_" if name[-1].isdigit() else name, 2
-    while f"{stem}{count}" in taken:
+    while f"{stem}{count}" in used_names:
         count += 1
     return f"{stem}{count}"
 

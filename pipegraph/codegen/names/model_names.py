@@ -41,11 +41,11 @@ class ModelNames:
         names: list[str] = []
         for node in reads:
             place = argument_place(node, call.call)
-            wanted = place.name if place is not None else None
+            name = place.name if place is not None else None
             if place is not None and place.part_of is not None:
-                wanted = self._source.unpacked_parameter(call.fqn, *place.part_of)
-            wanted = wanted or self.value_name(node)
-            names.append(unused(variable(wanted or "x", "x"), names))
+                name = self._source.unpacked_parameter(call.fqn, *place.part_of)
+            name = name or self.value_name(node)
+            names.append(unused(variable(name or "x", "x"), names))
         return names
 
     def value_name(self, node: fx.Node, default: str | None = None) -> str:
@@ -62,7 +62,7 @@ class ModelNames:
             chain = self._source.of_call(fqn, node) if ends and call not in self._opened else ()
             if chain and len(chain[-1].targets) == 1:
                 return named_by_caller(chain) or chain[-1].targets[0]
-        chain = tuple(each for each in self._source.of_operation(node) if not each.is_of_torch)
+        chain = tuple(statement for statement in self._source.of_operation(node) if not statement.is_of_torch)
         if chain and len(chain[-1].targets) == 1:
             return chain[-1].targets[0]
         if operator_of(node).cast and isinstance(node.args[0], fx.Node):
@@ -111,8 +111,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
     """``h f32[8, 128, 512] → logits f32[8, 128, 10000]`` (results of a block have no name)."""
-    taken = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
-    return f"{taken or 'nothing'} → {', '.join(_type(node) for node in makes)}"
+    inputs = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
+    return f"{inputs or 'nothing'} → {', '.join(_type(node) for node in makes)}"
 
 
 def _type(node: fx.Node) -> str:

@@ -19,19 +19,19 @@ def named_by_caller(chain: Sequence[SourceStatement]) -> str | None:
     Args:
         chain: the statements that led to a value, outermost first.
     """
-    outside = list(dropwhile(lambda each: each.file == _FILE, reversed(chain)))
+    outside = list(dropwhile(lambda statement: statement.file == _FILE, reversed(chain)))
     if len(outside) in (0, len(chain)):
         return None
     match outside[0].tree:
-        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made):
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
             pass
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as made):
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as call):
             pass
-        case ast.Return(value=ast.Call(args=[ast.Name(id=name), *_]) as made):
+        case ast.Return(value=ast.Call(args=[ast.Name(id=name), *_]) as call):
             pass
         case _:
             return None
-    return name if _is_module(made.func) else None
+    return name if _is_module(call.func) else None
 
 
 def _is_module(called: ast.expr) -> bool:

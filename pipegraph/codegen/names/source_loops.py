@@ -39,7 +39,7 @@ def loops_at(file: str, line: int) -> tuple[SourceLoop, ...]:
 
 @cache
 def _loops(file: str, tree: ast.Module) -> dict[int, tuple[SourceLoop, ...]]:
-    found: dict[int, tuple[SourceLoop, ...]] = {}
+    loops_by_line: dict[int, tuple[SourceLoop, ...]] = {}
     waiting: list[tuple[ast.AST, tuple[SourceLoop, ...]]] = [(tree, ())]
     assigned: dict[ast.AST, str] = {}  # comprehension → the variable that it is assigned to
     while waiting:
@@ -60,15 +60,15 @@ def _loops(file: str, tree: ast.Module) -> dict[int, tuple[SourceLoop, ...]]:
             inside = (*around, replace(loop, list_name=assigned.get(node, "")))
         for part in body:
             assert isinstance(part, (ast.stmt, ast.expr))
-            found |= dict.fromkeys(range(part.lineno, (part.end_lineno or part.lineno) + 1), inside)
+            loops_by_line |= dict.fromkeys(range(part.lineno, (part.end_lineno or part.lineno) + 1), inside)
         waiting += [(child, inside if child in body else around) for child in ast.iter_child_nodes(node)]
-    return found
+    return loops_by_line
 
 
 def _loop(
     file: str, line: int, target: ast.expr | None, iterable: ast.expr | None, lists: tuple[str, ...]
 ) -> SourceLoop:
-    names = [each.id if isinstance(each, ast.Name) else "" for each in _parts(target)]
+    names = [variable.id if isinstance(variable, ast.Name) else "" for variable in _parts(target)]
     called = iterable.func.id if isinstance(iterable, ast.Call) and isinstance(iterable.func, ast.Name) else ""
     inner = iterable.args[0] if called == "reversed" and isinstance(iterable, ast.Call) and iterable.args else iterable
     if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name):

@@ -8,17 +8,17 @@ import ast
 def assigned_sizes(function: ast.AST) -> dict[str, tuple[str, int]]:
     """Return the variables to which a function assigns the size of a tensor → the tensor, and its dimension:
     ``rows, length = x.shape``, ``length = x.size(1)``."""
-    found: dict[str, tuple[str, int]] = {}
-    for each in ast.walk(function):
-        if not isinstance(each, ast.Assign) or len(each.targets) != 1:
+    sizes: dict[str, tuple[str, int]] = {}
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
-        target = each.targets[0]
-        if isinstance(target, ast.Name) and (dim := dimension_of(each.value)) is not None:
-            found[target.id] = _owner(each.value), dim
-        elif isinstance(target, ast.Tuple) and _is_shape(each.value):
-            owner = _owner(each.value)
-            found |= {part.id: (owner, dim) for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
-    return found
+        target = node.targets[0]
+        if isinstance(target, ast.Name) and (dim := dimension_of(node.value)) is not None:
+            sizes[target.id] = _owner(node.value), dim
+        elif isinstance(target, ast.Tuple) and _is_shape(node.value):
+            owner = _owner(node.value)
+            sizes |= {part.id: (owner, dim) for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
+    return sizes
 
 
 def dimension_of(node: ast.AST) -> int | None:

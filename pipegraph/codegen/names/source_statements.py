@@ -91,55 +91,55 @@ class SourceStatements:
 
     def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
-        frames = _frames(node.meta["stack_trace"])[: self._behind(node)]
-        return _known(frame for frame in frames if frame.is_forward or frame is frames[-1])
+        frames = _frames(node.meta["stack_trace"])[: self._forward_depth(node)]
+        return _model_statements(frame for frame in frames if frame.is_forward or frame is frames[-1])
 
     def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
-        return _known(_frames(node.meta["stack_trace"])[self._behind(node) :])
+        return _model_statements(_frames(node.meta["stack_trace"])[self._forward_depth(node) :])
 
     def place_of_helper(self, node: fx.Node) -> str:
         """The file and the line of the function in which an operation ran: ``modeling_llama.py:130``."""
-        frame = _frames(node.meta["stack_trace"])[self._behind(node) - 1]
+        frame = _frames(node.meta["stack_trace"])[self._forward_depth(node) - 1]
         return f"{Path(frame.file).name}:{_function_at(frame.file, frame.line).lineno}"
 
     def assigned_in_helper(self, node: fx.Node) -> dict[str, int]:
         """The variables that the function assigns in which an operation ran → the first line that does."""
-        frame = _frames(node.meta["stack_trace"])[self._behind(node) - 1]
+        frame = _frames(node.meta["stack_trace"])[self._forward_depth(node) - 1]
         lines: dict[str, int] = {}
-        for each in ast.walk(_function_at(frame.file, frame.line)):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                lines[each.id] = min(each.lineno, lines.get(each.id, each.lineno))
+        for child in ast.walk(_function_at(frame.file, frame.line)):
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                lines[child.id] = min(child.lineno, lines.get(child.id, child.lineno))
         return lines
 
     def dimensions_mentioned(self, node: fx.Node) -> frozenset[int]:
         """The dimensions whose sizes the statement mentions that made a value: 1 for ``x[:, : y.shape[1]]``, and for
         ``x[:, :length]`` if the function says ``rows, length = y.shape``."""
-        frames = [frame for frame in _frames(node.meta["stack_trace"]) if _known([frame])]
+        frames = [frame for frame in _frames(node.meta["stack_trace"]) if _model_statements([frame])]
         if not frames or not _functions_around(frames[-1].file, frames[-1].line):
             return frozenset()
         assigned = {name: dim for name, (_, dim) in _sizes_assigned(frames[-1].file, frames[-1].line).items()}
-        parts = [*ast.walk(_known(frames[-1:])[0].tree)]
-        named = {assigned[each.id] for each in parts if isinstance(each, ast.Name) and each.id in assigned}
-        return frozenset(named | {dim for each in parts if (dim := dimension_of(each)) is not None})
+        parts = [*ast.walk(_model_statements(frames[-1:])[0].tree)]
+        named = {assigned[part.id] for part in parts if isinstance(part, ast.Name) and part.id in assigned}
+        return frozenset(named | {dim for part in parts if (dim := dimension_of(part)) is not None})
 
     def sizes_assigned(self, node: fx.Node) -> dict[str, tuple[str, int]]:
         """The variables that the function around an operation assigns a size → the tensor and its dimension: ``c`` →
         ``x`` and 2, if it says ``b, t, c = x.shape``."""
         frames = _frames(node.meta["stack_trace"])
-        return _sizes_assigned(frames[-1].file, frames[-1].line) if _known(frames[-1:]) else {}
+        return _sizes_assigned(frames[-1].file, frames[-1].line) if _model_statements(frames[-1:]) else {}
 
-    def _behind(self, node: fx.Node) -> int:
+    def _forward_depth(self, node: fx.Node) -> int:
         """The number of frames of an operation up to those of functions that ``forward``, or the helper, calls."""
         frames = _frames(node.meta["stack_trace"])
-        behind = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
+        depth = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
         if not self._helper:
-            return behind
-        return next(at for at in range(behind, len(frames)) if frames[at].function == self._helper) + 1
+            return depth
+        return next(at for at in range(depth, len(frames)) if frames[at].function == self._helper) + 1
 
     def is_within(self, node: fx.Node, statement: SourceStatement) -> bool:
         """Whether a statement led to an operation, through any functions."""
-        return statement in _known(_frames(node.meta["stack_trace"]))
+        return statement in _model_statements(_frames(node.meta["stack_trace"]))
 
     def own_name(self, node: fx.Node) -> str | None:
         """The name of a value in the innermost ``forward``."""
@@ -169,8 +169,8 @@ class SourceStatements:
         """The parameter of a ``forward`` of the model's own source that takes a value, if it is not called ``name``."""
         for fqn, parameter in parameter_names(node):
             module = self._captured.modules.get(fqn)
-            own = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
-            if own and parameter != name:
+            is_of_model = module is not None and not type(module.module).forward.__module__.startswith("torch.nn")
+            if is_of_model and parameter != name:
                 return parameter
         return None
 
@@ -189,7 +189,7 @@ class SourceStatements:
             entered = None if module is None else _entered(type(module.module).forward, frames, position + 1)
             if inner == fqn:
                 # If an instance replaced its forward, that one is not found, and the caller's statement counts.
-                return _known(frames[: position + 1 if entered is None else entered])
+                return _model_statements(frames[: position + 1 if entered is None else entered])
             position = entered if entered is not None else position
         return ()
 
@@ -201,12 +201,12 @@ class SourceStatements:
         """
         frames = _frames(node.meta["stack_trace"])
         first, stop, position = 0, len(frames), -1
-        for _, each in path_of(node):
-            module = self._captured.modules.get(each)
+        for _, module_fqn in path_of(node):
+            module = self._captured.modules.get(module_fqn)
             entered = None if module is None else _entered(type(module.module).forward, frames, position + 1)
             if entered is not None:
-                first = entered if each == fqn else first
-                stop = entered if each == inner else stop
+                first = entered if module_fqn == fqn else first
+                stop = entered if module_fqn == inner else stop
                 position = entered
         return tuple((frame.file, frame.line) for frame in frames[first:stop])
 
@@ -261,11 +261,11 @@ def _lines_of(function: Callable[..., object]) -> tuple[str, int, int]:
         return "", 0, -1
 
 
-def _known(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
+def _model_statements(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
     """The statements of frames in the model's source."""
-    own = (frame for frame in frames if not frame.file.startswith(_TORCH) or frame.file.startswith(_LAYERS))
-    statements = (_statements(frame.file).get(frame.line) for frame in own)
-    return tuple(each for each in statements if each is not None)
+    model_frames = (frame for frame in frames if not frame.file.startswith(_TORCH) or frame.file.startswith(_LAYERS))
+    statements = (_statements(frame.file).get(frame.line) for frame in model_frames)
+    return tuple(statement for statement in statements if statement is not None)
 
 
 # ---- source files ----------------------------------------------------------------------------------------------------
@@ -324,5 +324,5 @@ def _sizes_in(function: ast.FunctionDef) -> dict[str, tuple[str, int]]:
 
 
 def _attributes_called(node: ast.AST) -> frozenset[str]:
-    functions = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    functions = (child.func for child in ast.walk(node) if isinstance(child, ast.Call))
     return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))

@@ -162,9 +162,9 @@ class FunctionCall(Expression):
 
     @cached_property
     def text(self) -> str:
-        shown = [each for each in self.arguments if not each.is_left_out]
-        prefixes = ("" if each.passing is Passing.POSITIONAL else f"{each.name}=" for each in shown)
-        inside = ", ".join(f"{prefix}{each.value.text}" for prefix, each in zip(prefixes, shown, strict=True))
+        passed = [argument for argument in self.arguments if not argument.is_left_out]
+        prefixes = ("" if argument.passing is Passing.POSITIONAL else f"{argument.name}=" for argument in passed)
+        inside = ", ".join(f"{prefix}{argument.value.text}" for prefix, argument in zip(prefixes, passed, strict=True))
         return f"{self.function.within(ATOM)}({inside})"
 
 
@@ -188,7 +188,7 @@ class Subscript(Expression):
 
     @cached_property
     def text(self) -> str:
-        return f"{self.owner.within(ATOM)}[{', '.join(each.text for each in self.indices)}]"
+        return f"{self.owner.within(ATOM)}[{', '.join(index.text for index in self.indices)}]"
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ class TensorSubscript(Subscript):
 
     def of_dimensions(self, count: int) -> list[Expression]:
         """The indices of all dimensions of the tensor, of which ``count`` are left."""
-        start, *others = self.indices
-        given = others if start == Literal("...") else [start, *others]
-        more = [Slice()] * (count - sum(isinstance(each, Slice) for each in given))
-        return [*given, *more] if given[0] is start else [*more, *given]
+        start, *tail = self.indices
+        indices = tail if start == Literal("...") else [start, *tail]
+        padding = [Slice()] * (count - sum(isinstance(index, Slice) for index in indices))
+        return [*indices, *padding] if indices[0] is start else [*padding, *indices]
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class Slice(Expression):
 
     @cached_property
     def text(self) -> str:
-        start, stop, step = ("" if each is None else each.text for each in (self.start, self.stop, self.step))
-        if all(_PLAIN.fullmatch(each) for each in (start, stop, step)):
+        start, stop, step = ("" if part is None else part.text for part in (self.start, self.stop, self.step))
+        if all(_PLAIN.fullmatch(part) for part in (start, stop, step)):
             return f"{start}:{stop}{':' if step else ''}{step}"
         parts = [start, ":", stop, *((":", step) if step else ())]
         return " ".join(filter(None, parts))
@@ -230,7 +230,7 @@ class Collection(Expression):
     @cached_property
     def text(self) -> str:
         comma = "," if self.brackets == "()" and len(self.items) == 1 else ""
-        return f"{self.brackets[0]}{', '.join(each.text for each in self.items)}{comma}{self.brackets[1]}"
+        return f"{self.brackets[0]}{', '.join(element.text for element in self.items)}{comma}{self.brackets[1]}"
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,10 @@ class Binary(Expression):
 
     @cached_property
     def text(self) -> str:
-        left = self.left.within(self.strength + (self.symbol == "**" or self.strength == _COMPARISON))
+        left_text = self.left.within(self.strength + (self.symbol == "**" or self.strength == _COMPARISON))
         right = self.right.within(self.strength + (self.symbol != "**"))
-        close = self.symbol == "**" and _SIMPLE.fullmatch(left) and _SIMPLE.fullmatch(right)
-        return f"{left}**{right}" if close else f"{left} {self.symbol} {right}"
+        close = self.symbol == "**" and _SIMPLE.fullmatch(left_text) and _SIMPLE.fullmatch(right)
+        return f"{left_text}**{right}" if close else f"{left_text} {self.symbol} {right}"
 
 
 @dataclass(frozen=True)
@@ -309,9 +309,9 @@ def unary(symbol: str, operand: Expression) -> Template:
     return Template(f"{symbol}{{}}", (operand,), outer=_UNARY, inner=ATOM)
 
 
-def conditional(value: Expression, test: Expression, other: Expression) -> Template:
+def conditional(value: Expression, test: Expression, orelse: Expression) -> Template:
     """``value if test else other``."""
-    return Template("{} if {} else {}", (value, test, other), outer=_CONDITIONAL)
+    return Template("{} if {} else {}", (value, test, orelse), outer=_CONDITIONAL)
 
 
 def is_none(value: Expression, negated: bool = False) -> Template:

@@ -46,8 +46,8 @@ def wrap(line: str, indent: int) -> list[str]:
         return [pad + head, inner + content, pad + tail]
     loops = [position for position, depth in _depths(content) if not depth and content.startswith(" for ", position)]
     if loops and len(elements) == 1 and head[-1] in "[{":
-        before, after = content[: loops[-1]], content[loops[-1] + 1 :]
-        return [pad + head, *wrap(before, indent + 4), inner + after, pad + tail]
+        body, clause = content[: loops[-1]], content[loops[-1] + 1 :]
+        return [pad + head, *wrap(body, indent + 4), inner + clause, pad + tail]
     if len(elements) == 1 and content[-1] in _CLOSE:
         return [pad + head, *wrap(content, indent + 4), pad + tail]
     lines = [pad + head]

@@ -48,23 +48,23 @@ class Progression(Expression):
 
     @property
     def strength(self) -> int:
-        return self.of(Name("i"), 0, 1).strength
+        return self.by_variable(Name("i"), 0, 1).strength
 
     def at(self, iteration: int) -> int:
         """The number in an iteration."""
         return self.first + self.difference * iteration
 
-    def of(self, variable: Name, start: int, step: int) -> Expression:
+    def by_variable(self, variable: Name, start: int, step: int) -> Expression:
         """The number by the variable of a loop, which begins with ``start`` and grows by ``step``, 1 or -1."""
         factor = self.difference * step
-        rest = self.first - factor * start
+        offset = self.first - factor * start
         if factor == -1:
-            return Binary("-", literal(rest), variable)
-        shift = rest // factor
-        if rest == shift * factor:
+            return Binary("-", literal(offset), variable)
+        shift = offset // factor
+        if offset == shift * factor:
             shifted = _plus(variable, shift)
             return shifted if factor == 1 else Binary("*", shifted, literal(factor))
-        return _plus(Binary("*", variable, literal(factor)), rest)
+        return _plus(Binary("*", variable, literal(factor)), offset)
 
 
 def _plus(value: Expression, number: int) -> Expression:
@@ -79,38 +79,38 @@ def in_all_iterations(second: Part, third: Part) -> Part:
     Raises:
         StructureMismatch: they differ in something else.
     """
-    made: Any = second
+    part: Any = second
     if second != third:
         if isinstance(second, Literal) and isinstance(third, Literal):
-            made = _between(second, third)
+            part = _between(second, third)
         elif isinstance(second, Slice) and isinstance(third, Slice):
-            made = _slice(second, third)
+            part = _slice(second, third)
         else:
-            made = _rebuilt(second, third)
-    result: Part = made
+            part = _rebuilt(second, third)
+    result: Part = part
     return result
 
 
 def _between(second: Literal, third: Literal) -> Expression:
     """``i``, or ``str(i)`` for ``"0"``, ``"1"``, …."""
     pattern = _NUMBER if second.is_number else _TEXT
-    one, other = pattern.fullmatch(second.text), pattern.fullmatch(third.text)
-    if second.is_number != third.is_number or one is None or other is None:
+    second_match, third_match = pattern.fullmatch(second.text), pattern.fullmatch(third.text)
+    if second.is_number != third.is_number or second_match is None or third_match is None:
         raise StructureMismatch
-    difference = int(other[1]) - int(one[1])
-    found = Progression(int(one[1]) - difference, difference)
-    return found if second.is_number else call(_STR, found)
+    difference = int(third_match[1]) - int(second_match[1])
+    progression = Progression(int(second_match[1]) - difference, difference)
+    return progression if second.is_number else call(_STR, progression)
 
 
 def _slice(second: Slice, third: Slice) -> Slice:
     """The first of several slices of one length has no start, and the last one has no stop."""
-    start, step = _either(second.start, third.start, literal(0)), _either(second.step, third.step)
+    start, step = _slice_part(second.start, third.start, literal(0)), _slice_part(second.step, third.step)
     if isinstance(start, Progression) and second.stop is not None and third.stop is None:
         return Slice(start, Progression(int(second.stop.text) - start.difference, start.difference), step)
-    return Slice(start, _either(second.stop, third.stop), step)
+    return Slice(start, _slice_part(second.stop, third.stop), step)
 
 
-def _either(
+def _slice_part(
     second: Expression | None, third: Expression | None, default: Expression | None = None
 ) -> Expression | None:
     if second is third is None:
@@ -126,20 +126,20 @@ def _rebuilt(second: Node, third: Node) -> Node:
         raise StructureMismatch
     changed: dict[str, Any] = {}
     for entry in fields(second):  # type: ignore[arg-type]
-        one, other = getattr(second, entry.name), getattr(third, entry.name)
-        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-            changed[entry.name] = tuple(map(_part, one, other))
+        second_part, third_part = getattr(second, entry.name), getattr(third, entry.name)
+        if isinstance(second_part, tuple) and isinstance(third_part, tuple) and len(second_part) == len(third_part):
+            changed[entry.name] = tuple(map(_part, second_part, third_part))
         else:
-            changed[entry.name] = _part(one, other) if entry.compare else one
+            changed[entry.name] = _part(second_part, third_part) if entry.compare else second_part
     return type(second)(**changed)
 
 
-def _part(one: Any, other: Any) -> Any:
-    if isinstance(one, Node) and isinstance(other, Node):
-        return in_all_iterations(one, other)
-    if one != other:
+def _part(second: Any, third: Any) -> Any:
+    if isinstance(second, Node) and isinstance(third, Node):
+        return in_all_iterations(second, third)
+    if second != third:
         raise StructureMismatch
-    return one
+    return second
 
 
 def progressions(nodes: Iterable[Node]) -> Iterator[Progression]:
@@ -151,7 +151,7 @@ def with_variable(node: Part, variable: Name, start: int, step: int) -> Part:
     """Source with the variable of a loop in its progressions."""
 
     def change(part: Any) -> Any:
-        return part.of(variable, start, step) if isinstance(part, Progression) else part.rebuilt(change)
+        return part.by_variable(variable, start, step) if isinstance(part, Progression) else part.rebuilt(change)
 
     changed: Part = change(node)
     return changed
@@ -181,7 +181,7 @@ class IndexTest:
     operand: int | tuple[int, ...] = 0
     modulus: int = 0
 
-    def of(self, index: Expression) -> Expression:
+    def expression(self, index: Expression) -> Expression:
         """The test of an index."""
         tested = Binary("%", index, literal(self.modulus)) if self.modulus else index
         return Binary(self.symbol, tested, literal(self.operand)) if self.symbol else tested
@@ -199,7 +199,7 @@ def separating_test(indices: Sequence[int], kinds: Sequence[Kind]) -> tuple[Inde
     if len(set(kinds)) != 2:
         return None
     first, second = dict.fromkeys(kinds)
-    of_kind = {kind: [index for index, each in zip(indices, kinds, strict=True) if each == kind] for kind in kinds}
+    of_kind = {kind: [index for index, label in zip(indices, kinds, strict=True) if label == kind] for kind in kinds}
     rarer = min((first, second), key=lambda kind: len(of_kind[kind]))
     if len(of_kind[rarer]) == 1 and of_kind[rarer] != [indices[0]]:
         return IndexTest("==", of_kind[rarer][0]), rarer
@@ -217,10 +217,10 @@ def periodic_test(indices: Sequence[int], kinds: Sequence[Kind]) -> tuple[IndexT
     The indices must cover the period at least twice.
     """
     for kind in dict.fromkeys(kinds) if len(set(kinds)) == 2 else ():
-        chosen = [index for index, each in zip(indices, kinds, strict=True) if each == kind]
+        chosen = [index for index, label in zip(indices, kinds, strict=True) if label == kind]
         period = chosen[1] - chosen[0] if len(chosen) > 1 else 1
-        rest = chosen[0] % period
-        is_even = (period, rest) == (2, 0)  # if two kinds alternate, the test is for the odd indices
-        if 2 <= period <= len(indices) / 2 and not is_even and chosen == [i for i in indices if i % period == rest]:
-            return IndexTest(modulus=period) if period == 2 else IndexTest("==", rest, period), kind
+        phase = chosen[0] % period
+        is_even = (period, phase) == (2, 0)  # if two kinds alternate, the test is for the odd indices
+        if 2 <= period <= len(indices) / 2 and not is_even and chosen == [i for i in indices if i % period == phase]:
+            return IndexTest(modulus=period) if period == 2 else IndexTest("==", phase, period), kind
     return None

@@ -140,7 +140,7 @@ class If(CompoundStatement):
 
     test: Expression
     body: tuple[Statement, ...]
-    other: tuple[Statement, ...] = ()
+    orelse: tuple[Statement, ...] = ()
 
     @property
     def text(self) -> str:
@@ -148,22 +148,22 @@ class If(CompoundStatement):
 
     def lines(self, indent: int) -> list[str]:
         inner = self.body[0]
-        if not self.other and len(self.body) == 1 and isinstance(inner, If) and not inner.other:
-            both = If(Binary("and", self.test, inner.test), inner.body)
-            if len(both.text) <= LINE_LENGTH - indent:
-                return both.lines(indent)
+        if not self.orelse and len(self.body) == 1 and isinstance(inner, If) and not inner.orelse:
+            merged = If(Binary("and", self.test, inner.test), inner.body)
+            if len(merged.text) <= LINE_LENGTH - indent:
+                return merged.lines(indent)
         if isinstance(self.body[-1], Return):  # nothing of the body runs on into what follows
-            return [*super().lines(indent), *lines(self.other, indent)]
+            return [*super().lines(indent), *lines(self.orelse, indent)]
         return self._chain(indent)
 
     def _chain(self, indent: int) -> list[str]:
         """``if … elif … else``."""
-        if not self.other:
+        if not self.orelse:
             return super().lines(indent)
-        if len(self.other) == 1 and isinstance(self.other[0], If):
-            first, *others = self.other[0]._chain(indent)
-            return [*super().lines(indent), f"{' ' * indent}el{first.lstrip()}", *others]
-        return [*super().lines(indent), f"{' ' * indent}else:", *lines(self.other, indent + _STEP)]
+        if len(self.orelse) == 1 and isinstance(self.orelse[0], If):
+            first, *tail = self.orelse[0]._chain(indent)
+            return [*super().lines(indent), f"{' ' * indent}el{first.lstrip()}", *tail]
+        return [*super().lines(indent), f"{' ' * indent}else:", *lines(self.orelse, indent + _STEP)]
 
 
 def lines(statements: Iterable[Statement], indent: int) -> list[str]:
@@ -196,22 +196,22 @@ def nested(statements: Sequence[tuple[tuple[Block, ...], Statement]]) -> tuple[S
     Args:
         statements: each with the blocks around it, outermost first. Neighbours share a block if they can.
     """
-    made: list[Statement] = []
+    body: list[Statement] = []
     for _, group in groupby(statements, key=_outermost):
         inside = [(blocks[:1], (blocks[1:], statement)) for blocks, statement in group]
         (block, _), *_ = inside
         if not block:
-            made += [statement for _, (_, statement) in inside]
+            body += [statement for _, (_, statement) in inside]
         elif isinstance(block[0], Case):
             sides = {
                 holds: nested([entry for case, entry in inside if isinstance(case[0], Case) and case[0].holds == holds])
                 for holds in (True, False)
             }
             test = block[0].test
-            made.append(If(test, sides[True], sides[False]) if sides[True] else If(unary("not ", test), sides[False]))
+            body.append(If(test, sides[True], sides[False]) if sides[True] else If(unary("not ", test), sides[False]))
         else:
-            made.append(With(block[0], nested([entry for _, entry in inside])))
-    return tuple(made)
+            body.append(With(block[0], nested([entry for _, entry in inside])))
+    return tuple(body)
 
 
 def _outermost(entry: tuple[tuple[Block, ...], Statement]) -> object:
@@ -265,7 +265,7 @@ class ClassSource:
         parameters: the parameters of ``forward``.
         optional: those of them that may be left out. They are None then.
         substitutes: for an optional parameter, the parameter whose value it has if it is left out.
-        given: statements that keep whether optional parameters are given, before they are assigned.
+        presence: statements that keep whether optional parameters are given, before they are assigned.
         forward: the statements of ``forward`` after those.
         train: the statements of ``train`` after ``super().train(mode)``; empty without one.
         hooks: the lines of ``register_hooks``; empty without hooks.
@@ -286,7 +286,7 @@ class ClassSource:
     parameters: tuple[str, ...] = ()
     optional: frozenset[str] = frozenset()
     substitutes: Mapping[str, str] = field(default_factory=dict)
-    given: tuple[Assign, ...] = ()
+    presence: tuple[Assign, ...] = ()
     forward: tuple[Statement, ...] = ()
     train: tuple[Statement, ...] = ()
     hooks: tuple[str, ...] = ()
@@ -304,9 +304,9 @@ class ClassSource:
     def body(self) -> tuple[Statement, ...]:
         """All statements of ``forward``."""
         substitutes = (
-            If(is_none(Name(name)), (Assign((Name(name),), Name(other)),)) for name, other in self.substitutes.items()
+            If(is_none(Name(name)), (Assign((Name(name),), Name(source)),)) for name, source in self.substitutes.items()
         )
-        return *self.given, *substitutes, *self.forward
+        return *self.presence, *substitutes, *self.forward
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""

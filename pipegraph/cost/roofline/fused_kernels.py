@@ -44,7 +44,7 @@ class FusedKernel:
         reduced: what its reductions leave; None without any.
         reads: tensor that it reads → the views of it → bytes.
         writes: bytes of each result that another kernel reads, or that the graph returns.
-        kept: the results that the graph returns.
+        returned: the results that the graph returns.
     """
 
     role: FusionRole
@@ -53,7 +53,7 @@ class FusedKernel:
     reduced: Reduction | None = None
     reads: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
     writes: dict[fx.Node, int] = field(default_factory=dict)
-    kept: set[fx.Node] = field(default_factory=set)
+    returned: set[fx.Node] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
@@ -129,12 +129,12 @@ class _Fusion:
         """Find out which results are written to memory."""
         self._materialise(returned)
         read = [base for kernel in self.kernels for base in kernel.reads]
-        kept = [base for base in map(self._base_of, returned) if base in self._maker]
-        for base in [*read, *kept]:
+        returned_bases = [base for base in map(self._base_of, returned) if base in self._maker]
+        for base in [*read, *returned_bases]:
             if base in self._maker:
                 self._maker[base].writes.setdefault(base, value_size(base))
-        for base in kept:
-            self._maker[base].kept.add(base)
+        for base in returned_bases:
+            self._maker[base].returned.add(base)
 
     def _base_of(self, node: fx.Node) -> fx.Node:
         return self._base.get(node, node)
@@ -167,10 +167,10 @@ class _Fusion:
     def _add_scatter(self, node: fx.Node) -> None:
         """Make what is written into, a copy or zeros; then read the old value of each written element and write it."""
         target = scatter_target(node)
-        made = self._new(FusionRole.ELEMENTWISE, result_tensors(node)[0].numel())
-        made.writes[node] = value_size(node)
+        target_kernel = self._new(FusionRole.ELEMENTWISE, result_tensors(node)[0].numel())
+        target_kernel.writes[node] = value_size(node)
         if target is not None and self._base_of(target) not in self._constants:
-            self._read(made, target, value_size(target))
+            self._read(target_kernel, target, value_size(target))
         kernel = self._new(FusionRole.SCATTER)
         self._join(node, kernel, without=target)
         kernel.writes[node] = min(2 * value_size(scatter_source(node)), value_size(node))
@@ -185,7 +185,7 @@ class _Fusion:
 
         A loop that nobody has waited for can run later than it stands, behind the `last` of the `makers`.
         """
-        readers = (kernel for each in node.all_input_nodes for kernel in self._readers.get(self._base_of(each), ()))
+        readers = (kernel for arg in node.all_input_nodes for kernel in self._readers.get(self._base_of(arg), ()))
         return [
             kernel
             for kernel in dict.fromkeys([*makers, *readers])
@@ -198,7 +198,7 @@ class _Fusion:
 
     def _shared_bytes(self, node: fx.Node, kernel: FusedKernel) -> int:
         """Bytes that need not be read again."""
-        bases = {self._base_of(each) for each in node.all_input_nodes}
+        bases = {self._base_of(arg) for arg in node.all_input_nodes}
         return sum(value_size(base) for base in bases if self._maker.get(base) is kernel or base in kernel.reads)
 
     def _new(self, role: FusionRole, elements: int = 0) -> FusedKernel:
@@ -216,11 +216,11 @@ class _Fusion:
         kernel.nodes.append(node)
         self._maker[node] = kernel
         gathers = operator_of(node).loop is Loop.GATHER
-        for each in node.all_input_nodes:
-            if each is not without:
+        for arg in node.all_input_nodes:
+            if arg is not without:
                 # A gather reads no more of its first argument than it returns.
-                size = value_size(each)
-                self._read(kernel, each, min(size, value_size(node)) if gathers and each is node.args[0] else size)
+                size = value_size(arg)
+                self._read(kernel, arg, min(size, value_size(node)) if gathers and arg is node.args[0] else size)
 
     def _read(self, kernel: FusedKernel, node: fx.Node, size: int) -> None:
         base = self._base_of(node)
@@ -265,7 +265,7 @@ def fused_attention(
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)

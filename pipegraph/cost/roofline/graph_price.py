@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.cost.hardware import OTHER, Hardware
+from pipegraph.cost.hardware import OTHER_OPERATIONS, Hardware
 from pipegraph.cost.roofline.fused_kernels import FusedKernel, fused_kernels
 from pipegraph.cost.roofline.operator_work import (
     FusionRole,
@@ -34,12 +34,12 @@ def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Gra
         inputs: tensors of the shapes, dtypes and devices to trace for; their values are not read.
     """
 
-    def outputs(*given: Tensor) -> list[Tensor]:
-        made = function(*given)
-        return list(made) if isinstance(made, tuple) else [made]
+    def outputs(*tensors: Tensor) -> list[Tensor]:
+        returned = function(*tensors)
+        return list(returned) if isinstance(returned, tuple) else [returned]
 
     with internals.fake_tensors(), torch.no_grad():
-        arguments = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in inputs]
+        arguments = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs]
         module = internals.trace(outputs, arguments, inductor_decompositions())
     module.graph.eliminate_dead_code()
     return module
@@ -96,8 +96,8 @@ class _Pricing:
 
     def bytes(self, graph: fx.Graph) -> int:
         """Bytes that all kernels read and write, those of blocks included."""
-        own = sum(kernel.bytes for kernel in self._kernels_of(graph) if not _is_call(kernel))
-        return own + sum(self.bytes(_block_graph(node, kind)) for node, kind in _block_calls(graph).items())
+        kernel_bytes = sum(kernel.bytes for kernel in self._kernels_of(graph) if not _is_call(kernel))
+        return kernel_bytes + sum(self.bytes(_block_graph(node, kind)) for node, kind in _block_calls(graph).items())
 
     def graph(self, graph: fx.Graph) -> GraphPrice:
         total = GraphPrice()
@@ -129,10 +129,10 @@ class _Pricing:
         """
         since = {base: now - touched[base] if base in touched else self.footprint for base in kernel.reads}
         sizes = {base: sum(views.values()) for base, views in kernel.reads.items()}
-        for base in kernel.kept:
+        for base in kernel.returned:
             since[base], sizes[base] = self.footprint, kernel.writes[base]
-        whole = sum(sizes.values())
-        return math.exp(sum(sizes[base] * math.log(max(since[base], 1)) for base in sizes) / whole) if whole else 1.0
+        total = sum(sizes.values())
+        return math.exp(sum(sizes[base] * math.log(max(since[base], 1)) for base in sizes) / total) if total else 1.0
 
     def _kernel(self, kernel: FusedKernel, distance: float) -> GraphPrice:
         hardware, size = self._hardware, kernel.bytes
@@ -157,7 +157,7 @@ class _Pricing:
         for node in kernel.nodes:
             name = rate_name(node)
             if name not in rates and kernel.role is FusionRole.ELEMENTWISE:
-                name = OTHER
+                name = OTHER_OPERATIONS
             if name in rates:
                 yield name, loop_elements(node)
         for name, nodes in (("read bool", kernel.reads), ("write bool", kernel.writes)):
@@ -171,14 +171,14 @@ def _is_call(kernel: FusedKernel) -> bool:
 
 def _block_calls(graph: fx.Graph) -> dict[fx.Node, str]:
     """Map each call of a block to the kind that runs. I and W of one call here run as its B, in the place of I."""
-    found: dict[object, dict[str, fx.Node]] = {}
+    nodes_by_call: dict[object, dict[str, fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPERATION):
         call, kind = call_of(node)
-        found.setdefault(call, {})[kind] = node
+        nodes_by_call.setdefault(call, {})[kind] = node
     calls: dict[fx.Node, str] = {}
-    for kinds in found.values():
-        whole = "I" in kinds and "W" in kinds
-        calls |= {node: "B" if whole else kind for kind, node in kinds.items() if not (whole and kind == "W")}
+    for kinds in nodes_by_call.values():
+        is_full = "I" in kinds and "W" in kinds
+        calls |= {node: "B" if is_full else kind for kind, node in kinds.items() if not (is_full and kind == "W")}
     return calls
 
 

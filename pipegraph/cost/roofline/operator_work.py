@@ -83,7 +83,7 @@ def loop_elements(node: fx.Node) -> int:
         case FusionRole.SCATTER:
             return result_tensors(scatter_source(node))[0].numel()
     passed = [node, *node.all_input_nodes] if operator_of(node).loop is Loop.WINDOW else [node]
-    return max(value.numel() for each in passed for value in result_tensors(each))
+    return max(value.numel() for operand in passed for value in result_tensors(operand))
 
 
 def reduces_last(node: fx.Node) -> bool:
@@ -129,7 +129,7 @@ def value_of(node: fx.Node) -> Any:
 
 def first_argument(node: fx.Node) -> Tensor:
     """Return the first tensor among a node's arguments."""
-    return next(tensor for each in node.all_input_nodes for tensor in result_tensors(each))
+    return next(tensor for argument in node.all_input_nodes for tensor in result_tensors(argument))
 
 
 def result_tensors(node: fx.Node) -> list[Tensor]:
@@ -193,15 +193,15 @@ def _formula(node: fx.Node) -> Any:
     return flop_registry.get(getattr(torch.ops.aten, like) if like else packet)
 
 
-def _grouped_product(one: Tensor, other: Tensor, *args: object, **kwargs: object) -> int:
+def _grouped_product(first: Tensor, second: Tensor, *args: object, **kwargs: object) -> int:
     """Operations of a product of matrices per group of rows or columns, as in a mixture of experts.
 
-    The groups share out the rows of ``one`` [rows, k] (times ``other`` [groups, k, n]), the columns of ``other``
-    [k, columns] (for ``one`` [groups, m, k]), or k if both have two dimensions. torch has no formula.
+    The groups share out the rows of ``first`` [rows, k] (times ``second`` [groups, k, n]), the columns of ``second``
+    [k, columns] (for ``first`` [groups, m, k]), or k if both have two dimensions. torch has no formula.
     """
-    if one.dim() == 3 and other.dim() == 2:
-        return 2 * one.shape[1] * other.numel()
-    return 2 * one.numel() * other.shape[-1]
+    if first.dim() == 3 and second.dim() == 2:
+        return 2 * first.shape[1] * second.numel()
+    return 2 * first.numel() * second.shape[-1]
 
 
 def _kind_and_sizes(name: str, named: Mapping[str, Any], result: Any) -> tuple[str, Sizes] | None:
@@ -215,9 +215,9 @@ def _kind_and_sizes(name: str, named: Mapping[str, Any], result: Any) -> tuple[s
         return f"attention{backward}", sizes
     for first, second in (("mat1", "mat2"), ("batch1", "batch2"), ("self", "mat2")):
         if first in named and second in named:
-            one, other = named[first], named[second]
-            kind = "batched_matmul" if one.dim() == 3 else "matmul"
-            return kind, {"m": one.shape[-2], "n": other.shape[-1], "k": one.shape[-1]}
+            left_operand, right_operand = named[first], named[second]
+            kind = "batched_matmul" if left_operand.dim() == 3 else "matmul"
+            return kind, {"m": left_operand.shape[-2], "n": right_operand.shape[-1], "k": left_operand.shape[-1]}
     return None
 
 

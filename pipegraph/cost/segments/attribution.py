@@ -57,10 +57,10 @@ def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[li
     for part in (*parts.layers, *parts.runs):
         inside = [
             index
-            for index, each in enumerate(crossing)
-            if each.maker in part.segments
-            and each.reader in part.segments
-            and (layer_of[each.maker] != layer_of[each.reader]) == (part in parts.runs)
+            for index, crossing_value in enumerate(crossing)
+            if crossing_value.maker in part.segments
+            and crossing_value.reader in part.segments
+            and (layer_of[crossing_value.maker] != layer_of[crossing_value.reader]) == (part in parts.runs)
         ]
         if not inside:
             continue  # none of its segments reads another one, so that none has a cost of handing over
@@ -68,19 +68,19 @@ def segment_times(parts: SegmentGroups, blocks: Mapping[str, Times]) -> tuple[li
         lost = _lost(blocks[part.block.key], [times[index] for index in part.segments], [times[end] for end in ends])
         size = sum(max(1, crossing[index].bytes) for index in inside)
         for index in inside:
-            each = crossing[index]
-            share = _times(of_all * max(1, each.bytes) / size for of_all in lost)
-            of_maker, of_reader = _shared(share, times[each.maker], times[each.reader])
-            times[each.maker] = _times(map(operator.sub, times[each.maker], of_maker))
-            times[each.reader] = _times(map(operator.sub, times[each.reader], of_reader))
-            crossing[index] = replace(each, of_maker=of_maker, of_reader=of_reader)
+            value = crossing[index]
+            share = _times(of_all * max(1, value.bytes) / size for of_all in lost)
+            of_maker, of_reader = _shared(share, times[value.maker], times[value.reader])
+            times[value.maker] = _times(map(operator.sub, times[value.maker], of_maker))
+            times[value.reader] = _times(map(operator.sub, times[value.reader], of_reader))
+            crossing[index] = replace(value, of_maker=of_maker, of_reader=of_reader)
     return times, tuple(crossing)
 
 
 def _shared(lost: Times, maker: Times, reader: Times) -> tuple[Times, Times]:
     """Divide what is lost between two segments among them, in proportion to their times and never more than these."""
-    least = [min(each, one + other) for each, one, other in zip(lost, maker, reader, strict=True)]
-    parts = [one / (one + other) if one + other else 0.0 for one, other in zip(maker, reader, strict=True)]
+    least = [min(loss, first + second) for loss, first, second in zip(lost, maker, reader, strict=True)]
+    parts = [first / (first + second) if first + second else 0.0 for first, second in zip(maker, reader, strict=True)]
     of_maker = _times(map(operator.mul, least, parts))
     return of_maker, _times(map(operator.sub, least, of_maker))
 
@@ -95,15 +95,15 @@ def _crossing(parts: SegmentGroups) -> list[CrossingValue]:
     ]
 
 
-def _lost(whole: Times, parts: Iterable[Times], ends: Iterable[Times]) -> Times:
+def _lost(piece: Times, parts: Iterable[Times], ends: Iterable[Times]) -> Times:
     """Return how much longer the parts of a piece take than the piece.
 
     If nothing before the piece needs a gradient, its W is the whole backward; its loss is then divided in the ratio of
     I and W among ``ends``, the parts that make or read what crosses.
     """
     sums = _times(map(sum, zip(*parts, strict=True)))
-    forward, of_inputs, of_weights = (total - least for total, least in zip(sums, whole, strict=True))
-    if whole[1]:
+    forward, of_inputs, of_weights = (total - least for total, least in zip(sums, piece, strict=True))
+    if piece[1]:
         return forward, of_inputs, of_weights
     backward = of_inputs + of_weights
     _, inputs, weights = map(sum, zip(*ends, strict=True))
@@ -111,124 +111,124 @@ def _lost(whole: Times, parts: Iterable[Times], ends: Iterable[Times]) -> Times:
     return forward, backward * (1 - part), backward * part
 
 
-def _times(each: Iterable[float]) -> Times:
-    forward, of_inputs, of_weights = each
+def _times(seconds: Iterable[float]) -> Times:
+    forward, of_inputs, of_weights = seconds
     return forward, of_inputs, of_weights
 
 
-def saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
-    """Return the bytes that each segment of the stage ``held`` keeps from F to the backward.
+def saved_bytes(parts: SegmentGroups, stage: range) -> list[int]:
+    """Return the bytes that each segment of the stage ``stage`` keeps from F to the backward.
 
     A value that two of them keep counts for the first one. The model's inputs do not count: the caller holds them. What
     one part of a layer hands to another one, if the stage computes both again as one region, is not kept, and what it
     is computed from is.
     """
-    inner = _inside_regions(parts, held)
+    inner = _inside_regions(parts, stage)
 
-    def kept(part: SegmentGroup) -> SavedMemory:
+    def saved_memory(part: SegmentGroup) -> SavedMemory:
         saved, again = part.block.saved, not inner.isdisjoint(part.subgraph.outputs)
         inputs = enumerate(part.subgraph.inputs)
-        own = tuple(index for index, node in inputs if node not in inner and (again or index in saved.inputs))
-        return replace(saved, inputs=own)
+        positions = tuple(index for index, node in inputs if node not in inner and (again or index in saved.inputs))
+        return replace(saved, inputs=positions)
 
-    return _shares(parts, held, kept)
+    return _shares(parts, stage, saved_memory)
 
 
-def _inside_regions(parts: SegmentGroups, held: range) -> set[fx.Node]:
-    """Return the values that segments of a layer hand to each other, of a layer that ``held`` has in part, all of it
+def _inside_regions(parts: SegmentGroups, stage: range) -> set[fx.Node]:
+    """Return the values that segments of a layer hand to each other, of a layer that ``stage`` has in part, all of it
     one region: pieces that are priced by themselves each keep what goes into them."""
-    found: set[fx.Node] = set()
+    values: set[fx.Node] = set()
     for layer in parts.chain.layers:
-        own = [parts.segments[index] for index in layer if index in held]
-        if 1 < len(own) < len(layer) and own[0].region and len({part.region for part in own}) == 1:
-            made = {node for part in own for node in part.subgraph.outputs}
-            found |= made.intersection(node for part in own for node in part.subgraph.inputs)
-    return found
+        segments = [parts.segments[index] for index in layer if index in stage]
+        if 1 < len(segments) < len(layer) and segments[0].region and len({part.region for part in segments}) == 1:
+            outputs = {node for part in segments for node in part.subgraph.outputs}
+            values |= outputs.intersection(node for part in segments for node in part.subgraph.inputs)
+    return values
 
 
-def weight_saved_bytes(parts: SegmentGroups, held: range) -> list[int]:
-    """Return the bytes that each segment of the stage ``held`` keeps from the end of I to the end of W."""
-    return _shares(parts, held, lambda part: part.block.weight_saved)
+def weight_saved_bytes(parts: SegmentGroups, stage: range) -> list[int]:
+    """Return the bytes that each segment of the stage ``stage`` keeps from the end of I to the end of W."""
+    return _shares(parts, stage, lambda part: part.block.weight_saved)
 
 
 def divided_bytes(
-    parts: SegmentGroups, held: range, divided: Collection[fx.Node], after_input_grad: bool = False
+    parts: SegmentGroups, stage: range, divided: Collection[fx.Node], after_input_grad: bool = False
 ) -> list[int]:
     """Return the bytes of `saved_bytes`, or of `weight_saved_bytes`, that operations in ``divided`` make."""
 
-    def kept(part: SegmentGroup) -> SavedMemory:
+    def saved_memory(part: SegmentGroup) -> SavedMemory:
         saved = part.block.weight_saved if after_input_grad else part.block.saved
-        return saved.of({position for position, node in enumerate(part.subgraph.nodes) if node in divided})
+        return saved.at_positions({position for position, node in enumerate(part.subgraph.nodes) if node in divided})
 
-    return _shares(parts, held, kept, divided)
+    return _shares(parts, stage, saved_memory, divided)
 
 
-def offloaded_bytes(parts: SegmentGroups, held: range) -> list[int]:
+def offloaded_bytes(parts: SegmentGroups, stage: range) -> list[int]:
     """Return the bytes of `saved_bytes` that wait for the backward in CPU memory.
 
     What comes into the stage stays on the device.
     """
-    own = [parts.segments[index] for index in held]
-    if not any(part.block.offloads for part in own):
-        return [0] * len(held)
-    away = {part.subgraph.outputs[index] for part in own for index in part.block.offloaded_outputs}
-    return _shares(parts, held, lambda part: replace(part.block.saved, apart=part.block.offloaded.apart), away)
+    segments = [parts.segments[index] for index in stage]
+    if not any(part.block.offloads for part in segments):
+        return [0] * len(stage)
+    away = {part.subgraph.outputs[index] for part in segments for index in part.block.offloaded_outputs}
+    return _shares(parts, stage, lambda part: replace(part.block.saved, apart=part.block.offloaded.apart), away)
 
 
-def added_bytes(parts: SegmentGroups, held: range) -> list[int]:
+def added_bytes(parts: SegmentGroups, stage: range) -> list[int]:
     """Return the bytes of each segment's parameters whose gradients are made before they are added to others.
 
     Gradients of a parameter that several segments of the stage read are among them. It counts for the first one.
     """
     state = parts.chain.captured.state
-    read = [[state[str(node.target)] for node in parts.segments[index].subgraph.state] for index in held]
+    read = [[state[str(node.target)] for node in parts.segments[index].subgraph.state] for index in stage]
     uses = Counter(entry.fqn for entries in read for entry in entries)
-    seen: set[str] = set()
-    found: list[int] = []
-    for index, entries in zip(held, read, strict=True):
+    counted_fqns: set[str] = set()
+    sizes: list[int] = []
+    for index, entries in zip(stage, read, strict=True):
         apart = parts.segments[index].block.added
         new = [
             entry
             for position, entry in enumerate(entries)
-            if entry.fqn not in seen and (position in apart or uses[entry.fqn] > 1)
+            if entry.fqn not in counted_fqns and (position in apart or uses[entry.fqn] > 1)
         ]
-        seen |= {entry.fqn for entry in entries}
-        found.append(parameter_bytes(new, trained=True))
-    return found
+        counted_fqns |= {entry.fqn for entry in entries}
+        sizes.append(parameter_bytes(new, trained=True))
+    return sizes
 
 
 def _shares(
     parts: SegmentGroups,
-    held: range,
+    stage: range,
     kept_by: Callable[[SegmentGroup], SavedMemory],
     counted: Collection[fx.Node] | None = None,
 ) -> list[int]:
     """``counted`` are the crossing values that count; by default all."""
-    seen: set[tuple[bool, fx.Node]] = set()
-    found: list[int] = []
-    for part in parts.largest(held):
-        total = _kept(part, kept_by(part), seen, counted)
+    summed: set[tuple[bool, fx.Node]] = set()
+    shares: list[int] = []
+    for part in parts.largest(stage):
+        total = _new_bytes(part, kept_by(part), summed, counted)
         segments = (parts.segments[index] for index in part.segments)
-        alone = [_kept(each, kept_by(each), set(), counted) for each in segments]
+        alone = [_new_bytes(segment, kept_by(segment), set(), counted) for segment in segments]
         # A piece keeps less than its segments would by themselves; each gets its share.
         ends = [total * done // max(sum(alone), 1) for done in accumulate(alone, initial=0)]
         ends[-1] = total
-        found += [stop - start for start, stop in pairwise(ends)]
-    return found
+        shares += [stop - start for start, stop in pairwise(ends)]
+    return shares
 
 
-def _kept(
+def _new_bytes(
     part: SegmentGroup,
     saved: SavedMemory,
-    seen: set[tuple[bool, fx.Node]],
+    summed: set[tuple[bool, fx.Node]],
     counted: Collection[fx.Node] | None = None,
 ) -> int:
-    """Bytes that a part keeps, without those of values and gradients already ``seen``, to which its own are added."""
+    """Bytes that a part keeps, without those of values and gradients already ``summed``, to which its own are added."""
     inputs, outputs = part.subgraph.inputs, part.subgraph.outputs
-    kept = {(False, inputs[index]) for index in saved.inputs} | {(False, outputs[index]) for index in saved.outputs}
-    kept |= {(True, inputs[index]) for index in saved.input_gradients}
-    kept |= {(True, outputs[index]) for index in saved.output_gradients}
-    new = {each for each in kept if each[1].op == "call_function"} - seen
-    seen |= new
+    pairs = {(False, inputs[index]) for index in saved.inputs} | {(False, outputs[index]) for index in saved.outputs}
+    pairs |= {(True, inputs[index]) for index in saved.input_gradients}
+    pairs |= {(True, outputs[index]) for index in saved.output_gradients}
+    new = {pair for pair in pairs if pair[1].op == "call_function"} - summed
+    summed |= new
     values = [node.meta["val"] for _, node in new if counted is None or node in counted]
     return saved.bytes + sum(memory_of(value) for value in values if isinstance(value, torch.Tensor))

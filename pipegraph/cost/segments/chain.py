@@ -97,10 +97,10 @@ class _Cut:
     rank: tuple[object, ...]
 
 
-def find_chain(captured: Captured, inside_layers: bool = True, kept: Collection[int] = ()) -> Chain:
+def find_chain(captured: Captured, inside_layers: bool = True, cut_positions: Collection[int] = ()) -> Chain:
     """Return the chain of a model, cut inside its layers too, or only at the segments of ``Captured.segments``.
 
-    It is always cut at the positions ``kept`` in ``Captured.nodes``, if a module begins or ends there.
+    It is always cut at the positions ``cut_positions`` in ``Captured.nodes``, if a module begins or ends there.
     """
     heavy = _heavy(captured)
     starts = {segment.start for segment in captured.segments}
@@ -110,19 +110,19 @@ def find_chain(captured: Captured, inside_layers: bool = True, kept: Collection[
         cuts = _without_heavier(captured, _lightest(cuts, heavy))
     else:
         cuts = [cut for cut in cuts if cut.position in starts]
-    chosen = {cut.position for cut in cuts}.union(kept)
+    chosen = {cut.position for cut in cuts}.union(cut_positions)
     cuts = [cut for cut in every if cut.position in chosen]
     bounds = [0, *(cut.position for cut in cuts), len(captured.nodes)]
     segments = [
         FineSegment(
             start=start,
             stop=stop,
-            point=None if before is None else before.point,
-            begins_layer=before is None or bisect_left(heavy, start) in begins,
-            boundary_bytes=0 if behind is None else behind.bytes,
-            gradient_bytes=0 if behind is None else behind.gradient_bytes,
+            point=None if start_cut is None else start_cut.point,
+            begins_layer=start_cut is None or bisect_left(heavy, start) in begins,
+            boundary_bytes=0 if end_cut is None else end_cut.bytes,
+            gradient_bytes=0 if end_cut is None else end_cut.gradient_bytes,
         )
-        for (start, stop), before, behind in zip(pairwise(bounds), [None, *cuts], [*cuts, None], strict=True)
+        for (start, stop), start_cut, end_cut in zip(pairwise(bounds), [None, *cuts], [*cuts, None], strict=True)
     ]
     return Chain(captured, tuple(segments))
 
@@ -237,7 +237,7 @@ class _Crossing:
         for node, position in self._position.items():
             if BRANCH in node.meta:
                 places.setdefault(node.meta[BRANCH].number, []).append(position)
-        yield from ((min(found), max(found)) for found in places.values())
+        yield from ((min(positions), max(positions)) for positions in places.values())
 
     def _hooked(self) -> Iterator[tuple[int, int]]:
         """Yield the range of each call of a module with a hook for its backward."""
@@ -259,7 +259,7 @@ def _span(counts: list[int], start: int, stop: int, amount: int) -> None:
 def _lightest(cuts: Sequence[_Cut], heavy: Sequence[int]) -> list[_Cut]:
     """Return the best of the cuts between two heavy operations; none if one side has no heavy operation."""
     groups = groupby(cuts, key=lambda cut: bisect_left(heavy, cut.position))
-    return [min(group, key=lambda cut: cut.rank) for before, group in groups if 0 < before < len(heavy)]
+    return [min(group, key=lambda cut: cut.rank) for heavy_count, group in groups if 0 < heavy_count < len(heavy)]
 
 
 def _heavy(captured: Captured) -> list[int]:
@@ -267,13 +267,13 @@ def _heavy(captured: Captured) -> list[int]:
     and those that read a matrix of parameters, which counts in memory. Without any: those that read a parameter."""
     weights = [_weight_dimensions(captured, node) for node in captured.nodes]
     counted = count_flops(captured.nodes)
-    found = [index for index in range(len(counted)) if weights[index] > 1 or counted[index]]
-    return found or [index for index, dimensions in enumerate(weights) if dimensions >= 0]
+    positions = [index for index in range(len(counted)) if weights[index] > 1 or counted[index]]
+    return positions or [index for index, dimensions in enumerate(weights) if dimensions >= 0]
 
 
 def _weight_dimensions(captured: Captured, node: fx.Node) -> int:
     """The number of dimensions larger than one of the parameters that an operation reads; −1 if it reads none."""
-    read = [captured.state[str(each.target)] for each in node.all_input_nodes if each.op == "get_attr"]
+    read = [captured.state[str(source.target)] for source in node.all_input_nodes if source.op == "get_attr"]
     return max((sum(size > 1 for size in entry.shape) for entry in read if entry.kind == "parameter"), default=-1)
 
 
@@ -285,9 +285,9 @@ def _without_heavier(captured: Captured, cuts: Sequence[_Cut]) -> list[_Cut]:
     for segment in captured.segments:
         first = max(0, bisect_right(positions, segment.start) - 1)
         window = cuts[first : bisect_left(positions, segment.stop) + 1]
-        before = list(accumulate((cut.bytes for cut in window), min))
-        behind = list(accumulate((cut.bytes for cut in reversed(window)), min))[::-1]
-        for cut, *least in zip(window, before, behind, strict=True):
+        lightest_before = list(accumulate((cut.bytes for cut in window), min))
+        lightest_behind = list(accumulate((cut.bytes for cut in reversed(window)), min))[::-1]
+        for cut, *least in zip(window, lightest_before, lightest_behind, strict=True):
             if segment.start < cut.position < segment.stop and cut.bytes > _HEAVIER * max(least):
                 dropped.add(cut.position)
     return [cut for cut in cuts if cut.position not in dropped]

@@ -98,8 +98,8 @@ class Block:
         """The positions of outputs that wait there, if this block or another one keeps them."""
         if self.derivative is None or not self.offloads:
             return ()
-        made = self.derivative.joint.outputs[: len(self.subgraph.outputs)]
-        return tuple(index for index, node in enumerate(made) if self.derivative.is_offloaded(base_of(node)))
+        outputs = self.derivative.joint.outputs[: len(self.subgraph.outputs)]
+        return tuple(index for index, node in enumerate(outputs) if self.derivative.is_offloaded(base_of(node)))
 
     @cached_property
     def weight_saved(self) -> SavedMemory:
@@ -112,8 +112,8 @@ class Block:
         backward = self.derivative.backward(present)
         if backward.input is not None:
             return kept_memory(self.subgraph, joint, () if backward.weight is None else backward.weight.inputs)
-        came = (node.name for node in joint.tangents if node is not None)
-        return kept_memory(self.subgraph, joint, (*self.derivative.saved(present), *came))
+        tangent_names = (node.name for node in joint.tangents if node is not None)
+        return kept_memory(self.subgraph, joint, (*self.derivative.saved(present), *tangent_names))
 
     @cached_property
     def added(self) -> frozenset[int]:
@@ -125,9 +125,9 @@ class Block:
             return frozenset(range(len(self.subgraph.state)))
         mask = self.derivative.full_mask
         backward, of_weights = self.derivative.backward(mask), self.derivative.weight_gradients(mask)
-        left = of_weights - products_of(backward.whole, of_weights).keys()
+        separate_names = of_weights - products_of(backward.full, of_weights).keys()
         names = backward.gradients[: len(self.subgraph.state)]
-        return frozenset(index for index, name in enumerate(names) if name in left)
+        return frozenset(index for index, name in enumerate(names) if name in separate_names)
 
     @cached_property
     def peaks(self) -> BlockPeaks:
@@ -171,18 +171,18 @@ class SegmentGroups:
         in_order = sorted(every, key=lambda part: (part.segments.stop, len(part.segments)))
         return tuple({part.block.key: part.block for part in in_order}.values())
 
-    def largest(self, held: range) -> list[SegmentGroup]:
-        """Return the parts that make up the segments in ``held``: runs and layers if they are whole, else segments."""
+    def largest(self, stage: range) -> list[SegmentGroup]:
+        """Return the parts that make up the segments in ``stage``: runs and layers if they are whole, else segments."""
         at: dict[int, list[SegmentGroup]] = {}
         for part in (*self.runs, *self.layers, *self.segments):
-            if part.segments.stop <= held.stop:
+            if part.segments.stop <= stage.stop:
                 at.setdefault(part.segments.start, []).append(part)
-        found, index = [], held.start
-        while index < held.stop:
-            part = max(at[index], key=lambda each: len(each.segments))
-            found.append(part)
+        parts, index = [], stage.start
+        while index < stage.stop:
+            part = max(at[index], key=lambda candidate: len(candidate.segments))
+            parts.append(part)
             index = part.segments.stop
-        return found
+        return parts
 
     @cached_property
     def last_reader(self) -> dict[fx.Node, int]:
@@ -215,9 +215,9 @@ class BlockOptions:
 
 def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
     """Return the parts of a chain with their blocks, each traced once."""
-    whole = set(chain.layers)
-    keys = Counter(subgraph_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in whole)
-    repeats = len(keys) < len(whole)
+    layer_set = set(chain.layers)
+    keys = Counter(subgraph_of(chain.captured, chain.nodes(layer.start, layer.stop)).key for layer in layer_set)
+    repeats = len(keys) < len(layer_set)
     counts: Counter[str] = Counter()
     blocks: dict[tuple[str, object], Block] = {}
     regions: dict[range, Regions] = {}
@@ -227,7 +227,7 @@ def group_segments(chain: Chain, tracing: BlockOptions) -> SegmentGroups:
         counts.update(subgraph.key for _, subgraph in subgraphs)
         total = len({*(key for key, _ in blocks), *(subgraph.key for _, subgraph in subgraphs)})
         for run, subgraph in subgraphs:
-            between = repeats and not (run in whole and counts[subgraph.key] > 1)
+            between = repeats and not (run in layer_set and counts[subgraph.key] > 1)
             regions[run] = _regions(subgraph, tracing.recompute, between)
             key = subgraph.key, regions[run].signature[1]
             if key not in blocks:
@@ -259,10 +259,10 @@ def _regions(subgraph: Subgraph, recompute: Recompute, between: bool) -> Regions
     numbers: dict[str, str] = {}
     places: dict[int, Region] = {}
     for position, node in enumerate(subgraph.nodes if recompute.rules else ()):
-        found = recompute.region(tuple(fqn for _, fqn in path_of(node)))
-        if found.module:
-            number = numbers.setdefault(found.module, str(1 + len(numbers)))
-            places[position] = Region(number, found.choice)
+        region = recompute.region(tuple(fqn for _, fqn in path_of(node)))
+        if region.module:
+            number = numbers.setdefault(region.module, str(1 + len(numbers)))
+            places[position] = Region(number, region.choice)
     return Regions(default, places)
 
 
@@ -270,8 +270,8 @@ def _region_around(subgraph: Subgraph, recompute: Recompute) -> str:
     """Return the module of the one region of "block" that all operations of a piece are in; empty if there is none."""
     if not recompute.rules:
         return ""
-    found = {recompute.region(tuple(fqn for _, fqn in path_of(node))) for node in subgraph.nodes}
-    return next(iter(found)).module if {region.choice for region in found} == {"block"} and len(found) == 1 else ""
+    scopes = {recompute.region(tuple(fqn for _, fqn in path_of(node))) for node in subgraph.nodes}
+    return next(iter(scopes)).module if {region.choice for region in scopes} == {"block"} and len(scopes) == 1 else ""
 
 
 def _block(subgraph: Subgraph, count: int, regions: Regions, tracing: BlockOptions) -> Block:
@@ -298,11 +298,11 @@ def _key(subgraph: Subgraph, regions: Regions) -> str:
 def _divided(
     subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions, regions: Regions
 ) -> DividedFunction:
-    found = tracing.traced.get(subgraph.key)
-    if found is not None:
-        return found.with_regions(regions)
-    made = tracing.traced[subgraph.key] = _traced(subgraph, loss, target, tracing, regions)
-    return made
+    cached_derivative = tracing.traced.get(subgraph.key)
+    if cached_derivative is not None:
+        return cached_derivative.with_regions(regions)
+    derivative = tracing.traced[subgraph.key] = _traced(subgraph, loss, target, tracing, regions)
+    return derivative
 
 
 def _traced(
@@ -314,11 +314,11 @@ def _traced(
         module = SubgraphModule(subgraph, state, instead=instead)
         inputs = [empty_like_value(node.meta["val"]) for node in subgraph.inputs]
         target = pytree.tree_map_only(Tensor, empty_like_value, target)
-    call = StageCall.of(inputs, target, loss is not None, True)
+    call = StageCall.from_arguments(inputs, target, loss is not None, True)
     stage = StageSpec(module, subgraph.input_gradients, subgraph.output_gradients, loss)
-    held = list(module.modules())
-    made = trace(stage, held, ModuleState(held), call, compiler("eager"), options("inductor", regions))
-    return made.divided
+    modules = list(module.modules())
+    variant = trace(stage, modules, ModuleState(modules), call, compiler("eager"), options("inductor", regions))
+    return variant.divided
 
 
 def _with_loss(key: str, derivative: DividedFunction) -> str:

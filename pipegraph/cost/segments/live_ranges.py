@@ -36,38 +36,38 @@ def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradien
     products = {node for product in products_of(kernel_graph, gradients).values() for node in product.nodes}
     kernels = sorted(fused_kernels(graph, in_order=True), key=lambda kernel: not products.isdisjoint(kernel.nodes))
     (end,) = graph.find_nodes(op="output")
-    returned = set(map(base_of, end.all_input_nodes)).union(*(kernel.kept for kernel in kernels))
+    returned = set(map(base_of, end.all_input_nodes)).union(*(kernel.returned for kernel in kernels))
     last: dict[fx.Node, tuple[int, fx.Node]] = {}
     for index, kernel in enumerate(kernels):
         last |= {node: (index, node) for node in kernel.writes}
-        read = ((base_of(each), node) for node in kernel.nodes for each in node.all_input_nodes)
+        read = ((base_of(source), node) for node in kernel.nodes for source in node.all_input_nodes)
         last |= {base: (index, node) for base, node in read if base in kernel.reads or base in kernel.writes}
-    gone: dict[int, dict[fx.Node, list[fx.Node]]] = {}
+    freed: dict[int, dict[fx.Node, list[fx.Node]]] = {}
     for node, (index, reader) in last.items():
         if node not in returned and (node.op == "call_function" or node.name in dropped):
-            gone.setdefault(index, {}).setdefault(reader, []).append(node)
-    made = set(products)
-    held = peak = 0
+            freed.setdefault(index, {}).setdefault(reader, []).append(node)
+    allocated = set(products)
+    live_bytes = peak = 0
     for index, kernel in enumerate(kernels):
-        new = {node: value_size(node) for node in kernel.writes if node not in made}
-        made.update(new)
-        by_reader = gone.get(index, {})
-        after = held + sum(new.values())
-        peak = max(peak, after - _written_over(kernel, new, by_reader))
+        new = {node: value_size(node) for node in kernel.writes if node not in allocated}
+        allocated.update(new)
+        by_reader = freed.get(index, {})
+        total_bytes = live_bytes + sum(new.values())
+        peak = max(peak, total_bytes - _written_over(kernel, new, by_reader))
         for node in kernel.nodes:
-            held += new.get(node, 0)
-            peak = max(peak, held)
-            held -= sum(map(value_size, by_reader.get(node, ())))
-        held = after - sum(value_size(node) for each in by_reader.values() for node in each)
+            live_bytes += new.get(node, 0)
+            peak = max(peak, live_bytes)
+            live_bytes -= sum(map(value_size, by_reader.get(node, ())))
+        live_bytes = total_bytes - sum(value_size(node) for nodes in by_reader.values() for node in nodes)
     return peak
 
 
-def _written_over(kernel: FusedKernel, new: Mapping[fx.Node, int], gone: Mapping[fx.Node, Sequence[fx.Node]]) -> int:
+def _written_over(kernel: FusedKernel, new: Mapping[fx.Node, int], freed: Mapping[fx.Node, Sequence[fx.Node]]) -> int:
     """Return the bytes of results that loops write over values of as many bytes that were made before, and that no
     later kernel reads."""
     if kernel.role is not FusionRole.ELEMENTWISE:
         return 0
-    sizes = Counter(value_size(node) for each in gone.values() for node in each if node.op == "call_function")
+    sizes = Counter(value_size(node) for nodes in freed.values() for node in nodes if node.op == "call_function")
     return sum((Counter(new.values()) & sizes).elements())
 
 
@@ -85,12 +85,12 @@ class BlockPeaks(NamedTuple):
     input_grad_held: int
     backward_held: int
 
-    def of(self, kind: Kind, holds_gradients: bool) -> int:
+    def peak_of(self, kind: Kind, holds_gradients: bool) -> int:
         """Return the figure of a kind; ``holds_gradients`` says whether someone keeps the gradients that came."""
         if kind is Kind.F or kind is Kind.W:
             return self.forward if kind is Kind.F else self.weight_grad
-        held, free = (self.input_grad_held, self.input_grad) if kind is Kind.I else (self.backward_held, self.backward)
-        return held if holds_gradients else free
+        peak, free = (self.input_grad_held, self.input_grad) if kind is Kind.I else (self.backward_held, self.backward)
+        return peak if holds_gradients else free
 
 
 def block_peaks(subgraph: Subgraph, derivative: DividedFunction | None) -> BlockPeaks:
@@ -107,10 +107,10 @@ def block_peaks(subgraph: Subgraph, derivative: DividedFunction | None) -> Block
     of_inputs = [0, 0]
     if backward.input is not None:
         dropped = {*backward.input.inputs} - state - read_by_w
-        of_inputs = [peak_bytes(backward.input, each) for each in (dropped, dropped - gradients)]
+        of_inputs = [peak_bytes(backward.input, names) for names in (dropped, dropped - gradients)]
     of_weights = 0
     if backward.weight is not None:
         of_weights = peak_bytes(backward.weight, {*backward.weight.inputs} - state, added)
-    dropped = {*backward.whole.inputs} - state
-    whole = [peak_bytes(backward.whole, each, added) for each in (dropped, dropped - gradients)]
-    return BlockPeaks(peak_bytes(derivative.forward), of_inputs[0], of_weights, whole[0], of_inputs[1], whole[1])
+    dropped = {*backward.full.inputs} - state
+    full = [peak_bytes(backward.full, names, added) for names in (dropped, dropped - gradients)]
+    return BlockPeaks(peak_bytes(derivative.forward), of_inputs[0], of_weights, full[0], of_inputs[1], full[1])

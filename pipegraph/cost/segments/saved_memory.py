@@ -35,7 +35,7 @@ class SavedMemory:
         """The size of what no other piece holds."""
         return sum(self.apart.values())
 
-    def of(self, positions: Collection[int]) -> SavedMemory:
+    def at_positions(self, positions: Collection[int]) -> SavedMemory:
         """Return the same with those alone of ``apart`` whose position is one of these."""
         return replace(self, apart={position: size for position, size in self.apart.items() if position in positions})
 
@@ -46,18 +46,21 @@ def kept_memory(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> 
     A view counts as its base, and once: the base's memory is kept.
     """
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    states, received, made = len(subgraph.state), len(subgraph.inputs), len(subgraph.outputs)
+    states, received, output_count = len(subgraph.state), len(subgraph.inputs), len(subgraph.outputs)
     places: dict[fx.Node, tuple[str, int]] = {}
     # Of memory that is several of these at once, the first in this order counts.
     for index, node in enumerate(joint.primals):
         places[node] = ("inputs", index - states) if 0 <= index - states < received else ("apart", index)
-    for what, found in (("outputs", joint.outputs[:made]), ("output_gradients", joint.tangents[:made])):
-        for index, each in enumerate(found):
-            if each is not None:
-                places.setdefault(base_of(each), (what, index))
-    for index, each in enumerate(joint.gradients[states : states + received]):
-        if each is not None:
-            places.setdefault(base_of(each), ("input_gradients", index))
+    for role, joint_nodes in (
+        ("outputs", joint.outputs[:output_count]),
+        ("output_gradients", joint.tangents[:output_count]),
+    ):
+        for index, joint_node in enumerate(joint_nodes):
+            if joint_node is not None:
+                places.setdefault(base_of(joint_node), (role, index))
+    for index, gradient in enumerate(joint.gradients[states : states + received]):
+        if gradient is not None:
+            places.setdefault(base_of(gradient), ("input_gradients", index))
     at: dict[str, list[int]] = {}
     apart: Counter[int | None] = Counter()
     for base in dict.fromkeys(base_of(nodes[name]) for name in names):
@@ -67,7 +70,7 @@ def kept_memory(subgraph: Subgraph, joint: JointGraph, names: Iterable[str]) -> 
             apart[place_of(base)] += memory_of(base.meta["val"])
     at.pop("apart", None)
     inputs, outputs, of_inputs, of_outputs = (
-        tuple(at.get(what, ())) for what in ("inputs", "outputs", "input_gradients", "output_gradients")
+        tuple(at.get(kind, ())) for kind in ("inputs", "outputs", "input_gradients", "output_gradients")
     )
     return SavedMemory(inputs, outputs, apart, of_inputs, of_outputs)
 
@@ -79,8 +82,8 @@ def unknown_memory(subgraph: Subgraph) -> SavedMemory:
         if node.meta["requires_grad"] and not is_view(node):
             values = (value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, Tensor))
             apart[position] += sum(map(memory_of, values))
-    wanted = [index for index, wanted in enumerate(subgraph.input_gradients) if wanted]
-    return SavedMemory(tuple(wanted), apart=apart)
+    differentiable_inputs = [index for index, needs_gradient in enumerate(subgraph.input_gradients) if needs_gradient]
+    return SavedMemory(tuple(differentiable_inputs), apart=apart)
 
 
 def memory_of(value: Tensor) -> int:

@@ -52,19 +52,19 @@ class Subgraph:
         strides and dtypes of what goes in, which gradients are wanted; no names and no values."""
         number: dict[fx.Node, str] = {}
         lines = []
-        for node, wanted in zip(self.inputs, self.input_gradients, strict=True):
+        for node, needs_gradient in zip(self.inputs, self.input_gradients, strict=True):
             number[node] = f"%{len(number)}"
-            lines.append(f"input {_form(node)} {wanted}")
+            lines.append(f"input {_form(node)} {needs_gradient}")
         for node in self.state:
             number[node] = f"%{len(number)}"
             entry = self.captured.state[str(node.target)]
             lines.append(f"{entry.kind} {_form(node)} {entry.requires_grad}")
         for node in self.nodes:
             number[node] = f"%{len(number)}"
-            arguments = fx.map_arg((node.args, node.kwargs), lambda each: _Name(number[in_training(each)]))
+            arguments = fx.map_arg((node.args, node.kwargs), lambda argument: _Name(number[in_training(argument)]))
             lines.append(f"{node.target} {arguments} {node.meta['regions']}")
         gradients = zip(self.outputs, self.output_gradients, strict=True)
-        lines += [f"output {number[node]} {comes}" for node, comes in gradients]
+        lines += [f"output {number[node]} {has_gradient}" for node, has_gradient in gradients]
         lines.append(f"last {self.last}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -84,16 +84,18 @@ def subgraph_of(captured: Captured, nodes: Sequence[fx.Node]) -> Subgraph:
     """Return the subgraph of ``nodes``, which follow one another in ``captured.nodes``, as training mode runs them."""
     last = bool(nodes) and nodes[-1] is captured.nodes[-1]
     members = set(nodes)
-    own = [node for node in nodes if node.target is not by_mode and runs_in_training(node)]
-    read = [in_training(parent) for node in own for parent in node.all_input_nodes]
+    operations = [node for node in nodes if node.target is not by_mode and runs_in_training(node)]
+    read = [in_training(parent) for node in operations for parent in node.all_input_nodes]
     read_outside = {in_training(node) for node in nodes if any(user not in members for user in node.users)}
-    outputs = list(map(in_training, captured.returned)) if last else [node for node in own if node in read_outside]
-    wanted = dict.fromkeys([*read, *(outputs if last else ())])
+    outputs = (
+        list(map(in_training, captured.returned)) if last else [node for node in operations if node in read_outside]
+    )
+    required_nodes = dict.fromkeys([*read, *(outputs if last else ())])
     return Subgraph(
         captured=captured,
-        nodes=tuple(own),
-        inputs=tuple(node for node in wanted if node not in members and node.op != "get_attr"),
-        state=tuple(node for node in wanted if node.op == "get_attr"),
+        nodes=tuple(operations),
+        inputs=tuple(node for node in required_nodes if node not in members and node.op != "get_attr"),
+        state=tuple(node for node in required_nodes if node.op == "get_attr"),
         outputs=tuple(outputs),
         last=last,
     )
@@ -175,11 +177,11 @@ def empty_like_value(value: Tensor, device: torch.device | None = None) -> Tenso
 
 def random_input(node: fx.Node, device: torch.device, generator: torch.Generator) -> Tensor:
     """A value to run on: normal floats, integers below the bound of what they index."""
-    made = empty_like_value(node.meta["val"], device)
-    if made.is_floating_point() or made.is_complex():
-        return made.copy_(torch.randn(made.shape, generator=generator, device=device))
-    bound = 2 if made.dtype == torch.bool else index_bound(node) or 2
-    return made.copy_(torch.randint(bound, made.shape, generator=generator, device=device))
+    tensor = empty_like_value(node.meta["val"], device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device))
+    bound = 2 if tensor.dtype == torch.bool else index_bound(node) or 2
+    return tensor.copy_(torch.randint(bound, tensor.shape, generator=generator, device=device))
 
 
 def random_state(captured: Captured, node: fx.Node, device: torch.device, generator: torch.Generator) -> Tensor:
@@ -187,13 +189,13 @@ def random_state(captured: Captured, node: fx.Node, device: torch.device, genera
 
     Values are of a size that keeps activations normal: how long some kernels take depends on how many are negative.
     """
-    entry, held = captured.state[str(node.target)], captured.tensors[str(node.target)]
-    made = empty_like_value(node.meta["val"], device)
-    if entry.kind != "parameter" and held.device.type != "meta":
-        return made.copy_(held)
-    if not made.is_floating_point() or entry.fqn.endswith("bias"):
-        return made.zero_()
-    if made.dim() < 2:
-        return made.fill_(1)
-    inputs = max(1, made[0].numel())
-    return made.copy_(torch.randn(made.shape, generator=generator, device=device).mul_(inputs**-0.5))
+    entry, captured_tensor = captured.state[str(node.target)], captured.tensors[str(node.target)]
+    tensor = empty_like_value(node.meta["val"], device)
+    if entry.kind != "parameter" and captured_tensor.device.type != "meta":
+        return tensor.copy_(captured_tensor)
+    if not tensor.is_floating_point() or entry.fqn.endswith("bias"):
+        return tensor.zero_()
+    if tensor.dim() < 2:
+        return tensor.fill_(1)
+    inputs = max(1, tensor[0].numel())
+    return tensor.copy_(torch.randn(tensor.shape, generator=generator, device=device).mul_(inputs**-0.5))

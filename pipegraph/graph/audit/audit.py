@@ -116,7 +116,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 def _refuse_effects(model: nn.Module, notes: Notes) -> None:
     for effect, line in (call for call in notes.calls if not call.effect.is_compared):
         raise CaptureError(
-            f"{type(model).__name__} cannot be captured: it {effect.what}, and {effect.consequence}.\n  at {line}\n"
+            f"{type(model).__name__} cannot be captured: it {effect.description}, and {effect.consequence}.\n"
+            f"  at {line}\n"
             f"Try: {effect.advice}."
         )
 

@@ -73,9 +73,9 @@ def _hooks(model: nn.Module) -> Iterator[_Hook]:
 def _name_of(tensor: Tensor, source: str, state: dict[str, StateEntry], tensors: dict[str, Tensor]) -> str:
     """The FQN of a tensor that a hook reads; a new one, at the top of the model, if the model does not have it."""
     memory = memory_of(tensor)
-    known = next((fqn for fqn, other in tensors.items() if memory_of(other) == memory), None)
-    if known is not None:
-        return known
+    existing_name = next((fqn for fqn, candidate in tensors.items() if memory_of(candidate) == memory), None)
+    if existing_name is not None:
+        return existing_name
     fqn = _unused(source, {name.partition(".")[0] for name in state})
     state[fqn] = StateEntry(
         fqn=fqn,
@@ -171,28 +171,32 @@ def _try_on_module(module: nn.Module, method: str, hook: Callable[..., Any], tex
     """Call a hook and its text on gradients. Raises NotPortableError if an element of the result needs other ones."""
     function = _compiled(text)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before, after = torch.randn(_TRIED), torch.randn(_TRIED)
-        whole, written = (_module_gradient(module, method, each, before, after) for each in (hook, function))
-        is_equal = torch.equal(whole, written)
+        input_gradient, output_gradient = torch.randn(_TRIED), torch.randn(_TRIED)
+        whole_gradient, written = (
+            _module_gradient(module, method, variant, input_gradient, output_gradient) for variant in (hook, function)
+        )
+        is_equal = torch.equal(whole_gradient, written)
         for dim in range(len(_TRIED)):
-            halves = zip(before.chunk(2, dim), after.chunk(2, dim), strict=True)
+            halves = zip(input_gradient.chunk(2, dim), output_gradient.chunk(2, dim), strict=True)
             joined = torch.cat([_module_gradient(module, method, hook, *half) for half in halves], dim)
-            is_equal = is_equal and torch.equal(whole, joined)
+            is_equal = is_equal and torch.equal(whole_gradient, joined)
     if not is_equal:
         raise NotPortableError("an element of its result depends on others: it gets the gradients of a microbatch")
 
 
-def _module_gradient(module: nn.Module, method: str, hook: Callable[..., Any], before: Tensor, after: Tensor) -> Tensor:
+def _module_gradient(
+    module: nn.Module, method: str, hook: Callable[..., Any], input_gradient: Tensor, output_gradient: Tensor
+) -> Tensor:
     """The gradient after a hook: of the input, or of the output for a hook that is called before the backward."""
     is_pre = method == "register_full_backward_pre_hook"
     try:
-        result = hook(module, (after,)) if is_pre else hook(module, (before,), (after,))
+        result = hook(module, (output_gradient,)) if is_pre else hook(module, (input_gradient,), (output_gradient,))
     except NotPortableError:
         raise
     except Exception as error:  # whatever the hook raises on another shape
         raise NotPortableError(f"it takes gradients of one shape alone ({type(error).__name__})") from None
     if result is None:
-        return after if is_pre else before
+        return output_gradient if is_pre else input_gradient
     return result if isinstance(result, Tensor) else result[0]
 
 
@@ -201,13 +205,13 @@ def _module_gradient(module: nn.Module, method: str, hook: Callable[..., Any], b
 
 def _refusal(model: nn.Module, hook: _Hook, reason: str) -> CaptureError:
     if isinstance(hook.target, nn.Parameter):
-        what, place = f"the parameter {hook.owner} has a hook", f'stage.get_parameter("{hook.owner}")'
+        subject, place = f"the parameter {hook.owner} has a hook", f'stage.get_parameter("{hook.owner}")'
     else:
-        what = f"{hook.owner or type(model).__name__} has a hook for its backward"
+        subject = f"{hook.owner or type(model).__name__} has a hook for its backward"
         place = f'stage.get_submodule("{hook.owner}")' if hook.owner else "the module that it is about"
     line = _line_of(hook.function)
     return CaptureError(
-        f"{what}, which a stage would not call: {reason}.{f'{chr(10)}  at {line}' if line else ''}\n"
+        f"{subject}, which a stage would not call: {reason}.{f'{chr(10)}  at {line}' if line else ''}\n"
         f"Try: the model without it, and the hook on the stages: Pipeline(parallelize_fn=...) gives each one to a "
         f"function, which registers it on {place} where the stage has it."
     )

@@ -48,13 +48,13 @@ def check_overlaps(model: nn.Module) -> None:
                 last = extent
 
 
-def _check_pair(one: _Extent, two: _Extent) -> None:
-    is_same = memory_of(one.tensor) == memory_of(two.tensor)
-    if is_same and one.kind == two.kind and one.tensor.requires_grad == two.tensor.requires_grad:
+def _check_pair(first: _Extent, two: _Extent) -> None:
+    is_same = memory_of(first.tensor) == memory_of(two.tensor)
+    if is_same and first.kind == two.kind and first.tensor.requires_grad == two.tensor.requires_grad:
         return
     how = "the same memory" if is_same else "a part of their memory"
     raise CaptureError(
-        f"{one.kind} {one.name} and {two.kind} {two.name} share {how}, and a stage would give each its own.\n"
+        f"{first.kind} {first.name} and {two.kind} {two.name} share {how}, and a stage would give each its own.\n"
         f"Try: one parameter under both names if they are the same weight; or {two.name} as a copy, .clone()."
     )
 

@@ -67,11 +67,11 @@ class Snapshot:
                 if isinstance(value, (*_PLAIN, *_CONTAINERS)) and not variable.startswith("__"):
                     self._add(f"{name}.{variable}", value, id(owner), variable, _DEEPEST - 2)
 
-    def changes(self, later: Snapshot) -> list[Place]:
+    def changes(self, snapshot: Snapshot) -> list[Place]:
         """The places whose values differ in a later snapshot, in order."""
-        names = dict.fromkeys([*self.values, *later.values])
-        changed = [name for name in names if self.values.get(name, _ABSENT) != later.values.get(name, _ABSENT)]
-        return [later.places.get(name) or self.places[name] for name in changed]
+        names = dict.fromkeys([*self.values, *snapshot.values])
+        changed = [name for name in names if self.values.get(name, _ABSENT) != snapshot.values.get(name, _ABSENT)]
+        return [snapshot.places.get(name) or self.places[name] for name in changed]
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         self._visited[id(module)] = module

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from pipegraph.graph.batch.row_call import Place, RowCall, moved_by
-from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.batch.row_state import INVARIANT, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, rows_of, source
 from pipegraph.graph.internals import pytree
 
@@ -94,7 +94,7 @@ def _on_last(call: RowCall, count: Callable[[Any], int], weights: bool = False) 
             leading_count = len(call.shape_of(node)) - count(node)
             yield node, _leading(leading_count, leading - leading_count)
 
-    return call.aligned(places()) or WHOLE
+    return call.aligned(places()) or INVARIANT
 
 
 def _leading(count: int, offset: int) -> Place:
@@ -126,7 +126,7 @@ def product(call: RowCall) -> State:
     places = [(first, _factor(len(first_shape), count + (len(second_shape) == 1), -2))]
     places.append((second, _factor(len(second_shape), count, -1) if len(second_shape) > 1 else lambda _: -1))
     places += [(node, moved_by(count - len(call.shape_of(node)))) for node in added]
-    return call.aligned(places) or WHOLE
+    return call.aligned(places) or INVARIANT
 
 
 def _factor(count: int, result: int, matrix_dim: int) -> Place:
@@ -141,7 +141,7 @@ def einsum(call: RowCall) -> State:
         raise NoRuleError
     inputs, result = equation.split("->")
     factors = [*zip(call["tensors"], inputs.split(","), strict=True)]
-    return call.aligned(((node, _letters(names, result)) for node, names in factors), broadcasts=False) or WHOLE
+    return call.aligned(((node, _letters(names, result)) for node, names in factors), broadcasts=False) or INVARIANT
 
 
 def _letters(names: str, result: str) -> Place:
@@ -173,7 +173,7 @@ def cell(call: RowCall) -> State | tuple[State, ...]:
     if any(node not in tensors for node in call.with_rows()):
         raise NoRuleError
     state = call.aligned(((node, _leading(1, 0)) for node in tensors), broadcasts=False)
-    return call.every(state or WHOLE)
+    return call.every(state or INVARIANT)
 
 
 def bags(call: RowCall) -> State | tuple[State, ...]:

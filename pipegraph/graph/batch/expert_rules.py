@@ -16,7 +16,7 @@ from torch import fx
 
 from pipegraph.graph.batch.row_call import RowCall
 from pipegraph.graph.batch.row_state import (
-    WHOLE,
+    INVARIANT,
     Content,
     Counts,
     NoRuleError,
@@ -117,7 +117,7 @@ def grouped_product(call: RowCall) -> State:
     """For each token and the weights of its expert."""
     state, offsets = call.state(source(call)), call.state(call["offs"])
     order = _order_of(state, "values")
-    if not isinstance(offsets, Counts) or offsets.keys is not order.keys or call.state(call.node.args[1]) != WHOLE:
+    if not isinstance(offsets, Counts) or offsets.keys is not order.keys or call.state(call.node.args[1]) != INVARIANT:
         raise RowsMixError
     return state
 

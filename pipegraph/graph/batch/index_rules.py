@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.batch.row_call import RowCall, moved_by
-from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.batch.row_state import INVARIANT, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, source
 
 
@@ -40,7 +40,7 @@ def index(call: RowCall) -> State:
     count = max(len(call.shape_of(node)) for node in indices if node is not None)
     if not isinstance(state, Rows):
         read = _read_whole(read)
-        return Rows(place + read.dim, read.inner, read.content) if isinstance(read, Rows) else WHOLE
+        return Rows(place + read.dim, read.inner, read.content) if isinstance(read, Rows) else INVARIANT
     at_rows = indices[state.dim] if state.dim < len(indices) else None
     if at_rows is None:
         if isinstance(read, Rows):
@@ -79,7 +79,7 @@ def _broadcast(call: RowCall, indices: list[Any]) -> State:
         if call.shape_of(node)[moved[0].dim - offset] != 1:
             raise RowsMixError
     numbers = [rows for rows in moved if rows.content is Content.NUMBERS]
-    return next(iter((*numbers, *moved)), WHOLE)
+    return next(iter((*numbers, *moved)), INVARIANT)
 
 
 def _place(indices: list[Any]) -> int:
@@ -98,7 +98,7 @@ def gather(call: RowCall) -> State:
     common = call.aligned((node, moved_by(0)) for node in (source(call), indices))
     if common is not None and common.dim == dim:
         raise RowsMixError
-    return WHOLE if common is None else Rows(common.dim, common.inner)
+    return INVARIANT if common is None else Rows(common.dim, common.inner)
 
 
 def index_select(call: RowCall) -> State:
@@ -107,7 +107,7 @@ def index_select(call: RowCall) -> State:
     state, index = call.rows(source(call)), call.state(call["index"])
     if state is None:
         read = _read_whole(index)
-        return Rows(dim, read.inner) if isinstance(read, Rows) else WHOLE
+        return Rows(dim, read.inner) if isinstance(read, Rows) else INVARIANT
     if state.dim == dim or isinstance(index, Rows):
         raise RowsMixError
     return state
@@ -119,7 +119,7 @@ def scatter(call: RowCall) -> State:
     nodes = [node for node in (source(call), call["index"], call["src"]) if isinstance(node, fx.Node)]
     state = call.aligned(((node, moved_by(0)) for node in nodes), broadcasts=False)
     if state is None:
-        return WHOLE
+        return INVARIANT
     if state.dim == dim:
         raise RowsMixError
     return Rows(state.dim, state.inner)
@@ -133,7 +133,7 @@ def index_add(call: RowCall) -> State:
     state = call.aligned(((node, moved_by(0)) for node in (source(call), call["source"])), broadcasts=False)
     if state is not None and state.dim == dim:
         raise RowsMixError
-    return Rows(state.dim, state.inner) if state is not None else WHOLE
+    return Rows(state.dim, state.inner) if state is not None else INVARIANT
 
 
 def index_put(call: RowCall) -> State:
@@ -142,7 +142,11 @@ def index_put(call: RowCall) -> State:
     state = call.rows(target)
     used = [node for node in indices if node is not None]
     if len(used) == 1 and used[0].meta["val"].dtype == torch.bool:
-        if indices[0] is None or call.state(call["values"]) != WHOLE or call.shape_of(call["values"]) not in ((), (1,)):
+        if (
+            indices[0] is None
+            or call.state(call["values"]) != INVARIANT
+            or call.shape_of(call["values"]) not in ((), (1,))
+        ):
             raise NoRuleError
         mask = call.rows(used[0])
         if state is None or (mask is not None and (mask.dim, mask.inner) != (state.dim, state.inner)):

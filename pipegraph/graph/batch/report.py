@@ -11,7 +11,7 @@ from torch import fx
 
 from pipegraph.graph.batch.roles import DeclaredRoles, RoleAssignment
 from pipegraph.graph.batch.row_proof import RowProof
-from pipegraph.graph.batch.row_state import Rows, Whole
+from pipegraph.graph.batch.row_state import Invariant, Rows
 from pipegraph.graph.batch_report import BatchReport, BatchRole, MixingOperator, Proof
 from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import arguments_of, source_line
@@ -65,7 +65,7 @@ def _dims(proof: RowProof) -> dict[fx.Node, int | None]:
     """Value → the dimension of its rows, for all values of which that is known."""
     dims: dict[fx.Node, int | None] = {}
     for node, state in proof.states.items():
-        if isinstance(state, (Rows, Whole)):
+        if isinstance(state, (Rows, Invariant)):
             dims[node] = state.dim if isinstance(state, Rows) else None
     return dims
 

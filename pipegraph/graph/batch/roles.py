@@ -18,7 +18,7 @@ from pipegraph.errors import CaptureError, nearest
 from pipegraph.graph.batch.conventions import conventional_roles
 from pipegraph.graph.batch.row_call import RowSizes
 from pipegraph.graph.batch.row_proof import RowProof, prove_rows
-from pipegraph.graph.batch.row_state import LISTED, WHOLE, Rows, State
+from pipegraph.graph.batch.row_state import INVARIANT, LISTED, Rows, State
 from pipegraph.graph.batch_report import BatchRole
 from pipegraph.graph.export.dynamic_shapes import BATCH, argument_names
 from pipegraph.graph.internals import pytree
@@ -172,7 +172,7 @@ class RoleAssignment:
 
     def _state(self, graph: fx.Graph, label: str, role: BatchRole) -> State:
         if role.dim is None:
-            return LISTED if role.kind == "list" else WHOLE
+            return LISTED if role.kind == "list" else INVARIANT
         node = next(node for node in graph.find_nodes(op="placeholder") if str(node.target) == label)
         return Rows(role.dim, max(self.sizes.shape(node)[role.dim] // self.sizes.rows, 1))
 

@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 from torch import Tensor, fx
 
-from pipegraph.graph.batch.row_state import WHOLE, Content, Counts, NoRuleError, Rows, RowsMixError, State
+from pipegraph.graph.batch.row_state import INVARIANT, Content, Counts, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.export.dynamic_shapes import BATCH
 from pipegraph.graph.internals import OpOverload, operator_name, pytree, schema_arguments
 from pipegraph.graph.nodes import arguments_of, shape_of
@@ -128,7 +128,7 @@ class RowCall:
 
     def state(self, node: Any) -> State:
         """The state of an argument. Numbers are whole."""
-        return self._states[node] if isinstance(node, fx.Node) else WHOLE
+        return self._states[node] if isinstance(node, fx.Node) else INVARIANT
 
     def rows(self, node: Any) -> Rows | None:
         """The rows of an argument; None if it has none. Raises NoRuleError if its elements are indices."""
@@ -201,7 +201,7 @@ class RowCall:
     def broadcast(self, nodes: Sequence[Any], shape: Sequence[int]) -> State:
         """The rows of what is computed element by element from arguments that are broadcast to a shape."""
         offsets = ((node, len(shape) - len(self.shape_of(node))) for node in nodes)
-        return self.aligned((node, moved_by(offset)) for node, offset in offsets) or WHOLE
+        return self.aligned((node, moved_by(offset)) for node, offset in offsets) or INVARIANT
 
 
 def moved_by(offset: int) -> Place:
@@ -213,7 +213,7 @@ def uniform_rows(shape: Sequence[int], sizes: RowSizes) -> State:
     """The rows of a tensor of one number. Raises NoRuleError if several of its dimensions have rows."""
     dims = [dim for dim, size in enumerate(shape) if sizes.has_rows(size)]
     if not dims:
-        return WHOLE
+        return INVARIANT
     if len(dims) > 1:
         raise NoRuleError
     return Rows(dims[0], shape[dims[0]] // sizes.rows, Content.UNIFORM)

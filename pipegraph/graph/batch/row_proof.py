@@ -24,8 +24,8 @@ from pipegraph.graph.batch.expert_rules import EXPERT_RULES
 from pipegraph.graph.batch.index_rules import INDEX_RULES
 from pipegraph.graph.batch.row_call import RowCall, RowSizes
 from pipegraph.graph.batch.row_state import (
+    INVARIANT,
     LISTED,
-    WHOLE,
     Counts,
     Listed,
     Mixed,
@@ -83,9 +83,9 @@ def prove_rows(graph: fx.Graph, inputs: Mapping[str, State], sizes: RowSizes) ->
         if node.op == "output":
             break
         if node.op == "placeholder":
-            result: Result = inputs.get(str(node.target), WHOLE)
+            result: Result = inputs.get(str(node.target), INVARIANT)
         elif node.op == "get_attr":
-            result = WHOLE
+            result = INVARIANT
         else:
             result = _result(node, states, results, sizes)
         if not isinstance(result, tuple):
@@ -118,8 +118,8 @@ def _written(
         return state
     if isinstance(state, Mixed) and target.op == "get_attr":
         updates.append(state)
-        states[target] = WHOLE
-        return WHOLE
+        states[target] = INVARIANT
+        return INVARIANT
     previous = states.get(target)
     if isinstance(state, Mixed):
         states[target] = state.union(previous) if isinstance(previous, Mixed) else state
@@ -174,10 +174,10 @@ def _joined(inputs: list[State]) -> State:
 
 
 def _computed(node: fx.Node, states: Mapping[fx.Node, State], inputs: list[State], sizes: RowSizes) -> Result:
-    is_whole = all(state == WHOLE for state in inputs)
+    is_whole = all(state == INVARIANT for state in inputs)
     has_batch = any(map(sizes.is_batch, named_sizes(node)))
     if is_whole and not has_batch:
-        return WHOLE
+        return INVARIANT
     if not isinstance(node.target, OpOverload):
         raise NoRuleError
     name, rule = operator_name(node.target)[0], _rule(node.target)

@@ -40,7 +40,7 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Invariant:
     """The value is the same for every batch: no element depends on a row, and no size on their number."""
 
 
@@ -95,9 +95,9 @@ class Listed:
     """The value depends on an input that the caller gives for each microbatch."""
 
 
-State = Whole | Rows | Counts | Mixed | Listed
+State = Invariant | Rows | Counts | Mixed | Listed
 
-WHOLE = Whole()
+INVARIANT = Invariant()
 LISTED = Listed()
 
 _MOST = 8  # operators that a message can name

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from pipegraph.graph.batch.row_call import RowCall, moved_by, uniform_rows
-from pipegraph.graph.batch.row_state import WHOLE, Content, NoRuleError, Rows, RowsMixError, Sorted, State
+from pipegraph.graph.batch.row_state import INVARIANT, Content, NoRuleError, Rows, RowsMixError, Sorted, State
 from pipegraph.graph.internals import pytree
 
 Rule = Callable[[RowCall], State | tuple[State, ...]]
@@ -165,14 +165,16 @@ def unbind(call: RowCall) -> tuple[State, ...]:
 def cat(call: RowCall) -> State:
     """For tensors one after the other: along the dimension of the rows, all of them need to have rows."""
     tensors = [node for node in pytree.tree_leaves(source(call)) if call.shape_of(node) != (0,)]
-    return call.aligned(((node, moved_by(0)) for node in tensors), broadcasts=False) or WHOLE
+    return call.aligned(((node, moved_by(0)) for node in tensors), broadcasts=False) or INVARIANT
 
 
 def stack(call: RowCall) -> State:
     """For tensors along a new dimension."""
     tensors = pytree.tree_leaves(source(call))
     dim = int(call["dim"] or 0) % len(call.shape)
-    return call.aligned(((node, lambda place: place + (dim <= place)) for node in tensors), broadcasts=False) or WHOLE
+    return (
+        call.aligned(((node, lambda place: place + (dim <= place)) for node in tensors), broadcasts=False) or INVARIANT
+    )
 
 
 def pad(call: RowCall) -> State:
@@ -223,7 +225,7 @@ def arange(call: RowCall) -> State:
 def slice_scatter(call: RowCall) -> State:
     """For a tensor in which a range of a dimension is replaced."""
     dim = call.dim("dim", source(call), 0)
-    state = call.aligned(((node, moved_by(0)) for node in (source(call), call["src"])), broadcasts=False) or WHOLE
+    state = call.aligned(((node, moved_by(0)) for node in (source(call), call["src"])), broadcasts=False) or INVARIANT
     if isinstance(state, Rows) and state.dim == dim:
         raise RowsMixError
     return state
@@ -233,7 +235,7 @@ def select_scatter(call: RowCall) -> State:
     """For a tensor in which one index of a dimension is replaced."""
     dim = call.dim("dim", source(call), 0)
     places = ((source(call), moved_by(0)), (call["src"], lambda place: place + (dim <= place)))
-    state = call.aligned(places, broadcasts=False) or WHOLE
+    state = call.aligned(places, broadcasts=False) or INVARIANT
     if isinstance(state, Rows) and state.dim == dim:
         raise RowsMixError
     return state

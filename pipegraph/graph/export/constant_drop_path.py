@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_LESS, _GREATER = ("lt", "le"), ("gt", "ge")
+_LESS_THAN, _GREATER = ("lt", "le"), ("gt", "ge")
 
 
 class FoldConstantDropPath(TorchFunctionMode):
@@ -19,18 +19,18 @@ class FoldConstantDropPath(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._drawn: dict[int, Tensor] = {}  # holds them: an id stays its own
+        self._random_scalars: dict[int, Tensor] = {}  # holds them: an id stays its own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _LESS + _GREATER and len(args) == 2 and not kwargs and id(args[0]) in self._drawn:
+        if name in _LESS_THAN + _GREATER and len(args) == 2 and not kwargs and id(args[0]) in self._random_scalars:
             certain = _outcome(name, args[1])
             if certain is not None:
                 return torch.tensor(certain)
         result = func(*args, **kwargs)
         if func in (torch.rand, torch.rand_like) and result.ndim == 0:
-            self._drawn[id(result)] = result
+            self._random_scalars[id(result)] = result
         return result
 
 
@@ -39,7 +39,7 @@ def _outcome(name: str, bound: Any) -> bool | None:
     if not isinstance(bound, (int, float)):
         return None
     if bound >= 1:
-        return name in _LESS
+        return name in _LESS_THAN
     if bound < 0 or (bound == 0 and name in ("lt", "ge")):
         return name in _GREATER
     return None

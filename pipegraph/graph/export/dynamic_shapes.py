@@ -132,20 +132,20 @@ def wanted_sizes(
     else:
         raise CaptureError(f"dynamic_shapes does not have an entry for each of {len(args)} arguments.\nTry: {_FORM}.")
     entries = [*zip(names, args, specs, strict=True), *((name, kwargs[name], keyword_specs[name]) for name in kwargs)]
-    found = [tensor for entry in entries for tensor in _tensors(*entry)]
+    tensor_specs = [tensor for entry in entries for tensor in _tensors(*entry)]
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if len(found) != len(positions):
+    if len(tensor_specs) != len(positions):
         raise CaptureError(
             "dynamic_shapes cannot describe tensors in containers other than tuples, lists and dicts.\n"
             "Try: capture without it, which lets every size vary that the model lets vary."
         )
     wanted_by_dimension = [
-        ((position, dim), f"{place}.shape[{dim}]", wanted.get(dim))
-        for position, (place, tensor, wanted) in zip(positions, found, strict=True)
+        ((position, dim), f"{place}.shape[{dim}]", dim_specs.get(dim))
+        for position, (place, tensor, dim_specs) in zip(positions, tensor_specs, strict=True)
         for dim in range(tensor.dim())
     ]
-    return _wanted(wanted_by_dimension, rows, first=(positions[0], 0) if positions else (0, 0))
+    return _sizes_from_specs(wanted_by_dimension, rows, first=(positions[0], 0) if positions else (0, 0))
 
 
 def argument_names(model: nn.Module, args: tuple[Any, ...]) -> list[str]:
@@ -167,8 +167,8 @@ def _tensors(place: str, value: Any, spec: Any) -> Iterator[tuple[str, torch.Ten
             yield from _tensors(f"{place}[{name!r}]", inner, specs.get(name))
     elif isinstance(value, (tuple, list)):
         entries = spec if isinstance(spec, (tuple, list)) and len(spec) == len(value) else [None] * len(value)
-        for index, (inner, each) in enumerate(zip(value, entries, strict=True)):
-            yield from _tensors(f"{place}[{index}]", inner, each)
+        for index, (inner, inner_spec) in enumerate(zip(value, entries, strict=True)):
+            yield from _tensors(f"{place}[{index}]", inner, inner_spec)
 
 
 def _by_dimension(place: str, tensor: torch.Tensor, spec: Any) -> Mapping[int, Any]:
@@ -181,31 +181,31 @@ def _by_dimension(place: str, tensor: torch.Tensor, spec: Any) -> Mapping[int, A
     raise CaptureError(f"dynamic_shapes has {spec!r} for {place}, which has {tensor.dim()} dimensions.\nTry: {_FORM}.")
 
 
-def _wanted(
-    found: Iterable[tuple[InputDimension, str, Any]], rows: Sequence[InputDimension], first: InputDimension
+def _sizes_from_specs(
+    specs: Iterable[tuple[InputDimension, str, Any]], rows: Sequence[InputDimension], first: InputDimension
 ) -> WantedSizes:
     fixed: set[InputDimension] = set()
     names: dict[InputDimension, str] = {}
     bounds: dict[str, tuple[int | None, int | None]] = {}
     places: dict[InputDimension, str] = {}
-    for dimension, place, wanted in found:
-        name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", None)
-        if wanted is None or isinstance(wanted, int) or wanted == Dim.STATIC:
+    for dimension, place, spec in specs:
+        name = spec if isinstance(spec, str) else getattr(spec, "__name__", None)
+        if spec is None or isinstance(spec, int) or spec == Dim.STATIC:
             fixed.add(dimension)
         elif isinstance(name, str):
             if not name.isidentifier():
                 raise CaptureError(f"dynamic_shapes calls {place} {name!r}, which is no name in Python.\nTry: {_FORM}.")
             names[dimension] = name
             places[dimension] = place
-            bounds[name] = (getattr(wanted, "min", None), _upper(getattr(wanted, "max", None)))
-        elif wanted == Dim.DYNAMIC:
+            bounds[name] = (getattr(spec, "min", None), _upper(getattr(spec, "max", None)))
+        elif spec == Dim.DYNAMIC:
             places[dimension] = place
-        elif wanted != Dim.AUTO:
-            raise CaptureError(f"dynamic_shapes has {wanted!r} for {place}.\nTry: {_FORM}.")
+        elif spec != Dim.AUTO:
+            raise CaptureError(f"dynamic_shapes has {spec!r} for {place}.\nTry: {_FORM}.")
     for dimension in rows or (() if BATCH in names.values() else (first,)):
         if (name := names.get(dimension, BATCH)) != BATCH:  # whatever the user calls it, it is cut into microbatches
             bounds[BATCH] = bounds.pop(name)
-            names |= {other: BATCH for other in names if names[other] == name}
+            names |= {named_dimension: BATCH for named_dimension in names if names[named_dimension] == name}
     declared = dict(rows)
     for (position, dim), name in names.items():
         if name == BATCH and declared.get(position, dim) != dim:
@@ -213,8 +213,8 @@ def _wanted(
                 f"dynamic_shapes calls {places[position, dim]} {BATCH}, and batch_dims says that the rows lie along "
                 f"dimension {declared[position]}.\nTry: one of the two, or another name in dynamic_shapes."
             )
-    own = SizeNames(names, by_user=bool(names)).with_rows(row for row in rows if row not in fixed)
-    return WantedSizes(frozenset(fixed), own, bounds, places)
+    size_names = SizeNames(names, by_user=bool(names)).with_rows(row for row in rows if row not in fixed)
+    return WantedSizes(frozenset(fixed), size_names, bounds, places)
 
 
 def _upper(bound: Any) -> int | None:

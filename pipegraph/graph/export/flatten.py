@@ -69,7 +69,7 @@ def flatten(
 
 
 class _Flattening:
-    """One use of `flatten`: ``graph`` is what has been made, ``held`` the node of each tensor of the state."""
+    """One use of `flatten`: ``graph`` is what has been made, ``state_nodes`` the node of each tensor of the state."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Flattening:
                     error = self.sizes.fixed_size_needed(node.meta["val"])
                     error.line = source_line(node)
                     raise error
-                values[node] = self._known(node, self.sizes.number)
+                values[node] = self._describe_value(node, self.sizes.number)
             elif is_symbolic(node.meta.get("val")) and (number := self.sizes.constant(node.meta["val"])) is not None:
                 values[node] = number
             elif is_symbolic(node.meta.get("val")):
@@ -229,12 +229,12 @@ class _Flattening:
             self.sizes.learn(node.meta["val"].shape[dim % tensor.meta["val"].dim() :], sizes)
         elif node.target is aten.arange.start_step and arguments[2:3] in ((1,), (-1,)):
             start, end = (
-                self.sizes.expression(each.meta["val"] if isinstance(each, fx.Node) else each) for each in arguments[:2]
+                self.sizes.expression(arg.meta["val"] if isinstance(arg, fx.Node) else arg) for arg in arguments[:2]
             )
             if start.is_integer and end.is_integer:
                 self.sizes.learn_equal(node.meta["val"].shape[0], (end - start) * int(arguments[2]))
 
-    def _known(self, node: fx.Node, describe: Callable[[Any], Any]) -> Any:
+    def _describe_value(self, node: fx.Node, describe: Callable[[Any], Any]) -> Any:
         """What ``describe`` returns for the value of a node."""
         try:
             return describe(node.meta.get("val"))
@@ -259,7 +259,7 @@ class _Flattening:
         placed.target = OF_ATEN.get(placed.target, placed.target)
         stack = list(node.meta.get("nn_module_stack", {}).items())
         placed.meta = {
-            **self._known(node, self.sizes.describe),
+            **self._describe_value(node, self.sizes.describe),
             "path": tuple((call, fqn) for call, (fqn, _) in stack if fqn),
             "regions": regions,
             "in_every_mode": False,
@@ -300,9 +300,9 @@ def _checks_size(node: fx.Node) -> bool:
     )
 
 
-def _is_same_constant(entry: StateEntry, held: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _is_same_constant(entry: StateEntry, state_tensor: torch.Tensor, tensor: torch.Tensor) -> bool:
     is_alike = entry.kind == "constant" and entry.shape == tuple(tensor.shape) and entry.dtype == tensor.dtype
-    return is_alike and values_of(held) == values_of(tensor)
+    return is_alike and values_of(state_tensor) == values_of(tensor)
 
 
 def _is_region(node: fx.Node) -> bool:

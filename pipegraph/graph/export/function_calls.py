@@ -96,7 +96,7 @@ def _mark_results(tracer: Any, frame: FrameType, call: str) -> None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(isinstance(each, (bool, int, float)) for each in value)
+        return all(isinstance(number, (bool, int, float)) for number in value)
     return isinstance(value, _PLAIN)
 
 
@@ -107,11 +107,11 @@ def _returned(code: CodeType) -> dict[int, tuple[str, ...]]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
         return {}
-    found: dict[int, tuple[str, ...]] = {}
+    names: dict[int, tuple[str, ...]] = {}
     for line, elements in _returns(tree.body):
-        if all(isinstance(each, ast.Name) for each in elements):
-            found[line + code.co_firstlineno - 1] = tuple(each.id for each in elements if isinstance(each, ast.Name))
-    return found
+        if all(isinstance(expression, ast.Name) for expression in elements):
+            names[line + code.co_firstlineno - 1] = tuple(name.id for name in elements if isinstance(name, ast.Name))
+    return names
 
 
 def _returns(body: Sequence[ast.stmt]) -> Iterator[tuple[int, list[ast.expr]]]:
@@ -176,10 +176,10 @@ def _check_derivative(function: Any, apply: Callable[..., Any], args: tuple[Any,
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             inputs = [_sample(argument, limit) for argument in args]
-            own = _gradients(apply, inputs)
+            gradients = _gradients(apply, inputs)
             torch.manual_seed(0)
             derived = _gradients(lambda *values: _run_forward(function, values), inputs)
-            return all(map(_are_close, own, derived))
+            return all(map(_are_close, gradients, derived))
 
     equal, failure = None, None
     for limit in (_SMALL, math.inf):
@@ -227,15 +227,15 @@ def _number(size: int | torch.SymInt) -> int:
 
 def _gradients(run: Callable[..., Any], inputs: list[Any]) -> list[Tensor | None]:
     """The gradients of the inputs for random gradients of the outputs."""
-    wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
-    outputs = [each for each in pytree.tree_leaves(run(*inputs)) if isinstance(each, Tensor) and each.requires_grad]
-    if not outputs or not wanted:
-        return [None] * len(wanted)
-    weights = [torch.linspace(-1, 1, each.numel(), dtype=each.dtype).reshape(each.shape) for each in outputs]
-    return list(torch.autograd.grad(outputs, wanted, weights, allow_unused=True))
+    differentiable_inputs = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+    outputs = [leaf for leaf in pytree.tree_leaves(run(*inputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not outputs or not differentiable_inputs:
+        return [None] * len(differentiable_inputs)
+    weights = [torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape) for output in outputs]
+    return list(torch.autograd.grad(outputs, differentiable_inputs, weights, allow_unused=True))
 
 
-def _are_close(own: Tensor | None, derived: Tensor | None) -> bool:
-    if own is None or derived is None:
-        return own is derived
-    return torch.allclose(own, derived, rtol=_TOLERANCE, atol=_TOLERANCE * float(own.abs().max()) + 1e-12)
+def _are_close(gradient: Tensor | None, derived: Tensor | None) -> bool:
+    if gradient is None or derived is None:
+        return gradient is derived
+    return torch.allclose(gradient, derived, rtol=_TOLERANCE, atol=_TOLERANCE * float(gradient.abs().max()) + 1e-12)

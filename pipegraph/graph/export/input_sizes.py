@@ -59,9 +59,9 @@ class InputSizes:
         self._inputs = inputs
         self._guards = next((guards for guards in map(guards_of, tensors) if guards), [])
         first = next((name for name in inputs if isinstance(values[name], torch.Tensor)), None)
-        same: dict[sympy.Symbol, sympy.Symbol] = {}
+        equal_symbols: dict[sympy.Symbol, sympy.Symbol] = {}
         if not size_names.by_user:  # else the user says which sizes are the same
-            same = same_sizes(self._guards, _varying(map(values.get, inputs), examples))
+            equal_symbols = same_sizes(self._guards, _varying(map(values.get, inputs), examples))
         named: dict[str, sympy.Symbol] = {}
         for position, (name, example) in enumerate(zip(inputs, examples, strict=True)):
             sizes = values[name].shape if isinstance(values[name], torch.Tensor) else ()
@@ -70,17 +70,17 @@ class InputSizes:
                 if isinstance(expression, sympy.Symbol) and expression not in self._names:
                     is_batch = dim == 0 and name == first and BATCH not in names.values()
                     usual = BATCH if is_batch else f"{name}_{dim}"
-                    wanted = names.get((position, dim))
-                    symbol = named.get(wanted) if wanted else self._names.get(same.get(expression))
+                    size_name = names.get((position, dim))
+                    symbol = named.get(size_name) if size_name else self._names.get(equal_symbols.get(expression))
                     if symbol is None:
-                        symbol = self._symbol(wanted or usual, dim)
+                        symbol = self._symbol(size_name or usual, dim)
                     elif self._captured[symbol] != example.shape[dim]:
                         raise CaptureError(
                             f"{name}.shape[{dim}] is {example.shape[dim]}, and another input has {symbol} "
                             f"{self._captured[symbol]}: dimensions of one name are one size.\n"
                             "Try: an example in which they are equal, or two names."
                         )
-                    named |= {wanted: symbol} if wanted else {}
+                    named |= {size_name: symbol} if size_name else {}
                     self._names[expression] = symbol
                     self._captured[symbol] = example.shape[dim]
                 self._learn_stride(values[name].stride()[dim], example.stride()[dim])
@@ -120,7 +120,7 @@ class InputSizes:
         shape = self._shapes[position]
         return self._names.get(shape[dim]) if dim < len(shape) else None
 
-    def of(self, example: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[sympy.Symbol, int]:
+    def values_in(self, example: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[sympy.Symbol, int]:
         """The dynamic sizes, as they are in other arguments, positional ones and those by keyword."""
         leaves = pytree.tree_leaves(example)
         return {
@@ -144,19 +144,19 @@ class InputSizes:
         """A number of the program, in symbols for the dynamic sizes."""
         return self._renamed(value) if is_symbolic(value) else sympy.sympify(value)
 
-    def learn(self, shape: Sequence[Any], asked: Sequence[Any]) -> None:
+    def learn(self, shape: Sequence[Any], requested_sizes: Sequence[Any]) -> None:
         """Learn what sizes are equal to from a reshape: in its result they may be a quotient, ``s // (s // 2)``, where
         the reshape asked for 2.
 
         Args:
             shape: of the result, as the program has it.
-            asked: the sizes that the reshape was given for it, −1 for an open one.
+            requested_sizes: the sizes that the reshape was given for it, −1 for an open one.
         """
-        for size, wanted in zip(shape, asked, strict=False):
-            if is_symbolic(size) and type(wanted) is int and wanted > 0:
+        for size, requested_size in zip(shape, requested_sizes, strict=False):
+            if is_symbolic(size) and type(requested_size) is int and requested_size > 0:
                 expression = symbolic_expression(size).xreplace(self._names)
                 if not expression.is_Symbol:
-                    self._equal[expression] = sympy.Integer(wanted)
+                    self._equal[expression] = sympy.Integer(requested_size)
 
     def number(self, value: Any) -> int:
         """A size of the program, which may be a symbolic number.
@@ -207,8 +207,8 @@ class InputSizes:
         # A guard on a stride is about the memory of the example, which is another one in every microbatch.
         strides = self._strides.keys() - self._names.keys()
         of_sizes = (guard for guard in self._guards if not guard.free_symbols & strides)
-        own = (guard.xreplace(self._names).xreplace(self._equal) for guard in of_sizes)
-        guards = SizeGuards(self._captured, (*own, *also))
+        relations = (guard.xreplace(self._names).xreplace(self._equal) for guard in of_sizes)
+        guards = SizeGuards(self._captured, (*relations, *also))
         for relation in (*guards.required, *guards.assumed):
             if any(map(has_fraction, relation.args)):
                 raise self._fixed_size_needed(relation.free_symbols)
@@ -236,9 +236,9 @@ class InputSizes:
             )
 
         leaves, form = pytree.tree_flatten((args, kwargs))
-        made: tuple[tuple[Any, ...], dict[str, Any]]
-        made = pytree.tree_unflatten([at(position, leaf) for position, leaf in enumerate(leaves)], form)
-        return made
+        arguments: tuple[tuple[Any, ...], dict[str, Any]]
+        arguments = pytree.tree_unflatten([at(position, leaf) for position, leaf in enumerate(leaves)], form)
+        return arguments
 
     def describe(self, value: Any) -> dict[str, Any]:
         """The metadata of a value: with its sizes as numbers, and as `SymbolicSize`s."""
@@ -306,20 +306,20 @@ def _is_simple(part: sympy.Basic) -> bool:
 
 
 def fixed_sizes(
-    exported: Exported, sizes: InputSizes, wanted: WantedSizes
+    exported: Exported, sizes: InputSizes, request: WantedSizes
 ) -> Iterator[tuple[InputDimension, FixedSize]]:
     """The sizes of inputs that do not vary.
 
     Args:
         exported: the program.
         sizes: of its inputs.
-        wanted: what the user says of them.
+        request: what the user says of them.
     """
     for name, (position, dim), size in sizes.fixed():
         line = exported.lines.get(f"L['{name}'].size()[{dim}]", "")
-        if (position, dim) in wanted.fixed_rows:
+        if (position, dim) in request.fixed_rows:
             reason = "the model fixes the rows of another input"
-        elif wanted.fixed is None or (position, dim) in wanted.fixed:
+        elif request.fixed is None or (position, dim) in request.fixed:
             reason = "dynamic_shapes fixes it"
         elif size < 2:
             reason = "the example has no more, and 1 may stand for a size that is broadcast; capture 2 or more"
@@ -332,7 +332,7 @@ def fixed_sizes(
         else:
             reason = "the model fixes it"
         line = exported.computed.get((position, dim), line)
-        known = (
-            size > 1 and exported.fixed is not None and (wanted.fixed is None or (position, dim) not in wanted.fixed)
+        fixed_by_model = (
+            size > 1 and exported.fixed is not None and (request.fixed is None or (position, dim) not in request.fixed)
         )
-        yield (position, dim), FixedSize(f"{name}.shape[{dim}]", size, line if known else "", reason)
+        yield (position, dim), FixedSize(f"{name}.shape[{dim}]", size, line if fixed_by_model else "", reason)

@@ -56,5 +56,5 @@ def size_expressions_seen(see: Callable[[sympy.Basic, Callable[[sympy.Basic], li
 
 def _name(source: Any) -> str:
     name = source.name
-    found: str = name() if callable(name) else name
-    return found
+    source_name: str = name() if callable(name) else name
+    return source_name

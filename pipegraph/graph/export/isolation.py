@@ -28,15 +28,15 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     Tensors that are attributes get their values back. Parameters and buffers do not: ``torch.export`` and
     `fake_parameters` put fake tensors in their place.
     """
-    held = [container for module in model.modules() for container in _containers(vars(module))]
-    before = [(container, type(container)(container)) for container in held]
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    tensors = {id(tensor): tensor for container in held for tensor in _tensors(container) if id(tensor) not in own}
+    mutables = [container for module in model.modules() for container in _containers(vars(module))]
+    copies = [(container, type(container)(container)) for container in mutables]
+    ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = {id(tensor): tensor for container in mutables for tensor in _tensors(container) if id(tensor) not in ids}
     try:
         with _values_restored(tensors.values()):
             yield
     finally:
-        for container, contents in before:
+        for container, contents in copies:
             container.clear()
             container.extend(contents) if isinstance(container, list) else container.update(contents)
 
@@ -78,30 +78,30 @@ def refusals_not_logged() -> AbstractContextManager[None]:
 @contextmanager
 def _values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     # A tensor that was made in inference mode is not written outside of it.
-    before = [(each, each.detach().clone(), version_of(each)) for each in tensors if not each.is_inference()]
+    copies = [(source, source.detach().clone(), version_of(source)) for source in tensors if not source.is_inference()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, values, version in before:
+            for tensor, values, version in copies:
                 if version_of(tensor) != version:
                     tensor.copy_(values)
 
 
 def _containers(container: Any) -> Iterator[Any]:
     """A dict, list or set, and those inside it; a module's hooks are in ordered dicts."""
-    waiting, seen = [container], set[int]()
+    waiting, visited = [container], set[int]()
     while waiting:
-        each = waiting.pop()
-        if type(each) in (dict, OrderedDict, list, set) and id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            waiting.extend(each.values() if isinstance(each, dict) else each)
+        current = waiting.pop()
+        if type(current) in (dict, OrderedDict, list, set) and id(current) not in visited:
+            visited.add(id(current))
+            yield current
+            waiting.extend(current.values() if isinstance(current, dict) else current)
 
 
 def _tensors(container: Any) -> list[torch.Tensor]:
     values = container.values() if isinstance(container, dict) else container
-    return [each for each in values if isinstance(each, torch.Tensor)]
+    return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
 
 
 @contextmanager
@@ -129,8 +129,8 @@ def fake_parameters(
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         where = device or (stood_for if tensor.device.type == "meta" else tensor.device)
         with mode:
-            own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=own, device=where)
+            fake_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device=where)
             return twin.requires_grad_(tensor.requires_grad)
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: fake(leaf.detach()), (args, kwargs))
@@ -201,13 +201,13 @@ def generators_restored() -> Iterator[Callable[[], bool]]:
     Yields:
         whether a number was drawn of them.
     """
-    before = _states()
+    previous_states = _states()
     try:
-        yield lambda: _states() != before
+        yield lambda: _states() != previous_states
     finally:
-        random.setstate(before[0])
-        if before[1] is not None:
-            sys.modules["numpy"].random.set_state(before[1])
+        random.setstate(previous_states[0])
+        if previous_states[1] is not None:
+            sys.modules["numpy"].random.set_state(previous_states[1])
 
 
 def _states() -> tuple[Any, Any]:
@@ -215,5 +215,5 @@ def _states() -> tuple[Any, Any]:
     state = None if numpy is None else numpy.random.get_state()
     if not isinstance(state, tuple):  # of another kind of generator than NumPy's own
         return random.getstate(), None
-    name, numbers, *others = state
-    return random.getstate(), (name, tuple(numbers.tolist()), *others)
+    name, numbers, *scalars = state
+    return random.getstate(), (name, tuple(numbers.tolist()), *scalars)

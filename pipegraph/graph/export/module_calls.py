@@ -57,7 +57,7 @@ def _run_recorded(
     helpers.end(tracer)
     if _is_checkpointed(inspect.currentframe()):
         _mark(tracer, CHECKPOINTED, call, ((tensor, True) for tensor in _tensors(result)))
-    plain = tuple((each.name, _plain(each)) for each in arguments)
+    plain = tuple((argument.name, _plain(argument)) for argument in arguments)
     _mark(tracer, "result_of", call, _result_places(result, plain, len(args)))
     return _with_plain_dataclasses(result) if module is model else result
 
@@ -72,14 +72,14 @@ def _with_plain_dataclasses(result: Any) -> Any:
     return pytree.tree_map(plain, result)
 
 
-def _write_assigned(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+def _write_assigned(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Write what a ``forward`` assigned to the buffers of its module into them: ``torch.export`` drops
     ``self.mean = …`` of an inner module.
 
     Args:
-        before: the buffers before the call.
+        buffers: the buffers before the call.
     """
-    for name, buffer in before.items():
+    for name, buffer in buffers.items():
         value = getattr(module, name, None)
         if value is buffer or not isinstance(value, torch.Tensor):
             continue
@@ -99,8 +99,8 @@ def _is_checkpointed(frame: FrameType | None) -> bool:
     of another module that was."""
     if frame is None:  # an interpreter without frames
         return False
-    own, caller = frame.f_code, frame.f_back
-    while caller is not None and caller.f_code is not own:
+    code, caller = frame.f_code, frame.f_back
+    while caller is not None and caller.f_code is not code:
         if caller.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         caller = caller.f_back
@@ -133,8 +133,8 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     for name, value in bound.items():
         kind = signature.parameters[name].kind
         named = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        for key, each in named.items():
-            yield _Argument(key, each, kind is inspect.Parameter.VAR_POSITIONAL)
+        for key, argument in named.items():
+            yield _Argument(key, argument, kind is inspect.Parameter.VAR_POSITIONAL)
 
 
 def _plain(argument: _Argument) -> object:

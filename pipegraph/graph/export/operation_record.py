@@ -151,11 +151,11 @@ class _OperationRecord(TorchDispatchMode):
         if func is torch.ops.aten.slice.Tensor:
             described = _slice(*described[0], **described[1])
         self.operations.append((func, described))
-        made = hash((func, str(described)))
+        operation_hash = hash((func, str(described)))
         leaves = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                self._origins[id(leaf)] = leaf, hash((made, position))
+                self._origins[id(leaf)] = leaf, hash((operation_hash, position))
         return result
 
     def add_results(self, results: Any) -> None:
@@ -169,7 +169,7 @@ class _OperationRecord(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return tuple(map(self._described, value))
         if isinstance(value, dict):
-            return {name: self._described(each) for name, each in value.items()}
+            return {name: self._described(argument) for name, argument in value.items()}
         return value
 
     def _origin(self, tensor: torch.Tensor) -> int:
@@ -213,8 +213,8 @@ class OriginRecord(_OperationRecord):
 def _names(model: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, object]]:
     """The tensors that a model begins with, each with a name."""
     leaves = enumerate(pytree.tree_leaves(inputs))
-    given = [(leaf, ("input", position)) for position, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return [*given, *((tensor, name) for name, tensor in (*model.named_parameters(), *model.named_buffers()))]
+    named_inputs = [(leaf, ("input", position)) for position, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [*named_inputs, *((tensor, name) for name, tensor in (*model.named_parameters(), *model.named_buffers()))]
 
 
 def _slice(tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
@@ -255,14 +255,14 @@ def device_branch(
         what differs first, with its lines; empty if nothing does, or if the model cannot run there without memory.
     """
     devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    here, other = ("cuda", "cpu") if "cuda" in devices else ("cpu", "cuda")
+    device_type, other_type = ("cuda", "cpu") if "cuda" in devices else ("cpu", "cuda")
     try:
-        own, there = (calls_of_model(model, mode, args, kwargs, device) for device in (None, other))
+        calls, other_calls = (calls_of_model(model, mode, args, kwargs, device) for device in (None, other_type))
     except Exception:  # a model that moves its tensors to a device by name, say
         return ""
-    for one, two in zip_longest(own, there):
-        if one is None or two is None or one[0] != two[0]:
-            return f"{_described(one)} on {here}, and {_described(two)} on {other}"
+    for call, two in zip_longest(calls, other_calls):
+        if call is None or two is None or call[0] != two[0]:
+            return f"{_described(call)} on {device_type}, and {_described(two)} on {other_type}"
     return ""
 
 

@@ -58,19 +58,19 @@ def mark_dtypes(
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if len(dtypes) != 1:
         return
-    (own,) = dtypes
-    other = torch.bfloat16 if own == torch.float32 else torch.float32
+    (dtype,) = dtypes
+    other_dtype = torch.bfloat16 if dtype == torch.float32 else torch.float32
     for fixed in dict.fromkeys((None, exported.fixed)):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the model's own were shown when it was exported
                 program = export_in(
-                    exported.mode, model, args, kwargs, other, fixed=fixed, keeps_int=exported.keeps_int
+                    exported.mode, model, args, kwargs, other_dtype, fixed=fixed, keeps_int=exported.keeps_int
                 )
                 twin, _ = flatten(program, *state_of(model), names)
         except Exception:  # whatever the model raises in a dtype that it was not written for
             return
-        comparison = _DtypeComparison(DtypeProbe(graph, twin, own, other))
+        comparison = _DtypeComparison(DtypeProbe(graph, twin, dtype, other_dtype))
         if comparison.succeeds():
             comparison.apply()
             return
@@ -83,7 +83,7 @@ class _DtypeComparison:
         self._graphs = graphs
         # What a node is equal to in its own graph, casts that do nothing left out.
         self._equals: dict[fx.Node, fx.Node] = {}
-        self._alike: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self._node_by_pair: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self._arguments: dict[fx.Node, tuple[Any, Any]] = {}
         self._relative: set[fx.Node] = set()
 
@@ -107,12 +107,12 @@ class _DtypeComparison:
             if numbers:
                 node.meta[RELATIVE_NUMBERS] = numbers
         for node in self._graphs.full_slices:
-            if OTHER_DTYPE in whole(node).meta:
-                node.meta[OTHER_DTYPE] = whole(node).meta[OTHER_DTYPE]
-        for key, found in places.items():
+            if OTHER_DTYPE in unsliced_node(node).meta:
+                node.meta[OTHER_DTYPE] = unsliced_node(node).meta[OTHER_DTYPE]
+        for key, call_places in places.items():
             for node in self._nodes():
                 node.meta.pop(key, None)
-            for node, call, place in found:
+            for node, call, place in call_places:
                 node.meta.setdefault(key, {})[call] = place
 
     def _compare(self, node: fx.Node, twin: fx.Node) -> bool:
@@ -127,31 +127,31 @@ class _DtypeComparison:
             twin_leaves = [next(waiting) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         elif form != twin_form:
             return False
-        found = []
+        common_leaves = []
         for leaf, twin_leaf in zip(leaves, twin_leaves, strict=True):
             if isinstance(leaf, fx.Node):
-                if not isinstance(twin_leaf, fx.Node) or (agreed := self._agreed(leaf, twin_leaf)) is None:
+                if not isinstance(twin_leaf, fx.Node) or (common_node := self._common_node(leaf, twin_leaf)) is None:
                     return False
-                leaf = agreed
+                leaf = common_node
             elif (leaf, twin_leaf) == self._graphs.dtypes:
                 self._relative.add(node)
             elif not same_argument(node, leaf, twin_leaf):
                 return False
-            found.append(leaf)
-        self._arguments[node] = pytree.tree_unflatten(found, form)
-        for each in (node, twin):
-            source = each.args[0] if each.args and _does_nothing(each) else None
-            self._equals[each] = self._equals[whole(source)] if isinstance(source, fx.Node) else each
-        self._alike.setdefault((self._equals[node], self._equals[twin]), node)
+            common_leaves.append(leaf)
+        self._arguments[node] = pytree.tree_unflatten(common_leaves, form)
+        for operation in (node, twin):
+            source = operation.args[0] if operation.args and _does_nothing(operation) else None
+            self._equals[operation] = self._equals[unsliced_node(source)] if isinstance(source, fx.Node) else operation
+        self._node_by_pair.setdefault((self._equals[node], self._equals[twin]), node)
         return True
 
-    def _agreed(self, node: fx.Node, twin: fx.Node) -> fx.Node | None:
+    def _common_node(self, node: fx.Node, twin: fx.Node) -> fx.Node | None:
         """Return the value that is ``node`` in one graph and ``twin`` in the other; None if there is none."""
-        source, twin = whole(node), whole(twin)
+        source, twin = unsliced_node(node), unsliced_node(twin)
         if self._graphs.node_of(twin) is source:
             return node
-        agreed = self._alike.get((self._equals[source], self._equals[twin]))
-        return agreed if agreed is source or node is source else None
+        common_node = self._node_by_pair.get((self._equals[source], self._equals[twin]))
+        return common_node if common_node is source or node is source else None
 
     def _places(self, key: str) -> Iterator[tuple[fx.Node, str, Any]]:
         """Yield each place of a value in a call, at the value that both graphs agree on."""
@@ -161,39 +161,42 @@ class _DtypeComparison:
         for node in self._nodes():
             for call, place in node.meta.get(key, {}).items():
                 twin = twins.get((call, place.order))
-                agreed = None if twin is None else self._agreed(node, twin)
-                yield agreed or node, call, place
+                common_node = None if twin is None else self._common_node(node, twin)
+                yield common_node or node, call, place
 
     def _nodes(self) -> list[fx.Node]:
         return [*(node for node, _ in self._graphs.pairs), *self._graphs.full_slices]
 
 
 def _numbers(
-    node: fx.Node, twin: fx.Node, own: torch.dtype, other: torch.dtype
+    node: fx.Node, twin: fx.Node, dtype: torch.dtype, other_dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, torch.dtype, str]]:
     """The arguments of an operation that are what ``torch.finfo`` says of the model's dtype."""
     if not isinstance(node.target, OpOverload) or node.target is not twin.target:
         return {}
     arguments, twins = arguments_of(node), arguments_of(twin)
-    found = {}
+    numbers = {}
     for name, value in arguments.items():
         if isinstance(value, float) and value != twins.get(name):
             for limit in ("min", "max", "eps", "tiny"):
-                if (value, twins.get(name)) == (getattr(torch.finfo(own), limit), getattr(torch.finfo(other), limit)):
-                    found[name] = own, other, limit
-    return found
+                if (value, twins.get(name)) == (
+                    getattr(torch.finfo(dtype), limit),
+                    getattr(torch.finfo(other_dtype), limit),
+                ):
+                    numbers[name] = dtype, other_dtype, limit
+    return numbers
 
 
 def _does_nothing(node: fx.Node) -> bool:
     """Return whether an operation is a cast that returned its argument."""
     if not operator_of(node).cast or not isinstance(node.args[0], fx.Node):
         return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    argument_value, result_value = node.args[0].meta.get("val"), node.meta.get("val")
     return (
-        isinstance(before, torch.Tensor)
-        and isinstance(after, torch.Tensor)
-        and before.dtype == after.dtype
-        and before.device == after.device
+        isinstance(argument_value, torch.Tensor)
+        and isinstance(result_value, torch.Tensor)
+        and argument_value.dtype == result_value.dtype
+        and argument_value.device == result_value.device
         and not any(value for name, value in arguments_of(node).items() if name in ("copy", "memory_format"))
     )
 
@@ -212,8 +215,8 @@ class DtypeProbe:
         twins: all nodes of the other graph.
     """
 
-    def __init__(self, graph: fx.Graph, twin: fx.Graph, own: torch.dtype, other: torch.dtype) -> None:
-        self.dtypes = own, other
+    def __init__(self, graph: fx.Graph, twin: fx.Graph, dtype: torch.dtype, other_dtype: torch.dtype) -> None:
+        self.dtypes = dtype, other_dtype
         self.pairs: list[tuple[fx.Node, fx.Node]] = []
         self._twin_of: dict[fx.Node, fx.Node] = {}
         self._node_of: dict[fx.Node, fx.Node] = {}
@@ -234,11 +237,11 @@ class DtypeProbe:
                 self._add(node, twin)
                 node, twin = next(nodes, None), next(twins, None)
             elif (
-                cast := _missing_cast(twin, before=node, value_of=self._node_of, dtypes=self.dtypes[::-1])
+                cast := _missing_cast(twin, next_node=node, value_of=self._node_of, dtypes=self.dtypes[::-1])
             ) is not None:
                 self._add(cast, twin)
                 twin = next(twins, None)
-            elif (cast := _missing_cast(node, before=twin, value_of=self._twin_of, dtypes=self.dtypes)) is not None:
+            elif (cast := _missing_cast(node, next_node=twin, value_of=self._twin_of, dtypes=self.dtypes)) is not None:
                 self._add(node, cast)
                 node = next(nodes, None)
             else:
@@ -250,7 +253,7 @@ class DtypeProbe:
         self._twin_of[node], self._node_of[twin] = twin, node
 
 
-def whole(node: fx.Node) -> fx.Node:
+def unsliced_node(node: fx.Node) -> fx.Node:
     """The value of which slices take all."""
     while _takes_all(node):
         node = node.all_input_nodes[0]
@@ -293,36 +296,36 @@ def _correspond(node: fx.Node, twin: fx.Node) -> bool:
     shapes = [
         pytree.tree_map(
             lambda value: getattr(value, "shape", None),
-            [value.meta.get("val") for value in (each, *each.all_input_nodes)],
+            [value.meta.get("val") for value in (operation, *operation.all_input_nodes)],
         )
-        for each in (node, twin)
+        for operation in (node, twin)
     ]
-    return not any(operator_of(each).cast for each in (node, twin)) and bool(shapes[0] == shapes[1])
+    return not any(operator_of(operation).cast for operation in (node, twin)) and bool(shapes[0] == shapes[1])
 
 
 def _missing_cast(
-    cast: fx.Node, before: fx.Node, value_of: dict[fx.Node, fx.Node], dtypes: tuple[torch.dtype, torch.dtype]
+    cast: fx.Node, next_node: fx.Node, value_of: dict[fx.Node, fx.Node], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> fx.Node | None:
     """Put a cast into a graph that lacks it because it does nothing there, and return it.
 
     Args:
         cast: the cast, in the other graph.
-        before: where to put it.
+        next_node: where to put it.
         value_of: node of the other graph → node of this one.
         dtypes: the dtypes of the model in the graph that has the cast, and in this one.
 
     Returns:
         the new node; None if ``cast`` is no cast, or would do something.
     """
-    if cast.target is not aten.to.dtype or whole(cast.all_input_nodes[0]) not in value_of:
+    if cast.target is not aten.to.dtype or unsliced_node(cast.all_input_nodes[0]) not in value_of:
         return None
-    source = value_of[whole(cast.all_input_nodes[0])]
-    asked = cast.args[1]
-    dtype = dtypes[1] if asked == dtypes[0] else asked
+    source = value_of[unsliced_node(cast.all_input_nodes[0])]
+    requested_dtype = cast.args[1]
+    dtype = dtypes[1] if requested_dtype == dtypes[0] else requested_dtype
     if source.meta["val"].dtype != dtype:
         return None
-    with before.graph.inserting_before(before):
-        made = before.graph.call_function(aten.to.dtype, (source, dtype, *cast.args[2:]), dict(cast.kwargs))
-    made.meta = {key: cast.meta[key] for key in _PLACE if key in cast.meta}
-    made.meta |= {"val": source.meta["val"], SIZES: shape_of(source)}
-    return made
+    with next_node.graph.inserting_before(next_node):
+        new_cast = next_node.graph.call_function(aten.to.dtype, (source, dtype, *cast.args[2:]), dict(cast.kwargs))
+    new_cast.meta = {key: cast.meta[key] for key in _PLACE if key in cast.meta}
+    new_cast.meta |= {"val": source.meta["val"], SIZES: shape_of(source)}
+    return new_cast

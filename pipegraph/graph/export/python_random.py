@@ -35,8 +35,8 @@ def check_chances(
         least = _at(None, operations_of_model, model, mode, args, kwargs)
         for seed in _SEEDS:
             if _at(seed, operations_of_model, model, mode, args, kwargs) != least:
-                pair = (_at(each, calls_of_model, model, mode, args, kwargs) for each in (None, seed))
-                different = (one or other for one, other in zip_longest(*pair) if one != other)
+                pair = (_at(run_seed, calls_of_model, model, mode, args, kwargs) for run_seed in (None, seed))
+                different = (call or other_call for call, other_call in zip_longest(*pair) if call != other_call)
                 line = next((f"\n  at {call[1]}" for call in different if call and call[1]), "")
                 raise CaptureError(
                     "It draws random numbers of Python or NumPy that decide what it does, and a stage would do what "

@@ -57,7 +57,7 @@ def _samples(guards: SizeGuards, relations: frozenset[sympy.Basic]) -> Iterator[
         for chunk in chunks:
             multiple = captured // chunk * chunk
             lengths |= {1, chunk // 2, chunk - 1, chunk}
-            lengths |= {multiple + count * chunk + rest for count in range(-2, 4) for rest in (0, 1)}
+            lengths |= {multiple + count * chunk + remainder for count in range(-2, 4) for remainder in (0, 1)}
         yield from ({symbol: length} for length in sorted(lengths) if length > 0 and length != captured)
 
 

@@ -43,14 +43,14 @@ class ShapeExpressionLimit:
 
     Args:
         args, kwargs: what the model is exported on.
-        kept: the dimensions that have to vary however long it takes.
+        free_dims: the dimensions that have to vary however long it takes.
 
     Attributes:
         refusal: the sizes that made the first one too long; None as long as there is none.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], kept: AbstractSet[InputDimension]) -> None:
-        self._kept = kept
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], free_dims: AbstractSet[InputDimension]) -> None:
+        self._free_dims = free_dims
         self._leaves = pytree.tree_leaves((args, kwargs))
         self.refusal: FixedSizeNeededError | None = None
 
@@ -60,7 +60,7 @@ class ShapeExpressionLimit:
 
     def _see(self, expression: sympy.Basic, names_of: Callable[[sympy.Basic], list[str]]) -> None:
         if self.refusal is None and is_long(expression):
-            dimensions = self._dimensions(expression, names_of) - self._kept
+            dimensions = self._dimensions(expression, names_of) - self._free_dims
             if dimensions:
                 self.refusal = FixedSizeNeededError(dimensions, current_user_line())
         if self.refusal is not None:
@@ -76,9 +76,9 @@ class ShapeExpressionLimit:
         counts = Counter(part for part in sympy.preorder_traversal(expression) if isinstance(part, sympy.Symbol))
         most = max(counts.values(), default=0)
         names = [name for symbol, count in counts.items() if 2 * count > most for name in names_of(symbol)]
-        found = {int(match[1]) for match in map(_DIMENSION.search, names) if match}
+        dims = {int(match[1]) for match in map(_DIMENSION.search, names) if match}
         tensors = [(at, leaf) for at, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        return frozenset((at, dim) for at, leaf in tensors for dim in found if dim < leaf.dim())
+        return frozenset((at, dim) for at, leaf in tensors for dim in dims if dim < leaf.dim())
 
 
 def is_long(expression: sympy.Basic) -> bool:

@@ -29,8 +29,8 @@ class SizeGuards:
 
     def __init__(self, captured: Sizes, guards: Iterable[sympy.Basic]) -> None:
         self.captured = captured
-        found = (relation for guard in guards for relation in self._relations(guard) if relation.free_symbols)
-        relations = [relation for relation in found if not _is_evident(relation)]
+        candidates = (relation for guard in guards for relation in self._relations(guard) if relation.free_symbols)
+        relations = [relation for relation in candidates if not _is_evident(relation)]
         self.assumed = tuple(dict.fromkeys(filter(_is_about_one, relations)))
         self.required = tuple(relation for relation in dict.fromkeys(relations) if relation not in self.assumed)
 
@@ -64,13 +64,13 @@ class SizeGuards:
         highest: dict[str, int] = {}
         conditions: dict[str, None] = {}
         for relation in (*self.required, *also):
-            left, symbol, right = relation.lhs, relation.rel_op, relation.rhs
-            if left.is_Symbol and right.is_Integer and symbol in (">", ">="):
-                lowest[str(left)] = max(lowest.get(str(left), 1), int(right) + (symbol == ">"))
-            elif left.is_Symbol and right.is_Integer and symbol in ("<", "<="):
-                highest[str(left)] = min(highest.get(str(left), 2**62), int(right) - (symbol == "<"))
+            left_side, symbol, right = relation.lhs, relation.rel_op, relation.rhs
+            if left_side.is_Symbol and right.is_Integer and symbol in (">", ">="):
+                lowest[str(left_side)] = max(lowest.get(str(left_side), 1), int(right) + (symbol == ">"))
+            elif left_side.is_Symbol and right.is_Integer and symbol in ("<", "<="):
+                highest[str(left_side)] = min(highest.get(str(left_side), 2**62), int(right) - (symbol == "<"))
             else:
-                conditions[f"{expression_text(left)} {symbol} {expression_text(right)}"] = None
+                conditions[f"{expression_text(left_side)} {symbol} {expression_text(right)}"] = None
         captured = {str(symbol): size for symbol, size in self.captured.items()}
         return SizeLimits(captured, lowest, highest, tuple(conditions))
 
@@ -84,9 +84,9 @@ class SizeGuards:
             for part in guard.args:
                 yield from self._relations(part)
         elif isinstance(guard, sympy.Or):
-            held = [part for part in guard.args if self._holds(part, {}, if_undefined=False)]
-            if held:
-                yield from self._relations(min(held, key=lambda part: (len(part.free_symbols), str(part))))
+            true_parts = [part for part in guard.args if self._holds(part, {}, if_undefined=False)]
+            if true_parts:
+                yield from self._relations(min(true_parts, key=lambda part: (len(part.free_symbols), str(part))))
             else:
                 yield guard
         else:
@@ -124,24 +124,24 @@ def same_sizes(
         varying: (symbol, dimension, size in the example) of the inputs' dynamic sizes, in the order of the inputs.
     """
     sizes: dict[sympy.Symbol, int] = {}
-    same: dict[sympy.Symbol, sympy.Symbol] = {}
+    equal_symbols: dict[sympy.Symbol, sympy.Symbol] = {}
     for symbol, _, size in varying:
         sizes.setdefault(symbol, size)
-    for guard in (each.xreplace(same) for each in guards):
+    for guard in (relation.xreplace(equal_symbols) for relation in guards):
         if not isinstance(guard, sympy.Eq):
             continue
-        left, right = guard.args
-        own, others = (
-            [size for size in sizes if size in one.free_symbols - other.free_symbols]
-            for one, other in ((left, right), (right, left))
+        left_side, right = guard.args
+        left_symbols, right_symbols = (
+            [size for size in sizes if size in side.free_symbols - other_side.free_symbols]
+            for side, other_side in ((left_side, right), (right, left_side))
         )
-        pairs = dict(zip(own, others, strict=False))
-        if [sizes[size] for size in own] != [sizes[size] for size in others]:
+        pairs = dict(zip(left_symbols, right_symbols, strict=False))
+        if [sizes[size] for size in left_symbols] != [sizes[size] for size in right_symbols]:
             continue
-        if sympy.expand(left.xreplace(pairs) - right) == 0:
+        if sympy.expand(left_side.xreplace(pairs) - right) == 0:
             order = list(sizes)
-            same |= dict(sorted(pair, key=order.index, reverse=True) for pair in pairs.items())
-    return same
+            equal_symbols |= dict(sorted(pair, key=order.index, reverse=True) for pair in pairs.items())
+    return equal_symbols
 
 
 def _is_size_or_one(part: sympy.Basic) -> bool:
@@ -149,7 +149,7 @@ def _is_size_or_one(part: sympy.Basic) -> bool:
 
 
 def _without_one(part: sympy.Basic) -> sympy.Basic:
-    return next(each for each in part.args if each != 1)
+    return next(operand for operand in part.args if operand != 1)
 
 
 def _is_least(part: sympy.Basic) -> bool:
@@ -157,20 +157,20 @@ def _is_least(part: sympy.Basic) -> bool:
 
 
 def _without_multiples(part: sympy.Basic) -> sympy.Basic:
-    return part.func(*(each for each in part.args if not any(_is_multiple(each, other) for other in part.args)))
+    return part.func(*(size for size in part.args if not any(_is_multiple(size, divisor) for divisor in part.args)))
 
 
 def _is_about_one(relation: sympy.Basic) -> bool:
     """Return whether a guard only says that a size is not 0 or 1, as the program takes for granted of each."""
     if not isinstance(relation, (Ne, Gt, Ge, Lt, Le)):
         return False
-    left, right = relation.args
-    if type(left).__name__ in ("Mod", "PythonMod"):
-        return isinstance(relation, sympy.Ne) and right == 0 and _is_multiple(left.args[1], left.args[0])
-    return any(side in (0, 1) for side in (left, right)) or _is_multiple(left, right) or _is_multiple(right, left)
+    lhs, right = relation.args
+    if type(lhs).__name__ in ("Mod", "PythonMod"):
+        return isinstance(relation, sympy.Ne) and right == 0 and _is_multiple(lhs.args[1], lhs.args[0])
+    return any(side in (0, 1) for side in (lhs, right)) or _is_multiple(lhs, right) or _is_multiple(right, lhs)
 
 
-def _is_multiple(size: sympy.Expr, other: sympy.Expr) -> bool:
+def _is_multiple(size: sympy.Expr, divisor: sympy.Expr) -> bool:
     """Return whether a size is another one times further sizes."""
-    quotient = size / other
+    quotient = size / divisor
     return bool(quotient.free_symbols) and quotient.as_numer_denom()[1] == 1

@@ -22,7 +22,7 @@ def name_in_lists(program: ExportedProgram, model: nn.Module) -> None:
             stack = node.meta.get("nn_module_stack", {})
             if any("slice(" in fqn for fqn, _ in stack.values()):
                 named = {call: (_name(fqn, model), kind) for call, (fqn, kind) in stack.items()}
-                node.meta["nn_module_stack"] = {call: each for call, each in named.items() if each[0] is not None}
+                node.meta["nn_module_stack"] = {call: pair for call, pair in named.items() if pair[0] is not None}
 
 
 def _name(fqn: str, model: nn.Module) -> str | None:
@@ -30,10 +30,10 @@ def _name(fqn: str, model: nn.Module) -> str | None:
     parts: list[str] = []
     names: list[str] | None = None  # of what the last slice has
     for part in fqn.split("."):
-        found, module = _SLICE.fullmatch(part), model.get_submodule(".".join(parts))
-        if found is not None:
+        match, module = _SLICE.fullmatch(part), model.get_submodule(".".join(parts))
+        if match is not None:
             every = [str(number) for number in range(len(module))] if names is None else names  # type: ignore[arg-type]
-            names = every[slice(*(None if bound == "None" else int(bound) for bound in found.groups()))]
+            names = every[slice(*(None if bound == "None" else int(bound) for bound in match.groups()))]
             continue
         # A slice of a list counts again; one of a Sequential has its names.
         parts.append(part if names is None or not isinstance(module, nn.ModuleList) else names[int(part)])

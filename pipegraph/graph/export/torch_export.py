@@ -69,7 +69,7 @@ def export(
     kwargs: dict[str, Any],
     fixed: frozenset[InputDimension] | None = frozenset(),
     *,
-    kept: AbstractSet[InputDimension] = frozenset(),
+    free_dims: AbstractSet[InputDimension] = frozenset(),
     allow_derivative: bool = False,
     trains: bool = True,
     keeps_int: bool = False,
@@ -77,7 +77,7 @@ def export(
     """Export in training mode, or else in the mode that the model is in, with sizes that may vary if that works.
 
     Args:
-        kept: the dimensions whose sizes are not fixed because much is computed from them.
+        free_dims: the dimensions whose sizes are not fixed because much is computed from them.
         trains: whether to try training mode.
         keeps_int: whether ``int`` in the model's source keeps a dynamic size.
 
@@ -95,7 +95,7 @@ def export(
 
     def attempt(mode: Mapping[nn.Module, bool], tried: frozenset[InputDimension] | None) -> Exported:
         lines: dict[str, str] = {}
-        long = ShapeExpressionLimit(args, kwargs, kept)
+        long = ShapeExpressionLimit(args, kwargs, free_dims)
 
         def note(size: str, value: int) -> None:
             lines.setdefault(size, current_user_line())
@@ -125,10 +125,10 @@ def export(
             else:
                 obstacle = obstacle or at_line(summary(error), error)
             continue
-        others = _beside_batch(args, kwargs)
-        if tried is None and fixed is not None and others > fixed and not kept & others:
+        other_dims = _beside_batch(args, kwargs)
+        if tried is None and fixed is not None and other_dims > fixed and not free_dims & other_dims:
             with suppress(Exception):  # then nothing varies
-                return attempt(mode, others)
+                return attempt(mode, other_dims)
         return exported if tried is None else exported._replace(obstacle="")
     assert first_error is not None
     mode_needed = " in training mode" if _exports_evaluated(model, args, kwargs) else ""
@@ -222,7 +222,7 @@ def _every_input_named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[
     """
     forward = model.forward
     signature = inspect.signature(forward)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [param for param in signature.parameters.values() if param.kind is not inspect.Parameter.VAR_KEYWORD]
     missing = [name for name in kwargs if name not in signature.parameters]
     if not missing or not all(name.isidentifier() and not keyword.iskeyword(name) for name in missing):
         yield
@@ -232,16 +232,16 @@ def _every_input_named(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[
         return forward(*args, **kwargs)
 
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in missing]
-    named.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-    before = vars(model).get("forward")
+    named.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
+    previous_forward = vars(model).get("forward")
     model.forward = named
     try:
         yield
     finally:
-        if before is None:
+        if previous_forward is None:
             del model.forward
         else:
-            model.forward = before
+            model.forward = previous_forward
 
 
 def _varying_sizes(
@@ -254,7 +254,7 @@ def _varying_sizes(
         if isinstance(leaf, torch.Tensor):
             # Of a size of 1 torch.export cannot tell whether it is broadcast.
             is_fixed = ((position, dim) in fixed or size < 2 for dim, size in enumerate(leaf.shape))
-            shapes[leaf] = tuple(torch.export.Dim.STATIC if each else torch.export.Dim.AUTO for each in is_fixed)
+            shapes[leaf] = tuple(torch.export.Dim.STATIC if static else torch.export.Dim.AUTO for static in is_fixed)
     return shapes.dynamic_shapes(model, args, kwargs)
 
 
@@ -285,13 +285,13 @@ def _graphs_not_shown() -> Iterator[None]:
 
 @contextmanager
 def _modes(mode: Mapping[nn.Module, bool]) -> Iterator[None]:
-    before = {module: module.training for module in mode}
+    previous_modes = {module: module.training for module in mode}
     for module, training in mode.items():
         module.training = training
     try:
         yield
     finally:
-        for module, training in before.items():
+        for module, training in previous_modes.items():
             module.training = training
 
 

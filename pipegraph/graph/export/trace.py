@@ -98,11 +98,11 @@ class Trace:
         Raises:
             CaptureError: the model does not take as many.
         """
-        sizes = self.sizes.of(example)
-        wanted = [(name, dim, size) for name, dim, size in (("batch", 0, batch), ("seq", 1, seq)) if size is not None]
+        sizes = self.sizes.values_in(example)
+        options = [(name, dim, size) for name, dim, size in (("batch", 0, batch), ("seq", 1, seq)) if size is not None]
         tensors = example.tensors()
         first, shape = (tensors[0][0], list(tensors[0][1].shape)) if tensors else (0, [])
-        for name, dim, size in wanted:
+        for name, dim, size in options:
             if shape[dim : dim + 1] == [size]:
                 continue
             symbol = self.sizes.symbol_of((first, dim)) if tensors else None
@@ -112,17 +112,17 @@ class Trace:
                     f"Try: without --{name}, or an example of that size."
                 )
             sizes[symbol] = size
-        if wanted and not self.is_model_at(sizes):
-            given = ", ".join(f"--{name} {size}" for name, _, size in wanted)
-            needed = _what_holds(limits_of(self.guards, self.comparison)) or "other sizes"
-            raise CaptureError(f"The model does not take {given}.\nTry: {needed}.")
+        if options and not self.is_model_at(sizes):
+            flags = ", ".join(f"--{name} {size}" for name, _, size in options)
+            conditions = _what_holds(limits_of(self.guards, self.comparison)) or "other sizes"
+            raise CaptureError(f"The model does not take {flags}.\nTry: {conditions}.")
         return sizes
 
 
 def trace(
     model: nn.Module,
     example: Example,
-    wanted: WantedSizes,
+    request: WantedSizes,
     allow_derivative: bool,
     trains: bool = True,
     roles: Mapping[int, int | None] = NO_ROLES,
@@ -139,21 +139,21 @@ def trace(
     Raises:
         CaptureError: the model cannot be exported.
     """
-    for ones in _sizes_of_one(example, wanted, roles):
-        made = _trace_doubled(model, example, ones, wanted, allow_derivative, trains)
-        if made is not None:
-            return made
-    traced = _trace(model, example, wanted, allow_derivative, trains)
+    for singleton_dims in _sizes_of_one(example, request, roles):
+        doubled_trace = _trace_doubled(model, example, singleton_dims, request, allow_derivative, trains)
+        if doubled_trace is not None:
+            return doubled_trace
+    traced = _trace(model, example, request, allow_derivative, trains)
     for symbol in sizes_of_some_remainders(traced.guards):
-        padded = _trace_padded(traced, symbol, model, example, wanted, allow_derivative, trains)
+        padded = _trace_padded(traced, symbol, model, example, request, allow_derivative, trains)
         if padded is not None:
             return padded
     return traced
 
 
-def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
+def _trace(model: nn.Module, example: Example, request: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
     args, kwargs = example
-    fixed = wanted.fixed
+    fixed = request.fixed
     computed: dict[InputDimension, str] = {}
     keeps_int, may_keep_int = False, True
     while True:
@@ -163,7 +163,7 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
                 args,
                 kwargs,
                 fixed,
-                kept=wanted.places.keys(),
+                free_dims=request.places.keys(),
                 allow_derivative=allow_derivative,
                 trains=trains,
                 keeps_int=keeps_int,
@@ -174,7 +174,7 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
                 continue
             exported, fixed = exported._replace(computed=computed), exported.fixed
             state, tensors = state_of(model)
-            graph, sizes = flatten(exported.program, state, tensors, wanted.names)
+            graph, sizes = flatten(exported.program, state, tensors, request.names)
             limits = tuple(range_limits(graph))
             guards = sizes.guards(limit.relation for limit in limits)
             break
@@ -188,10 +188,10 @@ def _trace(model: nn.Module, example: Example, wanted: WantedSizes, allow_deriva
                 continue
             fixed = None if fixed is None or error.dimensions <= fixed else fixed | error.dimensions
             computed |= dict.fromkeys(error.dimensions - computed.keys(), error.line)
-    _check_tables(limits, sizes.of(example))
+    _check_tables(limits, sizes.values_in(example))
     comparison = ProgramComparison(exported, sizes, model, args, kwargs)
     guards = without_remainders(guards, comparison.is_same)
-    return Trace(example, exported, graph, state, tensors, sizes, guards, comparison, wanted.names)
+    return Trace(example, exported, graph, state, tensors, sizes, guards, comparison, request.names)
 
 
 def _check_tables(limits: Iterable[RangeLimit], captured: Sizes) -> None:
@@ -211,31 +211,31 @@ def _check_tables(limits: Iterable[RangeLimit], captured: Sizes) -> None:
 def _trace_doubled(
     model: nn.Module,
     example: Example,
-    ones: AbstractSet[InputDimension],
-    wanted: WantedSizes,
+    singleton_dims: AbstractSet[InputDimension],
+    request: WantedSizes,
     allow_derivative: bool,
     trains: bool,
 ) -> Trace | None:
     """Trace a model with sizes of 2 in place of 1; None if one of them does not vary, or may not be 1."""
     leaves, form = pytree.tree_flatten(example)
-    for position, dim in sorted(ones):
+    for position, dim in sorted(singleton_dims):
         leaves[position] = torch.cat([leaves[position].detach()] * 2, dim)
     with warnings.catch_warnings(record=True) as caught:
         try:
-            made = _trace(model, pytree.tree_unflatten(leaves, form), wanted, allow_derivative, trains)
+            doubled_trace = _trace(model, pytree.tree_unflatten(leaves, form), request, allow_derivative, trains)
         except CaptureError:
             return None
-    found = {made.sizes.symbol_of(dimension) for dimension in ones}
-    if None in found:
+    symbols = {doubled_trace.sizes.symbol_of(dimension) for dimension in singleton_dims}
+    if None in symbols:
         return None
     # `limits_of` asks for all sizes of 1 together, and a comparison of a large model takes seconds.
-    every = {symbol: 1 for symbol in made.guards.captured if made.guards.allow({symbol: 1})}
-    alone = {symbol: 1 for symbol in found if symbol is not None}
-    if not (alone.keys() <= every.keys() and made.is_model_at(every)) and not made.is_model_at(alone):
+    every = {symbol: 1 for symbol in doubled_trace.guards.captured if doubled_trace.guards.allow({symbol: 1})}
+    alone = {symbol: 1 for symbol in symbols if symbol is not None}
+    if not (alone.keys() <= every.keys() and doubled_trace.is_model_at(every)) and not doubled_trace.is_model_at(alone):
         return None
-    for each in caught:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return made
+    for warning in caught:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return doubled_trace
 
 
 def _trace_padded(
@@ -243,7 +243,7 @@ def _trace_padded(
     symbol: sympy.Symbol,
     model: nn.Module,
     example: Example,
-    wanted: WantedSizes,
+    request: WantedSizes,
     allow_derivative: bool,
     trains: bool,
 ) -> Trace | None:
@@ -259,32 +259,32 @@ def _trace_padded(
         operations_of_model(model, traced.exported.mode, args, kwargs)  # takes a tenth of the time of an export
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown for the example
-            padded = _trace(model, Example(args, kwargs), wanted, allow_derivative, trains)
+            padded = _trace(model, Example(args, kwargs), request, allow_derivative, trains)
     except Exception:  # whatever the model raises for a length that it does not take
         return None
-    size = {symbol: traced.sizes.of(example)[symbol]}
+    size = {symbol: traced.sizes.values_in(example)[symbol]}
     return padded if symbol in padded.guards.captured and padded.is_model_at(size) else None
 
 
 def _sizes_of_one(
-    example: Example, wanted: WantedSizes, roles: Mapping[int, int | None]
+    example: Example, request: WantedSizes, roles: Mapping[int, int | None]
 ) -> Iterator[frozenset[InputDimension]]:
     """The dimensions of size 1 that may stand for a batch, or have to vary: those of all tensors, then of the first."""
-    if wanted.fixed is None:
+    if request.fixed is None:
         return
     tensors = example.tensors()
-    ones = [(at, dim) for at, leaf in tensors for dim, size in enumerate(leaf.shape) if size == 1]
-    asked = frozenset(wanted.places).intersection(ones)
-    batch = [(at, dim) for at, dim in ones if dim == roles.get(at, 0) and (at, dim) not in wanted.fixed]
+    singleton_dims = [(at, dim) for at, leaf in tensors for dim, size in enumerate(leaf.shape) if size == 1]
+    required_dims = frozenset(request.places).intersection(singleton_dims)
+    batch = [(at, dim) for at, dim in singleton_dims if dim == roles.get(at, 0) and (at, dim) not in request.fixed]
     rows = [(at, dim) for at, dim in roles.items() if dim is not None]
     first = rows[0] if rows else (tensors[0][0], 0) if tensors else None
     if first in batch:
-        yield asked.union(batch)
+        yield required_dims.union(batch)
         certain = {first, *rows}.intersection(batch)
         if len(batch) > len(certain):
-            yield asked | certain
-    elif asked:
-        yield asked
+            yield required_dims | certain
+    elif required_dims:
+        yield required_dims
 
 
 def _what_holds(limits: SizeLimits) -> str:
@@ -303,15 +303,15 @@ def limits_of(guards: SizeGuards, comparison: ProgramComparison) -> SizeLimits:
     operation. If they differ, such a size is left out.
     """
     alone: list[Sizes] = [{symbol: 1} for symbol in guards.captured]
-    ones = {symbol: 1 for each in alone if guards.allow(each) for symbol in each}
+    sizes = {symbol: 1 for candidate in alone if guards.allow(candidate) for symbol in candidate}
     differ: list[sympy.Basic] = []
-    if ones and (not guards.allow(ones) or not comparison.is_same(ones)):
-        differ = [symbol > 1 for symbol in ones if not comparison.is_same({symbol: 1})]
-        if not differ and guards.allow(ones):
+    if sizes and (not guards.allow(sizes) or not comparison.is_same(sizes)):
+        differ = [symbol > 1 for symbol in sizes if not comparison.is_same({symbol: 1})]
+        if not differ and guards.allow(sizes):
             # Two may be 1 one at a time. Which of more may be was not tried.
-            differ = [sympy.Ne(sympy.prod(ones), 1)] if len(ones) == 2 else [symbol > 1 for symbol in ones]
+            differ = [sympy.Ne(sympy.prod(sizes), 1)] if len(sizes) == 2 else [symbol > 1 for symbol in sizes]
     exceptions = {relation: guards.exception(relation) for relation in guards.assumed}
-    differ += [each for each, found in exceptions.items() if found is not None and not comparison.is_same(found)]
+    differ += [guard for guard, values in exceptions.items() if values is not None and not comparison.is_same(values)]
     return guards.limits(differ)
 
 
@@ -333,14 +333,14 @@ class ProgramComparison:
 
     def _compare(self, sizes: Sizes) -> bool:
         try:
-            own = self._of_model(sizes)
+            model_operations = self._of_model(sizes)
         except Exception as error:
             # What torch refuses (a kernel larger than the image) it refuses in a stage too. What the model refuses
             # itself, a stage would compute.
             return not is_user_file(traceback.extract_tb(error.__traceback__)[-1].filename)
         try:
-            made = self._of_program(sizes)
-            return own == made or self._without_dead(own) == made
+            program_operations = self._of_program(sizes)
+            return model_operations == program_operations or self._without_dead(model_operations) == program_operations
         except Exception:  # whatever an operation raises on sizes that are not those of the model
             return False
 
@@ -355,13 +355,13 @@ class ProgramComparison:
     def _without_dead(self, operations: Operations) -> Operations | None:
         """The operations of the model without those that the program leaves out at the captured sizes, because nothing
         reads their results."""
-        own, made = self._of_model({}), iter(self._of_program({}))
-        wanted = next(made, None)
-        kept = []
-        for position, operation in enumerate(own):
-            if operation == wanted:
-                kept.append(position)
-                wanted = next(made, None)
-        if wanted is not None or len(operations) != len(own):
+        model_operations, program_operations = self._of_model({}), iter(self._of_program({}))
+        next_operation = next(program_operations, None)
+        positions = []
+        for position, operation in enumerate(model_operations):
+            if operation == next_operation:
+                positions.append(position)
+                next_operation = next(program_operations, None)
+        if next_operation is not None or len(operations) != len(model_operations):
             return None
-        return [operations[position] for position in kept]
+        return [operations[position] for position in positions]

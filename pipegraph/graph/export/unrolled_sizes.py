@@ -39,7 +39,7 @@ class UnrolledSize(NamedTuple):
         name: of the size.
         dimensions: the dimensions of inputs that have it.
         size: in the example.
-        other: another one.
+        other_size: another one.
         lowest: the smallest one with which the model does the same.
         example: inputs of the other size.
     """
@@ -47,7 +47,7 @@ class UnrolledSize(NamedTuple):
     name: str
     dimensions: frozenset[InputDimension]
     size: int
-    other: int
+    other_size: int
     lowest: int
     example: Example
 
@@ -70,16 +70,16 @@ def unrolled_sizes(
     """
     counted = _Counts(model, modes, example)
     by_size: dict[int, list[InputDimension]] = {}
-    for dimension, each in fixed.items():
-        if each.size > 1:
-            by_size.setdefault(each.size, []).append(dimension)
+    for dimension, fixed_size in fixed.items():
+        if fixed_size.size > 1:
+            by_size.setdefault(fixed_size.size, []).append(dimension)
     for dimensions in by_size.values():
         alone = [_unrolled(counted, frozenset([dimension]), example, fixed, names) for dimension in dimensions]
-        found = [each for each in alone if each is not None]
-        if not found and len(dimensions) > 1:  # those of a text and its mask are one size
+        sizes = [size for size in alone if size is not None]
+        if not sizes and len(dimensions) > 1:  # those of a text and its mask are one size
             together = _unrolled(counted, frozenset(dimensions), example, fixed, names)
-            found = [together] if together is not None else []
-        yield from found
+            sizes = [together] if together is not None else []
+        yield from sizes
 
 
 def _unrolled(
@@ -92,16 +92,16 @@ def _unrolled(
     """The size that some dimensions have; None if the model does not take others, or does no more with more."""
     first = min(dimensions)
     size = fixed[first].size
-    other = size // 2 + 1 if size > 4 else 2 * size + 1
-    here, there = counted.at(dimensions, size), counted.at(dimensions, other)
-    if here is None or there is None or here[_RUNS] == there[_RUNS]:
+    other_size = size // 2 + 1 if size > 4 else 2 * size + 1
+    counts, other_counts = counted.at(dimensions, size), counted.at(dimensions, other_size)
+    if counts is None or other_counts is None or counts[_RUNS] == other_counts[_RUNS]:
         return None
-    lowest = _lowest(counted, dimensions, size, other)
+    lowest = _lowest(counted, dimensions, size, other_size)
     usual = BATCH if first == (example.tensors()[0][0], 0) else fixed[first].place.replace(".shape[", "_")[:-1]
     name = names.get(first, usual)
     if lowest is None or not (name.isidentifier() and name.isascii()):
         return None
-    return UnrolledSize(name, dimensions, size, other, lowest, _resized(example, dimensions, other))
+    return UnrolledSize(name, dimensions, size, other_size, lowest, _resized(example, dimensions, other_size))
 
 
 Counts = Mapping[Any, int]
@@ -113,14 +113,14 @@ class _Counts:
 
     def __init__(self, model: nn.Module, modes: Sequence[Mapping[nn.Module, bool]], example: Example) -> None:
         self._model, self._modes, self._example = model, modes, example
-        self._found: dict[tuple[frozenset[InputDimension], int], Counts | None] = {}
+        self._cache: dict[tuple[frozenset[InputDimension], int], Counts | None] = {}
 
     def at(self, dimensions: frozenset[InputDimension], size: int) -> Counts | None:
         """The counts with inputs of this size in these dimensions; None if the model refuses them."""
         key = dimensions, size
-        if key not in self._found:
-            self._found[key] = self._count(_resized(self._example, dimensions, size))
-        return self._found[key]
+        if key not in self._cache:
+            self._cache[key] = self._count(_resized(self._example, dimensions, size))
+        return self._cache[key]
 
     def _count(self, example: Example) -> Counts | None:
         counts: Counter[Any] = Counter()
@@ -161,22 +161,22 @@ class _OperationCount(TorchDispatchMode):
 def _leaves(value: Any) -> Iterator[Any]:
     """The leaves of arguments; written out, because a tree of them takes three times as long."""
     if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _leaves(each)
+        for part in value:
+            yield from _leaves(part)
     elif isinstance(value, dict):
         yield from _leaves([*value.values()])
     else:
         yield value
 
 
-def _lowest(counted: _Counts, dimensions: frozenset[InputDimension], size: int, other: int) -> int | None:
+def _lowest(counted: _Counts, dimensions: frozenset[InputDimension], size: int, second: int) -> int | None:
     """The smallest size from which on all that is counted is a polynomial of the size; None if it is none at those of
     the captures."""
-    smallest = min(size, other)
-    sizes = sorted({smallest, smallest + 1, max(size, other), max(size, other) + 1, max(_LARGE, 2 * size + 1)})
+    smallest = min(size, second)
+    sizes = sorted({smallest, smallest + 1, max(size, second), max(size, second) + 1, max(_LARGE, 2 * size + 1)})
     if not _is_polynomial(counted, dimensions, sizes):
         return None
-    for smaller in (each for each in _SMALL if each < sizes[0]):
+    for smaller in (candidate for candidate in _SMALL if candidate < sizes[0]):
         if not _is_polynomial(counted, dimensions, [smaller, *sizes]):
             break
         sizes.insert(0, smaller)
@@ -184,12 +184,12 @@ def _lowest(counted: _Counts, dimensions: frozenset[InputDimension], size: int, 
 
 
 def _is_polynomial(counted: _Counts, dimensions: frozenset[InputDimension], sizes: Sequence[int]) -> bool:
-    found = [counted.at(dimensions, size) for size in sizes]
-    known = [each for each in found if each is not None]
-    if len(known) < len(found):
+    counts = [counted.at(dimensions, size) for size in sizes]
+    valid_counts = [size_counts for size_counts in counts if size_counts is not None]
+    if len(valid_counts) < len(counts):
         return False
-    keys = {key for each in known for key in each}
-    return all(_fits(sizes, [each.get(key, 0) for each in known]) for key in keys)
+    keys = {key for size_counts in valid_counts for key in size_counts}
+    return all(_fits(sizes, [size_counts.get(key, 0) for size_counts in valid_counts]) for key in keys)
 
 
 def _fits(places: Sequence[int], values: Iterable[int]) -> bool:
@@ -197,8 +197,8 @@ def _fits(places: Sequence[int], values: Iterable[int]) -> bool:
     differences = [Fraction(value) for value in values]
     for order in range(1, _DEGREE + 2):
         differences = [
-            (after - before) / (places[at + order] - places[at])
-            for at, (before, after) in enumerate(pairwise(differences))
+            (next_difference - difference) / (places[at + order] - places[at])
+            for at, (difference, next_difference) in enumerate(pairwise(differences))
         ]
     return not any(differences)
 

@@ -56,14 +56,14 @@ def replication_of(captured: Captured, value: fx.Node) -> frozenset[fx.Node]:
     if value not in parameter_free(captured):
         return frozenset()
     budget = _MEMORY_PER_LINK_BYTE * value_bytes(value)
-    found: set[fx.Node] = set()
+    operations: set[fx.Node] = set()
     waiting = [value]
     while waiting:
         node = waiting.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
+        if node.op == "call_function" and node not in operations:
+            operations.add(node)
             budget -= value_bytes(node)
             if budget < 0:
                 return frozenset()
             waiting.extend(node.all_input_nodes)
-    return frozenset(found)
+    return frozenset(operations)

@@ -53,10 +53,10 @@ def opened_calls(captured: Captured) -> frozenset[str]:
         layers = _layers(captured, call)
         children = [visit(child, inside_layer or child.fqn in layers) for child in call.calls()]
         # A layer is opened only if it holds layers itself, not if a part of it does.
-        found = bool(layers) or (any(children) and not inside_layer)
-        if found:
+        is_opened = bool(layers) or (any(children) and not inside_layer)
+        if is_opened:
             opened.add(call.call)
-        return found
+        return is_opened
 
     root = call_tree(captured.nodes)
     opened: set[str] = {root.call}
@@ -67,11 +67,11 @@ def opened_calls(captured: Captured) -> frozenset[str]:
 
 def _sequences(captured: Captured, within: CallTree) -> set[str]:
     """The calls of each ``nn.Sequential`` that is in no other kind of module, as in VGG, which repeats no module."""
-    found: set[str] = set()
+    sequences: set[str] = set()
     for call in within.calls():
         if type(captured.modules[call.fqn].module).forward is nn.Sequential.forward:
-            found |= {call.call} | _sequences(captured, call)
-    return found
+            sequences |= {call.call} | _sequences(captured, call)
+    return sequences
 
 
 def _layers(captured: Captured, call: CallTree) -> set[str]:
@@ -87,16 +87,16 @@ def _layers(captured: Captured, call: CallTree) -> set[str]:
     return {child.fqn for chain in chains for child in chain}
 
 
-def _depends(later: CallTree, earlier: CallTree, within: CallTree) -> bool:
-    """Return whether a value of ``earlier`` flows into ``later``, through operations of ``within``."""
-    inside, source = set(within.nodes()), set(earlier.nodes())
-    waiting = list(later.nodes())
-    seen = set(waiting)
+def _depends(consumer: CallTree, producer: CallTree, within: CallTree) -> bool:
+    """Return whether a value of ``producer`` flows into ``consumer``, through operations of ``within``."""
+    inside, source = set(within.nodes()), set(producer.nodes())
+    waiting = list(consumer.nodes())
+    visited = set(waiting)
     while waiting:
         for parent in waiting.pop().all_input_nodes:
             if parent in source:
                 return True
-            if parent in inside and parent not in seen:
-                seen.add(parent)
+            if parent in inside and parent not in visited:
+                visited.add(parent)
                 waiting.append(parent)
     return False

@@ -64,17 +64,17 @@ def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
         PlanError: a point names no module that the model calls, cuts nothing, comes twice or is out of order.
     """
     starts = [_position(captured, point) for point in points]
-    for (earlier, before), (point, start) in pairwise(zip(points, starts, strict=True)):
-        if start > before:
+    for (previous_point, previous_start), (point, start) in pairwise(zip(points, starts, strict=True)):
+        if start > previous_start:
             continue
-        if point == earlier:
+        if point == previous_point:
             problem = "was given twice."
-        elif start == before:
-            problem = f"is the same cut as {earlier}."
+        elif start == previous_start:
+            problem = f"is the same cut as {previous_point}."
         else:
-            problem = f"lies before {earlier}: points follow the order in which the model runs."
+            problem = f"lies before {previous_point}: points follow the order in which the model runs."
         first_of = dict(reversed(list(zip(starts, points, strict=True))))
-        ordered = [str(first_of[each]) for each in sorted(first_of)]
+        ordered = [str(first_of[position]) for position in sorted(first_of)]
         raise PlanError(f"Split point {point} {problem}\nTry: {argument('points', ordered)}.")
     return starts
 
@@ -87,19 +87,19 @@ def points_of_pipe_splits(captured: Captured) -> tuple[Point, ...]:
     """
     points: list[Point] = []
     for position, line in captured.pipe_splits:
-        before = [fqn for _, fqn in path_of(captured.nodes[position - 1])] if position else []
-        behind = [fqn for _, fqn in path_of(captured.nodes[position])]
+        previous_fqns = [fqn for _, fqn in path_of(captured.nodes[position - 1])] if position else []
+        next_fqns = [fqn for _, fqn in path_of(captured.nodes[position])]
         candidates = [
-            *(Point(fqn) for fqn in behind if fqn not in before),
-            *(Point(fqn, SplitPoint.END) for fqn in before if fqn not in behind),
+            *(Point(fqn) for fqn in next_fqns if fqn not in previous_fqns),
+            *(Point(fqn, SplitPoint.END) for fqn in previous_fqns if fqn not in next_fqns),
         ]
-        found = next((point for point in candidates if _position(captured, point) == position), None)
-        if found is None:
+        matching_point = next((point for point in candidates if _position(captured, point) == position), None)
+        if matching_point is None:
             raise PlanError(
                 f"pipe_split() neither stands before a module that is called there for the first time nor after one.\n"
                 f"  at {line}\nTry: move it between two modules, or give {argument('points')}."
             )
-        points.append(found)
+        points.append(matching_point)
     return tuple(points)
 
 
@@ -138,21 +138,21 @@ def _position(captured: Captured, point: Point) -> int:
 
 
 def _runs_in(node: fx.Node, fqn: str) -> bool:
-    return any(each == fqn or each.startswith(f"{fqn}.") for _, each in path_of(node))
+    return any(path_fqn == fqn or path_fqn.startswith(f"{fqn}.") for _, path_fqn in path_of(node))
 
 
 def _calls(captured: Captured, fqn: str) -> list[str]:
     """The calls of a module, in order."""
-    return list(dict.fromkeys(call for node in captured.nodes for call, each in path_of(node) if each == fqn))
+    return list(dict.fromkeys(call for node in captured.nodes for call, path_fqn in path_of(node) if path_fqn == fqn))
 
 
 def _no_such_call(point: Point, count: int) -> str:
     """The message for a call of a module that the model does not make."""
     if not count:
         return f"Split point {point}: {point.fqn} is never called itself.\nTry: {replace(point, call=None)}."
-    known = [str(replace(point, call=call)) for call in (1, count)]
+    choices = [str(replace(point, call=call)) for call in (1, count)]
     times = "once" if count == 1 else f"{count} times"
-    return f"Split point {point}: {point.fqn} is called {times}.\nTry: {' to '.join(dict.fromkeys(known))}."
+    return f"Split point {point}: {point.fqn} is called {times}.\nTry: {' to '.join(dict.fromkeys(choices))}."
 
 
 def _work(captured: Captured) -> list[int]:
@@ -163,23 +163,23 @@ def _work(captured: Captured) -> list[int]:
 
 def _examples(captured: Captured, start: int) -> str:
     """Up to three outermost modules that are called later."""
-    later = dict.fromkeys(path_of(node)[0][1] for node in captured.nodes[start:] if path_of(node))
-    here = {fqn for _, fqn in path_of(captured.nodes[start])}
-    return ", ".join([fqn for fqn in later if fqn not in here][:3]) or "one of its children"
+    outermost_fqns = dict.fromkeys(path_of(node)[0][1] for node in captured.nodes[start:] if path_of(node))
+    start_fqns = {fqn for _, fqn in path_of(captured.nodes[start])}
+    return ", ".join([fqn for fqn in outermost_fqns if fqn not in start_fqns][:3]) or "one of its children"
 
 
 def _unknown(captured: Captured, point: Point) -> str:
     """The message for a point at a module that runs nothing, or that is none."""
     choices = _choices(captured, point.side)
-    meant = closest(point.fqn, choices)
-    asked = f' Did you mean "{meant}"?' if meant is not None else ""
+    guess = closest(point.fqn, choices)
+    question = f' Did you mean "{guess}"?' if guess is not None else ""
     if point.fqn in captured.modules and point.fqn:
         problem = f"the module {point.fqn} computes nothing in forward, so there is nothing to cut at."
     else:
         named = f"the model has no module {point.fqn}" if point.fqn else "the name of a module is missing"
         sides = ' (after a colon comes "end" or "beginning")' if ":" in point.fqn else ""
         problem = f"{named}{sides}."
-    return f"Split point {point}: {problem}{asked}\nTry: {_advice(captured, point, choices, meant)}."
+    return f"Split point {point}: {problem}{question}\nTry: {_advice(captured, point, choices, guess)}."
 
 
 def _choices(captured: Captured, side: SplitPoint) -> list[str]:
@@ -192,15 +192,15 @@ def _choices(captured: Captured, side: SplitPoint) -> list[str]:
     return [fqn for fqn, index in first.items() if index > work or side is SplitPoint.END]
 
 
-def _advice(captured: Captured, point: Point, choices: Sequence[str], meant: str | None) -> str:
+def _advice(captured: Captured, point: Point, choices: Sequence[str], guess: str | None) -> str:
     """The module that is meant and its siblings; else modules in the part of the name that exists, or the segments."""
-    parent = (meant or point.fqn).rpartition(".")[0]
+    parent = (guess or point.fqn).rpartition(".")[0]
     while parent and parent not in captured.modules:
         parent = parent.rpartition(".")[0]
-    inside = [fqn for fqn in choices if (parent or meant) and fqn.rpartition(".")[0] == parent and fqn != meant]
-    names = inside or ([] if meant else [segment.fqn for segment in captured.segments[1:]])
+    inside = [fqn for fqn in choices if (parent or guess) and fqn.rpartition(".")[0] == parent and fqn != guess]
+    names = inside or ([] if guess else [segment.fqn for segment in captured.segments[1:]])
     listed = f"one of {', '.join(names)}" if len(names) <= 8 else f"one of {', '.join(names[:7])}, …, {names[-1]}"
-    return listed if meant is None else f"{meant}, or {listed}" if names else meant
+    return listed if guess is None else f"{guess}, or {listed}" if names else guess
 
 
 def mark(captured: Captured, points: Sequence[Point], starts: Sequence[int]) -> Captured:

@@ -72,15 +72,15 @@ def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
     for index in reversed(range(len(runs))):  # what a stage has to make follows from what the later ones read
         last = index == len(runs) - 1
         outputs[index] = returned if last else _outputs(runs[index], reads[index + 1 :])
-        needed = _needed(runs[index], outputs[index])
-        wanted = [*(parent for node in needed for parent in node.all_input_nodes), *(returned if last else ())]
-        foreign = [node for node in dict.fromkeys(wanted) if made_in.get(node, index) != index]
+        operations = _live_operations(runs[index], outputs[index])
+        values = [*(parent for node in operations for parent in node.all_input_nodes), *(returned if last else ())]
+        foreign = [node for node in dict.fromkeys(values) if made_in.get(node, index) != index]
         again = replicated_operations(captured, foreign)
-        nodes[index] = (*again, *needed)
+        nodes[index] = (*again, *operations)
         inside = set(nodes[index])
-        wanted += [parent for node in again for parent in node.all_input_nodes]
-        wanted += inputs_for_sizes(captured, nodes[index], [node for node in wanted if node not in inside])
-        reads[index] = [node for node in dict.fromkeys(wanted) if node not in inside]
+        values += [parent for node in again for parent in node.all_input_nodes]
+        values += inputs_for_sizes(captured, nodes[index], [node for node in values if node not in inside])
+        reads[index] = [node for node in dict.fromkeys(values) if node not in inside]
     state = _place_state(captured, nodes, reads)
     return tuple(
         StageGraph(
@@ -94,16 +94,16 @@ def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
     )
 
 
-def _needed(run: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+def _live_operations(run: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
     """The operations of a run that its outputs and its writes depend on. Others, such as a mask that
     each later stage makes for itself, are left out."""
-    wanted = set(outputs)
-    kept: list[fx.Node] = []
+    live_values = set(outputs)
+    operations: list[fx.Node] = []
     for node in reversed(run):
-        if node in wanted or "writes" in node.meta:
-            kept.append(node)
-            wanted.update(node.all_input_nodes)
-    return kept[::-1]
+        if node in live_values or "writes" in node.meta:
+            operations.append(node)
+            live_values.update(node.all_input_nodes)
+    return operations[::-1]
 
 
 def relay_skips(captured: Captured, stages: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
@@ -113,12 +113,12 @@ def relay_skips(captured: Captured, stages: Sequence[StageGraph]) -> tuple[Stage
     """
     position = {node: number for number, node in enumerate(captured.graph.nodes)}
     relayed: list[StageGraph] = []
-    wanted: tuple[fx.Node, ...] = stages[-1].outputs
+    outputs: tuple[fx.Node, ...] = stages[-1].outputs
     for stage in reversed(stages):
-        passed = {node for node in wanted if node.op != "get_attr"} - {*stage.nodes}
+        passed = {node for node in outputs if node.op != "get_attr"} - {*stage.nodes}
         inputs = tuple(sorted({*stage.inputs, *passed}, key=position.__getitem__))
-        relayed.append(replace(stage, inputs=inputs, outputs=wanted))
-        wanted = inputs
+        relayed.append(replace(stage, inputs=inputs, outputs=outputs))
+        outputs = inputs
     return tuple(reversed(relayed))
 
 
@@ -189,13 +189,13 @@ def _check_branches(made_in: Mapping[fx.Node, int]) -> None:
 
 def _inputs(captured: Captured, reads: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """Inputs of the model in the model's order, then values in the order in which they are made."""
-    wanted = {node for node in reads if node.op != "get_attr"}
-    return tuple(node for node in captured.graph.nodes if node in wanted)
+    values = {node for node in reads if node.op != "get_attr"}
+    return tuple(node for node in captured.graph.nodes if node in values)
 
 
-def _outputs(run: Sequence[fx.Node], later: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
-    wanted = {node for reads in later for node in reads}
-    return tuple(node for node in run if node in wanted)
+def _outputs(run: Sequence[fx.Node], later_reads: Sequence[Sequence[fx.Node]]) -> tuple[fx.Node, ...]:
+    values = {node for reads in later_reads for node in reads}
+    return tuple(node for node in run if node in values)
 
 
 def _place_state(
@@ -288,9 +288,9 @@ def _homes(entry: StateEntry, names: Mapping[str, Sequence[str]], placed: Sequen
     return homes if entry.kind != "parameter" and max(shared) == len(parts) - 1 > 0 else homes[:1]
 
 
-def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+def _shared(parts: Sequence[str], other_parts: Sequence[str]) -> int:
     """The length of the beginning that two names have in common."""
-    equal = (left == right for left, right in zip(one, other, strict=False))
+    equal = (part == right for part, right in zip(parts, other_parts, strict=False))
     return sum(1 for _ in takewhile(bool, equal))
 
 
@@ -317,13 +317,13 @@ def inputs_for_sizes(captured: Captured, nodes: Sequence[fx.Node], reads: Iterab
         reads: what it reads from outside.
     """
     outside = [node for node in reads if node.op != "get_attr"]
-    wanted: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
     for position, node in enumerate(nodes):
         for size in named_sizes(node):
-            if not _follows(size.expression, [*outside, *wanted, *_in_reach(node, nodes[:position])]):
+            if not _follows(size.expression, [*outside, *inputs, *_in_reach(node, nodes[:position])]):
                 for symbol in size.expression.free_symbols:
-                    wanted |= dict.fromkeys(_holders(captured, symbol, [*outside, *wanted]))
-    return list(wanted)
+                    inputs |= dict.fromkeys(_holders(captured, symbol, [*outside, *inputs]))
+    return list(inputs)
 
 
 def _follows(expression: sympy.Expr, values: Sequence[fx.Node]) -> bool:
@@ -333,10 +333,10 @@ def _follows(expression: sympy.Expr, values: Sequence[fx.Node]) -> bool:
     return bool(expression.args) and all(_follows(part, values) for part in expression.args)
 
 
-def _in_reach(node: fx.Node, before: Sequence[fx.Node]) -> list[fx.Node]:
+def _in_reach(node: fx.Node, preceding_nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Earlier values in the module call in which an operation runs, or in a call around it."""
     path = path_of(node)
-    return [each for each in before if path[: len(path_of(each))] == path_of(each)]
+    return [value for value in preceding_nodes if path[: len(path_of(value))] == path_of(value)]
 
 
 def _holders(captured: Captured, symbol: sympy.Symbol, values: Sequence[fx.Node]) -> list[fx.Node]:

@@ -60,7 +60,7 @@ def write_constants(graph: fx.Graph) -> None:
             if isinstance(value, list):
                 if reader.target in _INDEXED:
                     numbers = [_full(node, reader, (), number) for number in value]
-                    reader.replace_input_with(node, _made(node, reader, aten.stack.default, (numbers,)))
+                    reader.replace_input_with(node, _constant_node(node, reader, aten.stack.default, (numbers,)))
             elif reader.target is aten.fill_.Tensor:
                 reader.target, reader.args = aten.fill_.Scalar, (reader.args[0], value)
             elif not math.isnan(value):
@@ -73,28 +73,28 @@ def _full(node: fx.Node, reader: fx.Node, shape: Sequence[int], number: float) -
     """``full(shape, number)`` for a reader of a constant."""
     value = node.meta["val"]
     kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    made = _made(node, reader, aten.full.default, (list(shape), number), kwargs)
-    set_value(made, shape, value.dtype)
-    own, other = dtypes_of(node)
-    if other not in (None, own) and float(torch.tensor(number, dtype=other)) != number:
-        made.meta[RELATIVE_DTYPE] = True  # rounded to the model's dtype, it is another number
-    return made
+    full_node = _constant_node(node, reader, aten.full.default, (list(shape), number), kwargs)
+    set_value(full_node, shape, value.dtype)
+    dtype, other_dtype = dtypes_of(node)
+    if other_dtype not in (None, dtype) and float(torch.tensor(number, dtype=other_dtype)) != number:
+        full_node.meta[RELATIVE_DTYPE] = True  # rounded to the model's dtype, it is another number
+    return full_node
 
 
-def _made(
+def _constant_node(
     node: fx.Node, reader: fx.Node, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> fx.Node:
     """An operation that makes a constant for one reader, on the line of that."""
     with node.graph.inserting_before(reader):
-        made = node.graph.call_function(target, args, kwargs)
-    made.meta = {
+        operation = node.graph.call_function(target, args, kwargs)
+    operation.meta = {
         "val": node.meta["val"],
         SIZES: shape_of(node),
         "in_every_mode": False,
         **{key: reader.meta[key] for key in _FROM_READER if key in reader.meta},
         **({OTHER_DTYPE: node.meta[OTHER_DTYPE]} if OTHER_DTYPE in node.meta else {}),
     }
-    return made
+    return operation
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ def _has_other_readers(node: fx.Node, unknown: set[fx.Node]) -> bool:
 
 def _operations_for(node: fx.Node) -> int:
     """The number of operations that serve only to make ``node``, itself included."""
-    own = {node}
+    operations = {node}
     waiting = list(node.all_input_nodes)
     while waiting:
         parent = waiting.pop(0)
-        if parent.op == "call_function" and own.issuperset(parent.users):
-            own.add(parent)
+        if parent.op == "call_function" and operations.issuperset(parent.users):
+            operations.add(parent)
             waiting.extend(parent.all_input_nodes)
-    return len(own)
+    return len(operations)
 
 
 def _band_at_every_size(node: fx.Node) -> _Band | None:
@@ -178,12 +178,12 @@ def _band_at_every_size(node: fx.Node) -> _Band | None:
     the example, or smaller ones in place of large ones, at others, and with each size of its rows and columns larger
     than every number from which the mask is made.
     """
-    made_of = _made_of(node)
-    largest = max((abs(number) for each in made_of for number in _numbers(each)), default=0)
+    operations = _source_operations(node)
+    largest = max((abs(number) for operation in operations for number in _numbers(operation)), default=0)
     symbols = {
         symbol: size - max(0, (size - largest) // _BEYOND - 1) * _BEYOND
-        for each in made_of
-        for symbol, size in _symbols(each).items()
+        for operation in operations
+        for symbol, size in _symbols(operation).items()
     }
     samples = [symbols, {symbol: size + 1 for symbol, size in symbols.items()}] if symbols else [symbols]
     rows, columns = shape_of(node)[-2:]
@@ -191,25 +191,25 @@ def _band_at_every_size(node: fx.Node) -> _Band | None:
     for symbol in across & symbols.keys():  # each alone: what is causal of two equal lengths may be no more of others
         size = symbols[symbol]
         samples.append({**symbols, symbol: size + (largest + 1 if size <= largest else 2)})
-    found: set[_Ends | None] = set()
+    distinct_ends: set[_Ends | None] = set()
     for sizes in samples:
         if prod(_number(size, sizes) for size in shape_of(node)) > _LARGEST:
             return None
-        found.add(_ends(_computed(node, made_of, sizes)))
-    ends = found.pop() if len(found) == 1 else None
+        distinct_ends.add(_ends(_computed(node, operations, sizes)))
+    ends = distinct_ends.pop() if len(distinct_ends) == 1 else None
     return _Band(rows, columns, *ends) if ends is not None else None
 
 
-def _made_of(node: fx.Node) -> set[fx.Node]:
+def _source_operations(node: fx.Node) -> set[fx.Node]:
     """The operations that make a value, its own included."""
-    needed: set[fx.Node] = set()
+    operations: set[fx.Node] = set()
     waiting = [node]
     while waiting:
-        each = waiting.pop()
-        if each not in needed:
-            needed.add(each)
-            waiting.extend(each.all_input_nodes)
-    return needed
+        operation = waiting.pop()
+        if operation not in operations:
+            operations.add(operation)
+            waiting.extend(operation.all_input_nodes)
+    return operations
 
 
 def _symbols(node: fx.Node) -> dict[sympy.Symbol, int]:
@@ -228,14 +228,14 @@ def _number(argument: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
     return argument.at(sizes) if isinstance(argument, SymbolicSize) else argument
 
 
-def _computed(node: fx.Node, made_of: set[fx.Node], sizes: Mapping[sympy.Symbol, int]) -> torch.Tensor:
+def _computed(node: fx.Node, operations: set[fx.Node], sizes: Mapping[sympy.Symbol, int]) -> torch.Tensor:
     """The value of a fixed operation; the interpreter lets each intermediate value go after its last use."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for each in sorted(made_of):
-        copy = copies[each] = graph.node_copy(each, copies.__getitem__)
+    for operation in sorted(operations):
+        copy = copies[operation] = graph.node_copy(operation, copies.__getitem__)
         copy.args, copy.kwargs = pytree.tree_map(lambda leaf: _number(leaf, sizes), (copy.args, copy.kwargs))
-        if "device" in each.kwargs:
+        if "device" in operation.kwargs:
             copy.update_kwarg("device", torch.device("cpu"))
     graph.output(copies[node])
     with torch.no_grad():
@@ -254,8 +254,8 @@ def _ends(mask: torch.Tensor) -> _Ends | None:
     if not diagonals.numel():
         return None
     lowest, highest = int(diagonals[0]) - (rows - 1), int(diagonals[-1]) - (rows - 1)
-    same = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(highest).triu_(lowest))
-    if not same or not torch.equal(mask, matrix.expand(mask.shape)):
+    is_band = torch.equal(matrix, torch.ones(rows, columns, dtype=torch.bool).tril_(highest).triu_(lowest))
+    if not is_band or not torch.equal(mask, matrix.expand(mask.shape)):
         return None
     return (None if lowest == 1 - rows else lowest), (None if highest == columns - 1 else highest)
 
@@ -264,31 +264,31 @@ def _write(node: fx.Node, band: _Band) -> fx.Node:
     """Put the plain form in the place of ``node``."""
     sizes = [band.rows, band.columns]
     kwargs = {"dtype": torch.bool, "device": node.meta["val"].device, "pin_memory": False}
-    made = _insert(node, aten.ones.default, (sizes,), sizes, kwargs)
+    mask = _insert(node, aten.ones.default, (sizes,), sizes, kwargs)
     if band.highest is not None:
-        made = _insert(node, aten.tril.default, (made, band.highest) if band.highest else (made,), sizes)
+        mask = _insert(node, aten.tril.default, (mask, band.highest) if band.highest else (mask,), sizes)
     if band.lowest is not None:
-        made = _insert(node, aten.triu.default, (made, band.lowest) if band.lowest else (made,), sizes)
+        mask = _insert(node, aten.triu.default, (mask, band.lowest) if band.lowest else (mask,), sizes)
     if list(shape_of(node)) != sizes:
-        made = _insert(node, aten.expand.default, (made, list(shape_of(node))), shape_of(node))
-    node.replace_all_uses_with(made)
-    return made
+        mask = _insert(node, aten.expand.default, (mask, list(shape_of(node))), shape_of(node))
+    node.replace_all_uses_with(mask)
+    return mask
 
 
 def _insert(
-    before: fx.Node,
+    next_node: fx.Node,
     target: OpOverload,
     args: tuple[Any, ...],
     sizes: Sequence[int],
     kwargs: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bool,
 ) -> fx.Node:
-    """An operation before ``before``, in the same call and on the same line of the model's source."""
-    with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args, kwargs or {})
-    made.meta = dict(before.meta)
-    set_value(made, sizes, dtype)
-    return made
+    """An operation before ``next_node``, in the same call and on the same line of the model's source."""
+    with next_node.graph.inserting_before(next_node):
+        operation = next_node.graph.call_function(target, args, kwargs or {})
+    operation.meta = dict(next_node.meta)
+    set_value(operation, sizes, dtype)
+    return operation
 
 
 def _simplify_use(user: fx.Node, mask: fx.Node, band: _Band) -> None:
@@ -301,9 +301,9 @@ def _simplify_use(user: fx.Node, mask: fx.Node, band: _Band) -> None:
         if not band.is_full:
             user.kwargs = {**user.kwargs, "is_causal": True}
     elif user.target in (aten.where.self, aten.where.ScalarOther) and user.args[0] is mask and band.is_full:
-        kept, value = user.args[1], user.meta["val"]
-        if isinstance(kept, fx.Node) and kept.meta["val"].dtype == value.dtype:
-            if shape_of(kept) != shape_of(user):
+        operand, value = user.args[1], user.meta["val"]
+        if isinstance(operand, fx.Node) and operand.meta["val"].dtype == value.dtype:
+            if shape_of(operand) != shape_of(user):
                 sizes = shape_of(user)
-                kept = _insert(user, aten.expand.default, (kept, list(sizes)), sizes, dtype=value.dtype)
-            user.replace_all_uses_with(kept)
+                operand = _insert(user, aten.expand.default, (operand, list(sizes)), sizes, dtype=value.dtype)
+            user.replace_all_uses_with(operand)

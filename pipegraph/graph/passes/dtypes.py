@@ -66,24 +66,24 @@ def _is_cast_that_follows(node: fx.Node) -> bool:
         return False
     if OTHER_DTYPE in node.meta:
         return RELATIVE_DTYPE in node.meta
-    before, after = node.args[0].meta["val"], node.meta["val"]
-    return bool(after.is_floating_point() and before.dtype == after.dtype)
+    argument_value, result_value = node.args[0].meta["val"], node.meta["val"]
+    return bool(result_value.is_floating_point() and argument_value.dtype == result_value.dtype)
 
 
 def values_of_buffers(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     """The values that depend on no parameter and no activation → a buffer of floats that each depends on, if any."""
-    found: dict[fx.Node, fx.Node | None] = {}
+    buffer_of: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             if not node.meta["val"].is_floating_point():
-                found[node] = None
+                buffer_of[node] = None
         elif node.op == "get_attr":
             if node.meta["kind"] != "parameter":
-                found[node] = node if node.meta["val"].is_floating_point() else None
-        elif node.op == "call_function" and all(parent in found for parent in node.all_input_nodes):
-            origins = (found[parent] for parent in node.all_input_nodes)
-            found[node] = next((origin for origin in origins if origin is not None), None)
-    return found
+                buffer_of[node] = node if node.meta["val"].is_floating_point() else None
+        elif node.op == "call_function" and all(parent in buffer_of for parent in node.all_input_nodes):
+            origins = (buffer_of[parent] for parent in node.all_input_nodes)
+            buffer_of[node] = next((origin for origin in origins if origin is not None), None)
+    return buffer_of
 
 
 def follow_dtypes(graph: fx.Graph) -> None:
@@ -96,13 +96,13 @@ def follow_dtypes(graph: fx.Graph) -> None:
     """
     independent = values_of_buffers(graph)
     arguments: dict[str, list[tuple[int, fx.Node]]] = {}
-    known: dict[object, fx.Node] = {}  # by the line of the source, which in a loop says the same in each iteration
+    references: dict[object, fx.Node] = {}  # by the line of the source, which in a loop says the same in each iteration
     for node in list(graph.nodes):
         if node.meta.get(RELATIVE_DTYPE) and node not in independent and _is_plain_cast(node):
             line = path_of(node), node.meta.get("stack_trace"), dtypes_of(node)
-            reference = known.get(line) or _reference(node, arguments)
+            reference = references.get(line) or _reference(node, arguments)
             if reference is not None:
-                known[line] = reference
+                references[line] = reference
                 node.target, node.args, node.kwargs = aten.type_as.default, (node.args[0], reference), {}
         if follows_model(node):
             for call, place in node.meta.get("argument_of", {}).items():
@@ -122,16 +122,16 @@ def _reference(node: fx.Node, arguments: dict[str, list[tuple[int, fx.Node]]]) -
     is none, it is the first such argument of the innermost module call that has one.
     """
     dtypes = dtypes_of(node)
-    waiting, seen = deque(node.all_input_nodes), {node}
+    waiting, visited = deque(node.all_input_nodes), {node}
     while waiting:
         value = waiting.popleft()
         if value.op != "get_attr" and follows_model(value) and dtypes_of(value) == dtypes:
             return value
-        if value not in seen:
-            seen.add(value)
+        if value not in visited:
+            visited.add(value)
             waiting.extend(value.all_input_nodes)
     for call, _ in reversed(path_of(node)):
-        for _, value in sorted(arguments.get(call_name(call), []), key=lambda each: each[0]):
+        for _, value in sorted(arguments.get(call_name(call), []), key=lambda pair: pair[0]):
             if dtypes_of(value) == dtypes:
                 return value
     return None
@@ -153,18 +153,18 @@ def follow_created_dtypes(graph: fx.Graph) -> None:
         dtypes = dtypes_of(node)
         if node.meta.get(RELATIVE_DTYPE) and named.get("dtype") == dtypes[0] != dtypes[1]:
             _replace_argument(node, "dtype", _insert(node, model_dtype, dtypes, dtypes[0]))
-        for name, (own, other, limit) in node.meta.get(RELATIVE_NUMBERS, {}).items():
-            if named.get(name) == getattr(torch.finfo(own), limit):
-                _replace_argument(node, name, _insert(node, model_number, (own, other, limit), named[name]))
+        for name, (dtype, other_dtype, limit) in node.meta.get(RELATIVE_NUMBERS, {}).items():
+            if named.get(name) == getattr(torch.finfo(dtype), limit):
+                _replace_argument(node, name, _insert(node, model_number, (dtype, other_dtype, limit), named[name]))
 
 
-def _insert(before: fx.Node, function: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
-    with before.graph.inserting_before(before):
-        made = before.graph.call_function(function, arguments)
-    kept = ("path", "regions", "in_every_mode", "stack_trace")
-    made.meta = {key: before.meta[key] for key in kept if key in before.meta}
-    made.meta |= {"val": value, "requires_grad": False, "cut_off": False}
-    return made
+def _insert(reader: fx.Node, function: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
+    with reader.graph.inserting_before(reader):
+        operation = reader.graph.call_function(function, arguments)
+    keys = ("path", "regions", "in_every_mode", "stack_trace")
+    operation.meta = {key: reader.meta[key] for key in keys if key in reader.meta}
+    operation.meta |= {"val": value, "requires_grad": False, "cut_off": False}
+    return operation
 
 
 def _replace_argument(node: fx.Node, name: str, value: fx.Node) -> None:
@@ -186,10 +186,10 @@ def drop_redundant_dtypes(graph: fx.Graph) -> None:
     before:  softmax(x, -1, torch.float32)                   with a float32 x
     after:   softmax(x, -1)
     """
-    given = [each for each in graph.nodes if operator_of(each).optional_dtype and arguments_of(each).get("dtype")]
-    said = said_elsewhere(node for node in given if not _is_its_own(node))
-    for node in given:
-        if _is_its_own(node) and not said(node):
+    operations = [op for op in graph.nodes if operator_of(op).optional_dtype and arguments_of(op).get("dtype")]
+    in_other_call = said_elsewhere(node for node in operations if not _is_its_own(node))
+    for node in operations:
+        if _is_its_own(node) and not in_other_call(node):
             position = [argument.name for argument in schema_arguments(node.target)].index("dtype")
             node.args = node.args[:position]
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "dtype"}

@@ -43,9 +43,9 @@ def mark_gradients(graph: fx.Graph) -> None:
         )
         if node.meta["requires_grad"] and written_by(node):
             written |= shared_memory(node, beyond_detach=False)
-            for each in written:
-                if each.op == "call_function":
-                    each.meta["requires_grad"] = True
+            for written_node in written:
+                if written_node.op == "call_function":
+                    written_node.meta["requires_grad"] = True
         parents = [parent.meta["requires_grad"] or parent.meta.get("cut_off", False) for parent in node.all_input_nodes]
         node.meta["cut_off"] = not inside and any(parents)
 
@@ -78,15 +78,15 @@ def untrained_parameters(captured: Captured) -> frozenset[str]:
 
 def _sources(output: fx.Node) -> set[str]:
     """The state from which a gradient flows to a value."""
-    found: set[str] = set()
-    seen = {output}
+    state_names: set[str] = set()
+    visited = {output}
     waiting = [output]
     while waiting:
         node = waiting.pop()
         if node.op == "get_attr":
-            found.add(str(node.target))
+            state_names.add(str(node.target))
         elif BRANCH not in node.meta:
-            new = [each for each in node.all_input_nodes if each not in seen and each.meta.get("requires_grad", False)]
-            seen.update(new)
+            new = [arg for arg in node.all_input_nodes if arg not in visited and arg.meta.get("requires_grad", False)]
+            visited.update(new)
             waiting += new
-    return found
+    return state_names

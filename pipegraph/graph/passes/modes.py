@@ -39,13 +39,13 @@ def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mappin
     merge_modes(graph, evaluation, modules)
 
 
-def _mark_dropouts(own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
+def _mark_dropouts(training_nodes: Sequence[fx.Node], evaluation_nodes: Sequence[fx.Node]) -> None:
     """Mark the dropouts of both graphs that drop values in evaluation mode too.
 
     A dropout may be missing in evaluation mode; the next one must not be taken for it.
     """
-    dropouts = _with_mode(own)
-    for where, twins in _with_mode([node for node in other if operator_of(node).dropout]).items():
+    dropouts = _with_mode(training_nodes)
+    for where, twins in _with_mode([node for node in evaluation_nodes if operator_of(node).dropout]).items():
         if any(twin.args[2] for twin in twins):
             nodes = dropouts.get(where, [])
             if len(nodes) != len(twins):
@@ -69,27 +69,27 @@ def settle_fixed_modes(
     """
     twins = _with_mode(_own_operations(evaluation, modules)) if evaluation is not None else {}
     for place, nodes in _with_mode(_own_operations(graph, modules)).items():
-        others = twins.get(place, [])
-        for node, twin in zip(nodes, others if len(others) == len(nodes) else [None] * len(nodes), strict=True):
+        twin_nodes = twins.get(place, [])
+        for node, twin in zip(nodes, twin_nodes if len(twin_nodes) == len(nodes) else [None] * len(nodes), strict=True):
             around = modules[path_of(node)[-1][1] if path_of(node) else ""].module
-            same = {each for each in (node, twin) if each is not None}
-            if not mode[around] or any(map(_is_on, same)):
+            operations = {candidate for candidate in (node, twin) if candidate is not None}
+            if not mode[around] or any(map(_is_on, operations)):
                 continue
-            for each in same:
-                if operator_of(each).dropout:
-                    replace_node(each, each.args[0])
+            for operation in operations:
+                if operator_of(operation).dropout:
+                    replace_node(operation, operation.args[0])
                 else:
-                    each.meta["in_every_mode"] = True
+                    operation.meta["in_every_mode"] = True
 
 
 def _with_mode(nodes: Sequence[fx.Node]) -> dict[object, list[fx.Node]]:
     """The dropouts and batch norms by the module that runs them and their line."""
-    found: dict[object, list[fx.Node]] = {}
+    groups: dict[object, list[fx.Node]] = {}
     for node in nodes:
         if operator_of(node).dropout or node.target is aten.batch_norm.default:
             place = operator_of(node).dropout, tuple(fqn for _, fqn in path_of(node)), source_line(node)
-            found.setdefault(place, []).append(node)
-    return found
+            groups.setdefault(place, []).append(node)
+    return groups
 
 
 def _is_on(node: fx.Node) -> bool:
@@ -151,13 +151,13 @@ class _ModeMerge:
                 home[copies[node]] = branch
         self._return_more(copies)
         for number, branch in enumerate(self._comparison.differences):
-            for (value, other), readers in branch.phis.items():
-                other = self._state(other, branch) if other.op == "get_attr" else copies.get(other, other)
-                join = self._join(branch, number, value, other)
+            for (value, twin), readers in branch.phis.items():
+                twin = self._state(twin, branch) if twin.op == "get_attr" else copies.get(twin, twin)
+                join = self._join(branch, number, value, twin)
                 for reader, position in readers:
                     _replace_argument(reader, position, value, join)
-                for node in (value, other):
-                    for reader in [each for each in node.users if home.get(each, branch) is not branch]:
+                for node in (value, twin):
+                    for reader in [user for user in node.users if home.get(user, branch) is not branch]:
                         if home.get(node) is branch:  # another branch reads what this one makes
                             reader.replace_input_with(node, join)
 
@@ -165,55 +165,55 @@ class _ModeMerge:
         """Return what evaluation mode alone returns, too."""
         (output,) = self._graph.find_nodes(op="output")
         if self._comparison.outputs is not None:
-            more = [copies.get(node, node) for node in self._comparison.more_outputs]
-            output.args = ((*output.args[0], *more),)
+            more_outputs = [copies.get(node, node) for node in self._comparison.more_outputs]
+            output.args = ((*output.args[0], *more_outputs),)
             output.meta[EVALUATION_OUTPUTS] = self._comparison.outputs
 
     def _copy(self, node: fx.Node, branch: ModeDifference, number: int, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         def value(argument: fx.Node) -> fx.Node:
-            own = self._comparison.value_of(argument)
-            return self._state(own, branch) if own.op == "get_attr" else copies.get(own, own)
+            source = self._comparison.value_of(argument)
+            return self._state(source, branch) if source.op == "get_attr" else copies.get(source, source)
 
-        with self._graph.inserting_before(branch.before):
-            made = self._graph.node_copy(node, value)
+        with self._graph.inserting_before(branch.anchor):
+            copy = self._graph.node_copy(node, value)
         inner = path_of(node)[len(branch.path) :]
-        made.meta["path"] = (*branch.path, *((_in_evaluation(call), fqn) for call, fqn in inner))
+        copy.meta["path"] = (*branch.path, *((_in_evaluation(call), fqn) for call, fqn in inner))
         if not branch.runs_in_both:
-            made.meta[BRANCH] = BranchPart(number, False)
+            copy.meta[BRANCH] = BranchPart(number, False)
         for key in ("argument_of", "result_of"):
-            made.meta.pop(key, None)
+            copy.meta.pop(key, None)
         calls = {call_name(call) for call, _ in inner}
         for twin in (node, *node.all_input_nodes):
-            own = made if twin is node else value(twin)
+            target = copy if twin is node else value(twin)
             for key in ("argument_of", "result_of"):
                 places = {
                     _in_evaluation(call): place for call, place in twin.meta.get(key, {}).items() if call in calls
                 }
-                own.meta[key] = {**own.meta.get(key, {}), **places}
-        return made
+                target.meta[key] = {**target.meta.get(key, {}), **places}
+        return copy
 
     def _state(self, node: fx.Node, branch: ModeDifference) -> fx.Node:
         """A parameter, buffer or constant, which evaluation mode alone may read."""
         if node.graph is self._graph:
             return node
-        found = next((each for each in self._graph.nodes if (each.op, each.target) == (node.op, node.target)), None)
-        if found is None:
-            with self._graph.inserting_before(branch.before):
-                found = self._graph.node_copy(node)
-        return found
+        state = next((twin for twin in self._graph.nodes if (twin.op, twin.target) == (node.op, node.target)), None)
+        if state is None:
+            with self._graph.inserting_before(branch.anchor):
+                state = self._graph.node_copy(node)
+        return state
 
-    def _join(self, branch: ModeDifference, number: int, value: fx.Node, other: fx.Node) -> fx.Node:
-        with self._graph.inserting_before(branch.before):
-            join = self._graph.call_function(by_mode, (value, other))
-        regions = branch.before.meta.get("regions", ()) if not branch.training else branch.training[0].meta["regions"]
+    def _join(self, branch: ModeDifference, number: int, value: fx.Node, twin: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(branch.anchor):
+            join = self._graph.call_function(by_mode, (value, twin))
+        regions = branch.anchor.meta.get("regions", ()) if not branch.training else branch.training[0].meta["regions"]
         join.meta = {
             "val": value.meta["val"],
             SIZES: shape_of(value),
             "path": branch.path,
             "regions": regions,
             "in_every_mode": False,
-            "stack_trace": _source(branch, value, other),
-            "requires_grad": any(each.meta.get("requires_grad", False) for each in (value, other)),
+            "stack_trace": _source(branch, value, twin),
+            "requires_grad": any(node.meta.get("requires_grad", False) for node in (value, twin)),
             "cut_off": False,
             BRANCH: BranchPart(number, None),
         }
@@ -223,11 +223,11 @@ class _ModeMerge:
         return join
 
 
-def _source(branch: ModeDifference, value: fx.Node, other: fx.Node) -> str:
+def _source(branch: ModeDifference, value: fx.Node, twin: fx.Node) -> str:
     """The lines of source that made a joined value: of one that is made in the branch, if one is."""
-    inside = [node for node in (value, other) if BRANCH in node.meta]
-    made = next((node for node in (*inside, value, branch.before) if node.op == "call_function"), None)
-    return str(made.meta["stack_trace"]) if made is not None else ""
+    inside = [node for node in (value, twin) if BRANCH in node.meta]
+    operation = next((node for node in (*inside, value, branch.anchor) if node.op == "call_function"), None)
+    return str(operation.meta["stack_trace"]) if operation is not None else ""
 
 
 def _in_evaluation(call: str) -> str:

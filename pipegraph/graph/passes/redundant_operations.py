@@ -28,13 +28,13 @@ def drop_identities(graph: fx.Graph) -> None:
     after:   b = mul(x, 2)
     """
     casts = graph.find_nodes(op="call_function", target=aten.to.dtype)
-    said = said_elsewhere(node for node in casts if not _is_identity(node, node.all_input_nodes[0]))
+    in_other_call = said_elsewhere(node for node in casts if not _is_identity(node, node.all_input_nodes[0]))
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         source = _broadcast(node) or node.args[0]
         unseen = not is_written(node) and (source in viewed_by(node) or is_stable(source))
-        if unseen and _is_identity(node, source) and not said(node):
+        if unseen and _is_identity(node, source) and not in_other_call(node):
             replace_node(node, source)
 
 
@@ -49,28 +49,28 @@ def _broadcast(node: fx.Node) -> fx.Node | None:
 
 
 def _is_identity(node: fx.Node, source: fx.Node) -> bool:
-    before, after = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+    argument, result = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(argument, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     dtypes = [
-        (value.dtype, each.meta.get(OTHER_DTYPE, value.dtype)) for value, each in ((before, source), (after, node))
+        (value.dtype, op.meta.get(OTHER_DTYPE, value.dtype)) for value, op in ((argument, source), (result, node))
     ]
-    same = bool(dtypes[0] == dtypes[1] and shape_of(source) == shape_of(node) and before.device == after.device)
+    is_equal = bool(dtypes[0] == dtypes[1] and shape_of(source) == shape_of(node) and argument.device == result.device)
     target, row = node.target, operator_of(node)
     if target is operator.getitem:
-        return same and source is _broadcast(node)
+        return is_equal and source is _broadcast(node)
     if row.cast:
-        return same and not _copies(node) and FOLLOWS_BUFFER not in node.meta
+        return is_equal and not _copies(node) and FOLLOWS_BUFFER not in node.meta
     if row.identity:
-        return same
+        return is_equal
     if target is aten.detach_.default:
         return source.op == "get_attr" and not source.meta.get("requires_grad", False)
     if target in (aten.slice.Tensor, aten.expand.default):
-        return same and bool(len(node.args) < 5 or node.args[4] == 1)
+        return is_equal and bool(len(node.args) < 5 or node.args[4] == 1)
     if target in (aten.add.Tensor, aten.sub.Tensor):
-        return bool(same and type(node.args[1]) is int and node.args[1] == 0)
+        return bool(is_equal and type(node.args[1]) is int and node.args[1] == 0)
     if target in (aten.mul.Tensor, aten.div.Tensor):
-        return bool(same and type(node.args[1]) in (int, float) and node.args[1] == 1)
+        return bool(is_equal and type(node.args[1]) in (int, float) and node.args[1] == 1)
     if target is aten.dropout.default:  # an nn.Dropout stays as the module that it is
         return bool(node.args[1] == 0.0) and "nn/modules/dropout.py" not in node.meta["stack_trace"]
     return False

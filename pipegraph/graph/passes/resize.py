@@ -48,7 +48,7 @@ def resize(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> None:
 
 def _computed(node: fx.Node) -> Any:
     """What an operation gives on fake tensors."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     with torch.no_grad(), (fake_mode_of(tensors[0]) if tensors else None) or nullcontext():
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -64,7 +64,7 @@ def _resized(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         if value.stride(dim) == 0:
             continue
         if inner is not None:
-            before = value.shape[inner] * value.stride(inner)
-            strides[dim] = max(1, shape[inner] * strides[inner] * value.stride(dim) // max(before, 1))
+            extent = value.shape[inner] * value.stride(inner)
+            strides[dim] = max(1, shape[inner] * strides[inner] * value.stride(dim) // max(extent, 1))
         inner = dim
     return fake_empty(value, shape, value.dtype, strides).requires_grad_(value.requires_grad)

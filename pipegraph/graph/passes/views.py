@@ -25,21 +25,21 @@ Sizes = tuple[int, ...]
 def cancel_views(graph: fx.Graph) -> None:
     """Take out a reshape to the shape that is there, and two views of which the second undoes the first.
 
-    before:  a = transpose(x, 1, 2);  b = transpose(a, 1, 2);  c = view(b, [8, 64])      with x [8, 64]
+    source:  a = transpose(x, 1, 2);  b = transpose(a, 1, 2);  c = view(b, [8, 64])      with x [8, 64]
     after:   x in the place of c
     """
     for node in list(graph.nodes):
-        view, before = operator_of(node).view, node.args[0] if node.args else None
-        if view is None or not isinstance(before, fx.Node):
+        view, source = operator_of(node).view, node.args[0] if node.args else None
+        if view is None or not isinstance(source, fx.Node):
             continue
-        if view is View.RESHAPE and shape_of(before) == shape_of(node):
-            same = before
-        elif operator_of(before).view is not None and _is_undone(before, node):
-            same = before.args[0]  # type: ignore[assignment]
+        if view is View.RESHAPE and shape_of(source) == shape_of(node):
+            replacement = source
+        elif operator_of(source).view is not None and _is_undone(source, node):
+            replacement = source.args[0]  # type: ignore[assignment]
         else:
             continue
         if is_stable(node):
-            replace_node(node, same)
+            replace_node(node, replacement)
 
 
 def _is_undone(first: fx.Node, second: fx.Node) -> bool:
@@ -47,8 +47,8 @@ def _is_undone(first: fx.Node, second: fx.Node) -> bool:
     if shape_of(first.args[0]) != shape_of(second):
         return False
     tensor = torch.empty(shape_of(first.args[0]), device="meta")
-    after = any_layout(second)(any_layout(first)(tensor, *first.args[1:]), *second.args[1:])
-    return bool(after.shape == tensor.shape and after.stride() == tensor.stride() and is_view(after))
+    result = any_layout(second)(any_layout(first)(tensor, *first.args[1:]), *second.args[1:])
+    return bool(result.shape == tensor.shape and result.stride() == tensor.stride() and is_view(result))
 
 
 def drop_contiguous(graph: fx.Graph) -> None:
@@ -85,16 +85,16 @@ def drop_expands(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.expand.default or not is_stable(node):
             continue
-        for inner, made in _smaller(node).items():
-            set_value(inner, _kept(shape_of(inner), made.shape), made.dtype, made.stride())
+        for inner, tensor in _smaller(node).items():
+            set_value(inner, _smaller_shape(shape_of(inner), tensor.shape), tensor.dtype, tensor.stride())
             if inner is node:
                 replace_node(node, node.args[0])
 
 
-def _kept(before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """The shape ``after``, whose sizes are 1 or those of ``before``, with the last dimension in its place."""
-    sizes = before[len(before) - len(after) :]
-    return [old if int(old) == new else new for old, new in zip(sizes, after, strict=True)]
+def _smaller_shape(shape: Sequence[int], new_shape: Sequence[int]) -> list[int]:
+    """The shape ``new_shape``, whose sizes are 1 or those of ``shape``, with the last dimension in its place."""
+    sizes = shape[len(shape) - len(new_shape) :]
+    return [old if int(old) == new else new for old, new in zip(sizes, new_shape, strict=True)]
 
 
 def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
@@ -109,13 +109,13 @@ def _smaller(node: fx.Node) -> dict[fx.Node, Tensor]:
             if not _reads_only_its_mask(user, smaller):
                 return {}
             continue
-        made = _tried(user, smaller) if _is_elementwise(user, smaller) else None
-        if made is None or made.dtype != user.meta["val"].dtype:
+        result = _tried(user, smaller) if _is_elementwise(user, smaller) else None
+        if result is None or result.dtype != user.meta["val"].dtype:
             return {}
-        if made.shape != user.meta["val"].shape:
+        if result.shape != user.meta["val"].shape:
             if not is_stable(user):
                 return {}
-            smaller[user] = made
+            smaller[user] = result
             waiting.update(user.users)
     return smaller if node.users else {}
 
@@ -143,7 +143,7 @@ def _is_elementwise(node: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> bool:
 
 def _tried(node: fx.Node, smaller: Mapping[fx.Node, Tensor]) -> Tensor | None:
     """The result of an operation with smaller inputs; None if torch refuses them."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: smaller.get(each, on_meta(each)))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: smaller.get(argument, on_meta(argument)))
     try:
         with torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -172,13 +172,13 @@ def restore_repeat_interleave(graph: fx.Graph) -> None:
             node.target, node.args = aten.repeat_interleave.self_int, (source, repeats, dim)
 
 
-def _repeats(before: Sizes, expanded: Sizes, after: Sizes, dim: int) -> int:
-    """Return how often each entry along ``dim`` occurs in ``after``; 0 if anything else changes."""
+def _repeats(shape: Sizes, expanded: Sizes, merged: Sizes, dim: int) -> int:
+    """Return how often each entry along ``dim`` occurs in ``merged``; 0 if anything else changes."""
     if dim < 0:
         return 0
     repeats = expanded[dim + 1]
-    same = expanded == (*before[: dim + 1], repeats, *before[dim + 1 :])
-    return repeats if same and after == (*before[:dim], before[dim] * repeats, *before[dim + 1 :]) else 0
+    is_expanded = expanded == (*shape[: dim + 1], repeats, *shape[dim + 1 :])
+    return repeats if is_expanded and merged == (*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :]) else 0
 
 
 def relax_attention_views(graph: fx.Graph) -> None:

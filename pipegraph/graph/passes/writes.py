@@ -59,7 +59,7 @@ def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
 def drop_write_backs(graph: fx.Graph) -> None:
     """Erase what Python adds to ``x[0] += y``: the sum, already written into ``x[0]``, is assigned to ``x[0]``.
 
-    before:  a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0);  copy_(c, b)
+    previous_node:  a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0);  copy_(c, b)
     after:   a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0)
     """
     for node in list(graph.nodes):
@@ -68,9 +68,9 @@ def drop_write_backs(graph: fx.Graph) -> None:
         view, value = node.args[:2]
         if not isinstance(view, fx.Node) or not isinstance(value, fx.Node):
             continue
-        before = node.prev.prev if node.prev is view else node.prev
+        previous_node = node.prev.prev if node.prev is view else node.prev
         written = written_by(value)
-        if value is before and written and is_view(view) and _call(view) == _call(written[0]):
+        if value is previous_node and written and is_view(view) and _call(view) == _call(written[0]):
             graph.erase_node(node)
 
 
@@ -116,20 +116,20 @@ def functionalize_writes(graph: fx.Graph) -> None:
 
 def _keep_dtype(node: fx.Node, target: fx.Node) -> None:
     """Cast what an operation makes, if its dtype in the converted model is not that of ``target``."""
-    (_, wanted), made = dtypes_of(target), _converted_dtype(node)
-    if made is None or made == wanted:
+    (_, target_dtype), result_dtype = dtypes_of(target), _converted_dtype(node)
+    if result_dtype is None or result_dtype == target_dtype:
         return
     with node.graph.inserting_after(node):
         cast = node.graph.call_function(aten.type_as.default, (node, target))
     node.replace_all_uses_with(cast, lambda user: user is not cast)
-    cast.meta = {**node.meta, RELATIVE_DTYPE: True, FOLLOWS_BUFFER: True, OTHER_DTYPE: wanted}
-    node.meta[OTHER_DTYPE] = made
+    cast.meta = {**node.meta, RELATIVE_DTYPE: True, FOLLOWS_BUFFER: True, OTHER_DTYPE: target_dtype}
+    node.meta[OTHER_DTYPE] = result_dtype
 
 
 def _converted_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of what an operation makes in the converted model; None if it is not known."""
-    tensors = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
-    if not all(OTHER_DTYPE in each.meta for each in tensors):
+    tensors = [parent for parent in node.all_input_nodes if isinstance(parent.meta.get("val"), torch.Tensor)]
+    if not all(OTHER_DTYPE in tensor.meta for tensor in tensors):
         return None
 
     def example(value: fx.Node) -> Any:
@@ -139,10 +139,10 @@ def _converted_dtype(node: fx.Node) -> torch.dtype | None:
 
     arguments = fx.map_arg((node.args, node.kwargs), example)
     try:
-        made = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+        result = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
     except Exception:  # an operation that takes no meta tensors
         return None
-    return made.dtype if isinstance(made, torch.Tensor) else None
+    return result.dtype if isinstance(result, torch.Tensor) else None
 
 
 def read_buffers_anew(graph: fx.Graph) -> None:
@@ -189,17 +189,17 @@ def _keeps_type(functional: OpOverload, node: fx.Node) -> bool:
     """Return whether the functional form gives the dtype and shape that the tensor has: ``x.add_(y)`` keeps a bfloat16
     ``x``, while ``x + y`` promotes it to the dtype of ``y``."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), on_meta)
-    kept = node.meta["val"]
+    tensor = node.meta["val"]
     try:
         with torch.no_grad():
-            made = functional(*args, **kwargs)
+            result = functional(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
-    return bool(made.dtype == kept.dtype and made.shape == kept.shape)
+    return bool(result.dtype == tensor.dtype and result.shape == tensor.shape)
 
 
-def _replace_later_uses(before: fx.Node, after: fx.Node) -> None:
-    """Let uses of ``before`` behind ``after`` read ``after``, which has the same value by then."""
-    for user in list(before.users):
-        if user > after:
-            user.replace_input_with(before, after)
+def _replace_later_uses(target: fx.Node, write: fx.Node) -> None:
+    """Let uses of ``target`` behind ``write`` read ``write``, which has the same value by then."""
+    for user in list(target.users):
+        if user > write:
+            user.replace_input_with(target, write)

@@ -89,12 +89,12 @@ def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask:
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Make parameters in the configuration's dtype, as ``AutoModel.from_config`` does."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
+    previous_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or previous_dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
 
 
 def config_file(model: str) -> Path:
@@ -103,9 +103,9 @@ def config_file(model: str) -> Path:
         path = path / "config.json"
     if not path.is_file():
         folder = path.parent
-        found = [str(entry) for entry in sorted(folder.glob("*.json"))] if folder.is_dir() else []
+        json_files = [str(entry) for entry in sorted(folder.glob("*.json"))] if folder.is_dir() else []
         raise SourceError(
-            f"No configuration file {path}.{nearest(str(path), found)} A configuration is never downloaded.\n"
+            f"No configuration file {path}.{nearest(str(path), json_files)} A configuration is never downloaded.\n"
             "Try: hf: followed by a folder with a config.json, or by the file itself."
         )
     return path
@@ -160,13 +160,13 @@ def _example_inputs(
             "Try: a model file that defines build_model() and example_inputs."
         )
     generator = torch.Generator().manual_seed(0)
-    asked = argument("batch", batch)
+    batch_argument = argument("batch", batch)
     if model.main_input_name == "pixel_values":
         size, channels = _of_pixels(config, "image_size") or 224, _of_pixels(config, "num_channels") or 3
         height, width = (size, size) if isinstance(size, int) else size
-        require_room(batch * channels * height * width * model.dtype.itemsize, f"pixel_values with {asked}")
+        require_room(batch * channels * height * width * model.dtype.itemsize, f"pixel_values with {batch_argument}")
         return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator, dtype=model.dtype)}
-    require_room(batch * seq * torch.int64.itemsize, f"input_ids with {asked} and {argument('seq', seq)}")
+    require_room(batch * seq * torch.int64.itemsize, f"input_ids with {batch_argument} and {argument('seq', seq)}")
     vocabulary = config.get_text_config().vocab_size
     inputs = {"input_ids": torch.randint(0, vocabulary, (batch, seq), generator=generator)}
     if config.is_encoder_decoder:
@@ -178,9 +178,9 @@ def _example_inputs(
 
 def _of_pixels(config: Any, name: str) -> Any:
     """A field of a configuration, or of the first one inside it that has it, such as that of a backbone; else None."""
-    found = getattr(config, name, None)
+    field = getattr(config, name, None)
     inside = (getattr(config, part, None) for part in config.sub_configs)
-    return next((each for each in (found, *(_of_pixels(part, name) for part in inside if part)) if each), None)
+    return next((value for value in (field, *(_of_pixels(part, name) for part in inside if part)) if value), None)
 
 
 # How a parameter is cut into stored tensors, as transformers prints it: along its first dimension, or one tensor for
@@ -228,9 +228,9 @@ def _transforms(model: nn.Module) -> tuple[list[Any], list[Any]]:
     except ImportError:  # transformers 4 stores every tensor under its own name
         return [], []
     mapping = get_model_conversion_mapping(model, add_legacy=False)
-    reverse = [each.reverse_transform() for each in reversed(mapping) if not isinstance(each, PrefixChange)]
-    converters = [each for each in reverse if isinstance(each, WeightConverter)]
-    return [each for each in reverse if each not in converters], converters
+    reverse = [rule.reverse_transform() for rule in reversed(mapping) if not isinstance(rule, PrefixChange)]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    return [rule for rule in reverse if rule not in converters], converters
 
 
 def _parts(name: str, renamings: list[Any], converters: list[Any]) -> list[str]:
@@ -241,7 +241,7 @@ def _parts(name: str, renamings: list[Any], converters: list[Any]) -> list[str]:
             if tuple(map(repr, converter.operations)) not in _CUTS:
                 return []
             first = converter.target_patterns[0]
-            parts = [renamed.replace(first, each) for each in converter.target_patterns]
+            parts = [renamed.replace(first, target_pattern) for target_pattern in converter.target_patterns]
             break
     for renaming in renamings:
         parts = [renaming.rename_source_key(part)[0] for part in parts]

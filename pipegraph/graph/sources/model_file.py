@@ -44,7 +44,7 @@ def load_file(model: str, weights: bool) -> ModelSource:
         tp_plan=_tp_plan(module, path),
         rebuild=lambda: load_file(model, weights).model,
         training=TrainingFunctions(
-            **{each.name: getattr(module, each.name, None) for each in fields(TrainingFunctions)}
+            **{field.name: getattr(module, field.name, None) for field in fields(TrainingFunctions)}
         ),
     )
 
@@ -60,17 +60,17 @@ def model_file(model: str) -> Path:
     require_path(path, "MODEL is a file", error=SourceError)
     if not path.is_file():
         folder = path if path.is_dir() else path.parent
-        found = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
-        hint = nearest(str(path), found) or (f" Python files there: {', '.join(found)}." if found else "")
-        what = f"{path} is a folder, and MODEL a file" if path.is_dir() else f"No model file {path}"
-        other = f", or hf:{path} if it holds a Hugging Face configuration" if path.is_dir() else ""
-        raise SourceError(f"{what}.{hint}\nTry: a path to a .py file that defines build_model{other}.")
+        files = [str(folder / entry.name) for entry in sorted(folder.glob("*.py"))] if folder.is_dir() else []
+        hint = nearest(str(path), files) or (f" Python files there: {', '.join(files)}." if files else "")
+        problem = f"{path} is a folder, and MODEL a file" if path.is_dir() else f"No model file {path}"
+        alternative = f", or hf:{path} if it holds a Hugging Face configuration" if path.is_dir() else ""
+        raise SourceError(f"{problem}.{hint}\nTry: a path to a .py file that defines build_model{alternative}.")
     return path
 
 
 def _tp_plan(module: ModuleType, path: Path) -> dict[str, str]:
     plan = getattr(module, "tp_plan", None) or {}
-    if not isinstance(plan, dict) or not all(isinstance(each, str) for pair in plan.items() for each in pair):
+    if not isinstance(plan, dict) or not all(isinstance(text, str) for pair in plan.items() for text in pair):
         raise SourceError(
             f"tp_plan in {path} is {plan!r}: it has the name of a style for each pattern of module names.\n"
             'Try: tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
@@ -120,8 +120,8 @@ def _errors_named(path: Path, doing: str) -> Iterator[None]:
             where = f"{path}:{error.lineno}" if error.lineno else str(path)  # of a NUL byte Python says no line
         else:
             frames = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-            where = f"{path}:{own[-1].lineno}" if own else str(path)
+            file_frames = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+            where = f"{path}:{file_frames[-1].lineno}" if file_frames else str(path)
         advice = f"python {path}" if doing == "importing it" else f"{doing} in Python, without arguments"
         raise SourceError(
             f"{where}: {doing} raised {type(error).__name__}: {error}\nTry: {advice}; it should run without error."
@@ -142,24 +142,24 @@ def _build(module: ModuleType, path: Path, attribute: str | None) -> nn.Module:
             f"{path} has no {attribute}.{nearest(attribute, names)} It defines: {_defined_names(module)}.\n"
             f"Try: {path}:NAME with the name of a model or of a function that builds one."
         )
-    made = getattr(module, attribute)
-    if not isinstance(made, nn.Module):
-        made = _call_if_function(made, path, attribute)
-    if not isinstance(made, nn.Module):
+    model = getattr(module, attribute)
+    if not isinstance(model, nn.Module):
+        model = _call_if_function(model, path, attribute)
+    if not isinstance(model, nn.Module):
         raise SourceError(
-            f"{path}: {attribute} gives {type(made).__name__}, not a torch.nn.Module.\n"
+            f"{path}: {attribute} gives {type(model).__name__}, not a torch.nn.Module.\n"
             f"Try: let {attribute} return the model."
         )
-    return made
+    return model
 
 
 def _defined_names(module: ModuleType) -> str:
-    own = [
+    names = [
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-    return ", ".join(own[:8]) or "nothing of its own"
+    return ", ".join(names[:8]) or "nothing of its own"
 
 
 def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -181,12 +181,12 @@ def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], di
     )
 
 
-def _check_no_other_arguments(module: ModuleType, model: nn.Module, given: Collection[str], path: Path) -> None:
+def _check_no_other_arguments(module: ModuleType, model: nn.Module, kwargs: Collection[str], path: Path) -> None:
     """Raise SourceError for ``example_kwargs = {"mask": mask}``: the model would be captured without them."""
-    taken = {name for name in inspect.signature(model.forward).parameters if name != "self"}
+    names = {name for name in inspect.signature(model.forward).parameters if name != "self"}
     for name, value in vars(module).items():
         is_example = name.startswith("example_") and name not in ("example_inputs", "example_target")
-        if is_example and isinstance(value, dict) and taken.issuperset(value) and not set(given).issuperset(value):
+        if is_example and isinstance(value, dict) and names.issuperset(value) and not set(kwargs).issuperset(value):
             raise SourceError(
                 f"{path}: {name} holds arguments of {type(model).__name__} ({', '.join(value)}), and nothing reads it: "
                 "the model would be captured without them.\n"

@@ -102,8 +102,8 @@ def differentiate(
         joint = joint_graph.trace(function, state, leaves, tangents, options.decompositions(), sizes)
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(leaves))]
-    own = options.recompute if isinstance(options.recompute, Regions) else regions.of_graph
-    return DividedFunction(type(root).__name__, joint, is_input, own, called, inlined, blocks.drawn)
+    graph_regions = options.recompute if isinstance(options.recompute, Regions) else regions.of_graph
+    return DividedFunction(type(root).__name__, joint, is_input, graph_regions, called, inlined, blocks.draw_modules)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:
@@ -128,7 +128,7 @@ def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedF
         ]
         args, kwargs = tree_unflatten(leaves, record.spec)
         returned = tree_leaves(record.original(*args, **kwargs))
-        return [each for each, result in zip(returned, record.results, strict=True) if isinstance(result, Tensor)]
+        return [output for output, result in zip(returned, record.results, strict=True) if isinstance(result, Tensor)]
 
     with ExitStack() as stack:
         if sizes:  # with an environment of their own
@@ -155,6 +155,6 @@ def _laid_out(tensor: Tensor, layout: TensorLayout) -> Tensor:
 
 
 def _new_leaf(tensor: Tensor) -> Tensor:
-    own = local(tensor)
-    leaf = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+    shard = local(tensor)
+    leaf = torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device=shard.device)
     return leaf.requires_grad_(tensor.requires_grad)

@@ -122,15 +122,15 @@ class DividedFunction:
                 first, *_ = internals.tree_leaves(node.meta.get("val", constant_of(self.joint.module, node)))
                 if isinstance(first, Tensor) and first.device.type != device:  # a seed may follow on the host
                     return str(node.name)
-        found = (block.begins_elsewhere(device) for block in self.blocks)
-        return next((name for name in found if name is not None), None)
+        names = (block.begins_elsewhere(device) for block in self.blocks)
+        return next((name for name in names if name is not None), None)
 
     def backward(self, mask: GradientMask) -> BackwardGraphs:
         """I, W and B for the outputs in `mask`."""
         if mask not in self._backward:
             with outside_traces():  # a block is divided while the graph around it is traced
                 backward = self._backward[mask] = backward_graphs(self.joint, self._saved, self._is_input, mask)
-            for kind, graph in (("I", backward.input), ("W", backward.weight), ("B", backward.whole)):
+            for kind, graph in (("I", backward.input), ("W", backward.weight), ("B", backward.full)):
                 if graph is not None:
                     self._dump(kind, graph.module)
             if verifying() and mask != self.full_mask:
@@ -147,7 +147,7 @@ class DividedFunction:
         if kind == "F":
             return self.forward
         backward = self.backward(mask)
-        graph = {"I": backward.input, "W": backward.weight, "B": backward.whole}[kind]
+        graph = {"I": backward.input, "W": backward.weight, "B": backward.full}[kind]
         assert graph is not None
         return graph
 
@@ -161,8 +161,8 @@ class DividedFunction:
     def offloaded(self) -> frozenset[str]:
         """The results of F that the backward reads, and that wait for it in CPU memory."""
         nodes = {node.name: node for node in self.joint.module.graph.nodes}
-        kept = set(self.saved(self.full_mask)) - {node.name for node in self.joint.primals}
-        return frozenset(name for name in kept if self.is_offloaded(nodes[name]))
+        saved_names = set(self.saved(self.full_mask)) - {node.name for node in self.joint.primals}
+        return frozenset(name for name in saved_names if self.is_offloaded(nodes[name]))
 
     def is_offloaded(self, node: fx.Node) -> bool:
         """Return whether a result, if the backward reads it, waits for it in CPU memory."""
@@ -170,25 +170,25 @@ class DividedFunction:
         if isinstance(call, fx.Node) and call.target is OPERATION:
             block: Any = block_operation.block_of(call)  # its modules may have choices of their own
             name = block_operation.called_graph(call).outputs[node.args[1]]  # type: ignore[index]
-            inner = next(each for each in block.joint.module.graph.nodes if each.name == name)
+            inner = next(inner_node for inner_node in block.joint.module.graph.nodes if inner_node.name == name)
             return bool(block.is_offloaded(base_of(inner)))
-        return self._regions.of(node).choice == OFFLOAD
+        return self._regions.region_of(node).choice == OFFLOAD
 
     def hold(self, numbers: Numbers) -> bool:
         """Return whether the graphs are right for these sizes, those of the blocks that they call included."""
         if not self.sizes.hold(numbers):
             return False
-        ones = tuple(number == 1 for number in numbers)
-        if any(ones) and ones not in self._runs_with_ones:
-            self._runs_with_ones[ones] = runs_as_traced(self.joint, numbers)
+        ones_mask = tuple(number == 1 for number in numbers)
+        if any(ones_mask) and ones_mask not in self._runs_with_ones:
+            self._runs_with_ones[ones_mask] = runs_as_traced(self.joint, numbers)
         calls = ((block, size_map(numbers)) for block, size_map in self._symbolic_calls)
-        return self._runs_with_ones.get(ones, True) and all(block.hold(sizes) for block, sizes in calls)
+        return self._runs_with_ones.get(ones_mask, True) and all(block.hold(sizes) for block, sizes in calls)
 
     def strides(self, node: fx.Node, numbers: Numbers) -> Numbers:
         """Return the strides of a node's tensor for these sizes."""
         if not self.sizes:
-            found: Numbers = node.meta["val"].stride()
-            return found
+            strides: Numbers = node.meta["val"].stride()
+            return strides
         if node not in self._strides:
             self._strides[node] = SizeMap(self.sizes, node.meta["val"].stride())
         return self._strides[node](numbers)
@@ -197,8 +197,8 @@ class DividedFunction:
     def _symbolic_calls(self) -> list[tuple[DividedFunction, SizeMap]]:
         """The blocks with sizes that the forward calls. The backward calls them with the same sizes."""
         nodes = self.joint.module.graph.find_nodes(op="call_function", target=OPERATION)
-        found = {(block.number, values): block for block, values in map(_called_with, nodes) if block.sizes}
-        return [(block, SizeMap(self.sizes, values)) for (_, values), block in found.items()]
+        blocks = {(block.number, values): block for block, values in map(_called_with, nodes) if block.sizes}
+        return [(block, SizeMap(self.sizes, values)) for (_, values), block in blocks.items()]
 
     def call(self, number: int, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> tuple[Tensor, ...]:
         """Call the block in a graph that is being traced, with gradients.
@@ -238,10 +238,12 @@ class _BlockFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = [values[node.name] for node in (*joint.outputs, *joint.written.values())]
         # One tensor may be two outputs, which autograd refuses.
-        first = {id(each): index for index, each in reversed(list(enumerate(results)))}
-        results = [each if first[id(each)] == index else each.view_as(each) for index, each in enumerate(results)]
+        first = {id(output): index for index, output in reversed(list(enumerate(results)))}
+        results = [
+            output if first[id(output)] == index else output.view_as(output) for index, output in enumerate(results)
+        ]
         differentiable = (*block.full_mask, *[False] * len(joint.written))
-        ctx.mark_non_differentiable(*(each for each, is_ in zip(results, differentiable, strict=True) if not is_))
+        ctx.mark_non_differentiable(*(output for output, is_ in zip(results, differentiable, strict=True) if not is_))
         return tuple(results)
 
     @staticmethod

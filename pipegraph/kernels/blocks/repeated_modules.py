@@ -87,10 +87,10 @@ class RecordedCall:
     def set_results(self, returned: Any) -> None:
         """Record what the call returned, and refuse what the call of a block could not return."""
         results, self.results_spec = tree_flatten(returned)
-        if any(isinstance(each, Tensor) and is_sharded(each) for each in (*self.leaves, *results)):
+        if any(isinstance(leaf, Tensor) and is_sharded(leaf) for leaf in (*self.leaves, *results)):
             self.is_refused = True  # only local tensors enter and leave the call of a block
             return
-        storages = {storage_identity(local(each)) for each in (*self.leaves, *self.state) if isinstance(each, Tensor)}
+        storages = {storage_identity(local(leaf)) for leaf in (*self.leaves, *self.state) if isinstance(leaf, Tensor)}
         for result in results:
             position = next((index for index, leaf in enumerate(self.leaves) if leaf is result), None)
             if not isinstance(result, Tensor):
@@ -108,8 +108,8 @@ class RecordedCall:
         """Put a result together from the arguments of an equal call and from new tensors."""
         return tree_unflatten(
             [
-                leaves[each] if isinstance(each, int) else next(tensors) if isinstance(each, Tensor) else each[0]
-                for each in self.results
+                leaves[slot] if isinstance(slot, int) else next(tensors) if isinstance(slot, Tensor) else slot[0]
+                for slot in self.results
             ],
             self.results_spec,
         )
@@ -128,7 +128,7 @@ class RepeatedModules:
         named = {module: name for name, module in root.named_modules() if module is not root}
         self._modules = [module for module in named if _may_be_block(module)]
         self._regions = {module: regions.within(named[module]) for module in self._modules}
-        self._placed = {root.get_submodule(name): regions.of(name) for name in regions.names}
+        self._placed = {root.get_submodule(name): regions.region_of(name) for name in regions.names}
         self._region_around = {module: regions.around(named[module]) for module in self._modules}
         self._states = {module: ModuleState(module.modules()) for module in self._modules}
         self._signatures = {module: module_signature(module) for module in self._modules}
@@ -143,7 +143,7 @@ class RepeatedModules:
         return [record for record in self.records.values() if record.is_block and record.is_outermost]
 
     @property
-    def drawn(self) -> tuple[str, ...]:
+    def draw_modules(self) -> tuple[str, ...]:
         """The names of the modules of all draws of the function, in order; none if they have no keys."""
         return () if self._draws is None else tuple(self._draws.modules)
 
@@ -151,18 +151,18 @@ class RepeatedModules:
     def recording(self, draws: RandomOps | None) -> Iterator[None]:
         """Record the calls of modules, and the draws in them, while the function runs the first time."""
         self._draws = draws
-        with self._with_forwards(self._record, self._modules), nullcontext() if draws is None else draws.found():
+        with self._with_forwards(self._record, self._modules), nullcontext() if draws is None else draws.replacing():
             yield
 
     def with_keys(self, function: Callable[..., Any], outside: str) -> Callable[..., Any]:
         """The function with one more argument, the last: the keys of its draws. A block takes those of its own."""
 
         def seeded(primals: Sequence[Tensor]) -> Any:
-            *own, keys = primals
+            *tensors, keys = primals
             self._keys = keys
             self._draws = RandomOps(self._root, outside, key=lambda position: keys[position])
-            with self._draws.found():
-                return function(own)
+            with self._draws.replacing():
+                return function(tensors)
 
         return seeded
 
@@ -175,29 +175,29 @@ class RepeatedModules:
 
     @contextmanager
     def _with_forwards(self, called: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterator[None]:
-        before = [(module, vars(module).get("forward")) for module in modules]
+        forwards = [(module, vars(module).get("forward")) for module in modules]
         for module in modules:
             module.forward = partial(called, module, module.forward)
         try:
             yield
         finally:
-            for module, forward in before:
+            for module, forward in forwards:
                 if forward is None:
                     del module.forward
                 else:
                     module.forward = forward
 
     def _signature(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> tuple[Any, BlockSizes]:
-        sizes = BlockSizes.of([local(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        sizes = BlockSizes.from_leaves([local(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         kinds = tuple(
             tensor_kind(leaf) if isinstance(leaf, Tensor) else None if _is_whole(leaf) else value_signature(leaf)
             for leaf in leaves
         )
-        same = tuple(next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves)
+        aliases = tuple(next(i for i, other_leaf in enumerate(leaves) if other_leaf is leaf) for leaf in leaves)
         state = tuple(map(tensor_signature, self._states[module].tensors()))
         modes = torch.is_grad_enabled(), autocast_state()
         numbers = tuple(leaf for leaf in leaves if type(leaf) is int)
-        family = (self._signatures[module], self._regions[module].signature, state, kinds, same, spec, modes)
+        family = (self._signatures[module], self._regions[module].signature, state, kinds, aliases, spec, modes)
         return (family, sizes.layouts, numbers), sizes
 
     def _record(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -211,20 +211,20 @@ class RepeatedModules:
                 return original(*args, **kwargs)
             if self._draws is not None:
                 self._draws.take([""] * record.draws)
-            return record.result(leaves, iter([_like(each) for each in record.results if isinstance(each, Tensor)]))
+            return record.result(leaves, iter([_like(slot) for slot in record.results if isinstance(slot, Tensor)]))
         state, regions = self._states[module].tensors(), self._regions[module]
         within = Counter([self._region_around[module]])
         record = RecordedCall(module, original, signature, sizes, state, leaves, spec, regions, self._around, within)
         self.records[key] = record
         versions = [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        drawn_before = len(self.drawn)
+        previous_draws = len(self.draw_modules)
         self._around = record
         try:
             returned = original(*args, **kwargs)
         finally:
             self._around = record.inside
         record.set_results(returned)
-        record.draws = len(self.drawn) - drawn_before
+        record.draws = len(self.draw_modules) - previous_draws
         record.is_refused |= versions != [version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return returned
 
@@ -294,10 +294,10 @@ class BlockSizes:
     values: tuple[Any, ...]
 
     @classmethod
-    def of(cls, leaves: Sequence[Any]) -> BlockSizes:
+    def from_leaves(cls, leaves: Sequence[Any]) -> BlockSizes:
         """Return those of the flattened arguments."""
         names = _Names()
-        shapes = [names.of_all(leaf.shape) if isinstance(leaf, Tensor) else names.of(leaf) for leaf in leaves]
+        shapes = [names.of_all(leaf.shape) if isinstance(leaf, Tensor) else names.symbol_of(leaf) for leaf in leaves]
         layouts = [
             TensorLayout(shape, names.strides(leaf, shape))
             if isinstance(leaf, Tensor)
@@ -310,10 +310,10 @@ class BlockSizes:
 
     def at(self, layout: Any, values: Sequence[Any]) -> Any:
         """Return a layout, or a size, with other values for the block's sizes."""
-        given = dict(zip(self.symbols, values, strict=True))
+        sizes = dict(zip(self.symbols, values, strict=True))
         if not isinstance(layout, TensorLayout):
-            return evaluate(layout, given)
-        shape, strides = ([evaluate(each, given) for each in part] for part in (layout.shape, layout.strides))
+            return evaluate(layout, sizes)
+        shape, strides = ([evaluate(size, sizes) for size in part] for part in (layout.shape, layout.strides))
         return TensorLayout(tuple(shape), tuple(strides))
 
 
@@ -324,17 +324,17 @@ class _Names:
         self.symbols: dict[Any, Any] = {}
         self.values: list[Any] = []
 
-    def of(self, value: Any) -> Any:
-        found = expression(value)
-        if not is_symbolic(value) or isinstance(found, int):
-            return found
-        if found not in self.symbols:
-            self.symbols[found] = placeholder_symbol(len(self.values))
+    def symbol_of(self, value: Any) -> Any:
+        size_expression = expression(value)
+        if not is_symbolic(value) or isinstance(size_expression, int):
+            return size_expression
+        if size_expression not in self.symbols:
+            self.symbols[size_expression] = placeholder_symbol(len(self.values))
             self.values.append(value)
-        return self.symbols[found]
+        return self.symbols[size_expression]
 
     def of_all(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(map(self.of, values))
+        return tuple(map(self.symbol_of, values))
 
     def strides(self, tensor: Tensor, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """The strides as expressions of the sizes' symbols. What does not follow from them is a symbol of its own."""
@@ -343,8 +343,8 @@ class _Names:
         return tuple(map(self._stride, tensor.stride()))
 
     def _stride(self, value: Any) -> Any:
-        found = expression(value)
-        if isinstance(found, int):
-            return found
-        renamed = found.xreplace(self.symbols)
-        return renamed if renamed.free_symbols <= {*self.symbols.values()} else self.of(value)
+        size_expression = expression(value)
+        if isinstance(size_expression, int):
+            return size_expression
+        renamed = size_expression.xreplace(self.symbols)
+        return renamed if renamed.free_symbols <= {*self.symbols.values()} else self.symbol_of(value)

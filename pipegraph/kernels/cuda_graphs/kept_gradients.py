@@ -18,7 +18,7 @@ class KeptGradients:
     """The memory of gradients, kept for the next step when an optimizer sets `.grad` to None."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
+        self._memory: dict[int, Tensor] = {}
 
     def places(self, parameters: Mapping[int, Tensor]) -> Places | None:
         """Give each parameter a `.grad`, zeros if it has none, and return where they are.
@@ -34,13 +34,13 @@ class KeptGradients:
         new = []
         for number, parameter in parameters.items():
             if parameter.grad is None:
-                kept = self._kept.get(number)
-                if kept is None or internals.is_held_elsewhere(kept):
-                    kept = self._kept[number] = torch.empty_like(parameter, requires_grad=False)
-                parameter.grad = kept.detach()
-                new.append(kept)
+                memory = self._memory.get(number)
+                if memory is None or internals.is_held_elsewhere(memory):
+                    memory = self._memory[number] = torch.empty_like(parameter, requires_grad=False)
+                parameter.grad = memory.detach()
+                new.append(memory)
         if new:
             internals.zero_all(new)
         gradients = [gradient_in_place(parameter) for parameter in parameters.values()]
-        places = tuple(0 if each is None else each.data_ptr() for each in gradients)
+        places = tuple(0 if gradient is None else gradient.data_ptr() for gradient in gradients)
         return None if 0 in places else places

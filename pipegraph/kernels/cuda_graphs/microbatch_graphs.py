@@ -24,12 +24,12 @@ class _RecordedBackward:
     """One of I, W and B.
 
     Attributes:
-        given: the gradients of outputs that it reads.
+        output_gradients: the gradients of outputs that it reads.
         gradients: those of inputs.
         values: what W reads.
     """
 
-    given: Values
+    output_gradients: Values
     gradients: Sequence[Tensor | None]
     values: Values
     replay: Replay
@@ -54,7 +54,7 @@ class MicrobatchGraphs:
         recorder: Recorder,
     ) -> None:
         self._recorder = recorder
-        self._inputs = [_copy(each) for each in inputs]
+        self._inputs = [_copy(tensor) for tensor in inputs]
         (self._outputs, self._saved), self._replay = recorder.record(lambda: forward(self._inputs))
         self._backwards: dict[Any, _RecordedBackward] = {}
         self._user: Callable[[], object] = lambda: None
@@ -75,35 +75,35 @@ class MicrobatchGraphs:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Values]:
         """Run F. Returns what the stage does, in new memory, and what the backward reads."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            _write(own, given)
+        for recorded_input, new_input in zip(self._inputs, inputs, strict=True):
+            _write(recorded_input, new_input)
         self._replay()
-        return [_copy(each) for each in self._outputs], dict(self._saved)
+        return [_copy(output) for output in self._outputs], dict(self._saved)
 
-    def has(self, key: object) -> bool:
+    def is_recorded(self, key: object) -> bool:
         """Whether a kernel of the backward is recorded."""
         return key in self._backwards
 
-    def record(self, key: object, values: Values, given: Values, backward: Backward) -> None:
+    def record(self, key: object, values: Values, output_gradients: Values, backward: Backward) -> None:
         """Record a kernel of the backward.
 
         Args:
             key: under which it is found.
-            values: what it reads, all in the memory of this microbatch, but for `given`.
-            given: gradients of outputs, which it reads as well.
+            values: what it reads, all in the memory of this microbatch, but for `output_gradients`.
+            output_gradients: gradients of outputs, which it reads as well.
             backward: the kernel.
         """
-        own = {name: _copy(each) for name, each in given.items()}
-        results, replay = self._recorder.record(lambda: backward({**values, **own}))
-        self._backwards[key] = _RecordedBackward(own, *results, replay)
+        recorded_gradients = {name: _copy(gradient) for name, gradient in output_gradients.items()}
+        results, replay = self._recorder.record(lambda: backward({**values, **recorded_gradients}))
+        self._backwards[key] = _RecordedBackward(recorded_gradients, *results, replay)
 
-    def backward(self, key: object, given: Values) -> tuple[tuple[Tensor | None, ...], Values]:
+    def backward(self, key: object, output_gradients: Values) -> tuple[tuple[Tensor | None, ...], Values]:
         """Run a recorded kernel. Returns the gradients of inputs, in new memory, and what W reads after it."""
         recorded = self._backwards[key]
-        for name, each in given.items():
-            _write(recorded.given[name], each)
+        for name, gradient in output_gradients.items():
+            _write(recorded.output_gradients[name], gradient)
         recorded.replay()
-        gradients = (None if each is None else _copy(each) for each in recorded.gradients)
+        gradients = (None if input_gradient is None else _copy(input_gradient) for input_gradient in recorded.gradients)
         return tuple(gradients), dict(recorded.values)
 
 

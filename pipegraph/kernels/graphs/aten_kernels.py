@@ -36,12 +36,12 @@ _OPAQUE = {operation: _opaque(operation, schema) for operation, schema in _SCHEM
 
 def without_cpu_pools(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
     """Return a table of decompositions with which such operations stay whole on a CPU."""
-    kept = {
+    decompositions = {
         operation: partial(_whole_on_cpu, opaque, table.get(operation, lambda *args, **kwargs: NotImplemented))
         for operation, opaque in _OPAQUE.items()
     }
-    return {**table, **kept}
+    return {**table, **decompositions}
 
 
-def _whole_on_cpu(opaque: Any, other: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return (opaque if tensor.device.type == "cpu" else other)(tensor, *args, **kwargs)
+def _whole_on_cpu(opaque: Any, decomposition: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return (opaque if tensor.device.type == "cpu" else decomposition)(tensor, *args, **kwargs)

@@ -41,12 +41,12 @@ class KernelGraph:
         values: list[Tensor] = [node.meta["val"] for node in end.args[0]]
         return [
             torch.empty_strided(
-                self.sizes.at(each.shape, numbers),
-                self.sizes.at(each.stride(), numbers),
-                dtype=each.dtype,
-                device=each.device,
+                self.sizes.at(value.shape, numbers),
+                self.sizes.at(value.stride(), numbers),
+                dtype=value.dtype,
+                device=value.device,
             )
-            for each in values
+            for value in values
         ]
 
 
@@ -99,7 +99,7 @@ def call_of(node: fx.Node) -> tuple[tuple[object, object], str]:
 
 def size_values(node: fx.Node) -> list[Any]:
     """Return the sizes with which a node of `OPERATION` calls its block: numbers or symbolic."""
-    return [each.meta["val"] if isinstance(each, fx.Node) else each for each in node.args[1]]  # type: ignore[union-attr]
+    return [size.meta["val"] if isinstance(size, fx.Node) else size for size in node.args[1]]  # type: ignore[union-attr]
 
 
 def called_graph(node: fx.Node, kind: str | None = None) -> KernelGraph:

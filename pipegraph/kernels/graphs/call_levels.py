@@ -20,8 +20,8 @@ def levels_of(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     draw, draw_in_call = 0, 0  # the first levels in which the next random operation, or call of one, may run
     for node in graph.nodes:
         if node.op not in ("output", "get_attr") and not is_size(node):
-            before = max((level.get(each, 0) for each in node.all_input_nodes), default=0)
-            level[node] = before + _is_result_of_call(node)
+            input_level = max((level.get(input_node, 0) for input_node in node.all_input_nodes), default=0)
+            level[node] = input_level + _is_result_of_call(node)
             if is_random(node):
                 is_call = node.target is OPERATION
                 draw_in_call = level[node] = max(level[node], draw_in_call if is_call else draw)

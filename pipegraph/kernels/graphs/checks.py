@@ -35,12 +35,12 @@ def check_division(
     for kind, graph, readable in (
         ("I", backward.input, available),
         ("W", backward.weight, {*available, *from_i}),
-        ("B", backward.whole, available),
+        ("B", backward.full, available),
     ):
         if graph is not None:
             _refuse(f"{kind} reads what is not there when it runs", set(graph.inputs) - readable)
             _refuse(f"{kind} returns gradients of parameters that share memory", of_parameters & _sharing_memory(graph))
-    for kinds, outputs in (("I and W", [*from_i, *from_w]), ("B", backward.whole.outputs)):
+    for kinds, outputs in (("I and W", [*from_i, *from_w]), ("B", backward.full.outputs)):
         counts = Counter(outputs)
         _refuse(
             f"{kinds}: gradients that are not returned exactly once", {name for name in gradients if counts[name] != 1}
@@ -84,7 +84,7 @@ def runs_as_traced(joint: JointGraph, numbers: Sequence[int]) -> bool:
                     values[node] = node.target(*args, **kwargs)
                 except Exception:  # whatever the operation raises for a shape that it does not take
                     return False
-                if not _same(values[node], expected):
+                if not _matches(values[node], expected):
                     return False
     return True
 
@@ -92,18 +92,18 @@ def runs_as_traced(joint: JointGraph, numbers: Sequence[int]) -> bool:
 def _at(value: Any, joint: JointGraph, numbers: Sequence[int]) -> Any:
     """A node's value for these sizes."""
     if isinstance(value, (tuple, list)):
-        return [_at(each, joint, numbers) for each in value]
+        return [_at(part, joint, numbers) for part in value]
     if not isinstance(value, Tensor):
-        (found,) = joint.sizes.at([value], numbers)
-        return found
+        (number,) = joint.sizes.at([value], numbers)
+        return number
     shape, strides = joint.sizes.at(value.shape, numbers), joint.sizes.at(value.stride(), numbers)
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
-def _same(value: Any, expected: Any) -> bool:
+def _matches(value: Any, expected: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return len(value) == len(expected) and all(map(_same, value, expected))
+        return len(value) == len(expected) and all(map(_matches, value, expected))
     if not isinstance(value, Tensor):
         return bool(value == expected)
     strides = zip(value.shape, value.stride(), expected.stride(), strict=True)
-    return value.shape == expected.shape and all(size == 1 or own == other for size, own, other in strides)
+    return value.shape == expected.shape and all(size == 1 or actual == required for size, actual, required in strides)

@@ -27,7 +27,7 @@ from pipegraph.kernels.graphs.convolution_gradients import join_gradients
 from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
-from pipegraph.kernels.symbolic.symbolic_sizes import is_size, same, size_nodes
+from pipegraph.kernels.symbolic.symbolic_sizes import are_equal, is_size, size_nodes
 from pipegraph.recompute import OFFLOAD
 
 aten = torch.ops.aten
@@ -44,19 +44,19 @@ class BackwardGraphs:
     Attributes:
         input: I; None if no input has a gradient: W then does everything.
         weight: W; None if nothing is left for it.
-        whole: B.
+        full: B.
         gradients: the name of each primal's gradient, or None.
     """
 
     input: KernelGraph | None
     weight: KernelGraph | None
-    whole: KernelGraph
+    full: KernelGraph
     gradients: tuple[str | None, ...]
 
     @property
     def graphs(self) -> list[KernelGraph]:
         """The graphs that exist."""
-        return [graph for graph in (self.input, self.weight, self.whole) if graph is not None]
+        return [graph for graph in (self.input, self.weight, self.full) if graph is not None]
 
 
 def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
@@ -72,31 +72,31 @@ def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
         regions: those of its operations. "block" counts as "min-cut" for a region that calls blocks.
     """
     forward = _forward_nodes(joint)
-    of = {node: regions.of(node) for node in forward}
-    calling = {of[node] for node in forward if node.target is OPERATION}
+    scope = {node: regions.region_of(node) for node in forward}
+    calling = {scope[node] for node in forward if node.target is OPERATION}
     choice = {
         region: "min-cut"
         if region.choice == OFFLOAD or (region.choice == "block" and region in calling)
         else region.choice
-        for region in of.values()
+        for region in scope.values()
     }
-    kept = {node for node in forward if is_random(node) or node.target is OPERATION or _is_collective_result(node)}
-    kept |= {user for index in joint.written for user in joint.primals[index].users}  # the values from before
-    kept |= {user for node in list(kept) for user in node.users if user.target is operator.getitem}
-    kept |= {node for node in forward if choice[of[node]] == "none" and node.all_input_nodes and not is_view(node)}
+    saved = {node for node in forward if is_random(node) or node.target is OPERATION or _is_collective_result(node)}
+    saved |= {user for index in joint.written for user in joint.primals[index].users}  # the values from before
+    saved |= {user for node in list(saved) for user in node.users if user.target is operator.getitem}
+    saved |= {node for node in forward if choice[scope[node]] == "none" and node.all_input_nodes and not is_view(node)}
     for node in forward:
-        for base in {base_of(each) for each in node.all_input_nodes} & of.keys():
-            ends = choice[of[base]], choice[of[node]]
-            if of[base] != of[node] and base.all_input_nodes and ("block" in ends or any(map(callable, ends))):
-                kept.add(base)
+        for base in {base_of(source) for source in node.all_input_nodes} & scope.keys():
+            ends = choice[scope[base]], choice[scope[node]]
+            if scope[base] != scope[node] and base.all_input_nodes and ("block" in ends or any(map(callable, ends))):
+                saved.add(base)
     if "min-cut" in choice.values():
         copy = fx.Graph()
         copy.output(copy.graph_copy(joint.module.graph, {}))
         names = min_cut(fx.GraphModule(joint.module, copy), len(joint.outputs) + len(joint.written))
-        bases = {base_of(node) for node in forward if node.name in names and choice[of[node]] == "min-cut"}
-        kept |= {node for node in bases if node.op == "call_function"}
-    chosen = (node for node in forward if callable(choice[of[node]]))
-    return kept | {base_of(node) for node in chosen if _is_saved_by(choice[of[node]], node)} & of.keys()
+        bases = {base_of(node) for node in forward if node.name in names and choice[scope[node]] == "min-cut"}
+        saved |= {node for node in bases if node.op == "call_function"}
+    chosen = (node for node in forward if callable(choice[scope[node]]))
+    return saved | {base_of(node) for node in chosen if _is_saved_by(choice[scope[node]], node)} & scope.keys()
 
 
 def _is_saved_by(policy: Any, node: fx.Node) -> bool:
@@ -104,7 +104,7 @@ def _is_saved_by(policy: Any, node: fx.Node) -> bool:
 
     As in `torch.utils.checkpoint`, True and False are short for saving and recomputing.
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
     answer = policy(SelectiveCheckpointContext(is_recompute=False), node.target, *args, **kwargs)
     if isinstance(answer, bool):
         return answer
@@ -117,9 +117,9 @@ def _is_saved_by(policy: Any, node: fx.Node) -> bool:
     return name.endswith("_SAVE")
 
 
-def forward_graph(joint: JointGraph, kept: Collection[fx.Node], backward: Iterable[KernelGraph]) -> KernelGraph:
-    """Return F. Besides outputs, it returns those of the values `kept` that the graphs of the backward read."""
-    nodes = {node.name: node for node in kept}
+def forward_graph(joint: JointGraph, saved_nodes: Collection[fx.Node], backward: Iterable[KernelGraph]) -> KernelGraph:
+    """Return F. Besides outputs, it returns those of the values `saved_nodes` that the graphs of the backward read."""
+    nodes = {node.name: node for node in saved_nodes}
     saved = [nodes[name] for graph in backward for name in graph.inputs if name in nodes]
     return _extract(joint, (), [*joint.outputs, *joint.written.values(), *saved])
 
@@ -144,10 +144,10 @@ def backward_graphs(
     available = {*saved, *tangents}
     uncopied = {*_without_none(gradients)} - _sharing_memory(gradients, weights)
     names = tuple(None if node is None else node.name for node in gradients)
-    whole = _extract(joint, available, _without_none(gradients), uncopied, absent)
-    join_gradients(whole.module)
+    full = _extract(joint, available, _without_none(gradients), uncopied, absent)
+    join_gradients(full.module)
     if not inputs:
-        return BackwardGraphs(None, whole if weights else None, whole, names)
+        return BackwardGraphs(None, full if weights else None, full, names)
     in_i = _ancestors(inputs, available)
     # A gradient that costs little beyond I (of a norm's weight) is computed there, where its factors are.
     cheap = [node for node in weights if not any(map(_is_expensive, _ancestors([node], available) - in_i))]
@@ -158,7 +158,7 @@ def backward_graphs(
     return BackwardGraphs(
         _extract(joint, available, [*inputs, *cheap, *passed], uncopied, absent),
         _extract(joint, available | set(passed), deferred, uncopied, absent) if deferred else None,
-        whole,
+        full,
         names,
     )
 
@@ -217,13 +217,13 @@ def _ancestors(ends: Iterable[fx.Node], available: Collection[fx.Node]) -> set[f
 def _frontier(ends: Iterable[fx.Node], in_i: set[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
     """The values of I that `ends` are computed from. Instead of a view what it views, from which W makes it again."""
     frontier: dict[fx.Node, None] = {}
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     waiting = list(ends)
     while waiting:
         node = waiting.pop()
-        if node in seen or node in available or node.op != "call_function" or is_size(node):
+        if node in visited or node in available or node.op != "call_function" or is_size(node):
             continue
-        seen.add(node)
+        visited.add(node)
         is_item = node.target is operator.getitem and node.args[0] in in_i
         if (node in in_i or is_item) and not is_view(node):
             frontier[node] = None
@@ -239,8 +239,8 @@ def _sharing_memory(gradients: Sequence[fx.Node | None], weights: Collection[fx.
     sharing = set()
     for node in weights:
         base = base_of(node)
-        value, whole = node.meta.get("val"), base.meta.get("val")
-        same_size = value is not None and whole is not None and same([value.numel()], [whole.numel()])
+        value, base_value = node.meta.get("val"), base.meta.get("val")
+        same_size = value is not None and base_value is not None and are_equal([value.numel()], [base_value.numel()])
         if base.op != "call_function" or users[base] > 1 or not same_size:
             sharing.add(node)
     return sharing
@@ -269,8 +269,8 @@ def _extract(
     A gradient that is not `uncopied` is returned as a copy. A placeholder that is `absent` is zeros.
     """
     ends = list(dict.fromkeys(outputs))
-    wanted = _ancestors(ends, available)
-    read = {node for each in wanted for node in each.all_input_nodes} - wanted | (set(ends) - wanted)
+    computed = _ancestors(ends, available)
+    read = {node for reader in computed for node in reader.all_input_nodes} - computed | (set(ends) - computed)
     nodes = list(joint.module.graph.nodes)
     sizes = nodes[: len(joint.sizes)]
     inputs = [node for node in nodes if node in read - set(sizes) and node.op != "get_attr" and node not in absent]
@@ -281,13 +281,13 @@ def _extract(
         values[node].meta = node.meta
     for node in nodes:
         if node in absent and node in read:
-            shape = size_nodes(graph, node.meta["val"].shape, joint.sizes, [values[each] for each in sizes])
+            shape = size_nodes(graph, node.meta["val"].shape, joint.sizes, [values[size] for size in sizes])
             values[node] = _zeros(graph, node, shape)
-        elif node in wanted or (node in read and node.op == "get_attr"):
+        elif node in computed or (node in read and node.op == "get_attr"):
             values[node] = graph.node_copy(node, values.__getitem__)
     copied = set() if uncopied is None else set(_without_none(joint.gradients)) - set(uncopied)
     graph.output(tuple(_copy(graph, values[node]) if node in copied else values[node] for node in ends))
-    read_names, returned_names = (tuple(node.name for node in each) for each in (inputs, ends))
+    read_names, returned_names = (tuple(node.name for node in group) for group in (inputs, ends))
     return KernelGraph(fx.GraphModule(joint.module, graph), read_names, returned_names, joint.sizes)
 
 

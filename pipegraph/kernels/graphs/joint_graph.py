@@ -81,13 +81,13 @@ def trace(
                 forward = list(graph.nodes)
                 values = [internals.from_functional(leaf) for leaf in leaves]
                 written[:] = [index for index, primal in enumerate(primals) if values[index] is not primal]
-                gradients = _gradients(leaves, outputs, tangents, [internals.to_functional(each) for each in arriving])
+                gradients = _gradients(leaves, outputs, tangents, [internals.to_functional(grad) for grad in arriving])
             backward = list(islice(graph.nodes, len(forward), None))
             _check_backward(backward)
             placeholders = graph.find_nodes(op="placeholder")
             inherit_places(forward, backward, placeholders[len(placeholders) - len(arriving) :])
             results = [*outputs, *(leaves[index] for index in written), *gradients]
-            return [None if each is None else internals.from_functional(each) for each in results]
+            return [None if tensor is None else internals.from_functional(tensor) for tensor in results]
 
     arriving = [tangent for tangent in tangents if tangent is not None]
     module = internals.trace(joint, (list(sizes.values), list(primals), arriving), decompositions)
@@ -108,8 +108,8 @@ def _gradients(
     if ends and starts:
         # As for eager code, the backward runs outside the regions of autocast that the forward ran in.
         with torch.autocast(ends[0].device.type, enabled=False):
-            found = torch.autograd.grad(ends, [leaves[index] for index in starts], arriving, allow_unused=True)
-        for index, gradient in zip(starts, found, strict=True):
+            leaf_grads = torch.autograd.grad(ends, [leaves[index] for index in starts], arriving, allow_unused=True)
+        for index, gradient in zip(starts, leaf_grads, strict=True):
             gradients[index] = gradient
     return gradients
 

@@ -50,17 +50,17 @@ def inherit_places(forward: Sequence[fx.Node], backward: Sequence[fx.Node], tang
     for node in backward:
         if dependent.isdisjoint(node.all_input_nodes):
             apart.append(node)
-            read = (latest[each] for each in node.all_input_nodes if each in latest)
+            read = (latest[source] for source in node.all_input_nodes if source in latest)
             latest[node] = max(read, key=itemgetter(0), default=(-1, None))
         else:
             dependent.add(node)
     for node in reversed(apart):
-        readers = (latest[each] for each in node.users if each in latest)
+        readers = (latest[user] for user in node.users if user in latest)
         latest[node] = max((latest[node], *readers), key=itemgetter(0))
         if latest[node][1] is not None:
             node.meta.setdefault(_PLACE, latest[node][1])
     for node in backward:
-        places = (each.meta[_PLACE] for each in node.all_input_nodes if _PLACE in each.meta)
+        places = (source.meta[_PLACE] for source in node.all_input_nodes if _PLACE in source.meta)
         if node in dependent and (place := next(places, None)) is not None:
             node.meta.setdefault(_PLACE, place)
 
@@ -77,7 +77,7 @@ class Regions:
         """Equal for equal regions."""
         return self.default, tuple(self.places.items())
 
-    def of(self, node: fx.Node) -> Region:
+    def region_of(self, node: fx.Node) -> Region:
         """Return the region of an operation."""
         return self.places.get(place_of(node), self.default)
 
@@ -111,16 +111,16 @@ class ModuleRegions:
             visit(stage, "", ())
         return cls(default, inside)
 
-    def of(self, name: str) -> Region:
+    def region_of(self, name: str) -> Region:
         """Return the region of a module."""
         return self._inside.get(name, self._default)
 
     def around(self, name: str) -> Region | None:
         """Return the outermost region around a module that is computed again from what goes into it; None without."""
         parts = name.split(".")
-        regions = (self.of(".".join(parts[: length + 1])) for length in range(len(parts)))
-        again = (each for each in regions if each.choice == "block" or callable(each.choice))
-        return next((each for each in again if each.module not in ("", name)), None)
+        regions = (self.region_of(".".join(parts[: length + 1])) for length in range(len(parts)))
+        again = (region for region in regions if region.choice == "block" or callable(region.choice))
+        return next((region for region in again if region.module not in ("", name)), None)
 
     def within(self, name: str) -> ModuleRegions:
         """Return those of a module inside, as if it stood alone."""
@@ -130,11 +130,11 @@ class ModuleRegions:
             return Region(region.module.removeprefix(start) if region.module.startswith(start) else "", region.choice)
 
         # What lies inside a region that began further out, and has no own one, has the module's.
-        default = alone(self.of(name))
-        found = {
-            inner.removeprefix(start): alone(each) for inner, each in self._inside.items() if inner.startswith(start)
+        default = alone(self.region_of(name))
+        regions = {
+            inner.removeprefix(start): alone(outer) for inner, outer in self._inside.items() if inner.startswith(start)
         }
-        return ModuleRegions(default, {inner: each for inner, each in found.items() if each != default})
+        return ModuleRegions(default, {inner: region for inner, region in regions.items() if region != default})
 
     @property
     def names(self) -> list[str]:

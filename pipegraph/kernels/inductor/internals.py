@@ -86,7 +86,7 @@ def _compiled(module: fx.GraphModule, examples: list[Any]) -> Run:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     values = [node.meta.get("val") for node in module.graph.nodes]
-    mode = next((each.fake_mode for each in values if isinstance(each, FakeTensor)), None) or FakeTensorMode()
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
     with ExitStack() as stack:
         stack.enter_context(TORCH_LOCK)
         stack.enter_context(_with_environment(mode))
@@ -110,7 +110,7 @@ def _with_layouts_as_traced(examples: list[Any]) -> Any:
     """
     from torch._inductor import config
 
-    on_cpu = all(each.device.type == "cpu" for each in examples if isinstance(each, torch.Tensor))
+    on_cpu = all(example.device.type == "cpu" for example in examples if isinstance(example, torch.Tensor))
     return config.patch(layout_optimization=config.layout_optimization and not on_cpu)
 
 
@@ -128,12 +128,12 @@ def _with_environment(mode: Any) -> Iterator[None]:
     its cache. While a graph is traced it has none, so that no number that depends on data becomes a symbol."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    before = mode.shape_env
-    mode.shape_env = ShapeEnv() if before is None else before
+    previous_environment = mode.shape_env
+    mode.shape_env = ShapeEnv() if previous_environment is None else previous_environment
     try:
         yield
     finally:
-        mode.shape_env = before
+        mode.shape_env = previous_environment
 
 
 @contextmanager
@@ -146,16 +146,16 @@ def _with_joint_passes() -> Iterator[None]:
     from torch._inductor import compile_fx
 
     thread = threading.get_ident()
-    before = compile_fx.fx_codegen_and_compile
+    original = compile_fx.fx_codegen_and_compile
 
     def simplify_and_compile(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
             module = compile_fx._recursive_joint_graph_passes(module)
             _mark_outputs(module)
-        return before(module, *args, **kwargs)
+        return original(module, *args, **kwargs)
 
     compile_fx.fx_codegen_and_compile = simplify_and_compile  # type: ignore[assignment]
     try:
         yield
     finally:
-        compile_fx.fx_codegen_and_compile = before
+        compile_fx.fx_codegen_and_compile = original

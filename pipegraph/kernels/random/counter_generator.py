@@ -76,77 +76,77 @@ def function_of(name: str) -> Callable[[CounterGenerator, Arguments], Any] | Non
     return _FUNCTIONS.get(name)
 
 
-def _native_dropout(numbers: CounterGenerator, given: Arguments) -> tuple[Tensor, Tensor]:
-    x, p = given["input"], given["p"]
-    kept = numbers.uniform(x.shape) < 1 - p
-    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+def _native_dropout(numbers: CounterGenerator, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    x, p = arguments["input"], arguments["p"]
+    mask = numbers.uniform(x.shape) < 1 - p
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
-def _bernoulli(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    x = given["self"]
-    p = given.get("p", x)
+def _bernoulli(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    x = arguments["self"]
+    p = arguments.get("p", x)
     return (numbers.uniform(x.shape) < (p.float() if isinstance(p, Tensor) else p)).to(x.dtype)
 
 
-def _rand(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    return numbers.uniform(*_new(given))
+def _rand(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    return numbers.uniform(*_new(arguments))
 
 
-def _randn(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    return numbers.normal(*_new(given))
+def _randn(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    return numbers.normal(*_new(arguments))
 
 
-def _randint(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    shape, _ = _new(given)
-    default = given["self"].dtype if "self" in given else torch.int64
-    return numbers.integers(shape, given.get("low", 0), given["high"]).to(given.get("dtype") or default)
+def _randint(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    shape, _ = _new(arguments)
+    default = arguments["self"].dtype if "self" in arguments else torch.int64
+    return numbers.integers(shape, arguments.get("low", 0), arguments["high"]).to(arguments.get("dtype") or default)
 
 
-def _randperm(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    return torch.argsort(numbers.bits([given["n"]])).to(given.get("dtype") or torch.int64)
+def _randperm(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    return torch.argsort(numbers.bits([arguments["n"]])).to(arguments.get("dtype") or torch.int64)
 
 
-def _new(given: Arguments) -> tuple[Sequence[int], torch.dtype]:
+def _new(arguments: Arguments) -> tuple[Sequence[int], torch.dtype]:
     """The shape and dtype of a new tensor."""
-    like = given.get("self")
-    shape = given["size"] if like is None else like.shape
-    return shape, given.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+    like = arguments.get("self")
+    shape = arguments["size"] if like is None else like.shape
+    return shape, arguments.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
 
 
-def _uniform(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    x, low, high = given["self"], given["from"], given["to"]
+def _uniform(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    x, low, high = arguments["self"], arguments["from"], arguments["to"]
     return numbers.uniform(x.shape, x.dtype) * (high - low) + low
 
 
-def _normal(numbers: CounterGenerator, given: Arguments) -> Tensor:
+def _normal(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
     """All of `normal_(x, mean, std)`, `normal(mean, std)` with tensors, and `normal(mean, std, size)`."""
-    mean, std = given["mean"], given["std"]
-    likes = [each for each in (given.get("self"), mean, std) if isinstance(each, Tensor)]
+    mean, std = arguments["mean"], arguments["std"]
+    likes = [tensor for tensor in (arguments.get("self"), mean, std) if isinstance(tensor, Tensor)]
     if not likes:
-        return numbers.normal(*_new(given)) * std + mean
-    shape = likes[0].shape if "self" in given else torch.broadcast_shapes(*(each.shape for each in likes))
+        return numbers.normal(*_new(arguments)) * std + mean
+    shape = likes[0].shape if "self" in arguments else torch.broadcast_shapes(*(tensor.shape for tensor in likes))
     return numbers.normal(shape, likes[0].dtype) * std + mean
 
 
-def _random(numbers: CounterGenerator, given: Arguments) -> Tensor:
-    dtype = given["self"].dtype
+def _random(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
+    dtype = arguments["self"].dtype
     most = 2 ** (1 - round(math.log2(torch.finfo(dtype).eps))) if dtype.is_floating_point else _largest(dtype)
-    low, high = given.get("from", 0), given.get("to")
-    return numbers.integers(given["self"].shape, low, most + 1 if high is None else high)
+    low, high = arguments.get("from", 0), arguments.get("to")
+    return numbers.integers(arguments["self"].shape, low, most + 1 if high is None else high)
 
 
 def _largest(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _multinomial(numbers: CounterGenerator, given: Arguments) -> Tensor:
+def _multinomial(numbers: CounterGenerator, arguments: Arguments) -> Tensor:
     """With replacement by the inverse of the sums, without it by racing exponentials, as torch does."""
-    weights, count = given["self"].float(), given["num_samples"]
-    if not given["replacement"]:
+    weights, count = arguments["self"].float(), arguments["num_samples"]
+    if not arguments["replacement"]:
         return torch.topk(weights / numbers.exponential(weights.shape), count).indices
     sums = weights.cumsum(-1)
-    drawn = numbers.uniform([*weights.shape[:-1], count]) * sums[..., -1:]
-    return torch.searchsorted(sums, drawn, right=True).clamp(max=weights.shape[-1] - 1)
+    samples = numbers.uniform([*weights.shape[:-1], count]) * sums[..., -1:]
+    return torch.searchsorted(sums, samples, right=True).clamp(max=weights.shape[-1] - 1)
 
 
 _FUNCTIONS: dict[str, Callable[[CounterGenerator, Arguments], Any]] = {
@@ -164,12 +164,12 @@ _FUNCTIONS: dict[str, Callable[[CounterGenerator, Arguments], Any]] = {
     "normal_functional": _normal,
     "random": _random,
     "multinomial": _multinomial,
-    "exponential": lambda numbers, given: numbers.exponential(given["self"].shape) / given["lambd"],
-    "log_normal": lambda numbers, given: torch.exp(numbers.normal(given["self"].shape) * given["std"] + given["mean"]),
-    "cauchy": lambda numbers, given: (
-        torch.tan(math.pi * (numbers.uniform(given["self"].shape) - 0.5)) * given["sigma"] + given["median"]
+    "exponential": lambda numbers, args: numbers.exponential(args["self"].shape) / args["lambd"],
+    "log_normal": lambda numbers, args: torch.exp(numbers.normal(args["self"].shape) * args["std"] + args["mean"]),
+    "cauchy": lambda numbers, args: (
+        torch.tan(math.pi * (numbers.uniform(args["self"].shape) - 0.5)) * args["sigma"] + args["median"]
     ),
-    "geometric": lambda numbers, given: torch.ceil(
-        torch.log(numbers.uniform(given["self"].shape)) / math.log1p(-given["p"])
+    "geometric": lambda numbers, args: torch.ceil(
+        torch.log(numbers.uniform(args["self"].shape)) / math.log1p(-args["p"])
     ),
 }

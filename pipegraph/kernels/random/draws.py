@@ -54,7 +54,7 @@ class RandomOps:
         self._thread = threading.get_ident()
 
     @contextmanager
-    def found(self) -> Iterator[None]:
+    def replacing(self) -> Iterator[None]:
         """A context for the function."""
         handles = [
             register_module_forward_pre_hook(self._enter),
@@ -91,12 +91,12 @@ class RandomOps:
         start = self._next
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            before, self._again = self._again, start
+            previous_position, self._again = self._again, start
             try:
                 with self._redirected():
                     return function(*args, **kwargs)
             finally:
-                self._again = before
+                self._again = previous_position
 
         return again
 
@@ -114,14 +114,14 @@ class RandomOps:
         if internals.takes_distributed(types):  # it draws for the shard of this rank, by an operation of its own
             return NotImplemented
         position = self.take([""]).start
-        given = internals.arguments(operation, args, kwargs)
-        device = _device(given)
+        arguments = internals.arguments(operation, args, kwargs)
+        device = _device(arguments)
         self.device = self.device or device
         if self._key is None:
             return operation(*args, **kwargs)
         if position not in self._keys:
             self._keys[position] = self._key(position)
-        return _drawn(operation, args, kwargs, given, self._keys[position], device)
+        return _draw(operation, args, kwargs, arguments, self._keys[position], device)
 
 
 def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -131,37 +131,37 @@ def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     """
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    given = internals.arguments(operation, args, kwargs)
-    if given.get("generator") is not None or "philox_seed" in given:
+    arguments = internals.arguments(operation, args, kwargs)
+    if arguments.get("generator") is not None or "philox_seed" in arguments:
         return False
-    if "dropout_p" in given:
-        return given["dropout_p"] != 0 and operation is not torch.ops.aten._fused_sdp_choice.default
-    if "p" in given and "train" in given:
-        return given["p"] != 0 and given["train"] is not False
-    return given.get("dropout") != 0  # of an RNN
+    if "dropout_p" in arguments:
+        return arguments["dropout_p"] != 0 and operation is not torch.ops.aten._fused_sdp_choice.default
+    if "p" in arguments and "train" in arguments:
+        return arguments["p"] != 0 and arguments["train"] is not False
+    return arguments.get("dropout") != 0  # of an RNN
 
 
-def _device(given: Mapping[str, Any]) -> torch.device:
+def _device(arguments: Mapping[str, Any]) -> torch.device:
     """Where an operation draws: the device it is asked for, or that of its arguments."""
-    if given.get("device") is not None:
-        return torch.device(given["device"])
-    tensors = (each.device for each in given.values() if isinstance(each, Tensor))
+    if arguments.get("device") is not None:
+        return torch.device(arguments["device"])
+    tensors = (tensor.device for tensor in arguments.values() if isinstance(tensor, Tensor))
     return next(tensors, None) or torch.get_default_device()
 
 
-def _drawn(
+def _draw(
     operation: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     key: Key,
     device: torch.device,
 ) -> Any:
     name = operation.overloadpacket.__name__
-    function = None if "out" in given else function_of(name.removesuffix("_"))
+    function = None if "out" in arguments else function_of(name.removesuffix("_"))
     if function is not None:
-        result = function(CounterGenerator(key, device), given)
-        return given["self"].copy_(result) if name.endswith("_") else result
+        result = function(CounterGenerator(key, device), arguments)
+        return arguments["self"].copy_(result) if name.endswith("_") else result
     if isinstance(key, Tensor):
         raise RuntimeError(f"with seed=, what {operation} draws is seeded outside a graph alone{_remedy(name)}")
     # Threads share the generator that is seeded here.

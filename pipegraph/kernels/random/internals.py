@@ -17,8 +17,8 @@ def arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     The default of a dtype stays out: it is a number there.
     """
     schema = operation._schema.arguments
-    defaults = {each.name: each.default_value for each in schema if each.has_default_value() and each.name != "dtype"}
-    return {**defaults, **dict(zip((each.name for each in schema), args, strict=False)), **kwargs}
+    defaults = {arg.name: arg.default_value for arg in schema if arg.has_default_value() and arg.name != "dtype"}
+    return {**defaults, **dict(zip((arg.name for arg in schema), args, strict=False)), **kwargs}
 
 
 def redirecting(
@@ -41,13 +41,13 @@ def redirecting(
 def takes_distributed(types: Sequence[type]) -> bool:
     """Return whether an operation with arguments of these classes is one of DTensors. `types` holds their classes, and
     that of DTensor is not imported for it."""
-    return any(each.__name__ == "DTensor" for each in types)
+    return any(tensor_type.__name__ == "DTensor" for tensor_type in types)
 
 
 _lock = threading.Lock()
 _users = 0
 _replaced = ExitStack()
-_own = threading.local()
+_local = threading.local()
 
 
 @contextmanager
@@ -56,16 +56,16 @@ def checkpointing(repeatable: Callable[[Callable[..., Any]], Callable[..., Any]]
     `repeatable` makes of its own when the checkpoint begins. Threads may do so at once, each with its own.
     """
     global _users
-    own: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = vars(_own).setdefault("repeatables", [])
+    repeatables: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = vars(_local).setdefault("repeatables", [])
     with _lock:
         if not _users:
             _replaced.enter_context(_repeating_checkpoints())
         _users += 1
-    own.append(repeatable)
+    repeatables.append(repeatable)
     try:
         yield
     finally:
-        own.pop()
+        repeatables.pop()
         with _lock:
             _users -= 1
             if not _users:
@@ -102,6 +102,6 @@ def _repeating_checkpoints() -> Iterator[None]:
 
 def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
     """What a checkpoint that begins now in this thread is to run again, in the place of what it runs."""
-    for repeatable in reversed(vars(_own).get("repeatables", ())):
+    for repeatable in reversed(vars(_local).get("repeatables", ())):
         function = repeatable(function)
     return function

@@ -78,8 +78,8 @@ def expression(value: Any) -> Any:
     """
     if not is_symbolic(value):
         return value
-    found = value.node.expr
-    return int(found) if found.is_Integer else found
+    expr = value.node.expr
+    return int(expr) if expr.is_Integer else expr
 
 
 def number_of(value: Any) -> int:
@@ -124,7 +124,7 @@ def _size_analysis() -> type:
         "ceil_to_int": rounded(math.ceil),
     }
     return type(
-        "SizeAnalysis", (PythonReferenceAnalysis,), {name: staticmethod(each) for name, each in methods.items()}
+        "SizeAnalysis", (PythonReferenceAnalysis,), {name: staticmethod(method) for name, method in methods.items()}
     )
 
 
@@ -140,11 +140,11 @@ def conditions(environment: Any) -> list[Any]:
     """
     import sympy
 
-    found = [guard.expr for guard in environment.guards]
+    expressions = [guard.expr for guard in environment.guards]
     for symbol, limits in environment.var_to_range.items():
-        found += [sympy.Ge(symbol, limits.lower)] if limits.lower.is_Integer else []
-        found += [sympy.Le(symbol, limits.upper)] if limits.upper.is_Integer else []
-    return [condition for condition in dict.fromkeys(found) if condition != sympy.true]
+        expressions += [sympy.Ge(symbol, limits.lower)] if limits.lower.is_Integer else []
+        expressions += [sympy.Le(symbol, limits.upper)] if limits.upper.is_Integer else []
+    return [condition for condition in dict.fromkeys(expressions) if condition != sympy.true]
 
 
 def hold(conditions: Iterable[Any], numbers: Mapping[Any, int]) -> bool:
@@ -160,7 +160,7 @@ def described(environment: Any, names: Mapping[Any, str]) -> list[str]:
     import sympy
 
     named = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()}
-    found = [guard.expr.xreplace(named) for guard in environment.guards]
-    relations = [each for each in found if isinstance(each, sympy.core.relational.Relational)]
-    texts = [f"{each.lhs} {each.rel_op} {each.rhs}" if each in relations else str(each) for each in found]
+    expressions = [guard.expr.xreplace(named) for guard in environment.guards]
+    relations = [term for term in expressions if isinstance(term, sympy.core.relational.Relational)]
+    texts = [f"{term.lhs} {term.rel_op} {term.rhs}" if term in relations else str(term) for term in expressions]
     return list(dict.fromkeys(texts))

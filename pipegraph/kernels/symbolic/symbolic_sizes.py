@@ -49,8 +49,8 @@ class SymbolicSizes:
         self.symbols: tuple[Any, ...] = tuple(map(expression, self.values))
         self._names = names or [f"size_{index}" for index in range(len(numbers))]
         self._expressions: list[Any] = []
-        self._held: dict[Numbers, bool] = {}
-        self._seen = -1
+        self._validity: dict[Numbers, bool] = {}
+        self._condition_count = -1
 
     def __len__(self) -> int:
         return len(self.symbols)
@@ -60,9 +60,9 @@ class SymbolicSizes:
         if self.environment is None:
             return []
         count = internals.condition_count(self.environment)
-        if count != self._seen:
-            self._expressions, self._seen = internals.conditions(self.environment), count
-            self._held.clear()
+        if count != self._condition_count:
+            self._expressions, self._condition_count = internals.conditions(self.environment), count
+            self._validity.clear()
         return self._expressions
 
     def described(self) -> list[str]:
@@ -74,16 +74,16 @@ class SymbolicSizes:
     def hold(self, numbers: Numbers) -> bool:
         """Return whether the conditions hold for these sizes."""
         conditions = self.conditions()
-        if numbers not in self._held:
-            self._held[numbers] = internals.hold(conditions, dict(zip(self.symbols, numbers, strict=True)))
-        return self._held[numbers]
+        if numbers not in self._validity:
+            self._validity[numbers] = internals.hold(conditions, dict(zip(self.symbols, numbers, strict=True)))
+        return self._validity[numbers]
 
     def at(self, values: Iterable[Any], numbers: Sequence[Any]) -> list[Any]:
         """Return sizes or strides that depend on the symbols, with `numbers` in the symbols' place."""
         if not self.symbols:
             return list(values)
-        given = dict(zip(self.symbols, numbers, strict=True))
-        return [evaluate(expression(value), given) for value in values]
+        substitutions = dict(zip(self.symbols, numbers, strict=True))
+        return [evaluate(expression(value), substitutions) for value in values]
 
 
 class SizeMap:
@@ -92,12 +92,12 @@ class SizeMap:
     def __init__(self, sizes: SymbolicSizes, values: Sequence[Any]) -> None:
         self._sizes = sizes
         self._expressions = tuple(map(expression, values))
-        self._found: dict[Numbers, Numbers] = {}
+        self._evaluated: dict[Numbers, Numbers] = {}
 
     def __call__(self, numbers: Numbers) -> Numbers:
-        if numbers not in self._found:
-            self._found[numbers] = tuple(self._sizes.at(self._expressions, numbers))
-        return self._found[numbers]
+        if numbers not in self._evaluated:
+            self._evaluated[numbers] = tuple(self._sizes.at(self._expressions, numbers))
+        return self._evaluated[numbers]
 
 
 def dimensions(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -115,9 +115,9 @@ def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(reversed(strides))
 
 
-def same(values: Iterable[Any], others: Iterable[Any]) -> bool:
+def are_equal(values: Iterable[Any], other_values: Iterable[Any]) -> bool:
     """Return whether two shapes, or two strides, are equal for all sizes, as far as expressions show."""
-    return dimensions(values) == dimensions(others)
+    return dimensions(values) == dimensions(other_values)
 
 
 def is_size(node: fx.Node) -> bool:
@@ -152,15 +152,15 @@ def size_nodes(
         sizes: their symbols.
         placeholders: of the graph, one for each symbol.
     """
-    before = set(graph.nodes)
+    existing_nodes = set(graph.nodes)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in zip(sizes.symbols, placeholders, strict=True)}
-    found = [evaluate(expression(value), proxies) for value in values]
+    arguments = [evaluate(expression(value), proxies) for value in values]
     for node in graph.nodes:
-        if node not in before:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        if node not in existing_nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda input_node: input_node.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
-    return [each.node if isinstance(each, fx.Proxy) else each for each in found]
+    return [argument.node if isinstance(argument, fx.Proxy) else argument for argument in arguments]
 
 
 def _instead(values: Mapping[fx.Node, Any], node: fx.Node) -> Any:
@@ -192,14 +192,14 @@ class CallLayout:
     def match(self, tensors: Sequence[Tensor]) -> Numbers | None:
         """Return the sizes of these tensors, or None if they have other fixed dimensions, or two numbers for a size."""
         numbers = list(self.numbers)
-        seen = [False] * len(numbers)
+        is_bound = [False] * len(numbers)
         for shape, tensor in zip(self.shapes, tensors, strict=True):
             for dimension, number in zip(shape, tensor.shape, strict=True):
                 if not isinstance(dimension, CallSize):
                     if dimension != number:
                         return None
-                elif not seen[dimension.number]:
-                    seen[dimension.number], numbers[dimension.number] = True, number
+                elif not is_bound[dimension.number]:
+                    is_bound[dimension.number], numbers[dimension.number] = True, number
                 elif numbers[dimension.number] != number:
                     return None
         return tuple(numbers)
@@ -207,7 +207,7 @@ class CallLayout:
     def shapes_at(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return the shapes for sizes: numbers or symbols."""
         return [
-            tuple(values[each.number] if isinstance(each, CallSize) else each for each in shape)
+            tuple(values[dimension.number] if isinstance(dimension, CallSize) else dimension for dimension in shape)
             for shape in self.shapes
         ]
 
@@ -222,7 +222,7 @@ class CallLayout:
 
 
 def call_layout(
-    tensors: Sequence[Tensor], seen: Sequence[Shapes], names: Sequence[Sequence[Dimension]], ones: bool = True
+    tensors: Sequence[Tensor], calls: Sequence[Shapes], names: Sequence[Sequence[Dimension]], ones_as_sizes: bool = True
 ) -> CallLayout:
     """Return the layout of a call, and of all calls that differ in sizes alone.
 
@@ -233,33 +233,33 @@ def call_layout(
 
     Args:
         tensors: of this call.
-        seen: the shapes of the calls until now, this one included.
+        calls: the shapes of the calls until now, this one included.
         names: of each tensor, what is known of its dimensions.
-        ones: whether what is 1 now, and was more, is a size. It is then traced as the number that it was.
+        ones_as_sizes: whether what is 1 now, and was more, is a size. It is then traced as the number that it was.
     """
     sizes: dict[Any, CallSize] = {}
     by_history: dict[tuple[int, ...], CallSize] = {}
-    found: dict[tuple[int, int], int | CallSize] = {}
+    extent: dict[tuple[int, int], int | CallSize] = {}
     numbers: dict[CallSize, tuple[int, str]] = {}
     places = [
-        (position, dim, tuple(shapes[position][dim] for shapes in seen), names[position][dim])
+        (position, dim, tuple(shapes[position][dim] for shapes in calls), names[position][dim])
         for position, tensor in enumerate(tensors)
         for dim in range(tensor.dim())
     ]
     places.sort(key=lambda place: not isinstance(place[-1], str))  # those with a name first
     for position, dim, history, name in places:
         is_named, varies = isinstance(name, str), len(set(history)) > 1
-        number = history[-1] if history[-1] > 1 or not ones else max(history)
+        number = history[-1] if history[-1] > 1 or not ones_as_sizes else max(history)
         if number > 1 and (is_named or varies or (name is None and history in by_history)):
             new = CallSize(len(numbers))
             size = sizes.setdefault((name, history), new) if is_named else by_history.get(history, new)
             by_history.setdefault(history, size)
             numbers.setdefault(size, (number, name if isinstance(name, str) else f"size_{size.number}"))
-            found[position, dim] = size
+            extent[position, dim] = size
         else:
-            found[position, dim] = history[-1]
+            extent[position, dim] = history[-1]
     return CallLayout(
-        shapes=tuple(tuple(found[index, dim] for dim in range(tensor.dim())) for index, tensor in enumerate(tensors)),
+        shapes=tuple(tuple(extent[index, dim] for dim in range(tensor.dim())) for index, tensor in enumerate(tensors)),
         orders=tuple(map(_order, tensors)),
         numbers=tuple(number for number, _ in numbers.values()),
         names=tuple(name for _, name in numbers.values()),

@@ -39,8 +39,8 @@ class CandidateProblems:
         if self._memory is None:
             return True
         totals = self._costs.totals(candidate.layout, candidate.rows)
-        held = totals.parameter_bytes * candidate.state_factor
-        return (held + totals.saved_bytes) / candidate.layout.pp <= self._memory
+        state_bytes = totals.parameter_bytes * candidate.state_factor
+        return (state_bytes + totals.saved_bytes) / candidate.layout.pp <= self._memory
 
     def bound(self, candidate: JointCandidate) -> float:
         """Return seconds that no cuts and choices of a candidate go below: its work, divided between ranks so that all
@@ -57,27 +57,27 @@ class CandidateProblems:
         copies are divided. Once found, it stays; it is not made tighter than ``enough``."""
         leanest, exposed = min_memory_variant(candidate), self.least_exposed(candidate)
         if leanest not in self._fractional:
-            self._fractional[leanest] = self.of(leanest, whole=False).fractional_bound(enough - exposed)
+            self._fractional[leanest] = self.problem(leanest, whole_layers=False).fractional_bound(enough - exposed)
         return max(self.bound(candidate), self._fractional[leanest] + exposed)
 
     def slowest_stage(self, candidate: JointCandidate) -> float:
         """Return what a pipeline takes at least that is cut between layers, however its copies are divided."""
         leanest = min_memory_variant(candidate)
         if leanest not in self._slowest:
-            self._slowest[leanest] = self.of(leanest, whole=True).lower_bound
+            self._slowest[leanest] = self.problem(leanest, whole_layers=True).lower_bound
         return self._slowest[leanest]
 
     def least_exposed(self, candidate: JointCandidate) -> float:
         """Return the least that what the copies exchange can add to a step."""
         layout, totals = candidate.layout, self._costs.totals(candidate.layout, candidate.rows)
-        held = totals.parameter_bytes / layout.pp if candidate.chunks == 1 else 0
+        stage_bytes = totals.parameter_bytes / layout.pp if candidate.chunks == 1 else 0
         hardware = self._costs.hardware
-        collectives = layout.gather_seconds(hardware, held) + layout.reduce_seconds(hardware, held)
+        collectives = layout.gather_seconds(hardware, stage_bytes) + layout.reduce_seconds(hardware, stage_bytes)
         return collectives + layout.agreement_seconds(hardware)
 
-    def of(self, candidate: JointCandidate, whole: bool) -> OptionProblem:
-        """Return the cuts and choices of a candidate; with ``whole`` between layers only, if these are enough."""
-        key = candidate, whole and self.has_enough_layers(candidate)
+    def problem(self, candidate: JointCandidate, whole_layers: bool) -> OptionProblem:
+        """Return the cuts and choices of a candidate; with ``whole_layers`` between layers alone, if these suffice."""
+        key = candidate, whole_layers and self.has_enough_layers(candidate)
         if key not in self._problems:
             options, stages = self._costs.options(candidate.layout, candidate.rows), candidate.stages
             hidden = self._costs.hidden(candidate.layout, candidate.rows)
@@ -106,7 +106,7 @@ class CandidateProblems:
 
     def link(self, layout: Layout) -> Callable[[int, int], Link]:
         """Return (rank, other rank) of one pipeline → their link."""
-        return lambda rank, other: self._costs.hardware.link(rank * layout.stride, other * layout.stride)
+        return lambda rank, peer: self._costs.hardware.link(rank * layout.stride, peer * layout.stride)
 
 
 def min_memory_variant(candidate: JointCandidate) -> JointCandidate:

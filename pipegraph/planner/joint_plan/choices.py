@@ -101,7 +101,7 @@ class JointComparison:
 def pareto_front(choices: Sequence[JointChoice]) -> tuple[JointChoice, ...]:
     """Return the choices of which no other one is as fast and needs as little memory, the fastest first."""
     front: list[JointChoice] = []
-    for choice in sorted(choices, key=lambda each: (each.step, each.peak)):
+    for choice in sorted(choices, key=lambda joint_choice: (joint_choice.step, joint_choice.peak)):
         if not front or choice.peak < front[-1].peak:
             front.append(choice)
     return tuple(front)

@@ -68,7 +68,7 @@ def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions
     """Return the plan of a choice, of which no plan takes less than ``bound`` seconds, for a model that was captured
     with its rows of a microbatch."""
     candidate, layout = choice.candidate, choice.candidate.layout
-    own = replace(
+    plan_options = replace(
         options,
         schedule=candidate.schedule,
         microbatches=candidate.microbatches,
@@ -77,7 +77,7 @@ def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions
         state_factor=candidate.state_factor,
         stride=layout.stride,
     )
-    cuts = CutChoice(choice.costs, own, choice.solution.cuts, choice.solution.schedule, choice.solution)
+    cuts = CutChoice(choice.costs, plan_options, choice.solution.cuts, choice.solution.schedule, choice.solution)
     mesh = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
     predicted = cuts.predict()
     collectives = choice.step - choice.solution.value
@@ -93,8 +93,8 @@ def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions
         ),
     ).with_reasons()
     points = [str(point) for point in cuts.points]
-    made = plan(captured, points=points) if points else plan(captured, stages=1, balance="uniform")
-    return replace(made.predicted(prediction), priced=choice.costs.priced)
+    cut_plan = plan(captured, points=points) if points else plan(captured, stages=1, balance="uniform")
+    return replace(cut_plan.predicted(prediction), priced=choice.costs.priced)
 
 
 def _with(cut: ShiftedCut | None, collectives: float) -> ShiftedCut | None:

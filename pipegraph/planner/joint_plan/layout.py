@@ -81,4 +81,4 @@ def _copied(hardware: Hardware, size: float) -> float:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -33,7 +33,7 @@ class SummedCosts(ChainCosts):
         self.segments = tuple(segments)
 
     def stage(self, start: int, stop: int) -> SegmentCost:
-        own = self.segments[start:stop]
+        segments = self.segments[start:stop]
         names = (
             "forward",
             "input_grad",
@@ -44,14 +44,14 @@ class SummedCosts(ChainCosts):
             "buffer_bytes",
             "offloaded_bytes",
         )
-        sums = {name: sum(getattr(cost, name) for cost in own) for name in names}
+        sums = {name: sum(getattr(cost, name) for cost in segments) for name in names}
         return SegmentCost(
             **sums,
-            boundary_bytes=own[-1].boundary_bytes,
-            weight_saved_bytes=sum(cost.weight_saved for cost in own),
-            trained_bytes=sum(cost.trained for cost in own),
-            added_bytes=sum(cost.added for cost in own),
-            transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in own), strict=True))),
+            boundary_bytes=segments[-1].boundary_bytes,
+            weight_saved_bytes=sum(cost.weight_saved for cost in segments),
+            trained_bytes=sum(cost.trained for cost in segments),
+            added_bytes=sum(cost.added for cost in segments),
+            transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in segments), strict=True))),
         )
 
 
@@ -111,14 +111,14 @@ class LayoutCosts:
     def hidden(self, layout: Layout, rows: int) -> list[int]:
         """Return the options whose copies to CPU memory take no longer than the shortest of F, I and W, and
         those without copies."""
-        link, found = self.hardware.host_link, []
+        link, options = self.hardware.host_link, []
         for option, costs in enumerate(self.options(layout, rows)):
             away = [cost for cost in costs.segments if cost.offloaded_bytes]
             took = sum(link.seconds(cost.offloaded_bytes) for cost in away) if link is not None else math.inf
             times = [[cost.forward, cost.input_grad, cost.weight_grad] for cost in away]
             if not away or took <= min(filter(None, map(sum, zip(*times, strict=True))), default=0.0):
-                found.append(option)
-        return found
+                options.append(option)
+        return options
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -143,16 +143,16 @@ class LayoutCosts:
 
     def chain(self, option: int, tp: int, rows: int) -> list[SegmentCost]:
         """Return the costs of segments with one choice."""
-        more = rows / self.rows - 1
+        growth = rows / self.rows - 1
         pairs = list(zip(self.single.costs[option].segments, self.double.costs[option].segments, strict=True))
-        of_pair = {pair: _scaled(*pair, more) for pair in dict.fromkeys(pairs)}  # layers cost the same
+        of_pair = {pair: _scaled(*pair, growth) for pair in dict.fromkeys(pairs)}  # layers cost the same
         scaled = [of_pair[pair] for pair in pairs]
         if tp == 1:
             return scaled
-        kept = _kept_parts(self, option)
+        saved_parts = _kept_parts(self, option)
         return [
-            _divided(cost, share, parts, tp, left, *share.exchange_seconds(self.hardware, tp, 1 + more))
-            for cost, share, parts, left in zip(scaled, self.shares, kept, _times_left(self, tp), strict=True)
+            _divided(cost, share, parts, tp, time, *share.exchange_seconds(self.hardware, tp, 1 + growth))
+            for cost, share, parts, time in zip(scaled, self.shares, saved_parts, _times_left(self, tp), strict=True)
         ]
 
 
@@ -165,34 +165,34 @@ def _times_left(costs: LayoutCosts, tp: int) -> list[float]:
 def _kept_parts(costs: LayoutCosts, option: int) -> list[_KeptParts]:
     priced = costs.single.costs[option].priced
     every, divided = range(costs.segments), frozenset().union(*(share.divided for share in costs.shares))
-    saved, kept = (divided_bytes(priced.parts, every, divided, after_input_grad=each) for each in (False, True))
+    saved, weight_saved = (divided_bytes(priced.parts, every, divided, after_input_grad=flag) for flag in (False, True))
     return [
         _KeptParts(
             min(1.0, of_saved / cost.saved_bytes) if cost.saved_bytes else 0.0,
-            min(1.0, of_kept / cost.weight_saved) if cost.weight_saved else 0.0,
+            min(1.0, of_weight_saved / cost.weight_saved) if cost.weight_saved else 0.0,
         )
-        for cost, of_saved, of_kept in zip(priced.costs, saved, kept, strict=True)
+        for cost, of_saved, of_weight_saved in zip(priced.costs, saved, weight_saved, strict=True)
     ]
 
 
 @lru_cache(maxsize=64)
 def _options(costs: LayoutCosts, tp: int, rows: int) -> tuple[SummedCosts, ...]:
-    return tuple(SummedCosts(own, costs.chain(option, tp, rows)) for option, own in enumerate(costs.single.costs))
+    return tuple(SummedCosts(chain, costs.chain(option, tp, rows)) for option, chain in enumerate(costs.single.costs))
 
 
 @lru_cache(maxsize=64)
 def _layer_options(costs: LayoutCosts, tp: int, rows: int) -> list[list[SegmentCost]]:
     edges = [*costs.layers, costs.segments]
-    return [[own.stage(*edge) for edge in pairwise(edges)] for own in _options(costs, tp, rows)]
+    return [[option_costs.stage(*edge) for edge in pairwise(edges)] for option_costs in _options(costs, tp, rows)]
 
 
 @lru_cache(maxsize=64)
 def _totals(costs: LayoutCosts, tp: int, rows: int) -> LayoutTotals:
-    each = list(zip(*(own.segments for own in _options(costs, tp, rows)), strict=True))
+    chain = list(zip(*(option_costs.segments for option_costs in _options(costs, tp, rows)), strict=True))
     return LayoutTotals(
-        sum(min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in each),
-        sum(min(cost.saved_bytes for cost in choices) for choices in each),
-        sum(choices[0].parameter_bytes for choices in each),
+        sum(min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in chain),
+        sum(min(cost.saved_bytes for cost in choices) for choices in chain),
+        sum(choices[0].parameter_bytes for choices in chain),
     )
 
 
@@ -200,10 +200,10 @@ def _totals(costs: LayoutCosts, tp: int, rows: int) -> LayoutTotals:
 def _least_makespan(
     costs: LayoutCosts, tp: int, rows: int, ranks: int, microbatches: int, whole_backwards: bool
 ) -> float:
-    each = list(zip(*(own.segments for own in _options(costs, tp, rows)), strict=True))
-    least = [min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in each]
+    chain = list(zip(*(option_costs.segments for option_costs in _options(costs, tp, rows)), strict=True))
+    least = [min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in chain]
     work = np.cumsum([0.0, *least])
-    waits = work if whole_backwards else np.cumsum([0.0, *(min(cost.forward for cost in own) for own in each)])
+    waits = work if whole_backwards else np.cumsum([0.0, *(min(cost.forward for cost in choices) for choices in chain)])
 
     def is_enough(makespan: float) -> bool:
         """Whether the ranks get through the chain if each takes what it has time for: no other way gets further."""
@@ -219,14 +219,14 @@ def _least_makespan(
     return float(low)
 
 
-def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCost:
+def _scaled(single: SegmentCost, double: SegmentCost, growth: float) -> SegmentCost:
     def at(name: str) -> float:
-        one, two = getattr(single, name), getattr(double, name)
-        return max(0.0, one + more * (two - one))
+        base, two = getattr(single, name), getattr(double, name)
+        return max(0.0, base + growth * (two - base))
 
-    kept = None
+    weight_saved_bytes = None
     if single.weight_saved_bytes is not None and double.weight_saved_bytes is not None:
-        kept = round(at("weight_saved_bytes"))
+        weight_saved_bytes = round(at("weight_saved_bytes"))
     return replace(
         single,
         forward=at("forward"),
@@ -235,12 +235,12 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
         boundary_bytes=round(at("boundary_bytes")),
         saved_bytes=round(at("saved_bytes")),
         flops=round(at("flops")),
-        weight_saved_bytes=kept,
+        weight_saved_bytes=weight_saved_bytes,
         offloaded_bytes=round(at("offloaded_bytes")),
         transient_bytes=TransientBytes(
             *(
-                max(0, round(one + more * (two - one)))
-                for one, two in zip(single.transient_bytes, double.transient_bytes, strict=True)
+                max(0, round(base + growth * (two - base)))
+                for base, two in zip(single.transient_bytes, double.transient_bytes, strict=True)
             )
         ),
     )
@@ -249,7 +249,7 @@ def _scaled(single: SegmentCost, double: SegmentCost, more: float) -> SegmentCos
 def _divided(
     cost: SegmentCost,
     share: TensorShare,
-    kept: _KeptParts,
+    parts: _KeptParts,
     tp: int,
     time: float,
     forward: float,
@@ -257,8 +257,8 @@ def _divided(
 ) -> SegmentCost:
     """Return the cost for one of the ranks along tp. ``time`` is the part of its time that is left, and ``forward`` and
     ``backward`` the seconds of its exchanges."""
-    saved, weight_saved, values, held = (
-        1 - part + part / tp for part in (kept.saved, kept.weight_saved, share.values, share.parameters)
+    saved, weight_saved, values, parameters = (
+        1 - part + part / tp for part in (parts.saved, parts.weight_saved, share.values, share.parameters)
     )
     return replace(
         cost,
@@ -268,10 +268,10 @@ def _divided(
         saved_bytes=round(cost.saved_bytes * saved),
         weight_saved_bytes=None if cost.weight_saved_bytes is None else round(cost.weight_saved_bytes * weight_saved),
         offloaded_bytes=min(round(cost.saved_bytes * saved), round(cost.offloaded_bytes * saved)),
-        transient_bytes=TransientBytes(*(round(each * values) for each in cost.transient_bytes)),
-        parameter_bytes=round(cost.parameter_bytes * held),
-        trained_bytes=None if cost.trained_bytes is None else round(cost.trained_bytes * held),
-        added_bytes=None if cost.added_bytes is None else round(cost.added_bytes * held),
+        transient_bytes=TransientBytes(*(round(size * values) for size in cost.transient_bytes)),
+        parameter_bytes=round(cost.parameter_bytes * parameters),
+        trained_bytes=None if cost.trained_bytes is None else round(cost.trained_bytes * parameters),
+        added_bytes=None if cost.added_bytes is None else round(cost.added_bytes * parameters),
     )
 
 

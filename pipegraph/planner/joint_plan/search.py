@@ -58,27 +58,27 @@ class JointSearch:
         self._schedules, self._effort = [find_recipe(name) for name in schedules], effort
         node = costs.hardware.links.ranks_per_node
         self._most_tp = min(node, most_tp or node) if costs.shares else 1
-        self._found: dict[JointCandidate, JointChoice | None] = {}
+        self._choices: dict[JointCandidate, JointChoice | None] = {}
         self._problems = CandidateProblems(costs, memory_bytes)
         self._pipelines: dict[tuple[JointCandidate, bool], OptionSolution | None] = {}
 
     @cached_property
     def candidates(self) -> tuple[JointCandidate, ...]:
         """Every candidate with numbers that are possible."""
-        found = []
+        space = []
         for layout in layouts(self._of_cluster, self._costs.segments, self._most_tp):
             for rows in (self._costs.rows * times for times in _ROWS):
-                microbatches, rest = divmod(self._batch, layout.copies * rows)
-                if not microbatches or rest:
+                microbatches, remaining_rows = divmod(self._batch, layout.copies * rows)
+                if not microbatches or remaining_rows:
                     continue
                 names = {"1f1b": 1} if layout.pp == 1 else {recipe.name: recipe.chunks for recipe in self._schedules}
                 for name, chunks in names.items():
                     allowed = not find_recipe(name).rule(layout.pp, microbatches)
                     actions = 3 * layout.pp * chunks * microbatches
                     if allowed and layout.pp * chunks <= self._costs.segments and actions <= _MOST_ACTIONS:
-                        each = JointCandidate(layout, name, chunks, rows, microbatches)
-                        found += [replace(each, resident=resident) for resident in self._residents(layout, chunks)]
-        return tuple(found)
+                        candidate = JointCandidate(layout, name, chunks, rows, microbatches)
+                        space += [replace(candidate, resident=resident) for resident in self._residents(layout, chunks)]
+        return tuple(space)
 
     def _residents(self, layout: Layout, chunks: int) -> list[int | None]:
         """How many stages of a rank may be whole at a time: fewer than all only where that saves memory."""
@@ -98,25 +98,25 @@ class JointSearch:
                 f"{self._costs.rows}, 2, 4 or 8 times as many.\nTry: {argument('global_batch', self._of_cluster)}."
             )
         problems = self._problems
-        bounds = {each: problems.bound(each) for each in self.candidates if problems.may_fit(each)}
-        found: list[JointChoice] = []
-        for whole in (True, False) if self._problems.have_many_layers else (False,):
-            if not found:
-                self._search_all(bounds, whole)
-                found = [choice for choice in self._found.values() if choice is not None]
-        if not found:
+        bounds = {candidate: problems.bound(candidate) for candidate in self.candidates if problems.may_fit(candidate)}
+        choices: list[JointChoice] = []
+        for whole_layers in (True, False) if self._problems.have_many_layers else (False,):
+            if not choices:
+                self._search_all(bounds, whole_layers)
+                choices = [choice for choice in self._choices.values() if choice is not None]
+        if not choices:
             raise self._shortage([*bounds] or self.candidates)
-        fastest = min(found, key=lambda choice: choice.step)
-        final = self.search(fastest.candidate, self._effort, whole=False)
+        fastest = min(choices, key=lambda choice: choice.step)
+        final = self.search(fastest.candidate, self._effort, whole_layers=False)
         assert final is not None
-        found = [final if choice is fastest else choice for choice in found]
-        searched = len(self._found)
-        left = (bound for candidate, bound in bounds.items() if candidate not in self._found)
-        bound = min([final.step, *left, *(choice.lower_bound for choice in found)])
+        choices = [final if choice is fastest else choice for choice in choices]
+        searched = len(self._choices)
+        open_bounds = (bound for candidate, bound in bounds.items() if candidate not in self._choices)
+        bound = min([final.step, *open_bounds, *(choice.lower_bound for choice in choices)])
         neighbours = tuple(self._neighbours(final.candidate))
-        return JointComparison(pareto_front(found), len(self.candidates), searched, bound, neighbours)
+        return JointComparison(pareto_front(choices), len(self.candidates), searched, bound, neighbours)
 
-    def _search_all(self, bounds: dict[JointCandidate, float], whole: bool) -> None:
+    def _search_all(self, bounds: dict[JointCandidate, float], whole_layers: bool) -> None:
         """Search the candidates in the order of what they take at least, until that is as much as the best one takes.
 
         The bound of a candidate is made tighter when its turn comes, and it waits for its turn again. Now and then the
@@ -133,46 +133,48 @@ class JointSearch:
             if tight and tight[0][0] < best and is_next:
                 _, _, candidate = heappop(tight)
                 passed = 0
-                if self._least_found(candidate, whole) < best:
-                    choice = self.search(candidate, whole=whole)
+                if self._least_found(candidate, whole_layers) < best:
+                    choice = self.search(candidate, whole_layers=whole_layers)
                     best = min(best, math.inf if choice is None else choice.step)
             else:
                 _, number, candidate = heappop(waiting)
                 passed += 1
                 bound = bounds[candidate] = problems.tight_bound(candidate, best)
-                if whole and bound < best:
+                if whole_layers and bound < best:
                     bound = max(bound, problems.slowest_stage(candidate) + problems.least_exposed(candidate))
                 heappush(tight, (bound, number, candidate))
 
-    def _least_found(self, candidate: JointCandidate, whole: bool) -> float:
+    def _least_found(self, candidate: JointCandidate, whole_layers: bool) -> float:
         """Return what a candidate takes at least by what was found for another division of its copies; 0 if nothing
         was, infinite if nothing fits there."""
-        key = min_memory_variant(candidate), whole and self._problems.has_enough_layers(candidate)
+        key = min_memory_variant(candidate), whole_layers and self._problems.has_enough_layers(candidate)
         if key not in self._pipelines:
             return 0.0
-        found = self._pipelines[key]
-        return math.inf if found is None else found.lower_bound + self._problems.least_exposed(candidate)
+        solution = self._pipelines[key]
+        return math.inf if solution is None else solution.lower_bound + self._problems.least_exposed(candidate)
 
-    def search(self, candidate: JointCandidate, effort: float | None = None, whole: bool = True) -> JointChoice | None:
+    def search(
+        self, candidate: JointCandidate, effort: float | None = None, whole_layers: bool = True
+    ) -> JointChoice | None:
         """Return a candidate with the best cuts and choices that were found; None if nothing fits.
 
         Args:
             effort: of a search for this candidate alone. Without one, what was found for the division of its copies
                 that leaves the most memory is taken if it fits: with less memory, nothing is faster. Whole layers are
                 searched for quickly then.
-            whole: whether a model of many layers is cut between layers only, if these are enough.
+            whole_layers: whether a model of many layers is cut between layers only, if these are enough.
         """
-        whole = whole and self._problems.has_enough_layers(candidate)
+        whole_layers = whole_layers and self._problems.has_enough_layers(candidate)
         if effort is None:
-            solution = self._pipeline(candidate, whole)
+            solution = self._pipeline(candidate, whole_layers)
         else:
-            found = self._found.get(candidate)
-            known = found.solution if found is not None and not whole else None
-            solution = self._solve(candidate, effort, whole, True, known)
+            known_choice = self._choices.get(candidate)
+            initial_solution = known_choice.solution if known_choice is not None and not whole_layers else None
+            solution = self._solve(candidate, effort, whole_layers, True, initial_solution)
         if solution is None:
-            self._found.setdefault(candidate, None)
-            return self._found[candidate]
-        if whole:  # other cuts may be better
+            self._choices.setdefault(candidate, None)
+            return self._choices[candidate]
+        if whole_layers:  # other cuts may be better
             cuts = tuple(self._costs.layers[cut] for cut in solution.cuts)
             solution = replace(solution, cuts=cuts, lower_bound=0.0)
         options = self._costs.options(candidate.layout, candidate.rows)
@@ -180,35 +182,39 @@ class JointSearch:
         recompute = tuple(self._costs.recompute[option] for option in solution.options)
         least = max(self._problems.tight_bound(candidate), solution.lower_bound)
         choice = JointChoice(candidate, solution, self._step(candidate, costs, solution), least, recompute, costs)
-        before = self._found.get(candidate)
-        if before is not None and before.step < choice.step:
-            choice = replace(before, lower_bound=max(before.lower_bound, least))
-        self._found[candidate] = choice
+        previous_choice = self._choices.get(candidate)
+        if previous_choice is not None and previous_choice.step < choice.step:
+            choice = replace(previous_choice, lower_bound=max(previous_choice.lower_bound, least))
+        self._choices[candidate] = choice
         return choice
 
-    def _pipeline(self, candidate: JointCandidate, whole: bool) -> OptionSolution | None:
+    def _pipeline(self, candidate: JointCandidate, whole_layers: bool) -> OptionSolution | None:
         """Return the best cuts and choices that were found with little effort; None if nothing fits."""
         leanest = min_memory_variant(candidate)
-        if (leanest, whole) not in self._pipelines:
-            self._pipelines[leanest, whole] = self._solve(leanest, _LOW_EFFORT, whole, not whole)
-        found = self._pipelines[leanest, whole]
-        if found is None or candidate == leanest:
-            return found
-        return self._problems.of(candidate, whole).take(found) or self._solve(candidate, _LOW_EFFORT, whole, not whole)
+        if (leanest, whole_layers) not in self._pipelines:
+            self._pipelines[leanest, whole_layers] = self._solve(leanest, _LOW_EFFORT, whole_layers, not whole_layers)
+        solution = self._pipelines[leanest, whole_layers]
+        if solution is None or candidate == leanest:
+            return solution
+        return self._problems.problem(candidate, whole_layers).take(solution) or self._solve(
+            candidate, _LOW_EFFORT, whole_layers, not whole_layers
+        )
 
     def _solve(
         self,
         candidate: JointCandidate,
         effort: float,
-        whole: bool,
+        whole_layers: bool,
         proves: bool,
-        known: OptionSolution | None = None,
+        initial_solution: OptionSolution | None = None,
     ) -> OptionSolution | None:
         """Search for the cuts and choices of a candidate, from what is known. Returns None if nothing fits."""
         hidden = self._costs.hidden(candidate.layout, candidate.rows)
         uniform = [option for option in self._costs.single.uniform if option in hidden]
         try:
-            return self._problems.of(candidate, whole).solve(uniform, effort, advises=False, proves=proves, known=known)
+            return self._problems.problem(candidate, whole_layers).solve(
+                uniform, effort, advises=False, proves=proves, initial_solution=initial_solution
+            )
         except MemoryShortage:
             return None
 
@@ -225,9 +231,9 @@ class JointSearch:
 
     def _shortage(self, candidates: Sequence[JointCandidate]) -> MemoryShortage:
         least = math.inf
-        for candidate in sorted(candidates, key=lambda each: (-each.layout.pp * each.layout.tp, each.rows))[:3]:
+        for candidate in sorted(candidates, key=lambda member: (-member.layout.pp * member.layout.tp, member.rows))[:3]:
             try:
-                CandidateProblems(self._costs, 1.0).of(candidate, whole=False).solve((), _LOW_EFFORT)
+                CandidateProblems(self._costs, 1.0).problem(candidate, whole_layers=False).solve((), _LOW_EFFORT)
             except MemoryShortage as shortage:
                 least = min(least, shortage.needed)
         memory = self._memory or 0.0
@@ -240,27 +246,27 @@ class JointSearch:
 
     def _neighbours(self, best: JointCandidate) -> Iterator[Neighbour]:
         """Yield the nearest candidates along each axis. What one dimension of the mesh gains, another one loses."""
-        seen = {best}
+        visited = {best}
         for axis, value, candidate in self._steps(best):
-            if candidate in seen:
+            if candidate in visited:
                 continue
-            seen.add(candidate)
+            visited.add(candidate)
             is_possible = candidate in self.candidates and self._problems.may_fit(candidate)
             yield Neighbour(axis, value, self.search(candidate) if is_possible else None)
 
     def _steps(self, best: JointCandidate) -> Iterator[tuple[str, str, JointCandidate]]:
         layout = best.layout
         lengths = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
-        for more in lengths:
-            for less in lengths:
-                if more != less and lengths[less] % 2 == 0:
-                    changed = {**lengths, more: 2 * lengths[more], less: lengths[less] // 2}
-                    other = Layout(**changed)
-                    microbatches = self._batch // (other.copies * best.rows)
-                    schedule, chunks = ("1f1b", 1) if other.pp == 1 else (best.schedule, best.chunks)
-                    resident = best.resident if other.dp_shard > 1 and chunks == best.chunks else None
-                    candidate = JointCandidate(other, schedule, chunks, best.rows, microbatches, resident)
-                    yield f"{more} × 2", f"{less} ÷ 2", candidate
+        for doubled_dim in lengths:
+            for halved_dim in lengths:
+                if doubled_dim != halved_dim and lengths[halved_dim] % 2 == 0:
+                    changed = {**lengths, doubled_dim: 2 * lengths[doubled_dim], halved_dim: lengths[halved_dim] // 2}
+                    other_layout = Layout(**changed)
+                    microbatches = self._batch // (other_layout.copies * best.rows)
+                    schedule, chunks = ("1f1b", 1) if other_layout.pp == 1 else (best.schedule, best.chunks)
+                    resident = best.resident if other_layout.dp_shard > 1 and chunks == best.chunks else None
+                    candidate = JointCandidate(other_layout, schedule, chunks, best.rows, microbatches, resident)
+                    yield f"{doubled_dim} × 2", f"{halved_dim} ÷ 2", candidate
         for rows in (best.rows * 2, best.rows // 2):
             if rows:
                 microbatches = self._batch // (layout.copies * rows)

@@ -47,11 +47,11 @@ class _Work(NamedTuple):
     divides: str
 
     @classmethod
-    def of(cls, node: fx.Node, flops: float, divides: str) -> _Work:
+    def from_node(cls, node: fx.Node, flops: float, divides: str) -> _Work:
         value = node.meta.get("val")
         dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-        weights = [each.meta.get("val") for each in node.all_input_nodes if each.op == "get_attr"]
-        n, k = next((each.shape for each in weights if isinstance(each, torch.Tensor) and each.dim() == 2), (0, 0))
+        weights = [parent.meta.get("val") for parent in node.all_input_nodes if parent.op == "get_attr"]
+        n, k = next((param.shape for param in weights if isinstance(param, torch.Tensor) and param.dim() == 2), (0, 0))
         m = value.numel() // n if flops and n and isinstance(value, torch.Tensor) else 0
         return cls(flops, _moved(node), dtype, int(m), int(n), int(k), divides)
 
@@ -87,8 +87,8 @@ class TensorShare:
 
     def time_left(self, hardware: Hardware, ranks: int) -> float:
         """Return the part of its time that each of so many ranks along tp takes, by a roofline."""
-        whole, left = (sum(each.seconds(hardware, tp) for each in self.work) for tp in (1, ranks))
-        return left / whole if whole else 1.0
+        total_time, divided_time = (sum(work.seconds(hardware, tp) for work in self.work) for tp in (1, ranks))
+        return divided_time / total_time if total_time else 1.0
 
     def exchange_seconds(self, hardware: Hardware, ranks: int, rows: float) -> tuple[float, float]:
         """Return what the exchanges of F and of I take, for ``rows`` times the rows."""
@@ -130,7 +130,7 @@ class _Division:
             if inputs and weights.issuperset(inputs):  # a weight that is transposed
                 weights.add(node)
                 continue
-            has_weight, takes_parts = any(each in weights for each in inputs), not self.parts.isdisjoint(inputs)
+            has_weight, takes_parts = any(parent in weights for parent in inputs), not self.parts.isdisjoint(inputs)
             if style in _FROM_PARTS + _SUMMED or (has_weight and takes_parts):
                 self.divides[node] = "k"
             elif style in _TO_PARTS + _GATHERED or has_weight or takes_parts:
@@ -168,23 +168,23 @@ class _Division:
 def _share(nodes: Sequence[fx.Node], division: _Division) -> TensorShare:
     styles, parts = division.styles, division.parts
     work = tuple(
-        _Work.of(node, flops, division.divides.get(node, ""))
+        _Work.from_node(node, flops, division.divides.get(node, ""))
         for node, flops in zip(nodes, count_flops(nodes), strict=True)
     )
-    made = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
-    state = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "get_attr")
+    sizes = [_size(node) if node.meta.get("requires_grad") else 0 for node in nodes]
+    state = dict.fromkeys(parent for node in nodes for parent in node.all_input_nodes if parent.op == "get_attr")
     leaving = [node for node in nodes if styles[node][0] and node.meta.get("requires_grad") and division.leaves(node)]
     entered = {
-        each
+        parent
         for node in nodes
         if styles[node][0] in _TO_PARTS + _GATHERED + _SUMMED + _OF_PARTS
-        for each in node.all_input_nodes
-        if division.enters(each, node)
+        for parent in node.all_input_nodes
+        if division.enters(parent, node)
     }
     return TensorShare(
         work,
         frozenset(node for node in nodes if node in parts),
-        _part(made, [node in parts for node in nodes]),
+        _part(sizes, [node in parts for node in nodes]),
         _part(list(map(_size, state)), list(map(division.is_divided_state, state))),
         tuple(_size(node) for node in leaving if styles[node][0] in _FROM_PARTS + _SUMMED + _OF_PARTS),
         tuple(map(_size, entered)),

@@ -36,12 +36,12 @@ class _Node:
     Attributes:
         work: the F, I and W of an action or a pair, as (F, I or W, stage).
         transfer: the boundary of a transfer; None for an action.
-        after: (node that must end before, boundary whose latency comes between or −1).
+        edges: (node that must end before, boundary whose latency comes between or −1).
     """
 
     work: tuple[tuple[int, int], ...]
     transfer: int | None
-    after: list[tuple[int, int]]
+    edges: list[tuple[int, int]]
 
 
 class ActionGraph:
@@ -60,9 +60,9 @@ class ActionGraph:
         self._end = len(nodes)
         moved = np.append(np.empty(self._end, np.int64), self._end)  # −1 for no node → the last row, which ends at 0
         moved[order] = np.arange(self._end)
-        widest = max(1, *(len(node.after) for node in nodes))
-        after = np.array([node.after + [(-1, -1)] * (widest - len(node.after)) for node in nodes], np.int64)[order]
-        self._after, self._boundary = moved[after[..., 0]], after[..., 1]
+        widest = max(1, *(len(node.edges) for node in nodes))
+        edges = np.array([node.edges + [(-1, -1)] * (widest - len(node.edges)) for node in nodes], np.int64)[order]
+        self._predecessors, self._boundary = moved[edges[..., 0]], edges[..., 1]
         self._levels = [0, *np.cumsum(np.bincount(levels)).tolist()]
         # Nodes of equal duration share a row of durations: first the kinds of work, then the transfers of boundaries.
         rows = {work: row for row, work in enumerate(dict.fromkeys(node.work for node in nodes if node.work))}
@@ -93,12 +93,12 @@ class ActionGraph:
     def longest_path(self, times: Floats, hop: Floats, transfer: Floats) -> LongestPath:
         """Return a longest path for times (3, stages), hops (boundaries,) and transfers (boundaries,)."""
         ends = self._ends(times[..., None], hop, transfer[:, None])[:, 0]
-        arrivals = ends[self._after] + np.append(hop, 0.0)[self._boundary]
+        arrivals = ends[self._predecessors] + np.append(hop, 0.0)[self._boundary]
         rows, last = np.arange(self._end), arrivals.argmax(axis=1)
-        before, crossed = self._after[rows, last].tolist(), self._boundary[rows, last].tolist()
+        predecessors, crossed = self._predecessors[rows, last].tolist(), self._boundary[rows, last].tolist()
         path = [int(ends[:-1].argmax())]
-        while before[path[-1]] != self._end:
-            path.append(before[path[-1]])
+        while predecessors[path[-1]] != self._end:
+            path.append(predecessors[path[-1]])
         passed = np.bincount(self._duration[path], minlength=len(self._work) + len(hop)).astype(np.float64)
         hops = np.bincount([crossed[node] + 1 for node in path], minlength=len(hop) + 1)[1:].astype(np.float64)
         return LongestPath(np.tensordot(passed[: len(self._work)], self._work, 1), hops, passed[len(self._work) :])
@@ -110,11 +110,11 @@ class ActionGraph:
         ends = np.empty((self._end + 1, times.shape[2]))
         ends[-1] = 0.0
         for first, last in pairwise(self._levels):
-            latest = ends[self._after[first:last, 0]]
+            latest = ends[self._predecessors[first:last, 0]]
             if lags is not None:
                 latest += lags[first:last, 0]
-            for way in range(1, self._after.shape[1]):
-                arrival = ends[self._after[first:last, way]]
+            for way in range(1, self._predecessors.shape[1]):
+                arrival = ends[self._predecessors[first:last, way]]
                 if lags is not None:
                     arrival += lags[first:last, way]
                 np.maximum(latest, arrival, out=latest)
@@ -124,20 +124,20 @@ class ActionGraph:
 
 def _nodes(schedule: Schedule, queued: bool) -> list[_Node]:
     nodes: list[_Node] = []
-    made: dict[tuple[bool, int, int], int] = {}  # the node of each F and of each I or B
+    node_of: dict[tuple[bool, int, int], int] = {}  # the node of each F and of each I or B
     for rank in range(schedule.ranks):
         for number, unit in enumerate(schedule.units(rank)):
             work = tuple((part, action.stage) for action in unit for part in PARTS[action.kind])
-            made |= {_result(action): len(nodes) for action in unit if action.kind is not Kind.W}
+            node_of |= {_result(action): len(nodes) for action in unit if action.kind is not Kind.W}
             nodes.append(_Node(work, None, [(len(nodes) - 1, -1)] if number else []))
     sent: dict[tuple[int, int], int] = {}  # the last transfer so far from each rank to each other one
     for action, user, boundary in _crossings(schedule):
-        source = made[_result(action)]
+        source = node_of[_result(action)]
         if queued:
             link = schedule.placement[action.stage], schedule.placement[user.stage]
             nodes.append(_Node((), boundary, [(source, -1), *((sent[key], -1) for key in (link,) if key in sent)]))
             source = sent[link] = len(nodes) - 1
-        nodes[made[_result(user)]].after.append((source, boundary))
+        nodes[node_of[_result(user)]].edges.append((source, boundary))
     return nodes
 
 
@@ -153,20 +153,20 @@ def _crossings(schedule: Schedule) -> Iterator[tuple[Action, Action, int]]:
     for row in schedule.actions:
         for action in row:
             onward = action.kind is Kind.F
-            other = action.stage + (1 if onward else -1)
-            if action.kind is Kind.W or not 0 <= other < schedule.stages:
+            target_stage = action.stage + (1 if onward else -1)
+            if action.kind is Kind.W or not 0 <= target_stage < schedule.stages:
                 continue
-            if schedule.placement[action.stage] != schedule.placement[other]:
-                yield action, Action(other, action.kind, action.microbatch), min(action.stage, other)
+            if schedule.placement[action.stage] != schedule.placement[target_stage]:
+                yield action, Action(target_stage, action.kind, action.microbatch), min(action.stage, target_stage)
 
 
 def _levels(nodes: list[_Node]) -> list[int]:
     """Return for each node the largest number of nodes before it on a path."""
-    missing = [len(node.after) for node in nodes]
+    missing = [len(node.edges) for node in nodes]
     users: list[list[int]] = [[] for _ in nodes]
     for number, node in enumerate(nodes):
-        for before, _ in node.after:
-            users[before].append(number)
+        for predecessor, _ in node.edges:
+            users[predecessor].append(number)
     levels = [0] * len(nodes)
     free = [number for number, count in enumerate(missing) if not count]
     while free:

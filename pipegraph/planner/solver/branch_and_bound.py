@@ -61,13 +61,13 @@ def _relax(
         linear_bounds, cuts: some to begin with; cuts (candidates, cuts).
         target: the bound that is enough.
     """
-    known = list(linear_bounds)
-    game = MatrixGame(np.array([linear.at(cuts) for linear in known]))  # (linear bounds, cuts)
-    bound, mixed, least = -np.inf, known[0], np.inf
+    pool = list(linear_bounds)
+    game = MatrixGame(np.array([linear.at(cuts) for linear in pool]))  # (linear bounds, cuts)
+    bound, mixed, least = -np.inf, pool[0], np.inf
     for _ in range(_ROUNDS):
         of_bounds, of_cuts = game.equilibrium()
         incumbents.spent += _GAME_STEPS + space.steps
-        latest = _mix(known, of_bounds)
+        latest = _mix(pool, of_bounds)
         lowest, answer = space.minimum(latest)
         if lowest > bound:
             bound, mixed = lowest, latest
@@ -81,14 +81,14 @@ def _relax(
         adds_bound = figures @ of_cuts > latest.at(cuts) @ of_cuts * (1 + EQUAL)
         adds_cuts = not (answer == cuts).all(axis=1).any()
         if adds_bound:
-            known.append(linear)
+            pool.append(linear)
             game.add_row(figures)
         if adds_cuts:
             cuts = np.vstack([cuts, answer])
-            game.add_column(np.array([linear.at(answer[None])[0] for linear in known]))
+            game.add_column(np.array([linear.at(answer[None])[0] for linear in pool]))
         if not adds_bound and not adds_cuts:
             break
-    used = [known[number] for number in np.flatnonzero(of_bounds)]
+    used = [pool[number] for number in np.flatnonzero(of_bounds)]
     mixture = np.flatnonzero(of_cuts)
     return Relaxation(bound, mixed, tuple(used), cuts[mixture], of_cuts[mixture], cuts)
 
@@ -134,9 +134,9 @@ def _normalised(weights: Floats) -> Floats:
 
 
 def _mix(linear_bounds: Sequence[LinearBound], shares: Floats) -> LinearBound:
-    first, *others = [(linear_bounds[number], float(shares[number])) for number in np.flatnonzero(shares).tolist()]
+    first, *summands = [(linear_bounds[number], float(shares[number])) for number in np.flatnonzero(shares).tolist()]
     mixed = first[0].times(first[1])
-    for linear, share in others:
+    for linear, share in summands:
         mixed = mixed.plus(linear, share)
     return mixed
 
@@ -166,7 +166,7 @@ class BranchAndBound:
         """Begin with some cuts of the space, and a lower bound of all. ``moves`` lead to better ones nearby."""
         self._incumbents, self._segments, self._moves = incumbents, space.last[-1], moves
         self._branches = [_Branch(bound, 0, space, incumbents.objective.initial_bounds(), start[None])]
-        self._made = 0
+        self._counter = 0
 
     @property
     def bound(self) -> float:
@@ -182,11 +182,11 @@ class BranchAndBound:
         """
         incumbents, segments = self._incumbents, self._segments
         while self._branches and self._branches[0].bound < incumbents.target:
-            if self._made and incumbents.spent >= until:
+            if self._counter and incumbents.spent >= until:
                 break
             branch = heapq.heappop(self._branches)
             relaxed = _relax(incumbents, branch.space, branch.linear_bounds, branch.cuts, incumbents.target)
-            if not self._made:
+            if not self._counter:
                 hill_climb(incumbents, branch.space.nearest(relaxed.mean), segments, self._moves)
             best = incumbents.best_value
             incumbents.add(relaxed.tried)
@@ -195,14 +195,14 @@ class BranchAndBound:
             if relaxed.bound < incumbents.target:
                 for half in _halves(branch.space.restrict_below(relaxed.linear, incumbents.target), relaxed):
                     self._add(half, max(branch.bound, relaxed.bound), relaxed)
-            self._made += 1
+            self._counter += 1
 
     def _add(self, space: CutSpace, bound: float, relaxed: Relaxation) -> None:
         least, cheapest = space.minimum(relaxed.linear)
-        known = relaxed.cuts[space.contains(relaxed.cuts)]
-        cuts = known if (known == cheapest).all(axis=1).any() else np.vstack([known, cheapest])
-        self._made += 1
-        heapq.heappush(self._branches, _Branch(max(bound, least), -self._made, space, relaxed.linear_bounds, cuts))
+        candidates = relaxed.cuts[space.contains(relaxed.cuts)]
+        cuts = candidates if (candidates == cheapest).all(axis=1).any() else np.vstack([candidates, cheapest])
+        self._counter += 1
+        heapq.heappush(self._branches, _Branch(max(bound, least), -self._counter, space, relaxed.linear_bounds, cuts))
 
 
 def _halves(space: CutSpace, relaxed: Relaxation) -> list[CutSpace]:

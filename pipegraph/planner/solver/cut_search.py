@@ -32,9 +32,9 @@ _BATCH = 4096
 
 def equal_parts(sums: PrefixSums, stages: int, quantities: Sequence[int]) -> Integers:
     """Return the cuts nearest to equal parts of the sum of these quantities."""
-    before = sums.before[list(quantities)].sum(axis=0)
-    targets = before[-1] * np.arange(1, stages) / stages
-    return without_empty_stages(np.abs(before - targets[:, None]).argmin(axis=1), sums.segments)
+    prefix_sums = sums.before[list(quantities)].sum(axis=0)
+    targets = prefix_sums[-1] * np.arange(1, stages) / stages
+    return without_empty_stages(np.abs(prefix_sums - targets[:, None]).argmin(axis=1), sums.segments)
 
 
 def most_even_cuts(costs: Sequence[SegmentCost], stages: int, largest: float) -> tuple[int, ...]:
@@ -76,20 +76,20 @@ def search_cuts(incumbents: Incumbents, space: CutSpace, starts: Iterable[Intege
     for start in starts:
         hill_climb(incumbents, start, segments)
     near = space.restrict(lambda *stage: objective.stage_bound(*stage) <= incumbents.best_value * (1 + EQUAL))
-    left, bound = _better(incumbents, near), incumbents.best_value
-    if not left.empty:
-        balanced = left.cheapest(objective.stage_bound, np.maximum)
+    subspace, bound = _better(incumbents, near), incumbents.best_value
+    if not subspace.empty:
+        balanced = subspace.cheapest(objective.stage_bound, np.maximum)
         bound = largest_stage(objective, balanced, segments)
-        hill_climb(incumbents, _most_even(objective, left, balanced), segments)
-        left = _better(incumbents, left)
-    if left.empty:
+        hill_climb(incumbents, _most_even(objective, subspace, balanced), segments)
+        subspace = _better(incumbents, subspace)
+    if subspace.empty:
         bound = incumbents.best_value
     elif comb(segments - 1, len(space.allowed) - 1) * objective.steps <= _ALL_STEPS:
         _add_all(incumbents, space)
         bound = incumbents.best_value
     else:
         steps = int(effort * _STEPS)
-        tree = BranchAndBound(incumbents, left, incumbents.best_cuts, bound)
+        tree = BranchAndBound(incumbents, subspace, incumbents.best_cuts, bound)
         tree.run(int(_BRANCHED * steps))
         if tree.bound < incumbents.best_value:
             iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps))

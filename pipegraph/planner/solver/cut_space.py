@@ -57,20 +57,20 @@ class CutSpace:
 
     def restrict(self, stage_filter: StageFilter) -> Self:
         """Return the cuts of which the filter allows every stage."""
-        both = [
-            kept & stage_filter(stage, *edges)
-            for stage, (kept, edges) in enumerate(zip(self.allowed, pairwise(self.windows), strict=True))
+        masks = [
+            mask & stage_filter(stage, *edges)
+            for stage, (mask, edges) in enumerate(zip(self.allowed, pairwise(self.windows), strict=True))
         ]
-        return self._made(self.first, self.last, tuple(both))._trimmed()
+        return self._subspace(self.first, self.last, tuple(masks))._trimmed()
 
     def restrict_edge(self, edge: int, first: int, last: int) -> Self:
         """Return the cuts of which this edge lies from ``first`` to ``last``."""
-        kept = slice(first - self.first[edge], last + 1 - self.first[edge])
+        positions = slice(first - self.first[edge], last + 1 - self.first[edge])
         allowed = list(self.allowed)
-        allowed[edge - 1], allowed[edge] = allowed[edge - 1][kept], allowed[edge][:, kept]
+        allowed[edge - 1], allowed[edge] = allowed[edge - 1][positions], allowed[edge][:, positions]
         firsts, lasts = list(self.first), list(self.last)
         firsts[edge], lasts[edge] = first, last
-        return self._made(tuple(firsts), tuple(lasts), tuple(allowed))._trimmed()
+        return self._subspace(tuple(firsts), tuple(lasts), tuple(allowed))._trimmed()
 
     def nearest(self, mean: Floats) -> Integers:
         """Return the cuts nearest to these positions (cuts,), of all cuts of the chain."""
@@ -81,8 +81,8 @@ class CutSpace:
         edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.last[-1])))
         inside: Booleans = np.all((edges >= self.first) & (edges <= self.last), axis=1)
         at = np.where(inside[:, None], edges - self.first, 0)
-        for stage, kept in enumerate(self.allowed):
-            inside &= kept[at[:, stage + 1], at[:, stage]]
+        for stage, mask in enumerate(self.allowed):
+            inside &= mask[at[:, stage + 1], at[:, stage]]
         return inside
 
     def cheapest(self, costs: StageCosts, total: np.ufunc) -> Integers:
@@ -91,8 +91,8 @@ class CutSpace:
         By dynamic programming over stages.
         """
         best, choices = np.zeros(1), []
-        for stage, (kept, edges) in enumerate(zip(self.allowed, pairwise(self.windows), strict=True)):
-            totals = np.where(kept, total(costs(stage, *edges), best), np.inf)
+        for stage, (mask, edges) in enumerate(zip(self.allowed, pairwise(self.windows), strict=True)):
+            totals = np.where(mask, total(costs(stage, *edges), best), np.inf)
             choices.append(totals.argmin(axis=1))
             best = totals.min(axis=1)
         return self._backtrack(choices)
@@ -109,26 +109,26 @@ class CutSpace:
     def minimum(self, linear: LinearBound) -> tuple[float, Integers]:
         """Return the least bound of all cuts, and cuts that have it."""
         best, choices = np.zeros(1), []
-        for stage, kept in enumerate(self.allowed):
-            totals = np.where(kept, best, np.inf)
+        for stage, mask in enumerate(self.allowed):
+            totals = np.where(mask, best, np.inf)
             choices.append(totals.argmin(axis=1))
             best = totals[np.arange(len(totals)), choices[-1]] + self._row(linear, stage)
         return float(best[0]) + linear.constant, self._backtrack(choices)
 
     def restrict_below(self, linear: LinearBound, limit: float) -> Self:
         """Return the space without stages that occur only in cuts whose bound is ``limit`` or more."""
-        before = [np.zeros(1)]  # for each edge and position, the least sum of what comes before it
-        for stage, kept in enumerate(self.allowed):
-            before.append(np.where(kept, before[-1], np.inf).min(axis=1) + self._row(linear, stage))
-        after = np.full(1, linear.constant)
+        prefix_bounds = [np.zeros(1)]  # for each edge and position, the least sum of what comes before it
+        for stage, mask in enumerate(self.allowed):
+            prefix_bounds.append(np.where(mask, prefix_bounds[-1], np.inf).min(axis=1) + self._row(linear, stage))
+        suffix_bounds = np.full(1, linear.constant)
         allowed = []
         for stage in reversed(range(len(self.allowed))):
-            onward = after + self._row(linear, stage)
-            allowed.append(self.allowed[stage] & (before[stage] + onward[:, None] < limit))
-            after = np.where(self.allowed[stage], onward[:, None], np.inf).min(axis=0)
-        return self._made(self.first, self.last, tuple(allowed[::-1]))._trimmed()
+            onward = suffix_bounds + self._row(linear, stage)
+            allowed.append(self.allowed[stage] & (prefix_bounds[stage] + onward[:, None] < limit))
+            suffix_bounds = np.where(self.allowed[stage], onward[:, None], np.inf).min(axis=0)
+        return self._subspace(self.first, self.last, tuple(allowed[::-1]))._trimmed()
 
-    def _made(self, first: tuple[int, ...], last: tuple[int, ...], allowed: tuple[Booleans, ...]) -> Self:
+    def _subspace(self, first: tuple[int, ...], last: tuple[int, ...], allowed: tuple[Booleans, ...]) -> Self:
         return type(self)(first, last, allowed)
 
     def _backtrack(self, choices: Sequence[Integers]) -> Integers:
@@ -149,24 +149,24 @@ class CutSpace:
     def _trimmed(self) -> Self:
         """Return the same cuts without positions at both ends of windows that no cuts use."""
         reached = [np.ones(1, bool)]
-        for kept in self.allowed:
-            reached.append(np.any(kept & reached[-1], axis=1))
+        for mask in self.allowed:
+            reached.append(np.any(mask & reached[-1], axis=1))
         alive = [reached[-1]]
-        for kept, before in zip(reversed(self.allowed), reached[-2::-1], strict=True):
-            alive.append(np.any(kept & alive[-1][:, None], axis=0) & before)
+        for mask, reachable in zip(reversed(self.allowed), reached[-2::-1], strict=True):
+            alive.append(np.any(mask & alive[-1][:, None], axis=0) & reachable)
         alive.reverse()
         if not all(edge.any() for edge in alive):
-            return self._made((0,), (-1,), ())
+            return self._subspace((0,), (-1,), ())
         rims = [np.flatnonzero(edge)[[0, -1]] for edge in alive]
         allowed = tuple(
-            (kept & begin & end[:, None])[low_end : high_end + 1, low : high + 1]
-            for kept, (begin, end), ((low, high), (low_end, high_end)) in zip(
+            (stage_mask & begin & end[:, None])[low_end : high_end + 1, low : high + 1]
+            for stage_mask, (begin, end), ((low, high), (low_end, high_end)) in zip(
                 self.allowed, pairwise(alive), pairwise(rims), strict=True
             )
         )
-        first = tuple(own + int(low) for own, (low, _) in zip(self.first, rims, strict=True))
-        last = tuple(own + int(high) for own, (_, high) in zip(self.first, rims, strict=True))
-        return self._made(first, last, allowed)
+        first = tuple(start + int(low) for start, (low, _) in zip(self.first, rims, strict=True))
+        last = tuple(start + int(high) for start, (_, high) in zip(self.first, rims, strict=True))
+        return self._subspace(first, last, allowed)
 
 
 class StageFigures:

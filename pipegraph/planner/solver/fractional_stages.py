@@ -40,7 +40,7 @@ class FractionalStages:
             kinds.setdefault((place, frozenset(map(quantities_of, costs))), []).append(number)
         every = range(memory.stages)
         stages = {"first": every[:1], "between": every, "last": every[-1:]}
-        self._counts = np.array([len(alike) for alike in kinds.values()])
+        self._counts = np.array([len(numbers) for numbers in kinds.values()])
         choices = [
             (kind, stage, cost)
             for kind, (place, costs) in enumerate(kinds)
@@ -86,17 +86,17 @@ class FractionalStages:
             values = pool @ shares + constants
             longest = np.argsort(-values)[:_ROWS]
             longest = longest[values[longest] > least * (1 + _EXCEEDS)]
-            more, more_constants = pool[longest], constants[longest]
+            new_rows, more_constants = pool[longest], constants[longest]
             if not len(longest):
-                more, more_constants = self._table([self._makespan.longest_path(stages)])
-                slower = more @ shares + more_constants > least * (1 + _EXCEEDS)
-                more, more_constants = more[slower], more_constants[slower]
+                new_rows, more_constants = self._table([self._makespan.longest_path(stages)])
+                slower = new_rows @ shares + more_constants > least * (1 + _EXCEEDS)
+                new_rows, more_constants = new_rows[slower], more_constants[slower]
             needs, need_constants = self._table(self._memory.tightest_bounds(stages))
             short = needs @ shares + need_constants > limit * (1 + _EXCEEDS)
-            if not len(more) and not short.any():
+            if not len(new_rows) and not short.any():
                 break
             full = scale / limit
-            add(more, -scale, -more_constants)
+            add(new_rows, -scale, -more_constants)
             add(full * needs[short], 0.0, scale - full * need_constants[short])
         return least * (1 - _EXACT)
 

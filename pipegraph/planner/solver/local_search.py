@@ -30,10 +30,10 @@ class Incumbents:
             is the same on every machine.
     """
 
-    def __init__(self, objective: Objective, fit: Callable[[Integers], Booleans], kept: int) -> None:
+    def __init__(self, objective: Objective, fit: Callable[[Integers], Booleans], capacity: int) -> None:
         self.objective = objective
         self.spent = 0
-        self.fit, self._kept = fit, kept
+        self.fit, self._capacity = fit, capacity
         self._values: dict[tuple[int, ...], float] = {}
         self._bounds: deque[LinearBound] = deque(maxlen=_BOUNDS)
 
@@ -44,16 +44,16 @@ class Incumbents:
         self.spent += self._steps(len(cuts))
         values = self.objective.values(cuts)
         fitting = np.flatnonzero(self.fit(cuts))
-        for number in fitting[np.argsort(values[fitting], kind="stable")[: self._kept]]:
+        for number in fitting[np.argsort(values[fitting], kind="stable")[: self._capacity]]:
             self._values.setdefault(tuple(cuts[number].tolist()), float(values[number]))
-        self._values = dict(self.ranked[: self._kept])
+        self._values = dict(self.ranked[: self._capacity])
         return values
 
     def prefer(self, cuts: Integers) -> None:
         """Put these cuts, which have been added, first among equal ones."""
         chosen = tuple(cuts.tolist())
-        others = {other: value for other, value in self._values.items() if other != chosen}
-        self._values = {chosen: self.best_value, **others}
+        other_values = {candidate: value for candidate, value in self._values.items() if candidate != chosen}
+        self._values = {chosen: self.best_value, **other_values}
 
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
         """Return the linear bound of the objective that is largest for a mixture of cuts."""
@@ -140,9 +140,9 @@ def iterated_local_search(
     at_random = moved_at_random if moves is None else moves.at_random
     cuts, value = hill_climb(incumbents, cuts, segments, moves, until)
     while incumbents.spent < until:
-        other, other_value = hill_climb(incumbents, at_random(random, cuts, segments), segments, moves)
+        other_cuts, other_value = hill_climb(incumbents, at_random(random, cuts, segments), segments, moves)
         if other_value <= value:
-            cuts, value = other, other_value
+            cuts, value = other_cuts, other_value
 
 
 def neighbours(cuts: Integers, segments: int) -> Integers:

@@ -154,7 +154,7 @@ class Makespan:
     def path_bounds(self) -> list[LinearBound]:
         """Return the paths of `stage_bound`, for all stages."""
         bounds, edges = [], np.arange(self._schedule.stages - 1)
-        backward = [INPUT_GRAD, WEIGHT_GRAD] if self._whole else [INPUT_GRAD]
+        backward = [INPUT_GRAD, WEIGHT_GRAD] if self._has_full_backwards else [INPUT_GRAD]
         for stage, paths in enumerate(_paths_of(self._schedule)):
             for path in paths:
                 work = np.zeros((len(TIMES), self._schedule.stages))
@@ -177,30 +177,30 @@ class Makespan:
         return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        before = self._sums.before[: len(TIMES)]
-        own = before[:, ends][:, :, None] - before[:, begins][:, None, :]
-        return self.bound_with(own, stage, begins, ends)
+        sums = self._sums.before[: len(TIMES)]
+        times = sums[:, ends][:, :, None] - sums[:, begins][:, None, :]
+        return self.bound_with(times, stage, begins, ends)
 
-    def bound_with(self, own: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
-        """Return `stage_bound` for a stage that takes ``own`` F, I and W: (3, ends, begins), which are changed."""
-        before, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
+    def bound_with(self, times: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return `stage_bound` for a stage that takes ``times`` F, I and W: (3, ends, begins), which are changed."""
+        sums, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
         if stage == 0:
-            own[WEIGHT_GRAD] += own[INPUT_GRAD]
-            own[INPUT_GRAD] = 0.0
-        forward, backward = before[FORWARD], before[INPUT_GRAD] + (before[WEIGHT_GRAD] if self._whole else 0.0)
+            times[WEIGHT_GRAD] += times[INPUT_GRAD]
+            times[INPUT_GRAD] = 0.0
+        forward, backward = sums[FORWARD], sums[INPUT_GRAD] + (sums[WEIGHT_GRAD] if self._has_full_backwards else 0.0)
         hops_in, hops_on = hops[stage], hops[-1] - hops[stage]
         come, back = forward[begins] + hops_in, backward[begins] + hops_in  # from the first stage to here, and back
         on = forward[-1] - forward[ends] + hops_on  # from here to the last stage
         turn = on + backward[-1] - backward[ends] + hops_on
         longest = np.zeros((len(ends), len(begins)))
         for path in _paths_of(self._schedule)[stage]:
-            length = np.tensordot(path[: len(TIMES)], own, 1) + come + path.returns * back
+            length = np.tensordot(path[: len(TIMES)], times, 1) + come + path.returns * back
             length += (path.turns * turn + path.leaves * on)[:, None]
             np.maximum(longest, length, out=longest)
         return longest
 
     @cached_property
-    def _whole(self) -> bool:
+    def _has_full_backwards(self) -> bool:
         """Whether every backward is a B, whose gradients leave when its W has ended too."""
         return not any(action.kind is Kind.I for order in self._schedule.actions for action in order)
 
@@ -220,24 +220,24 @@ def _without_first_input_grad(stages: Floats) -> Floats:
 
 def _boundary_times(link: Links | None, placement: Sequence[int]) -> tuple[Floats, Floats]:
     """Return (seconds, seconds per byte) to cross each boundary: 0 on one rank, and everywhere without a link."""
-    figures = [_link_figures(link, rank, other) for rank, other in pairwise(placement)]
+    figures = [_link_figures(link, rank, peer) for rank, peer in pairwise(placement)]
     latency, per_byte = np.array(figures, np.float64).reshape(-1, 2).T
     return latency, per_byte
 
 
-def _link_figures(link: Links | None, rank: int, other: int) -> tuple[float, float]:
-    if link is None or rank == other:
+def _link_figures(link: Links | None, rank: int, peer: int) -> tuple[float, float]:
+    if link is None or rank == peer:
         return 0.0, 0.0
-    figures = link(rank, other) if callable(link) else link
+    figures = link(rank, peer) if callable(link) else link
     pair = (figures.latency, figures.bandwidth) if isinstance(figures, Link) else figures
-    what = "link is a latency and a bandwidth, or a function of two ranks that returns them"
-    require_type(pair, Sequence, what, "link=(1e-5, 25e9)", PlanError)
+    description = "link is a latency and a bandwidth, or a function of two ranks that returns them"
+    require_type(pair, Sequence, description, "link=(1e-5, 25e9)", PlanError)
     if len(pair) != 2:
-        raise PlanError(f"{what}, not {len(pair)} figures.\nTry: link=(1e-5, 25e9).")
+        raise PlanError(f"{description}, not {len(pair)} figures.\nTry: link=(1e-5, 25e9).")
     latency, bandwidth = pair
     if not (0 <= latency < math.inf and bandwidth > 0):
         raise PlanError(
-            f"The link between ranks {rank} and {other} has a latency of {latency!r} and a bandwidth of {bandwidth!r}. "
+            f"The link between ranks {rank} and {peer} has a latency of {latency!r} and a bandwidth of {bandwidth!r}. "
             "A latency is in seconds, from 0 on; a bandwidth in bytes per second, above 0.\nTry: link=(1e-5, 25e9)."
         )
     return float(latency), 1 / bandwidth

@@ -11,10 +11,10 @@ import numpy as np
 
 from pipegraph.planner.solver.prefix_sums import (
     ADDED,
-    HELD,
     OFFLOADED,
     QUANTITIES,
     SAVED,
+    STATE,
     TRAINED,
     WEIGHT_SAVED,
     Booleans,
@@ -82,7 +82,7 @@ class MemoryNeed:
         self._moments_of_stages = _moments_of_stages(schedule, sums.offloads)
         self._first = np.searchsorted(self._moments.rank, np.arange(self.ranks))
         ends = np.arange(1, 4) * self.stages
-        self._saved, self._weights, self._here, self._gradients = np.split(self._moments.kept, ends, axis=1)
+        self._saved, self._weights, self._offloaded, self._gradients = np.split(self._moments.counts, ends, axis=1)
         self._schedule, self._ahead = schedule, receives_ahead
 
     @cached_property
@@ -96,16 +96,16 @@ class MemoryNeed:
     def parts(self, cuts: Integers) -> MemoryParts:
         """Return what cuts (candidates, cuts) need, in its parts."""
         stages, crossing = self._sums.stages(cuts), self._sums.crossing_at(cuts)
-        kept = self._kept(stages, crossing)
-        saved = np.maximum.reduceat(self._moments.ends[:, None] * kept, self._first)
-        most = np.maximum.reduceat(kept + self._added(stages, self._sums.transient_at(cuts)), self._first)
+        activations = self._activations(stages, crossing)
+        saved = np.maximum.reduceat(self._moments.ends[:, None] * activations, self._first)
+        most = np.maximum.reduceat(activations + self._added(stages, self._sums.transient_at(cuts)), self._first)
         return MemoryParts(self._state(stages), saved, self._buffers @ crossing, most - saved)
 
     def of_ranks(self, cuts: Integers) -> Floats:
         """Return what each rank needs: (ranks, candidates)."""
         stages, crossing = self._sums.stages(cuts), self._sums.crossing_at(cuts)
-        held = self._kept(stages, crossing) + self._added(stages, self._sums.transient_at(cuts))
-        figures: Floats = self._state(stages) + self._buffers @ crossing + np.maximum.reduceat(held, self._first)
+        load = self._activations(stages, crossing) + self._added(stages, self._sums.transient_at(cuts))
+        figures: Floats = self._state(stages) + self._buffers @ crossing + np.maximum.reduceat(load, self._first)
         return figures
 
     def fullest(self, cuts: Integers) -> int:
@@ -126,39 +126,39 @@ class MemoryNeed:
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
         stages, crossing = self._sums.stages(cuts) @ mixture, self._sums.crossing_at(cuts) @ mixture
         of_rank = self._state(stages) + self._buffers @ crossing + self._spare
-        held = self._kept(stages, crossing) + self._added(stages, self._sums.transient_at(cuts) @ mixture)
-        return self._linear_bound(int((held + of_rank[self._moments.rank]).argmax()))
+        load = self._activations(stages, crossing) + self._added(stages, self._sums.transient_at(cuts) @ mixture)
+        return self._linear_bound(int((load + of_rank[self._moments.rank]).argmax()))
 
     def tightest_bounds(self, stages: Floats) -> list[LinearBound]:
         """Return for each rank the linear bound that is largest for stages (quantities, stages) between which nothing
         crosses, and which need nothing more while they run."""
-        made = self._moments.adds * stages[ADDED][self._moments.stage]
-        held = self._kept(stages, np.zeros(self.stages - 1)) + made
+        gradient_bytes = self._moments.adds * stages[ADDED][self._moments.stage]
+        load = self._activations(stages, np.zeros(self.stages - 1)) + gradient_bytes
         moments = (
-            first + int(own.argmax()) for first, own in zip(self._first, np.split(held, self._first[1:]), strict=True)
+            first + int(part.argmax()) for first, part in zip(self._first, np.split(load, self._first[1:]), strict=True)
         )
         return [self._linear_bound(int(moment), crosses=False) for moment in moments]
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        rank, before, crossing = self._placement[stage], self._sums.before, self._sums.crossing
-        state = before[HELD] + (self._factor - 1) * before[TRAINED]
-        rest: Floats = state[ends][:, None] - state[begins] + self._spare[rank]
+        rank, sums, crossing = self._placement[stage], self._sums.before, self._sums.crossing
+        state = sums[STATE] + (self._factor - 1) * sums[TRAINED]
+        base: Floats = state[ends][:, None] - state[begins] + self._spare[rank]
         if stage > 0:
-            rest += self._buffers[rank, stage - 1] * crossing[begins]
+            base += self._buffers[rank, stage - 1] * crossing[begins]
         if stage < self.stages - 1:
-            rest += (self._buffers[rank, stage] * crossing[ends])[:, None]
+            base += (self._buffers[rank, stage] * crossing[ends])[:, None]
         transient = self._sums.transient.of_windows(begins, ends)
-        kept = np.zeros_like(rest)
+        peak = np.zeros_like(base)
         for kind, rows in self._moments_of_stages[stage]:
-            figures = rows[:, _OF_STAGE] @ before[[SAVED, WEIGHT_SAVED, OFFLOADED, ADDED]]
-            own = (figures + rows[:, _CROSSES, None] * crossing)[:, ends]
-            most = np.subtract.outer(own[0], figures[0, begins])
-            for one, other in zip(own[1:], figures[1:, begins], strict=True):
-                np.maximum(most, np.subtract.outer(one, other), out=most)
+            figures = rows[:, _OF_STAGE] @ sums[[SAVED, WEIGHT_SAVED, OFFLOADED, ADDED]]
+            end_figures = (figures + rows[:, _CROSSES, None] * crossing)[:, ends]
+            most = np.subtract.outer(end_figures[0], figures[0, begins])
+            for end_row, begin_row in zip(end_figures[1:], figures[1:, begins], strict=True):
+                np.maximum(most, np.subtract.outer(end_row, begin_row), out=most)
             if kind >= 0:
                 most += transient[kind]
-            np.maximum(kept, most, out=kept)
-        return rest + kept
+            np.maximum(peak, most, out=peak)
+        return base + peak
 
     def allows(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
         """Return whether a rank has room for the stage alone as the segments begin … end − 1: (ends, begins)."""
@@ -166,15 +166,15 @@ class MemoryNeed:
 
     def _state(self, stages: Floats) -> Floats:
         """Return the bytes of state (ranks, …) of stages (quantities, stages, …)."""
-        figures: Floats = self._holds @ (stages[HELD] + (self._factor - 1) * stages[TRAINED])
+        figures: Floats = self._holds @ (stages[STATE] + (self._factor - 1) * stages[TRAINED])
         return figures
 
-    def _kept(self, stages: Floats, crossing: Floats) -> Floats:
+    def _activations(self, stages: Floats, crossing: Floats) -> Floats:
         """Return the bytes kept at each moment (moments, …) by stages (quantities, stages, …)."""
-        kept = self._saved @ stages[SAVED] + self._weights @ stages[WEIGHT_SAVED]
+        activations = self._saved @ stages[SAVED] + self._weights @ stages[WEIGHT_SAVED]
         if self._sums.offloads:
-            kept += self._here @ stages[OFFLOADED]
-        figures: Floats = kept + self._gradients @ crossing
+            activations += self._offloaded @ stages[OFFLOADED]
+        figures: Floats = activations + self._gradients @ crossing
         return figures
 
     def _added(self, stages: Floats, transient: Floats) -> Floats:
@@ -182,16 +182,16 @@ class MemoryNeed:
         while they run (F I W B, stages, …)."""
         moments = self._moments
         runs = (moments.kind >= 0).reshape(-1, *[1] * (stages.ndim - 2))
-        made = moments.adds.reshape(runs.shape) * stages[ADDED][moments.stage]
-        figures: Floats = runs * transient[moments.kind, moments.stage] + made
+        gradient_bytes = moments.adds.reshape(runs.shape) * stages[ADDED][moments.stage]
+        figures: Floats = runs * transient[moments.kind, moments.stage] + gradient_bytes
         return figures
 
     def _linear_bound(self, moment: int, crosses: bool = True) -> LinearBound:
-        rank, stage, kind = (int(each[moment]) for each in self._moments[:3])
+        rank, stage, kind = (int(column[moment]) for column in self._moments[:3])
         weights = np.zeros((len(QUANTITIES), self.stages))
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
-        weights[OFFLOADED] = self._here[moment]
-        weights[HELD], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
+        weights[OFFLOADED] = self._offloaded[moment]
+        weights[STATE], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
         weights[ADDED, stage] = self._moments.adds[moment]
         least = float(self._sums.transient.levels[0, kind].min()) if kind >= 0 else 0.0
         crossing = self._buffers[rank] + self._gradients[moment] if crosses else np.zeros(self.stages - 1)
@@ -206,7 +206,7 @@ class _Moments(NamedTuple):
         kind: F, I, W or B, which runs there, numbered as in `TransientBytes`; −1 for nothing.
         ends: whether the action has ended: nothing is being copied in for the backward after it.
         adds: whether the gradients of the stage's parameters have been made, and not yet been added to the others.
-        kept: how many microbatches are kept: (moments, 3 · stages + boundaries). The columns are what F saved, per
+        counts: how many microbatches are kept: (moments, 3 · stages + boundaries). The columns are what F saved, per
             stage; what W reads, per stage; of what F saved, what is here if it is offloaded, per stage; a gradient
             that arrived over each boundary.
     """
@@ -216,7 +216,7 @@ class _Moments(NamedTuple):
     kind: Integers
     ends: Booleans
     adds: Booleans
-    kept: Floats
+    counts: Floats
 
 
 @lru_cache(maxsize=32)
@@ -235,14 +235,14 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
     Unless something ``offloads``, no offloaded microbatch is counted as here.
     """
     arrays, boundaries = schedule.arrays, schedule.stages - 1
-    found: list[tuple[int, int, int, bool, bool]] = []
-    kept: list[Floats] = []
+    moments: list[tuple[int, int, int, bool, bool]] = []
+    counts: list[Floats] = []
     for rank, (first, last) in enumerate(pairwise(arrays.bounds)):
         kinds, stages = arrays.kind[first:last], arrays.stage[first:last]
-        held_here = np.unique(stages)  # a rank keeps nothing of the stages of others
-        own, has_first = stages[:, None] == held_here, 0 in held_here
+        rank_stages = np.unique(stages)  # a rank keeps nothing of the stages of others
+        one_hot, has_first = stages[:, None] == rank_stages, 0 in rank_stages
         forwards, divided, done = (
-            np.cumsum(np.isin(kinds, each)[:, None] & own, axis=0) for each in ((F,), (I, B), (B, W))
+            np.cumsum(np.isin(kinds, group)[:, None] & one_hot, axis=0) for group in ((F,), (I, B), (B, W))
         )
         if not schedule.trains:
             forwards = np.zeros_like(forwards)
@@ -252,28 +252,28 @@ def _moments(schedule: Schedule, offloads: bool) -> _Moments:
             gradients[:, :1] = weights[:, :1]
             saved[:, 0] += weights[:, 0]
             weights[:, 0] = 0
-        held, began = (saved.copy(), _shifted(saved)) if offloads else (np.zeros_like(saved), np.zeros_like(saved))
-        for each in offload_windows(schedule.actions[rank]) if offloads else ():
-            column = int(np.searchsorted(held_here, each.stage))
-            held[each.left : each.back, column] -= 1  # when those actions end
-            began[each.left + 1 : each.back, column] -= 1  # when they begin
-        after = np.concatenate([saved, weights, held, gradients], axis=1)
-        before = np.concatenate([_shifted(saved), _shifted(weights), began, _shifted(gradients)], axis=1)
-        columns = np.concatenate([part * schedule.stages + held_here for part in range(3)])
+        resident, began = (saved.copy(), _shifted(saved)) if offloads else (np.zeros_like(saved), np.zeros_like(saved))
+        for window in offload_windows(schedule.actions[rank]) if offloads else ():
+            column = int(np.searchsorted(rank_stages, window.stage))
+            resident[window.departure : window.back, column] -= 1  # when those actions end
+            began[window.departure + 1 : window.back, column] -= 1  # when they begin
+        at_end = np.concatenate([saved, weights, resident, gradients], axis=1)
+        at_start = np.concatenate([_shifted(saved), _shifted(weights), began, _shifted(gradients)], axis=1)
+        columns = np.concatenate([part * schedule.stages + rank_stages for part in range(3)])
         columns = np.append(columns, 3 * schedule.stages + np.arange(gradients.shape[1]))
         for kind in np.unique(kinds).tolist():
             for stage in np.unique(stages[kinds == kind]).tolist():
                 runs = (kinds == kind) & (stages == stage)
                 # The first stage's I has nothing to do, and its W does all of the backward.
                 place = {I: -1, W: B}.get(kind, kind) if stage == 0 else kind
-                sides = [(after, kind in (B, W))] if kind == F else [(before, False), (after, kind in (B, W))]
+                sides = [(at_end, kind in (B, W))] if kind == F else [(at_start, False), (at_end, kind in (B, W))]
                 for rows, adds in sides:
                     most = _not_dominated(np.unique(rows[runs], axis=0))
-                    found += [(rank, stage, place, rows is after, adds)] * len(most)
-                    kept.append(np.zeros((len(most), 3 * schedule.stages + boundaries)))
-                    kept[-1][:, columns] = most
-    rank_of, stage_of, kind_of, ends, adds_up = (np.array(column) for column in zip(*found, strict=True))
-    return _Moments(rank_of, stage_of, kind_of, ends, adds_up, np.concatenate(kept))
+                    moments += [(rank, stage, place, rows is at_end, adds)] * len(most)
+                    counts.append(np.zeros((len(most), 3 * schedule.stages + boundaries)))
+                    counts[-1][:, columns] = most
+    rank_of, stage_of, kind_of, ends, adds_up = (np.array(column) for column in zip(*moments, strict=True))
+    return _Moments(rank_of, stage_of, kind_of, ends, adds_up, np.concatenate(counts))
 
 
 @lru_cache(maxsize=32)
@@ -282,18 +282,18 @@ def _moments_of_stages(schedule: Schedule, offloads: bool) -> list[list[tuple[in
     stage keeps what F saved, what W reads and what is offloaded, whether the gradients of its parameters are there, and
     how often it keeps what crosses after it: (moments, 5)."""
     moments = _moments(schedule, offloads)
-    *parts, gradients = np.split(moments.kept, np.arange(1, 4) * schedule.stages, axis=1)
-    found = []
+    *parts, gradients = np.split(moments.counts, np.arange(1, 4) * schedule.stages, axis=1)
+    stage_moments = []
     for stage, rank in enumerate(schedule.placement):
         of_rank = moments.rank == rank
-        own = (moments.stage == stage)[of_rank]
-        crosses = gradients[of_rank, stage] if stage < schedule.stages - 1 else np.zeros(len(own))
-        kept = (each[of_rank, stage] for each in parts)
-        rows = np.stack([*kept, own & moments.adds[of_rank], crosses], axis=1)
-        kinds = np.where(own, moments.kind[of_rank], -1)
+        of_stage = (moments.stage == stage)[of_rank]
+        crosses = gradients[of_rank, stage] if stage < schedule.stages - 1 else np.zeros(len(of_stage))
+        columns = (part[of_rank, stage] for part in parts)
+        rows = np.stack([*columns, of_stage & moments.adds[of_rank], crosses], axis=1)
+        kinds = np.where(of_stage, moments.kind[of_rank], -1)
         groups = ((kind, rows[kinds == kind]) for kind in np.unique(kinds).tolist())
-        found.append([(kind, _not_dominated(np.unique(group, axis=0))) for kind, group in groups])
-    return found
+        stage_moments.append([(kind, _not_dominated(np.unique(group, axis=0))) for kind, group in groups])
+    return stage_moments
 
 
 def _shifted(counts: Integers) -> Integers:
@@ -304,8 +304,8 @@ def _shifted(counts: Integers) -> Integers:
 
 def _not_dominated(rows: Integers) -> Floats:
     """Return the rows that no other row reaches in every column. No row may occur twice."""
-    kept: list[Integers] = []
+    front: list[Integers] = []
     for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not any((other >= row).all() for other in kept):
-            kept.append(row)
-    return np.array(kept, np.float64)
+        if not any((front_row >= row).all() for front_row in front):
+            front.append(row)
+    return np.array(front, np.float64)

@@ -65,8 +65,8 @@ class SlowestStage:
         return self._linear_bound(int((self._seconds(cuts) @ mixture).argmax()))
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        before = self._sums.before[: self._quantities].sum(axis=0)
-        seconds: Floats = before[ends][:, None] - before[begins]
+        sums = self._sums.before[: self._quantities].sum(axis=0)
+        seconds: Floats = sums[ends][:, None] - sums[begins]
         return seconds
 
     def _seconds(self, cuts: Integers) -> Floats:
@@ -97,7 +97,7 @@ class MemoryLimited:
         return self._objective.values(cuts) + self._slope * missing
 
     def tightest_bound(self, cuts: Integers, mixture: Floats) -> LinearBound:
-        linear, needed = self._objective.tightest_bound(cuts, mixture), self._memory.tightest_bound(cuts, mixture)
-        if needed.at(cuts) @ mixture <= self._memory.limit:
+        linear, memory_bound = self._objective.tightest_bound(cuts, mixture), self._memory.tightest_bound(cuts, mixture)
+        if memory_bound.at(cuts) @ mixture <= self._memory.limit:
             return linear
-        return linear.plus(needed, self._slope, -self._slope * self._memory.limit)
+        return linear.plus(memory_bound, self._slope, -self._slope * self._memory.limit)

@@ -41,9 +41,9 @@ def option_moves(may: Booleans) -> Moves:
             cut = stage - 1 + side
             inside = close & (cut >= 0) & (cut < stages - 1) & (option != chosen[stage])
             for step in (-1, 1):
-                both = changed[inside].copy()
-                both[np.arange(len(both)), cut[inside]] += step
-                rows.append(both[has_no_empty_stage(both[:, : stages - 1], segments)])
+                candidates = changed[inside].copy()
+                candidates[np.arange(len(candidates)), cut[inside]] += step
+                rows.append(candidates[has_no_empty_stage(candidates[:, : stages - 1], segments)])
         every: Integers = np.concatenate(rows)
         return every
 

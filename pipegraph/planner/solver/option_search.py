@@ -27,7 +27,7 @@ from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective
 from pipegraph.planner.solver.option_moves import every_candidate, option_moves
 from pipegraph.planner.solver.option_start import even_start
-from pipegraph.planner.solver.prefix_sums import HELD, SAVED, Booleans, Integers
+from pipegraph.planner.solver.prefix_sums import SAVED, STATE, Booleans, Integers
 from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.planner.solver.solve_arguments import check_numbers, check_options, memory_of_ranks, resolve_schedule
 from pipegraph.planner.solver.stage_options import OptionFits, OptionMakespan, OptionSpace, OptionSums
@@ -135,7 +135,7 @@ class OptionProblem:
         receives_ahead: int = 4,
     ) -> None:
         self._schedule, stages = schedule, schedule.stages
-        self._order = sorted(range(len(options)), key=lambda one: -sum(cost.saved_bytes for cost in options[one]))
+        self._order = sorted(range(len(options)), key=lambda index: -sum(cost.saved_bytes for cost in options[index]))
         self._options = [options[number] for number in self._order]  # the leanest last
         self._allowed = _allowed_options(allowed, stages, self._order)
         self._sums = OptionSums(self._options, stages)
@@ -148,7 +148,7 @@ class OptionProblem:
         # With the least that any option needs of each segment.
         self._memory = need(self._sums, self._schedule, limits=limits)
         self._link = link
-        self._need_of = [partial(need, each, self._schedule, limits=limits) for each in self._sums.each]
+        self._need_of = [partial(need, sums, self._schedule, limits=limits) for sums in self._sums.each]
 
     @cached_property
     def _every(self) -> CutSpace:
@@ -201,18 +201,18 @@ class OptionProblem:
         effort: float = 1.0,
         advises: bool = True,
         proves: bool = True,
-        known: OptionSolution | None = None,
+        initial_solution: OptionSolution | None = None,
     ) -> OptionSolution:
         """Return the best that was found. Raises as `solve_options` does.
 
         Without ``proves``, cuts and options are only improved step by step, and the lower bound is the slowest stage's.
-        With something ``known`` that fits, the search begins there alone.
+        With something ``initial_solution`` that fits, the search begins there alone.
         """
         memory, sums, makespan = self._memory, self._sums, self._makespan
-        if not advises and known is None and self.is_impossible:
+        if not advises and initial_solution is None and self.is_impossible:
             raise MemoryShortage(f"No cuts and choices fit into {format_bytes(memory.limit)} on each rank.", 0)
         moves = option_moves(self._allowed)
-        starts, best_uniform = [] if known is None else [self._candidate(known)], math.inf
+        starts, best_uniform = [] if initial_solution is None else [self._candidate(initial_solution)], math.inf
         if proves and not starts:
             starts, best_uniform = self._uniform_starts(uniform, effort)
         if not starts and not self._possible.empty:
@@ -223,7 +223,7 @@ class OptionProblem:
         seconds: Objective = makespan
         if memory.limits:
             seconds = MemoryLimited(makespan, memory, float(makespan.values(starts[0][None])[0]))
-        incumbents = Incumbents(seconds, memory.fits, kept=1)
+        incumbents = Incumbents(seconds, memory.fits, capacity=1)
         if proves:
             bound = self._search(incumbents, starts, effort, moves)
         else:
@@ -249,16 +249,16 @@ class OptionProblem:
         not fit."""
         memory, segments = self._memory, self._sums.segments
         leanest = [int(np.flatnonzero(row)[-1]) for row in self._allowed]
-        incumbents = Incumbents(memory, lambda candidates: np.ones(len(candidates), bool), kept=1)
-        for start in (*starts, np.array([*equal_parts(self._sums, memory.stages, [HELD, SAVED]), *leanest], np.int64)):
+        incumbents = Incumbents(memory, lambda candidates: np.ones(len(candidates), bool), capacity=1)
+        for start in (*starts, np.array([*equal_parts(self._sums, memory.stages, [STATE, SAVED]), *leanest], np.int64)):
             hill_climb(incumbents, start, segments, moves, until)
         iterated_local_search(incumbents, incumbents.best_cuts, segments, int(0.1 * effort * _STEPS), moves)
-        needed = math.ceil(incumbents.best_value)
-        if needed > memory.limit:
+        peak = math.ceil(incumbents.best_value)
+        if peak > memory.limit:
             raise MemoryShortage(
                 f"No cuts and choices that were found fit into {format_bytes(memory.limit)} on each rank: "
-                f"{format_bytes(needed)} ({needed} bytes) would be enough.",
-                needed,
+                f"{format_bytes(peak)} ({peak} bytes) would be enough.",
+                peak,
                 incumbents.best_cuts[: memory.stages - 1].tolist(),
             )
         return incumbents.best_cuts
@@ -277,17 +277,17 @@ class OptionProblem:
                 incumbents.add(batch)
             return incumbents.best_value
         steps, bound = int(effort * _STEPS), self.fractional_bound(incumbents.target)
-        places = sum(kept.size for kept in self._every.allowed)
+        places = sum(mask.size for mask in self._every.allowed)
         if bound >= incumbents.target:
             return incumbents.best_value
         if stages * self._sums.options * places > _RELAXED * steps:
             iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps), moves)
             return min(bound, incumbents.best_value)
-        left = self._space.restrict(lambda *stage: objective.stage_bound(*stage) < incumbents.target)
-        if left.empty:
+        subspace = self._space.restrict(lambda *stage: objective.stage_bound(*stage) < incumbents.target)
+        if subspace.empty:
             return incumbents.best_value
-        slowest = largest_stage(objective, left.cheapest(objective.stage_bound, np.maximum), segments)
-        tree = BranchAndBound(incumbents, left, incumbents.best_cuts, max(bound, slowest), moves)
+        slowest = largest_stage(objective, subspace.cheapest(objective.stage_bound, np.maximum), segments)
+        tree = BranchAndBound(incumbents, subspace, incumbents.best_cuts, max(bound, slowest), moves)
         tree.run(int(_BRANCHED * steps))
         if tree.bound < incumbents.best_value:
             iterated_local_search(incumbents, incumbents.best_cuts, segments, int(_SEARCHED * steps), moves)
@@ -305,7 +305,7 @@ class OptionProblem:
 
     def _memory_of(self, candidate: Integers) -> tuple[int, ...]:
         """Return the bytes that each rank needs with a candidate (1, numbers)."""
-        return tuple(math.ceil(one) for one in self._memory.of_ranks(candidate)[:, 0].tolist())
+        return tuple(math.ceil(rank_bytes) for rank_bytes in self._memory.of_ranks(candidate)[:, 0].tolist())
 
     def _uniform_starts(self, uniform: Sequence[int] | None, effort: float) -> tuple[list[Integers], float]:
         """Return the best cuts with each of these options for all stages, as candidates, and the best value."""
@@ -315,11 +315,11 @@ class OptionProblem:
             if not self._allowed[:, option].all():
                 continue
             try:
-                found = self._solve(self._options[option], effort=_UNIFORM_EFFORT * effort)
+                solution = self._solve(self._options[option], effort=_UNIFORM_EFFORT * effort)
             except MemoryShortage:
                 continue
-            starts.append(np.array([*found.cuts, *[option] * (len(found.cuts) + 1)], np.int64))
-            best = min(best, found.value)
+            starts.append(np.array([*solution.cuts, *[option] * (len(solution.cuts) + 1)], np.int64))
+            best = min(best, solution.value)
         return starts, best
 
 

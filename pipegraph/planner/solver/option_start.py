@@ -44,12 +44,12 @@ def even_start(
     if memory.limits:
         fullest = largest_stage(memory, space.cheapest(bytes_needed, np.maximum), sums.segments)
         most = np.linspace(fullest * (1 + EQUAL), memory.limit, _TRIED).tolist()
-    found = []
+    starts = []
     for limit in most:
         narrow = space.restrict(lambda *stage, limit=limit: bytes_needed(*stage) <= limit)
         cuts = narrow.cheapest(seconds, np.maximum)
-        found.append(_fastest_options(cuts, sums, memory, allowed, np.array(placement)))
-    candidates = np.unique(found, axis=0)
+        starts.append(_fastest_options(cuts, sums, memory, allowed, np.array(placement)))
+    candidates = np.unique(starts, axis=0)
     missing = (memory.values(candidates) - memory.limit).clip(min=0.0)
     best: Integers = candidates[np.lexsort((makespan.values(candidates), missing))[0]]
     return best
@@ -71,15 +71,15 @@ def _fastest_options(
         place[stage] = passed[rank]
         passed[rank] += 1
     first, then, change = (
-        each.reshape(-1, 1) for each in np.indices((sums.options, sums.options, max(passed.values())))
+        grid.reshape(-1, 1) for grid in np.indices((sums.options, sums.options, max(passed.values())))
     )
     tried = np.unique(np.where(place <= change, first, then), axis=0)  # (candidates, stages)
     candidates = np.column_stack([np.tile(cuts, (len(tried), 1)), tried])
     holds = np.arange(ranks)[:, None] == placement
     seconds = holds @ sums.stages(candidates)[list(TIMES)].sum(axis=0)  # (ranks, candidates)
-    needed = memory.of_ranks(candidates)
+    required_bytes = memory.of_ranks(candidates)
     forbidden = holds @ ~allowed[np.arange(stages), tried].T
-    seconds[forbidden | (needed > np.array(memory.limits or [np.inf])[:, None])] = np.inf
-    needed[forbidden] = np.inf
-    chosen = np.where(np.isfinite(seconds).any(axis=1), seconds.argmin(axis=1), needed.argmin(axis=1))
+    seconds[forbidden | (required_bytes > np.array(memory.limits or [np.inf])[:, None])] = np.inf
+    required_bytes[forbidden] = np.inf
+    chosen = np.where(np.isfinite(seconds).any(axis=1), seconds.argmin(axis=1), required_bytes.argmin(axis=1))
     return np.append(cuts, tried[chosen[placement], np.arange(stages)])

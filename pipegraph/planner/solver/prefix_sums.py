@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, HELD, TRAINED, OFFLOADED, ADDED = QUANTITIES = range(9)
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, STATE, TRAINED, OFFLOADED, ADDED = QUANTITIES = range(9)
 """What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants; ``SAVED``
 those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not; ``ADDED`` those of parameters
 whose gradients are made before they are added."""
@@ -48,9 +48,9 @@ class LinearBound(NamedTuple):
         """Return ``factor`` × this."""
         return LinearBound(factor * self.table, factor * self.constant)
 
-    def plus(self, other: LinearBound, factor: float, constant: float = 0.0) -> LinearBound:
+    def plus(self, bound: LinearBound, factor: float, constant: float = 0.0) -> LinearBound:
         """Return this + ``factor`` × the other one + ``constant``."""
-        return LinearBound(self.table + factor * other.table, self.constant + factor * other.constant + constant)
+        return LinearBound(self.table + factor * bound.table, self.constant + factor * bound.constant + constant)
 
 
 class RangeMaxima:
@@ -64,8 +64,8 @@ class RangeMaxima:
         """``figures`` are (rows, positions)."""
         levels, step = [figures], 1
         while 2 * step <= figures.shape[1]:
-            later = np.pad(levels[-1][:, step:], ((0, 0), (0, step)))
-            levels.append(np.maximum(levels[-1], later))
+            shifted_level = np.pad(levels[-1][:, step:], ((0, 0), (0, step)))
+            levels.append(np.maximum(levels[-1], shifted_level))
             step *= 2
         self.levels: Floats = np.stack(levels)
 
@@ -104,7 +104,7 @@ class PrefixSums:
     A cut at position p has p segments before it, 1 … segments − 1.
 
     Attributes:
-        before: (quantities, positions), the sum over all segments before each position.
+        prefix_sums: (quantities, positions), the sum over all segments before each position.
         crossing: (positions,), the bytes that cross there.
         transient: the most of what F, I, W and B need while they run, over segments in a row.
     """

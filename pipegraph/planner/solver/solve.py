@@ -17,7 +17,7 @@ from pipegraph.planner.solver.local_search import EQUAL, Incumbents, has_no_empt
 from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
-from pipegraph.planner.solver.prefix_sums import HELD, SAVED, TIMES, Integers, PrefixSums
+from pipegraph.planner.solver.prefix_sums import SAVED, STATE, TIMES, Integers, PrefixSums
 from pipegraph.planner.solver.solve_arguments import (
     check_costs,
     check_numbers,
@@ -167,16 +167,16 @@ def _solution(
         array = np.array(cuts, np.int64)
         if objective == "makespan":  # which rounds differently from the simulator
             value = simulate(schedule, makespan.times_of(array)).makespan
-        needed = np.ceil(memory.of_ranks(array[None])[:, 0])
-        alternatives.append(Alternative(cuts, value, tuple(int(one) for one in needed)))
-    best, *others = sorted(alternatives, key=lambda one: one.value)
+        rank_bytes = np.ceil(memory.of_ranks(array[None])[:, 0])
+        alternatives.append(Alternative(cuts, value, tuple(int(size) for size in rank_bytes)))
+    best, *next_best = sorted(alternatives, key=lambda alternative: alternative.value)
     array = np.array(best.cuts, np.int64)
     return Solution(
         best.cuts,
         best.value,
         best.memory,
         best.value if bound >= best.value * (1 - EQUAL) else bound,
-        tuple(others),
+        tuple(next_best),
         _moved(incumbents, array, segments),
         schedule,
         makespan.times_of(array),
@@ -186,10 +186,10 @@ def _solution(
 def _moved(incumbents: Incumbents, cuts: Integers, segments: int) -> tuple[tuple[float, float], ...]:
     """Return for each cut the values with it one segment earlier, and one later."""
     step = np.eye(len(cuts), dtype=np.int64)
-    both = np.concatenate([cuts - step, cuts + step])
-    possible = has_no_empty_stage(both, segments)
-    values = np.full(len(both), np.inf)
-    values[possible] = np.where(incumbents.fit(both[possible]), incumbents.add(both[possible]), np.inf)
+    shifted_cuts = np.concatenate([cuts - step, cuts + step])
+    possible = has_no_empty_stage(shifted_cuts, segments)
+    values = np.full(len(shifted_cuts), np.inf)
+    values[possible] = np.where(incumbents.fit(shifted_cuts[possible]), incumbents.add(shifted_cuts[possible]), np.inf)
     return tuple(zip(values[: len(cuts)].tolist(), values[len(cuts) :].tolist(), strict=True))
 
 
@@ -197,13 +197,13 @@ class MemoryShortage(PlanError):
     """No cuts fit into the memory.
 
     Attributes:
-        needed: bytes that the fullest rank needs for ``cuts``.
+        peak: bytes that the fullest rank needs for ``cuts``.
         cuts: those that need the least.
     """
 
-    def __init__(self, message: str, needed: int, cuts: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, peak: int, cuts: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.needed, self.cuts = needed, tuple(cuts)
+        self.needed, self.cuts = peak, tuple(cuts)
 
 
 def _starts_that_fit(
@@ -221,35 +221,35 @@ def _starts_that_fit(
     """
     if any(memory.fits(start[None])[0] for start in starts):
         return list(starts)
-    cuts, needed, bound = _least_memory(sums, memory, effort)
-    if needed <= memory.limit:
+    cuts, peak, bound = _least_memory(sums, memory, effort)
+    if peak <= memory.limit:
         return [*starts, cuts]
     lines = [
-        _sufficient_memory(memory, needed, bound),
+        _sufficient_memory(memory, peak, bound),
         _parts_of_need(memory, cuts),
         *(_with_more_stages(sums, memory, effort, memory_of) if memory_of is not None else ()),
     ]
-    raise MemoryShortage("\n".join(lines), math.ceil(needed), cuts.tolist())
+    raise MemoryShortage("\n".join(lines), math.ceil(peak), cuts.tolist())
 
 
 def _least_memory(sums: PrefixSums, memory: MemoryNeed, effort: float) -> tuple[Integers, float, float]:
     """Return (the cuts that need the least memory, what they need, a lower bound of what any cuts need)."""
-    incumbents = Incumbents(memory, lambda cuts: np.ones(len(cuts), bool), kept=1)
-    starts = [equal_parts(sums, memory.stages, [quantity]) for quantity in (HELD, SAVED)]
+    incumbents = Incumbents(memory, lambda cuts: np.ones(len(cuts), bool), capacity=1)
+    starts = [equal_parts(sums, memory.stages, [quantity]) for quantity in (STATE, SAVED)]
     bound = search_cuts(incumbents, CutSpace.all_cuts(sums.segments, memory.stages), starts, effort)
     return incumbents.best_cuts, incumbents.best_value, bound
 
 
-def _sufficient_memory(memory: MemoryNeed, needed: float, bound: float) -> str:
-    proved = bound >= needed * (1 - EQUAL)
+def _sufficient_memory(memory: MemoryNeed, peak: float, bound: float) -> str:
+    proved = bound >= peak * (1 - EQUAL)
     low, high = min(memory.limits), memory.limit
-    has, base, more = f"{format_bytes(high)} on each rank", 0.0, ""
+    room, base, suffix = f"{format_bytes(high)} on each rank", 0.0, ""
     if low < high:
-        has, base, more = f"{format_bytes(low)} to {format_bytes(high)} on a rank", high, " more on each"
-    least, known = math.ceil(needed - base), math.floor(bound - base)
+        room, base, suffix = f"{format_bytes(low)} to {format_bytes(high)} on a rank", high, " more on each"
+    least, floor = math.ceil(peak - base), math.floor(bound - base)
     return (
-        f"No cuts{'' if proved else ' that were found'} fit into {has}: {format_bytes(least)} ({least} bytes){more} "
-        f"would be enough, {'and no less' if proved else f'and less than {format_bytes(known)}{more} would not'}."
+        f"No cuts{'' if proved else ' that were found'} fit into {room}: {format_bytes(least)} ({least} bytes){suffix} "
+        f"would be enough, {'and no less' if proved else f'and less than {format_bytes(floor)}{suffix} would not'}."
     )
 
 
@@ -276,8 +276,8 @@ def _with_more_stages(
             larger = memory_of(stages)
         except (ScheduleError, PlanError):
             break
-        needed = _least_memory(sums, larger, _EFFORT_SHARE * effort)[1]
-        needs.append(f"with {stages} stages on {larger.ranks} ranks it is {format_bytes(needed)}")
-        if needed <= memory.limit:
+        peak = _least_memory(sums, larger, _EFFORT_SHARE * effort)[1]
+        needs.append(f"with {stages} stages on {larger.ranks} ranks it is {format_bytes(peak)}")
+        if peak <= memory.limit:
             break
     return [f"The least on a rank depends on their number: {', '.join(needs)}."] if needs else []

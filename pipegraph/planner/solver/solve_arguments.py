@@ -36,8 +36,8 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
             raise PlanError(f"{where} has no SegmentCost, but {cost!r}.")
         for field in fields(cost):
             figure = getattr(cost, field.name)
-            each = figure if isinstance(figure, TransientBytes) else (figure,)
-            if not (all(map(_is_figure, each)) or (figure is None and field.default is None)):
+            figures = figure if isinstance(figure, TransientBytes) else (figure,)
+            if not (all(map(_is_figure, figures)) or (figure is None and field.default is None)):
                 raise PlanError(f"{where} has {field.name}={figure!r}, and a cost is a number from 0 on.")
         if cost.trained_bytes is not None and cost.trained_bytes > cost.parameter_bytes:
             raise PlanError(
@@ -76,18 +76,18 @@ def check_options(
 
 def check_numbers(state_factor: float, effort: float, receives_ahead: int = 0, alternatives: int = 0) -> None:
     """Raise PlanError for impossible numbers."""
-    for what, figure in (("state_factor", state_factor), ("effort", effort)):
+    for name, figure in (("state_factor", state_factor), ("effort", effort)):
         if not _is_figure(figure):
-            raise PlanError(f"{what} is a number from 0 on, not {figure!r}.")
-    for what, number in (("receives_ahead", receives_ahead), ("alternatives", alternatives)):
+            raise PlanError(f"{name} is a number from 0 on, not {figure!r}.")
+    for name, number in (("receives_ahead", receives_ahead), ("alternatives", alternatives)):
         if type(number) is not int or number < 0:
-            raise PlanError(f"{what} is a whole number from 0 on, not {number!r}.")
+            raise PlanError(f"{name} is a whole number from 0 on, not {number!r}.")
 
 
 def parse_memory(memory_bytes: float | str | Sequence[float | str] | None) -> float | tuple[float, ...] | None:
     """Return bytes, of which each may be written as `parse_bytes` reads it. Raises ArgumentError."""
     if isinstance(memory_bytes, Iterable) and not isinstance(memory_bytes, str):
-        limits = tuple(_bytes(each) for each in memory_bytes)
+        limits = tuple(_bytes(limit) for limit in memory_bytes)
         if not limits:
             raise ArgumentError('memory_bytes is empty.\nTry: memory_bytes="80GiB", or one figure for each rank.')
         return limits
@@ -149,13 +149,13 @@ def resolve_schedule(
         check(schedule)
     resolved = schedule_for_stages(schedule, stages, microbatches, ranks)
     if ranks not in (None, resolved.ranks):
-        other = ""
+        alternative = ""
         if type(ranks) is int and ranks > 0:
-            other = f", or {format_number_of('stage', ranks * resolved.stages // resolved.ranks)}"
+            alternative = f", or {format_number_of('stage', ranks * resolved.stages // resolved.ranks)}"
         raise PlanError(
             f"{resolved.name} has {format_number_of('stage', stages)} on "
             f"{format_number_of('rank', resolved.ranks)}, not on {ranks}.\n"
-            f"Try: {argument('ranks', resolved.ranks)}{other}."
+            f"Try: {argument('ranks', resolved.ranks)}{alternative}."
         )
     if placement is not None:
         _check_placement(resolved, placement)

@@ -36,18 +36,18 @@ class OptionSums(PrefixSums):
     """The costs of a chain, by option.
 
     Attributes:
-        each: the sums of each option.
-        before: of each quantity the sum of the least that a segment has with any option: (quantities, positions).
+        by_option: the sums of each option.
+        prefix_sums: of each quantity the sum of the least that a segment has with any option: (quantities, positions).
         crossing: the bytes at each position, the same with all options.
     """
 
     def __init__(self, options: Sequence[Sequence[SegmentCost]], stages: int) -> None:
         self.each = tuple(PrefixSums(costs) for costs in options)
         self.segments, self.crossing, self._stages = self.each[0].segments, self.each[0].crossing, stages
-        self._before = np.stack([sums.before for sums in self.each])  # (options, quantities, positions)
+        self._prefix_sums = np.stack([sums.before for sums in self.each])  # (options, quantities, positions)
         self._transient = np.stack([sums.transient.levels for sums in self.each])  # (options, levels, kinds, segments)
         self.transient = RangeMaxima(self._transient[:, 0].min(axis=0))
-        least = np.diff(self._before, axis=2).min(axis=0)
+        least = np.diff(self._prefix_sums, axis=2).min(axis=0)
         self.before = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
 
     @property
@@ -66,7 +66,7 @@ class OptionSums(PrefixSums):
     def stages(self, cuts: Integers) -> Floats:
         places, options = self.split(cuts)
         edges = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
-        figures = self._before[options, :, edges[:, 1:]] - self._before[options, :, edges[:, :-1]]
+        figures = self._prefix_sums[options, :, edges[:, 1:]] - self._prefix_sums[options, :, edges[:, :-1]]
         return np.moveaxis(figures, (0, 1, 2), (2, 1, 0))
 
     def transient_at(self, cuts: Integers) -> Floats:
@@ -74,7 +74,7 @@ class OptionSums(PrefixSums):
         edges = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
         begins, ends = edges[:, :-1].T, edges[:, 1:].T
         level, last = window(begins, ends)
-        sides = (self._transient[options.T, level, :, each] for each in (begins, last))
+        sides = (self._transient[options.T, level, :, positions] for positions in (begins, last))
         figures: Floats = np.moveaxis(np.maximum(*sides), -1, 0)
         return figures
 
@@ -89,8 +89,8 @@ class OptionSums(PrefixSums):
 
     def weighted(self, weights: Floats, begins: Integers, ends: Integers) -> Floats:
         """Return Σ ``weights`` × the quantities of a stage with each option: (options, ends, begins)."""
-        before = np.tensordot(self._before, weights, (1, 0))  # (options, positions)
-        figures: Floats = before[:, ends][:, :, None] - before[:, begins][:, None, :]
+        sums = np.tensordot(self._prefix_sums, weights, (1, 0))  # (options, positions)
+        figures: Floats = sums[:, ends][:, :, None] - sums[:, begins][:, None, :]
         return figures
 
 
@@ -130,13 +130,13 @@ class OptionBound:
         """Return ``factor`` × this."""
         return OptionBound(self.sums, factor * self.weights, factor * self.crossing, factor * self.constant)
 
-    def plus(self, other: OptionBound, factor: float, constant: float = 0.0) -> OptionBound:
+    def plus(self, bound: OptionBound, factor: float, constant: float = 0.0) -> OptionBound:
         """Return this + ``factor`` × the other one + ``constant``."""
         return OptionBound(
             self.sums,
-            self.weights + factor * other.weights,
-            self.crossing + factor * other.crossing,
-            self.constant + factor * other.constant + constant,
+            self.weights + factor * bound.weights,
+            self.crossing + factor * bound.crossing,
+            self.constant + factor * bound.constant + constant,
         )
 
     def of_stage(self, stage: int, begins: Integers, ends: Integers) -> Floats:
@@ -190,9 +190,9 @@ class OptionSpace(CutSpace):
 
     @property
     def steps(self) -> int:
-        return self.fits.options * sum(kept.size for kept in self.allowed)
+        return self.fits.options * sum(mask.size for mask in self.allowed)
 
-    def _made(self, first: tuple[int, ...], last: tuple[int, ...], allowed: tuple[Booleans, ...]) -> OptionSpace:
+    def _subspace(self, first: tuple[int, ...], last: tuple[int, ...], allowed: tuple[Booleans, ...]) -> OptionSpace:
         return OptionSpace(first, last, allowed, self.fits)
 
     def nearest(self, mean: Floats) -> Integers:
@@ -203,15 +203,15 @@ class OptionSpace(CutSpace):
     def with_one_place(self, mean: Floats, spread: Floats, tried: Integers) -> Sequence[OptionSpace]:
         """Divide the space by the option that varies the most in the relaxation."""
         cuts = len(self.allowed) - 1
-        left = [np.flatnonzero(self.fits.at(stage, *self.windows[stage : stage + 2])) for stage in range(cuts + 1)]
-        if any(not len(options) for options in left):
+        choices = [np.flatnonzero(self.fits.at(stage, *self.windows[stage : stage + 2])) for stage in range(cuts + 1)]
+        if any(not len(options) for options in choices):
             return []
-        several = [len(options) > 1 for options in left]
+        several = [len(options) > 1 for options in choices]
         if not any(several):
-            only = [*self.first[1:-1], *(options[0] for options in left)]
+            only = [*self.first[1:-1], *(options[0] for options in choices)]
             return [] if (tried == np.array(only)).all(axis=1).any() else [self]
         stage = int(np.where(several, spread[cuts:], -1.0).argmax())
-        at = int(np.clip(np.floor(mean[cuts + stage]), left[stage][0], left[stage][-1] - 1))
+        at = int(np.clip(np.floor(mean[cuts + stage]), choices[stage][0], choices[stage][-1] - 1))
         sides = (self.fits.restrict(stage, 0, at), self.fits.restrict(stage, at + 1, self.fits.options - 1))
         return [OptionSpace(self.first, self.last, self.allowed, fits) for fits in sides]
 
@@ -237,25 +237,25 @@ class OptionSpace(CutSpace):
             best = totals.min(axis=1)
         cuts = self._backtrack(choices)
         edges = np.concatenate([[0], cuts, [self.last[-1]]])
-        taken = [
+        best_options = [
             option[edges[stage + 1] - self.first[stage + 1], edges[stage] - self.first[stage]]
             for stage, option in enumerate(options)
         ]
-        return float(best[0]) + linear.constant, np.append(cuts, np.array(taken, np.int64))
+        return float(best[0]) + linear.constant, np.append(cuts, np.array(best_options, np.int64))
 
     def restrict_below(self, linear: LinearBound | OptionBound, limit: float) -> OptionSpace:
         assert isinstance(linear, OptionBound)
         figures = [self._least(linear, stage)[0] for stage in range(len(self.allowed))]
-        before = [np.zeros(1)]
-        for own in figures:
-            before.append((own + before[-1]).min(axis=1))
-        after = np.full(1, linear.constant)
+        prefix_bounds = [np.zeros(1)]
+        for stage_figures in figures:
+            prefix_bounds.append((stage_figures + prefix_bounds[-1]).min(axis=1))
+        suffix_bounds = np.full(1, linear.constant)
         allowed = []
         for stage in reversed(range(len(self.allowed))):
-            onward = figures[stage] + after[:, None]
-            allowed.append(self.allowed[stage] & (before[stage] + onward < limit))
-            after = onward.min(axis=0)
-        return self._made(self.first, self.last, tuple(allowed[::-1]))._trimmed()
+            onward = figures[stage] + suffix_bounds[:, None]
+            allowed.append(self.allowed[stage] & (prefix_bounds[stage] + onward < limit))
+            suffix_bounds = onward.min(axis=0)
+        return self._subspace(self.first, self.last, tuple(allowed[::-1]))._trimmed()
 
     def _least(self, linear: OptionBound, stage: int) -> tuple[Floats, Integers]:
         """Return what a stage adds at least, infinite where not allowed, and with which option: (ends, begins)."""
@@ -280,7 +280,7 @@ class OptionMakespan(Makespan):
         least = np.full((len(ends), len(begins)), np.inf)
         for sums, fits in zip(self._options.each, self._fits().at(stage, begins, ends), strict=True):
             if fits.any():
-                before = sums.before[: len(TIMES)]
-                own = before[:, ends][:, :, None] - before[:, begins][:, None, :]
-                np.minimum(least, np.where(fits, self.bound_with(own, stage, begins, ends), np.inf), out=least)
+                prefix_sums = sums.before[: len(TIMES)]
+                times = prefix_sums[:, ends][:, :, None] - prefix_sums[:, begins][:, None, :]
+                np.minimum(least, np.where(fits, self.bound_with(times, stage, begins, ends), np.inf), out=least)
         return least

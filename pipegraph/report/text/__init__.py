@@ -28,7 +28,7 @@ def table(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
     width: int | None = None,
-    less: Collection[str] = (),
+    optional: Collection[str] = (),
 ) -> str:
     """Return columns two spaces apart; numbers of a column have their decimal points one below the other.
 
@@ -42,11 +42,11 @@ def table(
         rows: the cells, as many in each as headers.
         width: columns of the terminal; None: as many as the table takes. In a narrower one, cells of words are cut off
             and columns are left out, which a line below the table names.
-        less: the headers of columns that are left out where they would be cut off, first the first.
+        optional: the headers of columns that are left out where they would be cut off, first the first.
     """
-    columns = [_Column(name, [row[index] for row in rows], name in less) for index, name in enumerate(headers)]
+    columns = [_Column(name, [row[index] for row in rows], name in optional) for index, name in enumerate(headers)]
     room, dropped = _room(width), list[str]()
-    for name in less:
+    for name in optional:
         if room is None or _least(columns) <= room:
             break
         dropped += [name] if any(column.header == name for column in columns) else []
@@ -65,11 +65,11 @@ def fits(text: str, width: int | None) -> bool:
     return room is None or all(len(line) <= room for line in text.split("\n"))
 
 
-def bar_width(used: int, width: int | None, wanted: int) -> int:
-    """Return the columns of the longest bar behind ``used`` ones: ``wanted`` if there is room, 0 if there is none."""
+def bar_width(used: int, width: int | None, full_width: int) -> int:
+    """Return the columns of the longest bar after ``used`` ones: ``full_width`` if they fit, 0 if none fit."""
     room = _room(width)
-    left = wanted if room is None else min(wanted, room - used)
-    return left if left >= 6 else 0
+    columns = full_width if room is None else min(full_width, room - used)
+    return columns if columns >= 6 else 0
 
 
 def wrap(text: str, width: int | None) -> str:
@@ -124,8 +124,8 @@ class _Column:
 
 def _aligned(cells: Sequence[str]) -> list[str]:
     parts = [match.groups() for match in map(_NUMBER.fullmatch, cells) if match is not None]
-    whole, rest = (max(map(len, column)) for column in zip(*parts, strict=True))
-    return [f"{left:>{whole}}{right:<{rest}}" if left else "" for left, right in parts]
+    integer_width, fraction_width = (max(map(len, column)) for column in zip(*parts, strict=True))
+    return [f"{integer:>{integer_width}}{right:<{fraction_width}}" if integer else "" for integer, right in parts]
 
 
 def _least(columns: Sequence[_Column]) -> int:

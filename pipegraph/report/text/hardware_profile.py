@@ -24,20 +24,20 @@ def render_hardware(hardware: Hardware, width: int | None = None) -> str:
     ends = [("in a node", links.intra_node), ("between nodes", links.inter_node)]
     if links.measured is not None:
         ends = [
-            (f"rank {rank} to rank {other}", links.between(rank, other))
+            (f"rank {rank} to rank {peer}", links.between(rank, peer))
             for rank in range(links.measured.ranks)
-            for other in range(links.measured.ranks)
-            if rank != other
+            for peer in range(links.measured.ranks)
+            if rank != peer
         ]
     for where, link in ends:
         if link is not None:
             figures = f"{format_seconds(link.latency)}, {format_count(link.bandwidth, 'B/s')}"
             rows.append((f"link {where}", f"{figures} ({link.name})"))
     for where, link in (("in a node", links.intra_node), ("between nodes", links.inter_node)):
-        for what in ("gather", "reduce", "all_reduce", "all_gather"):
-            measured = getattr(link, what, None)
+        for operation in ("gather", "reduce", "all_reduce", "all_gather"):
+            measured = getattr(link, operation, None)
             if measured is not None:
-                rows.append((f"{what.replace('_', '-')} {where}", _span(measured, 1.0, "B/s")))
+                rows.append((f"{operation.replace('_', '-')} {where}", _span(measured, 1.0, "B/s")))
     if hardware.host_link is not None:
         figures = f"{format_seconds(hardware.host_link.latency)}, {format_count(hardware.host_link.bandwidth, 'B/s')}"
         rows.append(("link to CPU memory", f"{figures} ({hardware.host_link.name})"))

@@ -21,8 +21,8 @@ def render_joint_comparison(
     best = comparison.best
     unit = TimeFormat.of_column(choice.step for choice in comparison.choices)
     rate = "rows/s a device" if tokens is None else "tokens/s a device"
-    shown = any(choice.candidate.resident for choice in comparison.choices)
-    headers = ["", *_MESH, "schedule", "stages", *["resident"] * shown, "rows"]
+    has_resident = any(choice.candidate.resident for choice in comparison.choices)
+    headers = ["", *_MESH, "schedule", "stages", *["resident"] * has_resident, "rows"]
     headers += ["microbatches", "step", rate, "slower", "memory"]
     rows = [
         [
@@ -30,7 +30,7 @@ def render_joint_comparison(
             *(str(getattr(choice.candidate.layout, name)) for name in _MESH),
             choice.candidate.schedule if choice.candidate.layout.pp > 1 else "no pipeline",
             str(choice.solution.schedule.stages),
-            *[str(choice.candidate.resident or "all")] * shown,
+            *[str(choice.candidate.resident or "all")] * has_resident,
             str(choice.candidate.rows),
             str(choice.candidate.microbatches),
             unit.text(choice.step),
@@ -40,9 +40,9 @@ def render_joint_comparison(
         ]
         for choice in comparison.choices
     ]
-    less = ["slower", "resident", "stages", "microbatches", "rows", rate, "memory"]
+    optional_columns = ["slower", "resident", "stages", "microbatches", "rows", rate, "memory"]
     return (
-        f"{table(headers, rows, width, less)}\n\n"
+        f"{table(headers, rows, width, optional_columns)}\n\n"
         f"* the best of {comparison.considered:,} plans. Bounds rule out all but {comparison.searched}, whose cuts "
         f"were searched for.\nNo plan of all is better by more than {format_percent(comparison.gap)}.\n\n"
         f"{_neighbours(comparison, width)}"
@@ -51,7 +51,7 @@ def render_joint_comparison(
 
 def _neighbours(comparison: JointComparison, width: int | None) -> str:
     best = comparison.best
-    rows = [[each.axis, each.value, _change(each.choice, best)] for each in comparison.neighbours]
+    rows = [[neighbour.axis, neighbour.value, _change(neighbour.choice, best)] for neighbour in comparison.neighbours]
     return table(["of the best one", "with", "the step is"], rows, width)
 
 
@@ -70,8 +70,8 @@ def joint_comparison_dict(comparison: JointComparison) -> dict[str, Any]:
         "gap": comparison.gap,
         "alternatives": [_dict(choice) for choice in comparison.choices],
         "neighbours": [
-            {"axis": each.axis, "value": each.value, "step": None if each.choice is None else each.choice.step}
-            for each in comparison.neighbours
+            {"axis": change.axis, "value": change.value, "step": None if change.choice is None else change.choice.step}
+            for change in comparison.neighbours
         ],
     }
 
@@ -85,7 +85,7 @@ def _dict(choice: JointChoice) -> dict[str, Any]:
         "rows": candidate.rows,
         "microbatches": candidate.microbatches,
         "resident": candidate.resident,
-        "recompute": [str(each) for each in choice.recompute],
+        "recompute": [str(recompute) for recompute in choice.recompute],
         "step": choice.step,
         "lower_bound": choice.lower_bound,
         "memory": choice.peak,

@@ -38,7 +38,7 @@ def render_package(
     parts += ["\n".join(batch_lines(manifest))]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
     changes = {**_changes(package), "damaged, or changed since it was written": damaged}
-    parts += [f"{what}: {', '.join(map(one_line, files))}" for what, files in changes.items() if files]
+    parts += [f"{state}: {', '.join(map(one_line, files))}" for state, files in changes.items() if files]
     timeline = simulate(schedule, Times.equal(schedule.stages))
     text = Text("\n\n".join([*filter(None, parts), f"{schedule_title(schedule)}\n"]))
     text.append(render_grid(schedule, timeline, width, coloured))
@@ -124,15 +124,15 @@ def _have_times(costs: Sequence[StageCost]) -> bool:
 def stage_table(package: Package) -> Table:
     """Return headers and rows: what each stage holds, and what it costs as far as that is known."""
     manifest = package.manifest
-    held = [held_modules(manifest, stage.index) for stage in manifest.stages]
-    headers, rows = cost_table(held, [stage.cost for stage in manifest.stages])
+    stage_modules = [held_modules(manifest, stage.index) for stage in manifest.stages]
+    headers, rows = cost_table(stage_modules, [stage.cost for stage in manifest.stages])
     for row, stage in zip(rows, manifest.stages, strict=True):
         row[2] = row[2] or str(len(stage.parameters))
         row.append(_weights(package, stage))
     return [*headers, "weights"], rows
 
 
-def cost_table(held: Sequence[str], costs: Sequence[StageCost]) -> Table:
+def cost_table(stage_modules: Sequence[str], costs: Sequence[StageCost]) -> Table:
     """Return headers and rows of stages: their modules, sizes and, if all have them, times and what is kept."""
     headers = ["stage", "holds", "parameters", "forward"]
     rows = [
@@ -142,7 +142,7 @@ def cost_table(held: Sequence[str], costs: Sequence[StageCost]) -> Table:
             "" if cost.parameters is None else format_count(cost.parameters),
             "" if cost.flops is None else format_count(cost.flops, "FLOP"),
         ]
-        for number, (modules, cost) in enumerate(zip(held, costs, strict=True))
+        for number, (modules, cost) in enumerate(zip(stage_modules, costs, strict=True))
     ]
     if _have_times(costs):
         times = [cost.times or (0.0, 0.0, 0.0) for cost in costs]
@@ -161,16 +161,16 @@ def short_stage_table(manifest: Manifest, placement: Sequence[int]) -> Table:
         flops = stage.cost.flops
         work = " + ".join(map(unit.number, stage.cost.times or ())) if timed else format_count(flops or 0, "FLOP")
         parameters = format_count(stage.cost.parameters or 0)
-        held = clip(short_modules(held_modules(manifest, stage.index)))
-        rows.append([str(stage.index), str(rank), held, parameters, work])
+        modules = clip(short_modules(held_modules(manifest, stage.index)))
+        rows.append([str(stage.index), str(rank), modules, parameters, work])
     return ["stage", "rank", "holds", "parameters", f"F + I + W, {unit.unit}" if timed else "forward"], rows
 
 
 def short_boundary_table(manifest: Manifest) -> Table:
     """Return the table of boundaries with five columns: the way of each tensor stands in one of them."""
     _, rows = boundary_table(manifest)
-    found = [[name, tensor, f"{start} → {end}", size, grad] for name, tensor, start, end, size, grad in rows]
-    return ["boundary", "tensor", "way", "microbatch", "gradient"], found
+    short_rows = [[name, tensor, f"{start} → {end}", size, grad] for name, tensor, start, end, size, grad in rows]
+    return ["boundary", "tensor", "way", "microbatch", "gradient"], short_rows
 
 
 def boundary_table(manifest: Manifest) -> Table:
@@ -216,5 +216,5 @@ def _weights(package: Package, stage: StageEntry) -> str:
 
 def _crossing(manifest: Manifest) -> list[Value]:
     """Return the tensors that cross, those from the caller first, then by producer."""
-    found = [value for value in manifest.values.values() if not value.is_constant and value.consumers]
-    return sorted(found, key=lambda value: (value.producer, value.name))
+    values = [value for value in manifest.values.values() if not value.is_constant and value.consumers]
+    return sorted(values, key=lambda value: (value.producer, value.name))

@@ -89,7 +89,7 @@ def render_plan_comparison(comparison: PlanComparison, width: int | None = None)
     best = comparison.best
     unit = TimeFormat.of_column(choice.per_microbatch for choice in comparison.choices)
     headers = ["", "schedule", "stages", "microbatches", "recompute", "step", "a microbatch", "slower", "memory"]
-    less = "saves", "step", "stages", "recompute", "slower"
+    optional_columns = "saves", "step", "stages", "recompute", "slower"
     rows = [
         [
             "*" if choice is best else "",
@@ -105,20 +105,20 @@ def render_plan_comparison(comparison: PlanComparison, width: int | None = None)
         ]
         for choice in comparison.choices
     ]
-    others = "The others here need less memory; " if len(rows) > 1 else ""
+    memory_remark = "The others here need less memory; " if len(rows) > 1 else ""
     note = (
-        f"* the best of {comparison.considered} plans, by the time of a microbatch. {others}"
-        f"{'none' if others else 'None'} found that is not here is faster with as little. "
+        f"* the best of {comparison.considered} plans, by the time of a microbatch. {memory_remark}"
+        f"{'none' if memory_remark else 'None'} found that is not here is faster with as little. "
         f"{format_percent(SAME_TIME)} of time and "
         f"{format_percent(SAME_MEMORY)} of memory count as equal."
     )
-    return f"{table([*headers, 'saves'], rows, width, less)}\n\n{wrap(note, width or _PROSE)}"
+    return f"{table([*headers, 'saves'], rows, width, optional_columns)}\n\n{wrap(note, width or _PROSE)}"
 
 
 def plan_comparison_dict(comparison: PlanComparison, plan: Plan) -> dict[str, Any]:
     """Return the best plan, and the figures of each alternative, as data for ``--json``."""
     return {
-        "plan": PlanFile.of(plan).to_dict(),
+        "plan": PlanFile.from_plan(plan).to_dict(),
         "stages": [line.partition(": ")[2] for line in plan.describe()],
         "considered": comparison.considered,
         "refused": list(comparison.refused),
@@ -181,18 +181,18 @@ def _stages(prediction: Prediction, width: int | None, coloured: bool) -> Text:
 
 def _memory(prediction: Prediction, width: int | None) -> str:
     rows, trained = [], trains(prediction.schedule)
-    for rank, needed in enumerate(prediction.memory):
-        held = [prediction.stages[n] for n, where in enumerate(prediction.placement) if where == rank]
-        kept = [format_bytes(sum(stage.saved_bytes for stage in held))] if trained else []
-        kept += [format_bytes(prediction.transient[rank])] if prediction.transient else []
-        parameters = format_bytes(sum(stage.parameter_bytes for stage in held))
-        rows.append([str(rank), format_bytes(needed), parameters, *kept])
+    for rank, required_bytes in enumerate(prediction.memory):
+        rank_stages = [prediction.stages[n] for n, where in enumerate(prediction.placement) if where == rank]
+        cells = [format_bytes(sum(stage.saved_bytes for stage in rank_stages))] if trained else []
+        cells += [format_bytes(prediction.transient[rank])] if prediction.transient else []
+        parameters = format_bytes(sum(stage.parameter_bytes for stage in rank_stages))
+        rows.append([str(rank), format_bytes(required_bytes), parameters, *cells])
     headers = ["rank", "memory", "parameters", *(["a microbatch keeps"] if trained else [])]
     headers += ["transient"] if prediction.transient else []
     head, *lines = table(headers, rows, width).split("\n")
     used = max(map(len, (head, *lines))) + 2
     longest = bar_width(used, width, _BAR // 2) / (prediction.peak or 1)
-    bars = ("█" * round(longest * needed) for needed in prediction.memory)
+    bars = ("█" * round(longest * size) for size in prediction.memory)
     return "\n".join([head, *(f"{line:<{used}}{bar}".rstrip() for line, bar in zip(lines, bars, strict=True))])
 
 
@@ -204,5 +204,5 @@ def _cuts(prediction: Prediction, width: int | None) -> str:
         [str(number), clip(cut.point, 44), format_bytes(cut.boundary_bytes), shifted(cut.earlier), shifted(cut.later)]
         for number, cut in enumerate(prediction.cuts, 1)
     ]
-    less = "one later", "one segment earlier"
-    return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows, width, less)
+    optional_columns = "one later", "one segment earlier"
+    return table(["stage", "begins at", "crosses", "one segment earlier", "one later"], rows, width, optional_columns)

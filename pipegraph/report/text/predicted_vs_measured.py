@@ -42,12 +42,12 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
             {
                 "stage": number,
                 "rank": compared.schedule.placement[number],
-                **{str(kind): asdict(each) for kind, each in stage.items()},
+                **{str(kind): asdict(pair) for kind, pair in stage.items()},
             }
             for number, stage in enumerate(compared.stages)
         ],
         "collectives": [
-            {"stage": number, **{str(kind): asdict(each) for kind, each in stage.items()}}
+            {"stage": number, **{str(kind): asdict(pair) for kind, pair in stage.items()}}
             for number, stage in enumerate(compared.collectives)
         ],
         "step": asdict(compared.step),
@@ -71,7 +71,7 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
 def stage_time_format(stages: Sequence[Mapping[Any, PredictedAndMeasured]]) -> TimeFormat:
     """Return the format of all times of stages."""
     return TimeFormat.of_column(
-        figure for stage in stages for each in stage.values() for figure in (each.predicted, each.measured)
+        figure for stage in stages for pair in stage.values() for figure in (pair.predicted, pair.measured)
     )
 
 
@@ -79,22 +79,22 @@ def render_stage_times(
     stages: Sequence[Mapping[Any, PredictedAndMeasured]],
     placement: Sequence[int],
     width: int | None = None,
-    of: type[Kind] | type[CollectiveKind] = Kind,
+    kind_type: type[Kind] | type[CollectiveKind] = Kind,
 ) -> str:
     """Return `stage_time_table` if the terminal is wide enough for it; else with a line for each kind of a stage.
 
     A line below says what an error is, if there is any.
     """
-    known = any(each.error is not None for stage in stages for each in stage.values())
-    legend = f"\nerror: {ERROR}" if known else ""
-    side_by_side = table(*stage_time_table(stages, placement, of))
+    has_errors = any(pair.error is not None for stage in stages for pair in stage.values())
+    legend = f"\nerror: {ERROR}" if has_errors else ""
+    side_by_side = table(*stage_time_table(stages, placement, kind_type))
     if fits(side_by_side, width):
         return side_by_side + legend
     unit, rows = stage_time_format(stages), []
     for number, (stage, rank) in enumerate(zip(stages, placement, strict=True)):
         names = [str(number), str(rank)]
-        for kind, each in stage.items():
-            figures = [unit.number(each.predicted), unit.number(each.measured), prediction_error(each)]
+        for kind, pair in stage.items():
+            figures = [unit.number(pair.predicted), unit.number(pair.measured), prediction_error(pair)]
             rows.append([*names, str(kind), *figures])
             names = ["", ""]
     return table(["stage", "rank", "", "predicted", "measured", "error"], rows, width) + legend
@@ -103,18 +103,18 @@ def render_stage_times(
 def stage_time_table(
     stages: Sequence[Mapping[Any, PredictedAndMeasured]],
     placement: Sequence[int],
-    of: type[Kind] | type[CollectiveKind] = Kind,
+    kind_type: type[Kind] | type[CollectiveKind] = Kind,
 ) -> Table:
     """Return headers and rows: the times of each stage, and the error of each prediction."""
     unit = stage_time_format(stages)
-    kinds = [kind for kind in of if any(kind in stage for stage in stages)]
+    kinds = [kind for kind in kind_type if any(kind in stage for stage in stages)]
     headers, rows = ["stage", "rank"], []
     for kind in kinds:
         headers += [f"{kind} predicted", "measured", "error"]
     for number, (stage, rank) in enumerate(zip(stages, placement, strict=True)):
         row = [str(number), str(rank)]
-        for each in (stage.get(kind, PredictedAndMeasured(None, None)) for kind in kinds):
-            row += [unit.number(each.predicted), unit.number(each.measured), prediction_error(each)]
+        for pair in (stage.get(kind, PredictedAndMeasured(None, None)) for kind in kinds):
+            row += [unit.number(pair.predicted), unit.number(pair.measured), prediction_error(pair)]
         rows.append(row)
     return headers, rows
 
@@ -139,7 +139,7 @@ def _steps(compared: RunComparison) -> str:
 
 
 def _memory(compared: RunComparison, width: int | None) -> str:
-    is_predicted = any(each.predicted is not None for each in compared.allocated)
+    is_predicted = any(pair.predicted is not None for pair in compared.allocated)
     headers = ["rank", "state predicted", "measured", "saved predicted", "measured"]
     headers += ["buffers predicted", "transient predicted", "all predicted"] if is_predicted else []
     ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
@@ -154,7 +154,7 @@ def _memory(compared: RunComparison, width: int | None) -> str:
     allocated, notes = compared.measured.allocated, []
     if len(allocated) == len(rows):
         headers.append("allocated")
-        rows = [[*row, format_bytes(each)] for row, each in zip(rows, allocated, strict=True)]
+        rows = [[*row, format_bytes(size)] for row, size in zip(rows, allocated, strict=True)]
     elif allocated:
         notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}"]
     text = table(headers, rows, width, ("transient predicted", "all predicted", "buffers predicted", "allocated"))
@@ -164,6 +164,6 @@ def _memory(compared: RunComparison, width: int | None) -> str:
     return "\n".join([text, *legend, *notes])
 
 
-def prediction_error(each: PredictedAndMeasured) -> str:
+def prediction_error(pair: PredictedAndMeasured) -> str:
     """Return the error of a prediction as a part of what was measured: ``−12.3 %``; empty if one is not known."""
-    return "" if each.error is None else format_percent(each.error, signed=True)
+    return "" if pair.error is None else format_percent(pair.error, signed=True)

@@ -107,9 +107,9 @@ def _collectives_dict(simulated: SimulatedSchedule) -> dict[str, Any]:
         "reductions": list(schedule.reductions),
         "gather_waits": list(timeline.gather_waits),
         "peak_whole": list(timeline.peak_whole),
-        "programs": [[str(each) for each in schedule.program(rank)] for rank in range(schedule.ranks)],
+        "programs": [[str(operation) for operation in schedule.program(rank)] for rank in range(schedule.ranks)],
         "collectives": [
-            [{"collective": str(each.collective), "start": each.start, "end": each.end} for each in rank.events]
+            [{"collective": str(event.collective), "start": event.start, "end": event.end} for event in rank.events]
             for rank in timeline.collectives
         ],
     }
@@ -184,8 +184,8 @@ def render_grid(
         block = -(-columns // max(blocks, 1) // cell) * cell or cell  # all blocks are equally wide
     rows = list(zip(labels, _boxes(schedule, timeline, scale, coloured), strict=True))
     if timeline.collectives:
-        below = [(" " * len(labels[0]), _collective_boxes(each, scale, coloured)) for each in timeline.collectives]
-        rows = [row for both in zip(rows, below, strict=True) for row in both]
+        below = [(" " * len(labels[0]), _collective_boxes(strip, scale, coloured)) for strip in timeline.collectives]
+        rows = [row for pair in zip(rows, below, strict=True) for row in pair]
     lines: list[Text] = []
     for first in range(0, max(columns, 1), block):
         last = min(first + block, columns)
@@ -199,7 +199,7 @@ def render_grid(
 
 def render_legend(schedule: Schedule, width: int | None = None) -> Text:
     """Return what the colours of a coloured grid mean, in as many lines as the width needs."""
-    colours = ActionColours.of(schedule)
+    colours = ActionColours.from_schedule(schedule)
     entries = []
     for kind, fills in colours.legend():
         signs = ((f" {kind.value} ", _style(fill)) for fill in fills)
@@ -236,10 +236,10 @@ def _columns(time: float, scale: float) -> int:
 
 
 def _boxes(schedule: Schedule, timeline: Timeline, scale: float, coloured: bool) -> list[list[_Box]]:
-    colours = ActionColours.of(schedule)
+    colours = ActionColours.from_schedule(schedule)
     critical = {event.action for event in timeline.critical_path}
     styles: dict[str, Style] = {}  # making one takes longer than everything else
-    widths = [_columns(each.end, scale) - _columns(each.start, scale) for row in timeline.events for each in row]
+    widths = [_columns(span.end, scale) - _columns(span.start, scale) for row in timeline.events for span in row]
     digits = len(str(schedule.microbatches - 1))
     is_numbered = 2 * sum(width >= digits for width in widths) > len(widths)  # a few numbers among many say nothing
     rows = []
@@ -298,9 +298,9 @@ def _line(label: str, row: list[_Box], first: int, last: int) -> Text:
         start, end = max(box.start, first), min(box.end, last)
         line.append(" " * (start - column))
         text = f"{box.text:<{box.end - box.start}}"[start - box.start : end - box.start]
-        before, number, behind = text.partition(text.strip()) if text.strip() else (text, "", "")
+        leading, number, trailing = text.partition(text.strip()) if text.strip() else (text, "", "")
         plain = box.style + Style(underline=False)  # only the number of a critical action is underlined
-        for part, style in ((before, plain), (number, box.style), (behind, plain)):
+        for part, style in ((leading, plain), (number, box.style), (trailing, plain)):
             line.append(part, style)
         column = end
     if not row or not row[0].style.bgcolor:

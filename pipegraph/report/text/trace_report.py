@@ -39,10 +39,10 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
         unit = stage_time_format(analysis.collectives).unit
         parts.append(f"collectives of each stage, beside its actions, in {unit} (medians)\n{collectives}")
     if analysis.idle:
-        of = "the simulated step" if analysis.run.shares_process else "a step (mean)"
+        step_name = "the simulated step" if analysis.run.shares_process else "a step (mean)"
         unit = idle_times(analysis).unit
         idle = table(*idle_table(analysis), width, ("overhead", "transfers", "imbalance", "warm-up and drain"))
-        parts.append(f"what each rank does in {of}, in {unit}, and why it is idle\n{idle}")
+        parts.append(f"what each rank does in {step_name}, in {unit}, and why it is idle\n{idle}")
     else:
         parts.append("no rank was recorded whole, so that its idle time is not known")
     parts += [f"critical path of {critical_step(analysis)}\n  {analysis.critical_path}"]
@@ -55,25 +55,25 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
 def heading(analysis: RunAnalysis) -> str:
     """Return what ran, and where: ``1f1b with 8 microbatches on 2 ranks; 2 processes on cpu, kernels: inductor``."""
     run, info = analysis.run, analysis.run.info
-    what = describe_step(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
-    what += f" at {run.place}" if run.place else ""
+    description = describe_step(run.schedule.name, run.schedule.microbatches, run.schedule.ranks)
+    description += f" at {run.place}" if run.place else ""
     where = "" if info.processes is None else format_number_of("process", info.processes)
     where += f" on {info.device}" if where and info.device else ""
     details = ", ".join(filter(None, [where, f"kernels: {info.kernels}" if info.kernels else ""]))
-    return one_line(f"{run.folder.name}: {what}{f'; {details}' if details else ''}")
+    return one_line(f"{run.folder.name}: {description}{f'; {details}' if details else ''}")
 
 
 def _step_line(analysis: RunAnalysis) -> str:
     """Return what a step took, and what was predicted."""
     count = len(analysis.steps)
     if analysis.run.shares_process:
-        unit = TimeFormat.of(analysis.simulated.makespan)
+        unit = TimeFormat.for_seconds(analysis.simulated.makespan)
         took = unit.text(analysis.simulated.makespan)
         line = f"the ranks took turns in one process; a step with a process each, simulated with measured times: {took}"
     else:
-        unit = TimeFormat.of(analysis.makespan)
-        of = f"median of {count} steps" if count > 1 else "one step"
-        line = f"a step took {unit.text(analysis.makespan)} from its first action to its last ({of})"
+        unit = TimeFormat.for_seconds(analysis.makespan)
+        statistic = f"median of {count} steps" if count > 1 else "one step"
+        line = f"a step took {unit.text(analysis.makespan)} from its first action to its last ({statistic})"
     if analysis.expected is not None:
         line += f"; predicted {unit.text(analysis.expected.makespan)}"
     if analysis.iteration is not None:
@@ -99,7 +99,7 @@ def remarks(analysis: RunAnalysis) -> Iterator[str]:
         yield f"note: the ranks' clocks agree to ± {format_seconds(run.clock_error)}"
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):
             yield "note: messages took less than that, so transfers and overhead can hardly be separated"
-    yield from (f"note: {each}" for each in analysis.times.assumed)
+    yield from (f"note: {assumption}" for assumption in analysis.times.assumed)
     if analysis.expected is not None and run.manifest is not None and pricing_profile(run.manifest) is None:
         yield "note: the links of the profile that priced the package are not known: predicted messages take no time"
     if (incomplete := [str(step.number) for step in analysis.steps if not step.complete]) and not run.problems:
@@ -110,7 +110,7 @@ def remarks(analysis: RunAnalysis) -> Iterator[str]:
 
 def idle_times(analysis: RunAnalysis) -> TimeFormat:
     """Return the format of `idle_table`."""
-    return TimeFormat.of_column(each.makespan for each in analysis.idle)
+    return TimeFormat.of_column(rank.makespan for rank in analysis.idle)
 
 
 def idle_table(analysis: RunAnalysis) -> Table:
@@ -119,12 +119,12 @@ def idle_table(analysis: RunAnalysis) -> Table:
     Transfers and overhead are not known of a step that was simulated without them.
     """
     unit, rows = idle_times(analysis), []
-    for each in analysis.idle:
-        causes = [unit.number(cause) for cause in astuple(each.causes)]
+    for rank in analysis.idle:
+        causes = [unit.number(cause) for cause in astuple(rank.causes)]
         if analysis.run.shares_process:
             causes[2:] = [UNKNOWN, UNKNOWN]
-        part = format_percent(each.idle / each.makespan if each.makespan else 0.0)
-        rows.append([str(each.rank), unit.number(each.busy), unit.number(each.idle), part, *causes])
+        part = format_percent(rank.idle / rank.makespan if rank.makespan else 0.0)
+        rows.append([str(rank.rank), unit.number(rank.busy), unit.number(rank.idle), part, *causes])
     return ["rank", "computes", "idle", "idle share", *CAUSES], rows
 
 
@@ -168,7 +168,7 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
             for kind, times in kinds.items()
         ],
         "hops": [{"from": a, "to": b, "seconds": hop} for (a, b), hop in analysis.times.hops.items()],
-        "bubble": [_idle_dict(each) for each in analysis.idle],
+        "bubble": [_idle_dict(rank) for rank in analysis.idle],
         "steps": [
             {
                 "step": step.number,
@@ -178,7 +178,7 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
                     [{"action": str(event.action), "start": event.start, "end": event.end} for event in row]
                     for row in step.events
                 ],
-                "bubble": [_idle_dict(each) for each in idle],
+                "bubble": [_idle_dict(rank) for rank in idle],
             }
             for step, idle in zip(analysis.steps, analysis.idle_by_step, strict=True)
         ],
@@ -192,12 +192,12 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
             "commands": analysis.advice.commands,
             "candidates": [
                 {
-                    "change": each.change,
-                    "gain": each.gain,
-                    "of": "step" if each.same_batch else "microbatch",
-                    "assuming": each.assuming or None,
+                    "change": candidate.change,
+                    "gain": candidate.gain,
+                    "of": "step" if candidate.same_batch else "microbatch",
+                    "assuming": candidate.assuming or None,
                 }
-                for each in analysis.advice.changes
+                for candidate in analysis.advice.changes
             ],
         },
     }
@@ -246,5 +246,5 @@ def _clocks(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     return [{"rank": rank, "offset": clock.offset, "error": clock.error} for rank, clock in traces]
 
 
-def _idle_dict(each: RankIdleTime) -> dict[str, float]:
-    return {"rank": each.rank, "makespan": each.makespan, "busy": each.busy, "idle": each.idle, **asdict(each.causes)}
+def _idle_dict(rank: RankIdleTime) -> dict[str, float]:
+    return {"rank": rank.rank, "makespan": rank.makespan, "busy": rank.busy, "idle": rank.idle, **asdict(rank.causes)}

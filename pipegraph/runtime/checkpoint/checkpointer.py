@@ -49,9 +49,9 @@ class Checkpointer:
         if not request.background:
             return write(request, collected, self._ranks)
         copied = self._ranks.agree(lambda: replace(collected, tensors=storage.on_host(collected.tensors)))
-        beside = self._ranks.in_thread()
+        thread_ranks = self._ranks.in_thread()
         thread = ThreadPoolExecutor(1, thread_name_prefix="pipegraph-checkpoint")  # Python waits for it at exit
-        self._saving = thread.submit(_write_beside, request, copied, beside)
+        self._saving = thread.submit(_write_beside, request, copied, thread_ranks)
         thread.shutdown(wait=False)
         return request.place
 

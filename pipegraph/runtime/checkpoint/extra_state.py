@@ -53,21 +53,21 @@ def versions(fingerprints: Sequence[Mapping[str, tuple[bool, str]]]) -> dict[str
         CheckpointError: the ranks save different things.
     """
     first = fingerprints[0]
-    for rank, other in enumerate(fingerprints):
-        if different := sorted(first.keys() ^ other.keys()):
+    for rank, rank_fingerprints in enumerate(fingerprints):
+        if different := sorted(first.keys() ^ rank_fingerprints.keys()):
             raise CheckpointError(
                 f"extra has other names on rank {rank} than on rank 0: {', '.join(different)}.\n"
                 "Try: the same names on every rank; values may differ."
             )
-    found = {}
+    saved = {}
     for name, (stateful, _) in first.items():
-        values = [each[name][1] for each in fingerprints]
+        values = [per_rank[name][1] for per_rank in fingerprints]
         distinct = list(dict.fromkeys(values))
-        found[name] = SavedExtra(stateful, tuple(distinct.index(value) for value in values))
-    return found
+        saved[name] = SavedExtra(stateful, tuple(distinct.index(value) for value in values))
+    return saved
 
 
-def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, rank: int) -> int:
+def version_for(name: str, saved: SavedExtra, saved_grid: RankGrid, now: RankGrid, rank: int) -> int:
     """The version that a rank takes, which may be one of more or fewer ranks than saved.
 
     If the ranks are the same it is its own. Otherwise all ranks of a pipeline must have had the same, and it is that of
@@ -78,42 +78,42 @@ def version_for(name: str, saved: SavedExtra, before: RankGrid, now: RankGrid, r
     """
     if len({*saved.versions}) == 1:
         return saved.versions[0]
-    if before == now:
+    if saved_grid == now:
         return saved.versions[rank]
     by_share: dict[tuple[int, ...], set[int]] = {}
-    for other, version in enumerate(saved.versions):
-        by_share.setdefault(_share(before, other), set()).add(version)
-    if all(len(each) == 1 for each in by_share.values()) and before.length(*DATA) == now.length(*DATA):
+    for saved_rank, version in enumerate(saved.versions):
+        by_share.setdefault(_share(saved_grid, saved_rank), set()).add(version)
+    if all(len(candidates) == 1 for candidates in by_share.values()) and saved_grid.length(*DATA) == now.length(*DATA):
         (version,) = by_share[sorted(by_share)[_place(now, rank)]]
         return version
     named = for_asker(f'extra["{name}"]', f'the state of "{name}"')
     left_out = "load() without extra" if saved.is_stateful else f'load() with extra that lacks "{name}"'
     raise CheckpointError(
-        f"{named} was saved with different values on {before.size} ranks ({_text(before)}), and there are "
+        f"{named} was saved with different values on {saved_grid.size} ranks ({_text(saved_grid)}), and there are "
         f"{now.size} now ({_text(now)}): nothing says which rank takes which.\n"
         f"Try: as many data-parallel ranks as there were; or {left_out}, which leaves it out."
     )
 
 
-def check_names(given: Mapping[str, Any], saved: Mapping[str, SavedExtra]) -> None:
+def check_names(extra: Mapping[str, Any], saved: Mapping[str, SavedExtra]) -> None:
     """Raise CheckpointError unless there is a state for every object that was given, and an object for every state."""
-    unknown = [name for name in given if name not in saved]
-    missing = [name for name, each in saved.items() if each.is_stateful and name not in given]
-    plain = [name for name in given if name in saved and is_stateful(given[name]) != saved[name].is_stateful]
+    unknown = [name for name in extra if name not in saved]
+    missing = [name for name, entry in saved.items() if entry.is_stateful and name not in extra]
+    plain = [name for name in extra if name in saved and is_stateful(extra[name]) != saved[name].is_stateful]
     giver = for_asker("extra", "the model file")
-    said = [f'{giver} has "{name}", and the checkpoint does not.{nearest(name, saved)}' for name in unknown]
-    said += [
+    problems = [f'{giver} has "{name}", and the checkpoint does not.{nearest(name, saved)}' for name in unknown]
+    problems += [
         f'the checkpoint has the state of "{name}", and {giver} has none.{nearest(name, unknown)}' for name in missing
     ]
-    said += [
+    problems += [
         f'"{name}" {"was an object with a state_dict" if saved[name].is_stateful else "was a plain value"} when it was '
         "saved, and is not now."
         for name in plain
     ]
-    if said:
-        there = ", ".join(saved) or "nothing"
+    if problems:
+        saved_names = ", ".join(saved) or "nothing"
         raise CheckpointError(
-            "\n  ".join([f"{giver} is not what was saved:", *said]) + f"\nIn the checkpoint is: {there}."
+            "\n  ".join([f"{giver} is not what was saved:", *problems]) + f"\nIn the checkpoint is: {saved_names}."
             "\nTry: the same extra as for save(), or none, to get all states in the result."
         )
 
@@ -125,7 +125,7 @@ def _share(grid: RankGrid, rank: int) -> tuple[int, ...]:
 
 
 def _place(grid: RankGrid, rank: int) -> int:
-    return sorted({_share(grid, other) for other in range(grid.size)}).index(_share(grid, rank))
+    return sorted({_share(grid, grid_rank) for grid_rank in range(grid.size)}).index(_share(grid, rank))
 
 
 def _text(grid: RankGrid) -> str:

@@ -79,8 +79,8 @@ def candidates(folder: Path) -> list[Path]:
     """What may be a checkpoint: those in a folder, the highest step first, or the folder itself."""
     if _STEP.fullmatch(folder.resolve().name) and (folder / INDEX).exists():
         return [folder]
-    found = [(int(match[1]), each) for each in _entries(folder) if (match := _STEP.fullmatch(each.name))]
-    return [each for _, each in sorted(found, reverse=True)]
+    numbered_paths = [(int(match[1]), path) for path in _entries(folder) if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered_paths, reverse=True)]
 
 
 def partial_of(folder: Path, step: int) -> Path:
@@ -97,14 +97,14 @@ def start(partial: Path) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Remove what is not a whole checkpoint. One run at a time saves into a folder."""
-    for each in _entries(folder):
-        if _PARTIAL.fullmatch(each.name):
-            shutil.rmtree(each, ignore_errors=True)
+    for path in _entries(folder):
+        if _PARTIAL.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def file_names(folder: Path) -> list[str]:
     """The files of a checkpoint but for its index."""
-    return sorted(each.name for each in folder.iterdir() if each.name != INDEX)
+    return sorted(path.name for path in folder.iterdir() if path.name != INDEX)
 
 
 def finish(partial: Path, place: Path, index: CheckpointIndex) -> None:
@@ -124,11 +124,11 @@ def drop_old(folder: Path, step: int, keep: int) -> None:
 
     Nothing of a checkpoint is left under its name if the process is killed meanwhile.
     """
-    older = [each for each in candidates(folder) if _step(each) < step]
-    for each in older[keep - 1 :]:
-        going = each.with_name(f".{each.name}.partial")
+    older = [candidate for candidate in candidates(folder) if _step(candidate) < step]
+    for path in older[keep - 1 :]:
+        going = path.with_name(f".{path.name}.partial")
         with suppress(OSError):
-            each.rename(going)
+            path.rename(going)
             shutil.rmtree(going, ignore_errors=True)
 
 

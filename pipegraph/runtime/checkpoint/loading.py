@@ -42,7 +42,7 @@ class Checkpoint:
     has_random_state: bool
 
 
-def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIndex]:
+def find_newest(directory: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIndex]:
     """The newest whole checkpoint of a folder, or the one that the folder is. Collective.
 
     Each rank reads a part of the files. Warns on the first rank of those that are damaged.
@@ -50,13 +50,13 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
     Raises:
         CheckpointError: there is none; on every rank.
     """
-    found = ranks.agree(
-        lambda: [str(each.relative_to(given)) for each in folder.candidates(given)] if ranks.is_first else []
+    candidate_names = ranks.agree(
+        lambda: [str(path.relative_to(directory)) for path in folder.candidates(directory)] if ranks.is_first else []
     )
-    names = ranks.gather(found)[0]
+    names = ranks.gather(candidate_names)[0]
     damaged = []
     for name in names:
-        place = given / name
+        place = directory / name
         try:
             index = ranks.agree(partial(_checked, place, ranks))
         except CheckpointError as error:
@@ -67,12 +67,12 @@ def find_newest(given: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIn
         return place, index
     if damaged:
         raise CheckpointError(
-            "\n  ".join([f"no checkpoint in {given} is whole:", *damaged])
+            "\n  ".join([f"no checkpoint in {directory} is whole:", *damaged])
             + "\nTry: restore the files, or the folder of another run."
         )
-    what = "has no checkpoint" if given.is_dir() else "is no folder"
+    reason = "has no checkpoint" if directory.is_dir() else "is no folder"
     raise CheckpointError(
-        f"{given} {what}.\nTry: the folder that was given to save(), or one of the step-… folders in it."
+        f"{directory} {reason}.\nTry: the folder that was given to save(), or one of the step-… folders in it."
     )
 
 
@@ -97,74 +97,74 @@ def load(
     Raises:
         CheckpointError: it does not fit; on every rank, and nothing was changed.
     """
-    held, frozen = model_tensors(manifest, stages), frozen_names(manifest, stages) if index.without_frozen else set()
+    tensors, frozen = model_tensors(manifest, stages), frozen_names(manifest, stages) if index.without_frozen else set()
     everywhere = {
         name: is_frozen
-        for own in ranks.gather({each: each in frozen for each in held})
-        for name, is_frozen in own.items()
+        for frozen_flags in ranks.gather({tensor_name: tensor_name in frozen for tensor_name in tensors})
+        for name, is_frozen in frozen_flags.items()
     }
-    before = RankGrid(tuple(name for name, _ in index.mesh), tuple(length for _, length in index.mesh))
+    saved_grid = RankGrid(tuple(name for name, _ in index.mesh), tuple(length for _, length in index.mesh))
 
     storage = ranks.agree(lambda: StoredTensors(place, index.files))
     stored = storage.entries
 
     def plan() -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor], OptimizerState | None]:
-        model = {name: each for name, each in held.items() if name in stored or name not in frozen}
+        model = {name: tensor for name, tensor in tensors.items() if name in stored or name not in frozen}
         check_same_model(
             model, [name for name, is_frozen in everywhere.items() if name in stored or not is_frozen], stored
         )
         if extra is not None:
             extra_state.check_names(extra, index.extra)
-        taken = _extra_names(index, before, ranks, extra or {})
-        wanted = [*taken.values()]
+        extra_names = _extra_names(index, saved_grid, ranks, extra or {})
+        required_names = [*extra_names.values()]
         state = None
         if optimizer is not None:
             if index.optimizer is None:
                 raise CheckpointError(f"{place} was saved without an optimizer.\nTry: load() without one.")
             state = OptimizerState(optimizer, parameter_names(manifest, stages))
-            wanted.append(OPTIMIZER)
-        if before == ranks.grid:
-            wanted += [name for name in random_state.stored_names(ranks.rank) if name in stored]
-        values = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in wanted}
-        return model, taken, values, state
+            required_names.append(OPTIMIZER)
+        if saved_grid == ranks.grid:
+            required_names += [name for name in random_state.stored_names(ranks.rank) if name in stored]
+        values = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in required_names}
+        return model, extra_names, values, state
 
-    model, taken, values, state = ranks.agree(plan)
+    model, extra_names, values, state = ranks.agree(plan)
     ranks.agree(lambda: storage.read(values))
     shares = ranks.gather(None if state is None else state.share())
 
     def prepare() -> tuple[Any, OptimizerShare | None, dict[str, Any]]:
-        read = {name: decoded(values[full]) for name, full in taken.items()}
+        read = {name: decoded(values[full]) for name, full in extra_names.items()}
         if state is None:
             return None, None, read
         saved = OptimizerShare.from_data(decoded(values[OPTIMIZER]))
-        optimizer_state.check_fits(saved, optimizer_state.merge([each for each in shares if each is not None]))
+        optimizer_state.check_fits(saved, optimizer_state.merge([share for share in shares if share is not None]))
         return state.prepare(stored, saved.plain), saved, read
 
     new, saved, read = ranks.agree(prepare)
     ranks.agree(lambda: storage.read({**model, **({} if new is None else new.tensors)}))
 
-    def put() -> None:
+    def restore_states() -> None:
         if state is not None and saved is not None:
-            state.put(new, saved.groups)
+            state.restore(new, saved.groups)
         for name, value in (extra or {}).items():
             if extra_state.is_stateful(value):
                 value.load_state_dict(read.pop(name))
         random_state.set_random_states(values, ranks.rank, device)
 
-    ranks.agree(put)
-    return Checkpoint(place, index.step, read, before == ranks.grid)
+    ranks.agree(restore_states)
+    return Checkpoint(place, index.step, read, saved_grid == ranks.grid)
 
 
 def _extra_names(
-    index: CheckpointIndex, before: RankGrid, ranks: CheckpointRanks, asked: Collection[str]
+    index: CheckpointIndex, saved_grid: RankGrid, ranks: CheckpointRanks, requested_names: Collection[str]
 ) -> dict[str, str]:
     """Under which name each value for this rank is stored. One that nobody asked for may be left out."""
     names = {}
     for name, saved in index.extra.items():
         try:
-            version = extra_state.version_for(name, saved, before, ranks.grid, ranks.rank)
+            version = extra_state.version_for(name, saved, saved_grid, ranks.grid, ranks.rank)
         except CheckpointError:
-            if name in asked:
+            if name in requested_names:
                 raise
             warnings.warn(f'extra["{name}"] is left out: its values are those of other ranks.', stacklevel=6)
             continue

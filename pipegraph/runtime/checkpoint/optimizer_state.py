@@ -87,7 +87,7 @@ class OptimizerState:
         groups = []
         for group in self._optimizer.param_groups:
             options = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_OPTIONS}
-            names = [name for name, (_, own) in self._parameters.items() if own is group]
+            names = [name for name, (_, parameter_group) in self._parameters.items() if parameter_group is group]
             groups.append(SavedGroup(options, names))
         plain: dict[str, dict[str, Any]] = {}
         for name, (parameter, _) in self._parameters.items():
@@ -100,7 +100,7 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state. Raises CheckpointError for those of which a rank's part is unknown."""
-        found = {}
+        tensors = {}
         for name, (parameter, _) in self._parameters.items():
             state = [nested_state.tensors_of(value, key) for key, value in self._state(parameter).items()]
             for key, value in chain.from_iterable(state):
@@ -111,8 +111,8 @@ class OptimizerState:
                         f"sharded and has {list(parameter.shape)}: nothing says which part of the whole it is.\n"
                         "Try: an optimizer whose state has the layout of its parameters."
                     )
-                found[f"{PREFIX}{key}.{name}"] = value
-        return found
+                tensors[f"{PREFIX}{key}.{name}"] = value
+        return tensors
 
     def prepare(self, stored: Mapping[str, Any], plain: Mapping[str, Mapping[str, Any]]) -> _NewState:
         """Memory for the state that a checkpoint has of these parameters. The optimizer is not changed.
@@ -142,7 +142,7 @@ class OptimizerState:
                 states[name][key] = nested_state.value_of(entry, key, memory.__getitem__) if is_nested else entry
         return _NewState(states, tensors)
 
-    def put(self, new: _NewState, groups: Sequence[SavedGroup]) -> None:
+    def restore(self, new: _NewState, groups: Sequence[SavedGroup]) -> None:
         """Take over state and options. A parameter that had no state has none afterwards."""
         options = {name: group.options for group in groups for name in group.names}
         for name, (parameter, group) in self._parameters.items():
@@ -166,8 +166,8 @@ class OptimizerState:
             )
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        return found
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        return state
 
 
 @dataclass
@@ -197,50 +197,53 @@ def merge(shares: Sequence[OptimizerShare]) -> OptimizerShare:
             if not group.names:  # nothing has its options
                 continue
             key = place if is_by_place else repr(group.options)
-            first, own = merged.setdefault(key, (rank, SavedGroup(group.options, [])))
-            if different := _differences(own.options, group.options):
+            first, merged_group = merged.setdefault(key, (rank, SavedGroup(group.options, [])))
+            if different := _differences(merged_group.options, group.options):
                 raise CheckpointError(
                     f"the optimizers of rank {first} and rank {rank} differ in group {place}: {different}.\n"
                     "Try: the same groups in the same order on every rank, also those that have no parameters there."
                 )
-            own.names = sorted({*own.names, *group.names})
+            merged_group.names = sorted({*merged_group.names, *group.names})
     plain = {name: values for share in shares for name, values in share.plain.items()}
     return OptimizerShare(kinds[0], [group for _, group in merged.values()], plain)
 
 
-def check_fits(saved: OptimizerShare, own: OptimizerShare) -> None:
+def check_fits(saved: OptimizerShare, current: OptimizerShare) -> None:
     """Raise CheckpointError unless an optimizer has the class and the groups of the saved one.
 
     Groups with the same options may be one here and several there: two ranks that have a group each save them as one.
     """
-    if saved.kind != own.kind:
-        raise CheckpointError(f"the checkpoint has the state of {saved.kind}, and the optimizer is {own.kind}.")
-    there, here = ({frozenset(group.names) for group in share.groups} for share in (saved, own))
-    for group in (*_mixed(here, saved), *_mixed(there, own)):
-        other = max(there if group in here else here, key=lambda each: len(group & each))
-        mine, its = (group, other) if group in here else (other, group)
-        said = [
-            f"{first_names(sorted(some))} only in {where}"
-            for some, where in ((mine - its, "that of the optimizer"), (its - mine, "that of the checkpoint"))
-            if some
+    if saved.kind != current.kind:
+        raise CheckpointError(f"the checkpoint has the state of {saved.kind}, and the optimizer is {current.kind}.")
+    saved_groups, groups = ({frozenset(group.names) for group in share.groups} for share in (saved, current))
+    for group in (*_mixed(groups, saved), *_mixed(saved_groups, current)):
+        nearest = max(saved_groups if group in groups else groups, key=lambda names: len(group & names))
+        optimizer_group, saved_group = (group, nearest) if group in groups else (nearest, group)
+        differences = [
+            f"{first_names(sorted(parameter_names))} only in {where}"
+            for parameter_names, where in (
+                (optimizer_group - saved_group, "that of the optimizer"),
+                (saved_group - optimizer_group, "that of the checkpoint"),
+            )
+            if parameter_names
         ]
         raise CheckpointError(
             f"a group of the optimizer has other parameters than the one in the checkpoint that is most like it: "
-            f"{'; '.join(said)}.\n"
+            f"{'; '.join(differences)}.\n"
             "Try: the same groups as when it was saved; load() without the optimizer takes the weights alone."
         )
 
 
-def _mixed(groups: Iterable[frozenset[str]], other: OptimizerShare) -> list[frozenset[str]]:
+def _mixed(groups: Iterable[frozenset[str]], share: OptimizerShare) -> list[frozenset[str]]:
     """The groups whose parameters have different options in the other optimizer, or some of them none."""
-    options = {name: repr(group.options) for group in other.groups for name in group.names}
-    found = [(group, {options.get(name) for name in group}) for group in sorted(groups, key=sorted)]
-    return [group for group, different in found if len(different) > 1 or None in different]
+    options = {name: repr(group.options) for group in share.groups for name in group.names}
+    grouped_options = [(group, {options.get(name) for name in group}) for group in sorted(groups, key=sorted)]
+    return [group for group, different in grouped_options if len(different) > 1 or None in different]
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    keys = [key for key in {**one, **other} if repr(one.get(key)) != repr(other.get(key))]
-    return ", ".join(f"{key} is {one.get(key)!r} and {other.get(key)!r}" for key in keys)
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    keys = [key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))]
+    return ", ".join(f"{key} is {first.get(key)!r} and {second.get(key)!r}" for key in keys)
 
 
 def _empty(parameter: nn.Parameter, key: str, size: torch.Size, dtype: torch.dtype, group: Mapping[str, Any]) -> Tensor:
@@ -256,14 +259,14 @@ def _empty(parameter: nn.Parameter, key: str, size: torch.Size, dtype: torch.dty
     return torch.empty(size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
 
-def _plain(value: Any, what: str) -> Any:
+def _plain(value: Any, description: str) -> Any:
     """A plain value, or the structure of a container. Raises CheckpointError for anything else."""
     try:
         structure = nested_state.structure_of(value)
     except TypeError as error:
         raise CheckpointError(
-            f"{what} is or holds a {error}: saved are tensors, numbers and strings for each parameter, and lists, "
-            "tuples and dicts of them.\nTry: an optimizer that keeps its state by parameters."
+            f"{description} is or holds a {error}: saved are tensors, numbers and strings for each parameter, and "
+            "lists, tuples and dicts of them.\nTry: an optimizer that keeps its state by parameters."
         ) from None
     return structure if nested_state.is_container(value) else value
 

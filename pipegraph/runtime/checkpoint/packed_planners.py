@@ -29,7 +29,7 @@ Pieces = dict[torch.Size, Tensor]
 
 @dataclass(frozen=True)
 class _Packed:
-    whole: torch.Size
+    shape: torch.Size
     pieces: Pieces
 
 
@@ -38,14 +38,14 @@ class _PackedTensors:
 
     Attributes:
         packed: by name, the packed ones among them.
-        others: the rest, which are DCP's.
+        unpacked: the rest, which are DCP's.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        places = {name: place for name, each in tensors.items() if (place := packed_place(each)) is not None}
+        places = {name: place for name, tensor in tensors.items() if (place := packed_place(tensor)) is not None}
         self.packed = {name: _Packed(tensors[name].shape, _pieces(tensors[name], at)) for name, at in places.items()}
-        self.others = {name: each for name, each in tensors.items() if name not in places}
+        self.others = {name: tensor for name, tensor in tensors.items() if name not in places}
 
     def piece(self, index: MetadataIndex) -> Tensor:
         """What this rank holds of a packed tensor, at the place that an index of a plan names."""
@@ -66,11 +66,11 @@ class PackedSavePlanner(_PackedTensors, DefaultSavePlanner):
                 tensor_data=TensorWriteData(
                     chunk=ChunkStorageMetadata(start, piece.shape),
                     properties=TensorProperties.create_from_tensor(piece),
-                    size=each.whole,
+                    size=packed.shape,
                 ),
             )
-            for name, each in self.packed.items()
-            for start, piece in each.pieces.items()
+            for name, packed in self.packed.items()
+            for start, piece in packed.pieces.items()
         ]
         self.plan = replace(plan, items=[*plan.items, *items])
         return self.plan
@@ -87,22 +87,24 @@ class PackedLoadPlanner(_PackedTensors, DefaultLoadPlanner):
         """DCP's plan for other tensors, with the pieces."""
         plan = super().create_local_plan()
         stored: Any = self.metadata.state_dict_metadata if self.metadata is not None else {}
-        for name, each in self.packed.items():
-            chunks = [ChunkStorageMetadata(start, piece.shape) for start, piece in each.pieces.items()]
+        for name, packed in self.packed.items():
+            chunks = [ChunkStorageMetadata(start, piece.shape) for start, piece in packed.pieces.items()]
             plan.items += create_read_items_for_chunk_list(name, stored[name], chunks)
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return what is filled by an item of the plan."""
-        found: Tensor = self.piece(index) if index.fqn in self.packed else super().lookup_tensor(index)
-        return found
+        tensor: Tensor = self.piece(index) if index.fqn in self.packed else super().lookup_tensor(index)
+        return tensor
 
 
 def _pieces(tensor: Any, place: PackedPlace) -> Pieces:
     """The pieces that this rank holds; the lengths of the parts are multiples of the number of ranks."""
-    own, dim, length = tensor.to_local().detach(), place.dim, tensor.shape[place.dim]
-    placements = [Replicate() if each == place.mesh_dim else kept for each, kept in enumerate(tensor.placements)]
-    shape = [length if each == dim else size for each, size in enumerate(own.shape)]
+    local_tensor, dim, length = tensor.to_local().detach(), place.dim, tensor.shape[place.dim]
+    placements = [
+        Replicate() if mesh_dim == place.mesh_dim else placement for mesh_dim, placement in enumerate(tensor.placements)
+    ]
+    shape = [length if tensor_dim == dim else size for tensor_dim, size in enumerate(local_tensor.shape)]
     # Laid out alike but for the packed dimension: torch knows where this rank's part of such a tensor begins.
     frame: Any = DTensor.from_local(
         torch.empty(shape, device="meta"),
@@ -114,7 +116,7 @@ def _pieces(tensor: Any, place: PackedPlace) -> Pieces:
     )
     (chunk,) = frame.__create_chunk_list__()
     rank = tensor.device_mesh.get_local_rank(place.mesh_dim)
-    pieces = own.chunk(place.parts, dim)
+    pieces = local_tensor.chunk(place.parts, dim)
     starts = [number * (length // place.parts) + rank * piece.shape[dim] for number, piece in enumerate(pieces)]
-    before, after = chunk.offsets[:dim], chunk.offsets[dim + 1 :]
-    return {torch.Size((*before, start, *after)): piece for start, piece in zip(starts, pieces, strict=True)}
+    leading, trailing = chunk.offsets[:dim], chunk.offsets[dim + 1 :]
+    return {torch.Size((*leading, start, *trailing)): piece for start, piece in zip(starts, pieces, strict=True)}

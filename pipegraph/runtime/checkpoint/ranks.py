@@ -59,16 +59,16 @@ class CheckpointRanks:
         """The same ranks for another thread, where a connection that is lost does not end the pipeline."""
         return CheckpointRanks(self._world, nullcontext(), self._connected())
 
-    def collect(self, own: Any) -> list[Any] | None:
+    def collect(self, value: Any) -> list[Any] | None:
         """What each rank has, by rank, on the first one; None elsewhere. Collective."""
         group = self._connected()
         with self._guard, lost_connections(None, _WHERE):
             if group is None:
-                return [own]
+                return [value]
             if not self.is_first:
-                _send(group, own, _FIRST)
+                _send(group, value, _FIRST)
                 return None
-            return [own, *(_receive(group, other) for other in range(1, self.size))]
+            return [value, *(_receive(group, sender) for sender in range(1, self.size))]
 
     def scatter(self, values: Sequence[_T] | None) -> _T:
         """What the first rank has for this one. Collective; only the first rank gives values."""
@@ -76,17 +76,17 @@ class CheckpointRanks:
         with self._guard, lost_connections(None, _WHERE):
             if values is None:
                 assert group is not None, "a process that is alone is the first"
-                found: _T = _receive(group, _FIRST)
-                return found
+                value: _T = _receive(group, _FIRST)
+                return value
             if group is not None:
-                for other in range(1, self.size):
-                    _send(group, values[other], other)
+                for receiver in range(1, self.size):
+                    _send(group, values[receiver], receiver)
             return values[_FIRST]
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """What each rank has, by rank, on all of them. Collective."""
-        everything = self.collect(own)
-        return self.scatter(None if everything is None else [everything] * self.size)
+        all_values = self.collect(value)
+        return self.scatter(None if all_values is None else [all_values] * self.size)
 
     def agree(self, work: Callable[[], _T]) -> _T:
         """Do what may fail on one rank. Every rank then raises the same CheckpointError. Collective.
@@ -101,7 +101,7 @@ class CheckpointRanks:
             cause = error
             problem = str(error) if isinstance(error, PipegraphError) else f"{type(error).__name__}: {error}"
         problems = self.gather(problem)
-        failing = next((rank for rank, said in enumerate(problems) if said is not None), None)
+        failing = next((rank for rank, message in enumerate(problems) if message is not None), None)
         if failing is not None:
             where = "" if self.size == 1 else f"{self.grid.text(failing)}: "
             raise CheckpointError(f"{where}{problems[failing]}") from (cause if failing == self.rank else None)

@@ -93,10 +93,10 @@ def collect(
     """
     names = parameter_names(manifest, stages)
 
-    def own() -> tuple[dict[str, Tensor], dict[str, Tensor], _Share]:
+    def collect_local() -> tuple[dict[str, Tensor], dict[str, Tensor], _Share]:
         request.check()
         left_out = set[str]() if request.frozen else frozen_names(manifest, stages)
-        model = {name: each for name, each in model_tensors(manifest, stages).items() if name not in left_out}
+        model = {name: tensor for name, tensor in model_tensors(manifest, stages).items() if name not in left_out}
         tensors = {**model, **random_states(ranks.rank, device)}
         share = None
         if request.optimizer is not None:
@@ -106,21 +106,21 @@ def collect(
             encoded(share.plain_data(), "the optimizer's options")  # for its error, on the rank that has it
         extra = extra_state.encoded_extra(request.extra)
         marks = {
-            name: (extra_state.is_stateful(request.extra[name]), fingerprint(each)) for name, each in extra.items()
+            name: (extra_state.is_stateful(request.extra[name]), fingerprint(tensor)) for name, tensor in extra.items()
         }
         return tensors, extra, _Share(request.text(), share, bool(names), marks)
 
-    tensors, extra, share = ranks.agree(own)
+    tensors, extra, share = ranks.agree(collect_local)
     shares = ranks.gather(share)
 
     def together() -> Collected:
         _check_equal(shares)
-        saved = extra_state.versions([each.extra for each in shares])
-        for name, each in extra.items():
-            tensors[extra_state.stored_name(name, saved[name].versions[ranks.rank])] = each
+        saved = extra_state.versions([share.extra for share in shares])
+        for name, tensor in extra.items():
+            tensors[extra_state.stored_name(name, saved[name].versions[ranks.rank])] = tensor
         kind = None
-        if any(each.optimizer is not None for each in shares):
-            optimizer = optimizer_state.merge([each.optimizer for each in shares if each.optimizer is not None])
+        if any(share.optimizer is not None for share in shares):
+            optimizer = optimizer_state.merge([share.optimizer for share in shares if share.optimizer is not None])
             kind, tensors[OPTIMIZER] = optimizer.kind, encoded(optimizer.plain_data(), "the optimizer's options")
         mesh = tuple(zip(ranks.grid.names, ranks.grid.shape, strict=True))
         return Collected(
@@ -176,8 +176,8 @@ def _listed_files(partial: Path, ranks: CheckpointRanks) -> dict[str, ListedFile
         raise CheckpointError(
             f"the ranks do not see the same files in {partial}. \nTry: a folder on a file system that they share."
         )
-    own = ranks.agree(lambda: {name: ListedFile.read(partial / name) for name in names[ranks.rank :: ranks.size]})
-    return {name: each for part in ranks.gather(own) for name, each in sorted(part.items())}
+    files = ranks.agree(lambda: {name: ListedFile.read(partial / name) for name in names[ranks.rank :: ranks.size]})
+    return {name: file for part in ranks.gather(files) for name, file in sorted(part.items())}
 
 
 def _check_equal(shares: list[_Share]) -> None:

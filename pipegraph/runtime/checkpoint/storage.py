@@ -54,12 +54,12 @@ def write(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -
     divided, metadata = ranks.agree(all_plans)
     plan = ranks.scatter(divided)
 
-    def put() -> Any:
+    def write_data() -> Any:
         written = writer.write_data(planner.finish_plan(plan), planner)
         written.wait()
         return written.value()
 
-    written = ranks.collect(ranks.agree(put))
+    written = ranks.collect(ranks.agree(write_data))
     ranks.agree(lambda: None if written is None else writer.finish(metadata, written))
 
 

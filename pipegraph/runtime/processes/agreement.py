@@ -15,7 +15,7 @@ from pipegraph.runtime.processes.world import World, fingerprint
 
 _SHORT: Final = 60
 """Characters that a message shows of a text."""
-_BEFORE: Final = 20
+_CONTEXT_LENGTH: Final = 20
 """How many of them come before the place where a longer text differs from another."""
 
 
@@ -32,24 +32,24 @@ def check_agreement(world: World, texts: Mapping[str, str], *dimensions: str) ->
             every = dict(zip(ranks, world.gather_text(texts[name], *dimensions), strict=True))
             usual = Counter(every.values()).most_common(1)[0][0]  # of equally many that of the first rank
             odd = next(rank for rank in ranks if every[rank] != usual)
-            other = next(rank for rank in ranks if every[rank] == usual)
-            there, here = _differing_parts(every[odd], usual)
+            usual_rank = next(rank for rank in ranks if every[rank] == usual)
+            odd_part, usual_part = _differing_parts(every[odd], usual)
             raise ArgumentError(
-                f"{name} is {there} on {world.grid.text(odd)}, and {here} on {world.grid.text(other)}.\n"
+                f"{name} is {odd_part} on {world.grid.text(odd)}, and {usual_part} on {world.grid.text(usual_rank)}.\n"
                 "Try: the same on every rank."
             )
 
 
-def _differing_parts(one: str, other: str) -> tuple[str, str]:
+def _differing_parts(first_text: str, second_text: str) -> tuple[str, str]:
     """Two texts, or what is around the first place where they differ."""
     start = 0
-    if max(len(one), len(other)) > _SHORT:
-        differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-        place = next(differing, min(len(one), len(other)))
-        start = max(one.rfind(" ", 0, place) + 1, place - _BEFORE, 0)
+    if max(len(first_text), len(second_text)) > _SHORT:
+        differing = (place for place, (a, b) in enumerate(zip(first_text, second_text, strict=False)) if a != b)
+        place = next(differing, min(len(first_text), len(second_text)))
+        start = max(first_text.rfind(" ", 0, place) + 1, place - _CONTEXT_LENGTH, 0)
 
     def part(text: str) -> str:
         end = start + _SHORT
         return f"{'…' if start else ''}{text[start:end].strip() or 'nothing more'}{'…' if end < len(text) else ''}"
 
-    return part(one), part(other)
+    return part(first_text), part(second_text)

@@ -27,10 +27,12 @@ class ClockOffset:
     offset_ns: int = 0
     error_ns: int = 0
 
-    def until(self, later: ClockOffset) -> ClockOffset:
+    def until(self, later_offset: ClockOffset) -> ClockOffset:
         """The offset between this measurement and a later one: their mean. What the clock drifted adds to the error."""
-        drift = abs(later.offset_ns - self.offset_ns)
-        return ClockOffset((self.offset_ns + later.offset_ns) // 2, max(self.error_ns, later.error_ns) + drift)
+        drift = abs(later_offset.offset_ns - self.offset_ns)
+        return ClockOffset(
+            (self.offset_ns + later_offset.offset_ns) // 2, max(self.error_ns, later_offset.error_ns) + drift
+        )
 
 
 def measure_offset(group: Group, rank: int, ranks: Sequence[int], now: Callable[[], int] = time.time_ns) -> ClockOffset:
@@ -39,21 +41,21 @@ def measure_offset(group: Group, rank: int, ranks: Sequence[int], now: Callable[
     Collective: every rank of `group` must call it. The first one answers one rank after the other. `now` is the clock,
     in nanoseconds.
     """
-    first, *others = ranks
+    first, *other_ranks = ranks
     if rank == first:
-        for other in others:
-            _answer(group, other, now)
+        for peer in other_ranks:
+            _answer(group, peer, now)
         return ClockOffset()
     return min((_ask(group, first, now) for _ in range(ROUNDS)), key=lambda offset: offset.error_ns)
 
 
-def _answer(group: Group, other: int, now: Callable[[], int]) -> None:
+def _answer(group: Group, peer: int, now: Callable[[], int]) -> None:
     question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    with lost_connections(other):
+    with lost_connections(peer):
         for _ in range(ROUNDS):
-            group.receive(question, other).wait()
+            group.receive(question, peer).wait()
             answer[0] = now()
-            group.send(answer, other).wait()
+            group.send(answer, peer).wait()
 
 
 def _ask(group: Group, first: int, now: Callable[[], int]) -> ClockOffset:

@@ -44,16 +44,16 @@ _LATER_SECONDS: Final = 2.0
 
 
 class ActionFailed(Exception):
-    """An action failed, or what is done `before` it. The cause is the exception that this one was raised from.
+    """An action failed, or what is done `is_preparation` it. The cause is the exception that this one was raised from.
 
     `rank` is the schedule's: in a mesh, a coordinate.
     """
 
-    def __init__(self, rank: int, actions: Sequence[Action], position: int, before: bool = False) -> None:
+    def __init__(self, rank: int, actions: Sequence[Action], position: int, is_preparation: bool = False) -> None:
         action, first = actions[position], max(0, position - 5)
         self.rank = rank
         self.row = f"{'… ' if first else ''}{' '.join(map(str, actions[first : position + 1]))}"
-        place = f"{'before ' if before else ''}action {action}"
+        place = f"{'before ' if is_preparation else ''}action {action}"
         super().__init__(f"stage {action.stage}, {place}, microbatch {action.microbatch}")
 
 
@@ -188,12 +188,12 @@ class FaultGuard:
         if isinstance(cause, SendFailed):
             where, row = f" in {cause.where}" if cause.where else where, ""
             cause = cause.__cause__ or cause
-        own = _fault(rank, cause, where)
-        first = self._report(own)
-        if not first.startswith(own):
-            return f"{own}{row}\n  Before that, {first}"
-        said, advice, how = own.partition("\nTry:")
-        return f"{said}{row}{advice}{how}"
+        local_fault = _fault(rank, cause, where)
+        first = self._report(local_fault)
+        if not first.startswith(local_fault):
+            return f"{local_fault}{row}\n  Before that, {first}"
+        problem, advice, how = local_fault.partition("\nTry:")
+        return f"{problem}{row}{advice}{how}"
 
     def _report(self, fault: str, kind: str = "") -> str:
         """Write `fault` to the store, unless another rank's is there. Return the one that was there first.
@@ -248,8 +248,8 @@ class FaultGuard:
 
 def _fault(rank: str, cause: BaseException, where: str) -> str:
     line = user_line(cause)
-    what, advice, how = str(cause).partition("\nTry:")
-    return f"{rank} failed{where}: {type(cause).__name__}: {what}{f' (at {line})' if line else ''}{advice}{how}"
+    problem, advice, how = str(cause).partition("\nTry:")
+    return f"{rank} failed{where}: {type(cause).__name__}: {problem}{f' (at {line})' if line else ''}{advice}{how}"
 
 
 def wait_for_the_first_failure() -> None:

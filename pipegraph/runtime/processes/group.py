@@ -28,7 +28,7 @@ LONGEST: Final = 1e8
 """Seconds: three years. Torch takes a timeout in milliseconds that fit into 64 bits."""
 
 _SILENT: Final = re.compile(r"timed out waiting (\d+)\s*ms|timeout after (\d+)\s*ms|timeout|timed out", re.IGNORECASE)
-_GONE: Final = re.compile(r"closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
+_CLOSED: Final = re.compile(r"closed by peer|reset by peer|broken pipe|socket closed", re.IGNORECASE)
 _LOST: Final = re.compile(r"gloo/transport/|connectFullMesh failed", re.IGNORECASE)
 """What gloo says of any other trouble with a connection. Its checks of what it is given begin with "enforce fail"."""
 _MISUSED: Final = re.compile(r"ncclInvalidUsage|ncclInvalidArgument|enforce fail")
@@ -69,11 +69,11 @@ class Group:
         self, store: dist.Store, rank: int, ranks: Sequence[int], device: torch.device, timeout: float
     ) -> None:
         self.ranks, self.rank = tuple(ranks), rank
-        own = self.ranks.index(rank)
-        self._other = self.ranks[1 - own] if len(self.ranks) == 2 else None  # who is lost in a collective
-        with lost_connections(self._other):
+        place = self.ranks.index(rank)
+        self._peer = self.ranks[1 - place] if len(self.ranks) == 2 else None  # who is lost in a collective
+        with lost_connections(self._peer):
             self._backend: Any = interruptible(
-                lambda: internals.make_backend(store, own, len(self.ranks), device, timeout), device
+                lambda: internals.make_backend(store, place, len(self.ranks), device, timeout), device
             )
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:
@@ -96,13 +96,13 @@ class Group:
         """Start to reduce the tensor in place. It must not be used until `wait` has returned."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
-        with lost_connections(self._other):
+        with lost_connections(self._peer):
             work: dist.Work = self._open().allreduce([tensor], options)
             return work
 
     def wait(self, work: dist.Work) -> None:
         """Wait for what was started; on a GPU the current stream waits."""
-        with lost_connections(self._other):
+        with lost_connections(self._peer):
             work.wait()
 
     def greatest(self, number: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class Group:
     def start_all_gather(self, tensor: Tensor) -> PendingGather:
         """Start to gather the tensors of all ranks, which have one shape. This one must not change until `wait`."""
         table = tensor.new_empty((len(self.ranks), *tensor.shape))
-        with lost_connections(self._other):
-            return PendingGather(table, self._open().allgather([list(table)], [tensor]), self._other)
+        with lost_connections(self._peer):
+            return PendingGather(table, self._open().allgather([list(table)], [tensor]), self._peer)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks of the group [ranks, …]."""
@@ -126,7 +126,7 @@ class Group:
         """Overwrite the tensor with that of a rank."""
         options = dist.BroadcastOptions()
         options.rootRank = self.ranks.index(sender)
-        with lost_connections(self._other):
+        with lost_connections(self._peer):
             self._open().broadcast([tensor], options).wait()
 
     def agrees(self, text: str, device: torch.device) -> bool:
@@ -216,7 +216,7 @@ def _reason(error: RuntimeError) -> str | None:
     if silent := _SILENT.search(text):
         milliseconds = silent[1] or silent[2]
         return f"no answer within {int(milliseconds) / 1000:g} s" if milliseconds else "no answer in time"
-    if _GONE.search(text):
+    if _CLOSED.search(text):
         return "its connection closed"
     is_lost = isinstance(error, (_ClosedHere, dist.DistError)) or _LOST.search(text)
     return text.splitlines()[0] if is_lost else None

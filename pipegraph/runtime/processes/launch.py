@@ -77,8 +77,8 @@ def launch(
             try:
                 store = loopback.open_store()  # where the ranks meet
                 for rank in range(processes):
-                    own = launcher_environment(rank, processes, store.port)
-                    children.append(_start(arguments, Path(folder, str(rank)), rank, {**common, **own}))
+                    rank_environment = launcher_environment(rank, processes, store.port)
+                    children.append(_start(arguments, Path(folder, str(rank)), rank, {**common, **rank_environment}))
                 unfinished = _wait(children, timeout)
                 seconds = _STOP_SECONDS
             finally:
@@ -135,17 +135,17 @@ def pipeline_ranks(
 
     Raises ArgumentError if they do not make whole pipelines.
     """
-    others = math.prod(lengths.values())
-    if processes is None or processes % others == 0:
-        return None if processes is None else processes // others
+    ranks_per_stage = math.prod(lengths.values())
+    if processes is None or processes % ranks_per_stage == 0:
+        return None if processes is None else processes // ranks_per_stage
     named = " × ".join(f"{name} {length}" for name, length in lengths.items() if length > 1)
     option = "--nproc-per-node" if launched else "--nproc"
-    aside = " ".join(f"--{name.replace('_', '-')} 1" for name in planned if lengths[name] > 1)
-    instead = f"; or {aside}, without the mesh of the plan" if aside else ""
+    overrides = " ".join(f"--{name.replace('_', '-')} 1" for name in planned if lengths[name] > 1)
+    instead = f"; or {overrides}, without the mesh of the plan" if overrides else ""
     count = f"{processes} process is" if processes == 1 else f"{processes} processes are"
     raise ArgumentError(
-        f"{count} no mesh of pp × {named}, which takes {others} for each rank of a pipeline.\n"
-        f"Try: {option} {usual() * others}{instead}."
+        f"{count} no mesh of pp × {named}, which takes {ranks_per_stage} for each rank of a pipeline.\n"
+        f"Try: {option} {usual() * ranks_per_stage}{instead}."
     )
 
 
@@ -225,17 +225,17 @@ def _signals_raised() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {}
+    previous_handlers = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in _ENDING_SIGNALS:
                 handler = signal.getsignal(number)
                 if handler not in (signal.SIG_IGN, None):  # None: it was not set in Python, and cannot be given back
-                    before[number] = handler
+                    previous_handlers[number] = handler
                     signal.signal(number, stop)
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 

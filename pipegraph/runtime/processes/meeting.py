@@ -114,8 +114,8 @@ class Meeting(AbstractContextManager[None]):
                 raise
             missing = [rank for rank in range(self._count) if not store.check([f"here/{rank}"])]
             store.compare_set(_OUTCOME, "", json.dumps({"missing": missing}))
-        found: dict[str, Any] = json.loads(store.get(_OUTCOME))
-        return found
+        outcome: dict[str, Any] = json.loads(store.get(_OUTCOME))
+        return outcome
 
 
 def restart_count() -> str:

@@ -40,9 +40,9 @@ class ProgressRelay:
         file = os.environ.pop(_VARIABLE, None)
         return None if file is None or quiet else ProgressRelay(file)
 
-    def report(self, what: str, done: int, total: int) -> None:
+    def report(self, task: str, done: int, total: int) -> None:
         """Pass on what was reported to `pipegraph.progress.report_progress`."""
-        self._write([what, done, total])
+        self._write([task, done, total])
 
     def print(self, line: str) -> None:
         """Print on the parent's stdout."""
@@ -92,9 +92,9 @@ def relay_progress(print_line: PrintLine) -> Iterator[Mapping[str, str]]:
 
 def _read(file: Path, over: threading.Event, listener: Listener, print_line: PrintLine) -> None:
     with file.open(encoding="utf-8") as messages:
-        rest, is_last = "", False
+        incomplete_line, is_last = "", False
         while not is_last:
             is_last = over.wait(_POLL_SECONDS)  # then one more reading finds everything
-            *lines, rest = (rest + messages.read()).split("\n")
+            *lines, incomplete_line = (incomplete_line + messages.read()).split("\n")
             for message in map(json.loads, lines):
                 print_line(message) if isinstance(message, str) else listener(*message)

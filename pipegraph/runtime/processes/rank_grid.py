@@ -55,22 +55,22 @@ class RankGrid:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each dimension."""
-        found = {}
+        places = {}
         for name, length in zip(reversed(self.names), reversed(self.shape), strict=True):
-            rank, found[name] = divmod(rank, length)
-        return dict(reversed(found.items()))
+            rank, places[name] = divmod(rank, length)
+        return dict(reversed(places.items()))
 
     def line(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks, ascending, whose coordinates differ from this one's along these dimensions alone."""
-        own = self._elsewhere(rank, names)
-        return tuple(other for other in range(self.size) if self._elsewhere(other, names) == own)
+        fixed_places = self._elsewhere(rank, names)
+        return tuple(candidate for candidate in range(self.size) if self._elsewhere(candidate, names) == fixed_places)
 
     def lines(self, *names: str) -> list[tuple[int, ...]]:
         """All lines along these dimensions, in the order of their first ranks."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        ranks_by_place: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
-            found.setdefault(tuple(self._elsewhere(rank, names)), []).append(rank)
-        return list(map(tuple, found.values()))
+            ranks_by_place.setdefault(tuple(self._elsewhere(rank, names)), []).append(rank)
+        return list(map(tuple, ranks_by_place.values()))
 
     def first(self, place: int) -> int:
         """The first rank at a place along `pp`."""
@@ -78,7 +78,7 @@ class RankGrid:
 
     def crosses_nodes(self, name: str, per_node: int) -> bool:
         """Whether ranks of one line along a dimension lie in several nodes, each of so many ranks after one another."""
-        return any(len({other // per_node for other in self.line(rank, name)}) > 1 for rank in range(self.size))
+        return any(len({member // per_node for member in self.line(rank, name)}) > 1 for rank in range(self.size))
 
     def text(self, rank: int) -> str:
         """How messages name a rank: ``rank 5 (pp 1, dp_shard 0, tp 1)``."""
@@ -105,10 +105,10 @@ def grid_of(ranks: int, lengths: Mapping[str, int], order: Sequence[str] = DIMEN
     """
     check_dimensions(order)
     if sorted(order) != sorted(DIMENSIONS):
-        given = argument("mesh_order", ",".join(order))
+        order_text = argument("mesh_order", ",".join(order))
         missing = [name for name in DIMENSIONS if name not in order]
         raise ArgumentError(
-            f"{given} has to name {', '.join(DIMENSIONS)} once each.\n"
+            f"{order_text} has to name {', '.join(DIMENSIONS)} once each.\n"
             f"Try: {argument('mesh_order', ','.join([*dict.fromkeys(order), *missing]))}."
         )
     return RankGrid(tuple(order), tuple(ranks if name == PIPELINE else lengths.get(name, 1) for name in order))

@@ -26,13 +26,13 @@ class Reduction(NamedTuple):
     """One message of a sum that is under way.
 
     Attributes:
-        what: "reduce" or "all_reduce".
+        way: "reduce" or "all_reduce".
         size: bytes of the whole.
         ranks: that take part.
     """
 
     work: dist.Work
-    what: str
+    way: str
     size: int
     ranks: tuple[int, ...]
 
@@ -56,8 +56,8 @@ class ShardLine:
         self._grid, self._processes = grid, processes
         self.size, self.ranks = grid.length(SHARD), self._line(SHARD)
         self.place = self.ranks.index(dist.get_rank())
-        self._beside = torch.cuda.Stream(device) if internals.uses_nccl(device) else None
-        summed = (SHARD,) if grid.length(REPLICATE) == 1 else DATA if self._beside is None else (REPLICATE,)
+        self._replica_stream = torch.cuda.Stream(device) if internals.uses_nccl(device) else None
+        summed = (SHARD,) if grid.length(REPLICATE) == 1 else DATA if self._replica_stream is None else (REPLICATE,)
         self._summed = self._line(*summed)
         groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}
         self._group, self._sums = groups[SHARD,], groups[summed]
@@ -77,17 +77,17 @@ class ShardLine:
             The messages, and what returns this rank's sum, with memory of its own, once they are waited for.
         """
         with lost_connections(None):
-            if self._sums is not self._group and self._beside is None:
+            if self._sums is not self._group and self._replica_stream is None:
                 work = dist.all_reduce(rows, group=self._sums, async_op=True)
                 return [Reduction(work, "all_reduce", rows.nbytes, self._summed)], rows[self.place].clone
             work, own_sum = collectives.start_reduce(rows, self._group)
             started = [Reduction(work, "reduce", rows.nbytes, self.ranks)]
             if self._sums is not self._group:
-                own = own_sum()
-                with torch.cuda.stream(self._beside):
+                local_sum = own_sum()
+                with torch.cuda.stream(self._replica_stream):
                     work.wait()  # of this stream
-                    work = dist.all_reduce(own, group=self._sums, async_op=True)
-                started.append(Reduction(work, "all_reduce", own.nbytes, self._summed))
+                    work = dist.all_reduce(local_sum, group=self._sums, async_op=True)
+                started.append(Reduction(work, "all_reduce", local_sum.nbytes, self._summed))
             return started, own_sum
 
     def wait(self, *works: dist.Work | CompositeWork) -> None:
@@ -103,8 +103,8 @@ class ShardLine:
         internals.release_groups(list(groups))
 
     def _line(self, *names: str) -> tuple[int, ...]:
-        own = self._processes.index(dist.get_rank())
-        return tuple(self._processes[rank] for rank in self._grid.line(own, *names))
+        grid_rank = self._processes.index(dist.get_rank())
+        return tuple(self._processes[rank] for rank in self._grid.line(grid_rank, *names))
 
     def _connect(self, names: tuple[str, ...], device: torch.device, timeout: float) -> dist.ProcessGroup | None:
         numbered = [[self._processes[rank] for rank in line] for line in self._grid.lines(*names)]

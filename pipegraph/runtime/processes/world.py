@@ -158,8 +158,8 @@ class World:
     def dimensions_between(self, processes: Collection[int]) -> set[str]:
         """The dimensions along which this rank differs from those of these processes that are of this world."""
         ranks = [rank for rank, number in enumerate(self._processes) if number in processes]
-        places, own = list(map(self.grid.coordinates, ranks)), self.grid.coordinates(self.rank)
-        return {name for name in self.grid.names if any(place[name] != own[name] for place in places)}
+        places, local_place = list(map(self.grid.coordinates, ranks)), self.grid.coordinates(self.rank)
+        return {name for name in self.grid.names if any(place[name] != local_place[name] for place in places)}
 
     def shard_line(self) -> ShardLine:
         """The ranks that share the parameters of this one's stages. Collective: every rank must call it."""
@@ -176,9 +176,9 @@ class World:
 
     def check_everywhere(self, problem: str | None) -> None:
         """Raise ArgumentError on every rank if one of them has a problem. Collective: every rank must call it."""
-        for found in self.gather_text(problem or "", *DIMENSIONS):
-            if found:
-                raise ArgumentError(found)
+        for rank_problem in self.gather_text(problem or "", *DIMENSIONS):
+            if rank_problem:
+                raise ArgumentError(rank_problem)
 
     def gather(self, figures: Sequence[float], *names: str) -> list[list[float]]:
         """The figures of every rank in one line with this one along these dimensions, by default of its pipeline.
@@ -297,12 +297,12 @@ def _make_default_group(device: str | torch.device, timeout: float) -> None:
     with meeting:
         backend = "nccl" if local_device(device).type == "cuda" else "gloo"
     # Ranks that torchrun has started again find the store of those before: torch's own names in it are taken.
-    own = dist.PrefixStore(f"pipegraph-default-group/{restart_count()}", store)
+    group_store = dist.PrefixStore(f"pipegraph-default-group/{restart_count()}", store)
     meeting.join()
-    with FaultGuard(rank, single(size), dist.PrefixStore("pipegraph", own)), lost_connections(None):
+    with FaultGuard(rank, single(size), dist.PrefixStore("pipegraph", group_store)), lost_connections(None):
         limit = timedelta(seconds=timeout)
         interruptible(
-            lambda: dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit),
+            lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=limit),
             local_device(device),
         )
     atexit.register(_destroy_default_group)

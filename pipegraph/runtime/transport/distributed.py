@@ -103,7 +103,7 @@ class DistributedReceive:
 
     def wait(self) -> Sequence[Tensor]:
         self._messages.wait(self._message)
-        return tuple(map(from_memory, self._values, [each.to(self._device) for each in self._tensors]))
+        return tuple(map(from_memory, self._values, [tensor.to(self._device) for tensor in self._tensors]))
 
     def release(self) -> None:
         self._pool.release(self._tensors)
@@ -157,12 +157,12 @@ class DistributedTransport:
         messages.wait(messages.receive([numbers]))
         return numbers.tolist()
 
-    def receive(self, transfer: Transfer, given: StepInputs) -> DistributedReceive:
-        dtypes = tuple(map(given.dtype, transfer.values))
+    def receive(self, transfer: Transfer, step_inputs: StepInputs) -> DistributedReceive:
+        dtypes = tuple(map(step_inputs.dtype, transfer.values))
         message = transfer.sender, transfer.receiver, dtypes
         if message not in self._pools:
             self._pools[message] = BufferPool(dtypes, self._message_device)
-        shapes = tuple(given.shape(value, transfer.microbatch) for value in transfer.values)
+        shapes = tuple(step_inputs.shape(value, transfer.microbatch) for value in transfer.values)
         incoming = self._incoming[transfer.ranks[0]]
         return DistributedReceive(incoming, transfer.values, shapes, self._pools[message], self._device)
 

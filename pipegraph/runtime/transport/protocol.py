@@ -42,7 +42,7 @@ class Transport(Protocol):
         """Start sending and return at once. The tensors are kept until they are sent, and no longer."""
         ...
 
-    def receive(self, transfer: Transfer, given: StepInputs) -> Receive:
+    def receive(self, transfer: Transfer, step_inputs: StepInputs) -> Receive:
         """Start receiving and return at once."""
         ...
 
@@ -118,7 +118,7 @@ class LocalTransport:
     def send(self, transfer: Transfer, tensors: Sequence[Tensor]) -> None:
         self._arrived[transfer.key] = tensors
 
-    def receive(self, transfer: Transfer, given: StepInputs) -> LocalReceive:
+    def receive(self, transfer: Transfer, step_inputs: StepInputs) -> LocalReceive:
         return self._receive(transfer, self._arrived)
 
     def start(self) -> None:

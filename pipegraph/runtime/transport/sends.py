@@ -27,7 +27,7 @@ _WAKING_SECONDS: Final = 5.0
 LARGE: Final = 256 * 1024
 """Bytes of a message from which on gloo's own `send` takes longer than handing it to a thread (0.4 ms per MiB)."""
 
-KEPT: Final = 2**20
+SMALL_BYTES: Final = 2**20
 """Bytes of small messages that are kept together until the thread waits for them, which wakes it less often."""
 
 
@@ -168,7 +168,7 @@ class GlooSends:
             send.start()
             self._small.append(send)
             self._small_bytes += sum(tensor.untyped_storage().nbytes() for tensor in send.tensors)
-            if self._small_bytes >= KEPT:
+            if self._small_bytes >= SMALL_BYTES:
                 self._await_small()
 
     def finish(self) -> None:

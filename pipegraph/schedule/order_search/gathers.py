@@ -64,17 +64,26 @@ def climb_gathers(
 def _with_one_gather_less(order: Sequence[int], resident: int, random: Random) -> list[int] | None:
     """Return the order with all uses of a residency next to one before of the same stage; None if there is none."""
     stages = [code // PER_STAGE for code in order]
-    found = residencies([(stage,) for stage in stages], resident)
-    again = [at for at, each in enumerate(found) if each.stage in {other.stage for other in found[:at]}]
+    all_residencies = residencies([(stage,) for stage in stages], resident)
+    again = [
+        at
+        for at, residency in enumerate(all_residencies)
+        if residency.stage in {predecessor.stage for predecessor in all_residencies[:at]}
+    ]
     if not again:
         return None
-    later = found[random.choice(again)]
-    earlier = max(
-        (each for each in found if each.stage == later.stage and each.last < later.first), key=lambda each: each.last
+    repeat = all_residencies[random.choice(again)]
+    previous = max(
+        (
+            residency
+            for residency in all_residencies
+            if residency.stage == repeat.stage and residency.last < repeat.first
+        ),
+        key=lambda residency: residency.last,
     )
-    moved, to = random.choice(((later, earlier.last + 1), (earlier, later.first)))
+    moved, to = random.choice(((repeat, previous.last + 1), (previous, repeat.first)))
     uses = [at for at in range(moved.first, moved.last + 1) if stages[at] == moved.stage]
     inside = {*uses}
-    before = [code for at, code in enumerate(order[:to]) if at not in inside]
-    after = [code for at, code in enumerate(order[to:], to) if at not in inside]
-    return [*before, *(order[at] for at in uses), *after]
+    head = [code for at, code in enumerate(order[:to]) if at not in inside]
+    tail = [code for at, code in enumerate(order[to:], to) if at not in inside]
+    return [*head, *(order[at] for at in uses), *tail]

@@ -60,15 +60,15 @@ class OrderProblem:
         self.hop = [0.0] * (PER_STAGE * stages)
         self.transfer = [0.0] * (PER_STAGE * stages)
         self.link = [-1] * (PER_STAGE * stages)  # a number for (from rank, to rank)
-        for stage, (rank, other) in enumerate(pairwise(placement)):
+        for stage, (rank, next_rank) in enumerate(pairwise(placement)):
             forward, backward = PER_STAGE * stage, PER_STAGE * stage + INPUT_GRAD
             self._connect(forward, forward + PER_STAGE)
             self._connect(backward + PER_STAGE, backward)
-            if rank != other:
+            if rank != next_rank:
                 self.hop[forward] = self.hop[backward + PER_STAGE] = times.hop_of((stage, stage + 1))
                 self.transfer[forward] = self.transfer[backward + PER_STAGE] = times.transfer_of((stage, stage + 1))
-                self.link[forward] = rank * self.ranks + other
-                self.link[backward + PER_STAGE] = other * self.ranks + rank
+                self.link[forward] = rank * self.ranks + next_rank
+                self.link[backward + PER_STAGE] = next_rank * self.ranks + rank
 
     def _connect(self, source: int, target: int) -> None:
         self.target[source], self.source[target] = target, source
@@ -81,7 +81,7 @@ class OrderProblem:
         source, duration, hop = self.source, self.duration, self.hop
         arrivals: list[list[float]] = [[] for _ in duration]
         used = [0] * len(duration)
-        left = self._links()
+        link_ends = self._links()
         ends: list[list[float]] = [[] for _ in orders]
         moving = True
         while moving:
@@ -90,17 +90,17 @@ class OrderProblem:
                 begin = len(row)
                 clock = row[-1] if row else 0.0
                 for code in order[begin:]:
-                    before = source[code]
-                    if before >= 0:
-                        number, known = used[code], arrivals[before]
-                        if number == len(known):
+                    producer = source[code]
+                    if producer >= 0:
+                        number, source_arrivals = used[code], arrivals[producer]
+                        if number == len(source_arrivals):
                             break
                         used[code] = number + 1
-                        if known[number] > clock:
-                            clock = known[number]
+                        if source_arrivals[number] > clock:
+                            clock = source_arrivals[number]
                     clock += duration[code]
                     row.append(clock)
-                    arrivals[code].append(self._arrival(code, clock, left) if left else clock + hop[code])
+                    arrivals[code].append(self._arrival(code, clock, link_ends) if link_ends else clock + hop[code])
                 moving = moving or len(row) > begin
         if any(len(row) < len(order) for order, row in zip(orders, ends, strict=True)):
             return IMPOSSIBLE
@@ -115,11 +115,11 @@ class OrderProblem:
         source, duration, hop = self.source, self.duration, self.hop
         arrivals: list[list[float]] = [[] for _ in duration]
         used = [0] * len(duration)
-        left = self._links()
+        link_ends = self._links()
         orders: Orders = [[] for _ in skeletons]
         ends: list[list[float]] = [[] for _ in skeletons]
         waiting: list[deque[int]] = [deque() for _ in skeletons]  # W whose I is done
-        position, held = [0] * self.ranks, [0] * self.ranks
+        position, activations = [0] * self.ranks, [0] * self.ranks
         moving = True
         while moving:
             moving = False
@@ -128,31 +128,31 @@ class OrderProblem:
                 clock = row[-1] if row else 0.0
                 inside = 1.0 - overrun[rank]
                 for code in skeleton[begin:]:
-                    before, start = source[code], 0.0
-                    if before >= 0:
-                        number, known = used[code], arrivals[before]
-                        if number == len(known):
+                    producer, start = source[code], 0.0
+                    if producer >= 0:
+                        number, source_arrivals = used[code], arrivals[producer]
+                        if number == len(source_arrivals):
                             break
-                        start = known[number]
+                        start = source_arrivals[number]
                         used[code] = number + 1
                     forward = code % PER_STAGE == FORWARD
-                    full = forward and held[rank] == self.memory_limit
+                    full = forward and activations[rank] == self.memory_limit
                     if full and not ready:
                         return IMPOSSIBLE
                     while (full or start > clock) and ready and (full or clock + duration[ready[0]] * inside <= start):
                         order.append(ready.popleft())
                         clock += duration[order[-1]]
                         row.append(clock)
-                        held[rank] -= 1
+                        activations[rank] -= 1
                         full = False
                     if forward:
-                        held[rank] += 1
+                        activations[rank] += 1
                     else:
                         ready.append(code + 1)
                     clock = (start if start > clock else clock) + duration[code]
                     order.append(code)
                     row.append(clock)
-                    arrivals[code].append(self._arrival(code, clock, left) if left else clock + hop[code])
+                    arrivals[code].append(self._arrival(code, clock, link_ends) if link_ends else clock + hop[code])
                     position[rank] += 1
                 moving = moving or position[rank] > begin
         if any(at < len(skeleton) for at, skeleton in zip(position, skeletons, strict=True)):
@@ -167,11 +167,11 @@ class OrderProblem:
         """Return when the last transfer over each link has left; an empty list if transfers take no time."""
         return [0.0] * self.ranks**2 if any(self.transfer) else []
 
-    def _arrival(self, code: int, end: float, left: list[float]) -> float:
+    def _arrival(self, code: int, end: float, link_ends: list[float]) -> float:
         """Return when a value that is made at ``end`` arrives."""
         link = self.link[code]
         if link >= 0:
-            end = left[link] = max(end, left[link]) + self.transfer[code]
+            end = link_ends[link] = max(end, link_ends[link]) + self.transfer[code]
         return end + self.hop[code]
 
     def critical_path(self, timed: TimedOrders) -> CriticalPath:

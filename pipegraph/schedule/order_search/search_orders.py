@@ -124,20 +124,20 @@ def search(
     problem = OrderProblem(times, places, microbatches, limit)
     bound = lower_bound(times, places, microbatches, limit)
     schedules = list(named_schedules(places, microbatches))
-    found = FoundSchedules(times, resident)
+    candidates = FoundSchedules(times, resident)
     for schedule in (*schedules, *(grouped_schedules(places, microbatches) if resident is not None else ())):
         if max(peak_activations(schedule)) <= limit:
-            found.add(schedule)
+            candidates.add(schedule)
     goal = bound * (1 + EQUAL)
-    if all(makespan > goal for makespan, _ in found.timed):
+    if all(makespan > goal for makespan, _ in candidates.timed):
         for orders, origin in _improved(problem, schedules, goal, effort):
-            found.add(Schedule(origin, places, microbatches, actions_of(orders)))
+            candidates.add(Schedule(origin, places, microbatches, actions_of(orders)))
     if resident is not None:
-        for schedule in found.best(_BEST):
-            orders = _climb_gathers(problem, found, schedule, resident, round(effort * _GATHER_RUNS))
-            found.add(Schedule(schedule.name, places, microbatches, actions_of(orders)))
-    (best,) = found.best(1)
-    best = found.joined(best, round(effort * _JOINED_ACTIONS / sum(map(len, best.actions))))
+        for schedule in candidates.best(_BEST):
+            orders = _climb_gathers(problem, candidates, schedule, resident, round(effort * _GATHER_RUNS))
+            candidates.add(Schedule(schedule.name, places, microbatches, actions_of(orders)))
+    (best,) = candidates.best(1)
+    best = candidates.joined(best, round(effort * _JOINED_ACTIONS / sum(map(len, best.actions))))
     return SearchedSchedule(
         name="searched",
         placement=places,
@@ -151,7 +151,9 @@ def search(
     )
 
 
-def _climb_gathers(problem: OrderProblem, found: FoundSchedules, start: Schedule, resident: int, runs: int) -> Orders:
+def _climb_gathers(
+    problem: OrderProblem, candidates: FoundSchedules, start: Schedule, resident: int, runs: int
+) -> Orders:
     """Return orders that are no slower than those of a schedule, with as few gathers as changes of them lead to."""
 
     def cost(orders: Orders, most: Cost) -> Cost:
@@ -160,7 +162,7 @@ def _climb_gathers(problem: OrderProblem, found: FoundSchedules, start: Schedule
         timed = problem.run(orders)
         if timed.makespan > most[0] * (1 + EQUAL):  # without waiting for gathers, even
             return IMPOSSIBLE_COST
-        makespan, schedule = found.time(start.changed(actions=actions_of(orders), overlapped=frozenset()))
+        makespan, schedule = candidates.time(start.changed(actions=actions_of(orders), overlapped=frozenset()))
         equal = abs(makespan - most[0]) <= EQUAL * makespan
         return most[0] if equal else makespan, sum(schedule.gathers), sum(peak_activations(schedule))
 
@@ -172,20 +174,20 @@ def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> t
     """Return the rank of each stage. Raises ScheduleError if the arguments of a search do not fit together."""
     require_times("search", times)
     placement = placement.casefold() if isinstance(placement, str) else placement
-    for what, number in (("ranks", ranks), ("microbatches", microbatches)):
+    for quantity, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
-            raise ScheduleError(f"A search cannot have {number!r} {what}: give a whole number from 1 on.")
+            raise ScheduleError(f"A search cannot have {number!r} {quantity}: give a whole number from 1 on.")
     if placement not in PLACEMENTS:
         raise ScheduleError(
             f'There is no placement "{placement}".{nearest(str(placement), PLACEMENTS)} '
             f"The placements are {', '.join(PLACEMENTS)}."
         )
     kind = PLACEMENTS[placement]
-    chunks, rest = divmod(times.stages, ranks)
-    if rest or chunks < kind.chunks or (chunks > kind.chunks and not kind.any_chunks):
-        more = " or a multiple of that" if kind.any_chunks else ""
+    chunks, remainder = divmod(times.stages, ranks)
+    if remainder or chunks < kind.chunks or (chunks > kind.chunks and not kind.any_chunks):
+        alternative = " or a multiple of that" if kind.any_chunks else ""
         raise ScheduleError(
-            f'With the placement "{placement}", {ranks} ranks hold {kind.chunks * ranks} stages{more}, '
+            f'With the placement "{placement}", {ranks} ranks hold {kind.chunks * ranks} stages{alternative}, '
             f"and the times are for {times.stages}."
         )
     return kind.places(ranks, chunks)
@@ -199,9 +201,9 @@ def _improved(
     runs = effort * min(_RUNS, _ACTIONS / len(problem.duration) / problem.microbatches)
     rules = list(greedy_rules(problem))
     tried = rules[:: math.ceil(len(rules) / max(_FEWEST, round(_GREEDY_SHARE * runs)))]
-    made = [orders for orders in (greedy_orders(problem, rule) for rule in tried) if orders is not None]
-    greedy = sorted((problem.run(orders) for orders in made), key=lambda timed: timed.makespan)
-    known = [(timed, "greedy") for timed in greedy]
+    feasible_orders = [orders for orders in (greedy_orders(problem, rule) for rule in tried) if orders is not None]
+    greedy = sorted((problem.run(orders) for orders in feasible_orders), key=lambda timed: timed.makespan)
+    candidates = [(timed, "greedy") for timed in greedy]
 
     starts = [(orders_of(schedule), schedule.name) for schedule in schedules]
     starts += [(timed.orders, "greedy") for timed in greedy[:_REFILLED]]
@@ -212,10 +214,10 @@ def _improved(
     filled.sort(key=lambda start: start[0])
     for chosen in list(dict.fromkeys(origin for _, _, origin in filled))[:_BEST]:
         skeleton = next(skeleton for _, skeleton, origin in filled if origin == chosen)
-        known.append((_climb_skeleton(problem, skeleton, round(_SKELETON_SHARE * runs), goal, random), chosen))
+        candidates.append((_climb_skeleton(problem, skeleton, round(_SKELETON_SHARE * runs), goal, random), chosen))
 
-    known.sort(key=lambda pair: pair[0].makespan)
-    for timed, origin in known[:_BEST]:
+    candidates.sort(key=lambda pair: pair[0].makespan)
+    for timed, origin in candidates[:_BEST]:
         if timed.orders:
             yield _climb_orders(problem, timed.orders, round(_ORDER_SHARE * runs), goal, random).orders, origin
 
@@ -274,7 +276,7 @@ def _climb(
     if not timed.orders:
         return best
     path = problem.critical_path(timed)
-    earlier = [timed.makespan] * _HISTORY
+    history = [timed.makespan] * _HISTORY
     done = tried = 0
     while done < runs and tried < 4 * runs and best.makespan > goal:
         tried += 1
@@ -283,11 +285,11 @@ def _climb(
             continue
         done += 1
         result = run(changed)
-        if result.makespan <= max(timed.makespan, earlier[done % _HISTORY]):
+        if result.makespan <= max(timed.makespan, history[done % _HISTORY]):
             state, timed = changed, result
-            earlier[done % _HISTORY] = timed.makespan
+            history[done % _HISTORY] = timed.makespan
             path = problem.critical_path(timed)
-            best = min(best, timed, key=lambda each: each.makespan)
+            best = min(best, timed, key=lambda candidate: candidate.makespan)
     return best
 
 
@@ -304,16 +306,16 @@ def _moved(order: Sequence[int], at: int, by: int) -> list[int] | None:
 def _is_possible(order: Sequence[int], memory_limit: int) -> bool:
     """Return whether every I comes after its F and every W after its I, and the memory is enough."""
     count: dict[int, int] = {}
-    held = 0
+    activations = 0
     for code in order:
         number = count[code] = count.get(code, 0) + 1
         kind = code % PER_STAGE
         if kind == FORWARD:
-            held += 1
-            if held > memory_limit:
+            activations += 1
+            if activations > memory_limit:
                 return False
         elif number > count.get(code - 1, 0):
             return False
         if kind == WEIGHT_GRAD:
-            held -= 1
+            activations -= 1
     return True

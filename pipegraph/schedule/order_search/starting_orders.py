@@ -83,7 +83,7 @@ class _GreedyRun:
         self._begun = [0] * len(problem.duration)  # for each code
         self._arrivals: list[list[float]] = [[] for _ in problem.duration]
         self._arrivals[FORWARD] = [0.0] * problem.microbatches
-        self._held = [0] * problem.ranks
+        self._activations = [0] * problem.ranks
 
     def step(self, now: float, rank: int) -> None:
         """Let a free rank begin an action, or wait."""
@@ -122,7 +122,7 @@ class _GreedyRun:
                     continue
                 if arrival > now:
                     next_arrival = min(next_arrival, arrival)
-                elif code == forward and self._held[rank] + 1 + later_stages > problem.memory_limit:
+                elif code == forward and self._activations[rank] + 1 + later_stages > problem.memory_limit:
                     full = True
                 elif best is None or priority[code] < priority[best]:
                     best = code
@@ -141,15 +141,15 @@ class _GreedyRun:
         problem = self._problem
         self.orders[rank].append(code)
         self._begun[code] += 1
-        self._held[rank] += (code % PER_STAGE == FORWARD) - (code % PER_STAGE == WEIGHT_GRAD)
+        self._activations[rank] += (code % PER_STAGE == FORWARD) - (code % PER_STAGE == WEIGHT_GRAD)
         end = self.clock[rank] = now + problem.duration[code]
         heapq.heappush(self.free, (end, rank))
         target = problem.target[code]
         if target >= 0:
             arrival = end + problem.transfer[code] + problem.hop[code]
             self._arrivals[target].append(arrival)
-            other = problem.rank[target]
-            heapq.heappush(self.free, (max(arrival, self.clock[other]), other))
+            target_rank = problem.rank[target]
+            heapq.heappush(self.free, (max(arrival, self.clock[target_rank]), target_rank))
 
 
 def named_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:
@@ -167,8 +167,8 @@ def named_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator[S
 def greedy_rules(problem: OrderProblem) -> Iterator[GreedyRule]:
     """Yield the rules of the greedy orders from which a search starts."""
     stages = range(problem.last + 1)
-    priorities = _PRIORITIES if any(len(held) > 1 for held in problem.stages) else _PRIORITIES[:2]
-    deepest = {held[-1] for held in problem.stages}
+    priorities = _PRIORITIES if any(len(rank_stages) > 1 for rank_stages in problem.stages) else _PRIORITIES[:2]
+    deepest = {rank_stages[-1] for rank_stages in problem.stages}
     for factor, overrun, (backward, forward, other_backward, other_forward) in product(
         _IN_FLIGHT, _OVERRUNS, priorities
     ):

@@ -105,10 +105,10 @@ class _Slots:
 
     def move_up(self) -> None:
         """Move every action, in order of time, to the first free slot that its inputs and the rank's peak allow."""
-        held = [_held(row) for row in self.rows]
-        peaks = [max(levels) for levels in held]
+        rank_levels = [_activation_levels(row) for row in self.rows]
+        peaks = [max(levels) for levels in rank_levels]
         for slot, rank, action in self._in_time():
-            levels, earliest = held[rank], self._earliest(action)
+            levels, earliest = rank_levels[rank], self._earliest(action)
             if action.kind is Kind.F:  # it is held for longer by every slot it moves
                 reach = slot
                 while reach > earliest and levels[reach - 1] < peaks[rank]:
@@ -156,7 +156,7 @@ class _Slots:
         return new
 
 
-def _held(row: list[Action | None]) -> list[int]:
+def _activation_levels(row: list[Action | None]) -> list[int]:
     """Return how many activations a rank holds in each slot."""
     levels, level = [], 0
     for action in row:

@@ -55,9 +55,9 @@ def full_pipeline(offset: int) -> Rule:
         least, most = 2 * ranks + offset, (microbatches - offset) // 2
         if microbatches >= least:
             return None
-        formula, needed = f"2 × ranks − {-offset}" if offset else "2 × ranks", format_number_of("microbatch", least)
+        formula, minimum = f"2 × ranks − {-offset}" if offset else "2 × ranks", format_number_of("microbatch", least)
         fewer = f"{format_number_of('rank', most)}{' or fewer' if most > 1 else ''}" if most else ""
-        return WrongNumbers(f"it needs a full pipeline, {formula} = {needed} or more.", needed, fewer)
+        return WrongNumbers(f"it needs a full pipeline, {formula} = {minimum} or more.", minimum, fewer)
 
     return rule
 

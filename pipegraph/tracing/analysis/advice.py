@@ -66,8 +66,8 @@ class SimulatedChange:
         return "step time" if self.same_batch else "time of a microbatch"
 
     def __str__(self) -> str:
-        aside = f" ({self.assuming})" if self.assuming else ""
-        return f"{self.change}: {self.measure} {format_percent(-self.gain, signed=True)}{aside}"
+        assumption = f" ({self.assuming})" if self.assuming else ""
+        return f"{self.change}: {self.measure} {format_percent(-self.gain, signed=True)}{assumption}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Advice:
     @property
     def best(self) -> SimulatedChange | None:
         """Return the change with the largest gain; None if no gain is worth a change."""
-        return next((each for each in self.changes if each.gain >= WORTH), None)
+        return next((change for change in self.changes if change.gain >= WORTH), None)
 
     @property
     def sentence(self) -> str:
@@ -102,8 +102,8 @@ class Advice:
             return self._of_changes()
         factor = format_factor(max(self.mispredicted, 1 / self.mispredicted))
         off = f"{factor} × too {'short' if self.mispredicted > 1 else 'long'}"
-        rest = "" if self.hindrance or self.best is None else f" {self._of_changes()}"
-        return f"Predictions are {off}: calibrate, then split again.{rest}"
+        further_advice = "" if self.hindrance or self.best is None else f" {self._of_changes()}"
+        return f"Predictions are {off}: calibrate, then split again.{further_advice}"
 
     @property
     def predictions_are_off(self) -> bool:
@@ -113,7 +113,7 @@ class Advice:
     @property
     def commands(self) -> list[str]:
         """Return what to type, in the order of the sentence."""
-        chosen = [each.command for each in (self.best, self._best_of_same_batch) if each is not None]
+        chosen = [change.command for change in (self.best, self._best_of_same_batch) if change is not None]
         if self.predictions_are_off:
             stages = ("--stages", str(self.stages)) if self.stages else ()
             again = self.names.split("--hardware", "hardware.json", *stages)
@@ -122,7 +122,7 @@ class Advice:
 
     @property
     def _best_of_same_batch(self) -> SimulatedChange | None:
-        return next((each for each in self.changes if each.same_batch and each.gain >= WORTH), None)
+        return next((change for change in self.changes if change.same_batch and change.gain >= WORTH), None)
 
     def _of_changes(self) -> str:
         if self.hindrance:
@@ -133,9 +133,9 @@ class Advice:
             worth = format_percent(WORTH, decimals=0)
             return f"Nothing that was tried would save more than {worth}: other cuts, schedules, more microbatches."
         sentences = [str(self.best)]
-        same = self._best_of_same_batch
-        if same is not None and same is not self.best:
-            sentences.append(f"or with the batch as it is, {same}")
+        alternative = self._best_of_same_batch
+        if alternative is not None and alternative is not self.best:
+            sentences.append(f"or with the batch as it is, {alternative}")
         text = "; ".join(sentences)
         if self.shared_process:
             text = f"with a process for each rank: {text}"
@@ -169,9 +169,12 @@ def advise(
     def gain_of(makespan: float) -> float:
         return (step - makespan) / max(step, measured)
 
-    found = [*_cuts(schedule, times, manifest, gain_of, names), *_schedules(schedule, times, gain_of, shares, names)]
-    found += _more_microbatches(schedule, times, gain_of, names)
-    changes = tuple(sorted(found, key=lambda each: -each.gain))
+    candidates = [
+        *_cuts(schedule, times, manifest, gain_of, names),
+        *_schedules(schedule, times, gain_of, shares, names),
+    ]
+    candidates += _more_microbatches(schedule, times, gain_of, names)
+    changes = tuple(sorted(candidates, key=lambda change: -change.gain))
     return Advice(changes, shared_process, names=names, stages=schedule.stages)
 
 
@@ -198,29 +201,29 @@ def _schedules(
     """Yield other orders of the same stages on the same ranks; of equally fast ones, the one that holds least."""
     if not schedule.trains:
         return
-    held, divided = max(peak_activations(schedule)), _divides_backward(schedule)
+    current_peak, divided = max(peak_activations(schedule)), _divides_backward(schedule)
     fastest: dict[float, tuple[int, int, bool]] = {}
     for number, name in enumerate(names()):
-        other = _rebuilt(name, schedule, schedule.microbatches) if trains(name) and name != schedule.name else None
-        if other is not None:
-            gain = round(gain_of(simulate(other, times).makespan), 6)
-            this = (max(peak_activations(other)), number, _divides_backward(other))
-            fastest[gain] = min(fastest.get(gain, this), this)
+        rebuilt = _rebuilt(name, schedule, schedule.microbatches) if trains(name) and name != schedule.name else None
+        if rebuilt is not None:
+            gain = round(gain_of(simulate(rebuilt, times).makespan), 6)
+            candidate = (max(peak_activations(rebuilt)), number, _divides_backward(rebuilt))
+            fastest[gain] = min(fastest.get(gain, candidate), candidate)
     for gain, (peak, number, divides) in fastest.items():
-        holds = f"a rank then holds {peak} saved activations, now {held}" if peak != held else ""
-        aside = ", and ".join(filter(None, [holds, shares if divides and not divided else ""]))
+        holds = f"a rank then holds {peak} saved activations, now {current_peak}" if peak != current_peak else ""
+        assumption = ", and ".join(filter(None, [holds, shares if divides and not divided else ""]))
         name = names()[number]
         command = commands.run(name, schedule.microbatches)
-        yield SimulatedChange(f"run {name} instead of {schedule.name}", gain, aside, command=command)
+        yield SimulatedChange(f"run {name} instead of {schedule.name}", gain, assumption, command=command)
 
 
 def _more_microbatches(
     schedule: Schedule, times: Times, gain_of: _GainOf, commands: CommandNames
 ) -> Iterator[SimulatedChange]:
     count = 2 * schedule.microbatches
-    other = _rebuilt(schedule.name, schedule, count)
-    if other is not None:
-        gain = gain_of(simulate(other, times).makespan / 2)
+    rebuilt = _rebuilt(schedule.name, schedule, count)
+    if rebuilt is not None:
+        gain = gain_of(simulate(rebuilt, times).makespan / 2)
         change = f"take {count} microbatches of this size instead of {schedule.microbatches}"
         yield SimulatedChange(change, gain, "", False, commands.run(schedule.name, count))
 
@@ -241,9 +244,9 @@ def _divides_backward(schedule: Schedule) -> bool:
 def _rebuilt(name: str, schedule: Schedule, microbatches: int) -> Schedule | None:
     """Build the schedule of this name for the same stages on the same ranks; None if there is none."""
     try:
-        made = build(name, schedule.ranks, microbatches, schedule.stages // schedule.ranks)
+        new_schedule = build(name, schedule.ranks, microbatches, schedule.stages // schedule.ranks)
     except ScheduleError:
         return None
-    if made.placement != schedule.placement:
+    if new_schedule.placement != schedule.placement:
         return None
-    return made.changed(edges=schedule.edges, gradient_edges=schedule.gradient_edges)
+    return new_schedule.changed(edges=schedule.edges, gradient_edges=schedule.gradient_edges)

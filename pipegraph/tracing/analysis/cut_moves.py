@@ -51,24 +51,26 @@ def stage_layers(stages: Sequence[Sequence[str]]) -> list[StageLayers]:
     is cut in two counts as a layer, and equals no other because it has fewer names.
     """
     rows = [[_layer(name, list(names)) for name, names in groupby(parameters, key=_name)] for parameters in stages]
-    known = Counter(layer.structure for row in rows for layer in row if layer is not None)
-    found = []
+    structure_counts = Counter(layer.structure for row in rows for layer in row if layer is not None)
+    layers_by_stage = []
     for row in rows:
-        whole = [layer if layer is not None and known[layer.structure] > 1 else None for layer in row]
-        structures = frozenset(layer.structure for layer in whole if layer is not None)
+        repeated_layers = [
+            layer if layer is not None and structure_counts[layer.structure] > 1 else None for layer in row
+        ]
+        structures = frozenset(layer.structure for layer in repeated_layers if layer is not None)
         count = sum(layer is not None for layer in row)
-        found.append(StageLayers(count, structures, _equal(whole), _equal(whole[::-1])))
-    return found
+        layers_by_stage.append(StageLayers(count, structures, _equal(repeated_layers), _equal(repeated_layers[::-1])))
+    return layers_by_stage
 
 
 def _equal(layers: Sequence[Layer | None]) -> tuple[Layer, ...]:
     """Return the layers at the begin that equal the first one."""
-    found: list[Layer] = []
+    equal_layers: list[Layer] = []
     for layer in layers:
-        if layer is None or (found and layer.structure != found[0].structure):
+        if layer is None or (equal_layers and layer.structure != equal_layers[0].structure):
             break
-        found.append(layer)
-    return tuple(found)
+        equal_layers.append(layer)
+    return tuple(equal_layers)
 
 
 def _name(parameter: str) -> str:
@@ -116,16 +118,16 @@ def _moves(
         count = layers[stage].count
         return forward / count, input_grad / count, weight_grad / count
 
-    equal = [stage for stage, held in enumerate(layers) if border[0].structure in held.structures]
+    equal = [stage for stage, candidate in enumerate(layers) if border[0].structure in candidate.structures]
     best = min(equal, key=lambda stage: sum(of_layer(stage)))
-    count, taken = layers[best].count, of_layer(best)
+    count, layer_times = layers[best].count, of_layer(best)
     assuming = f"a layer taken as {'all' if count == 1 else f'1/{count}'} of stage {best}"
     for number, last in enumerate(border, 1):
-        times = _moved(times, source, target, taken)
+        times = _moved(times, source, target, layer_times)
         ends = (border[0], last) if source > target else (last, border[0])
-        what = last.name if number == 1 else f"{ends[0].name} – {ends[1].name}"
+        layer_names = last.name if number == 1 else f"{ends[0].name} – {ends[1].name}"
         cut, point = (source, f"{last.name}:end") if source > target else (target, last.name)
-        yield CutMove(f"move {what} to stage {target}", assuming, times, cut, point)
+        yield CutMove(f"move {layer_names} to stage {target}", assuming, times, cut, point)
 
 
 def _moved(times: Times, source: int, target: int, part: _StageTimes) -> Times:
@@ -140,7 +142,7 @@ def _moved(times: Times, source: int, target: int, part: _StageTimes) -> Times:
         share = input_grad / backward if backward else 0.0
         change = part[1] + part[2]
         changes = (part[0], change * share, change * (1 - share))
-        rows[stage] = [max(0.0, figure + sign * each) for figure, each in zip(rows[stage], changes, strict=True)]
+        rows[stage] = [max(0.0, figure + sign * amount) for figure, amount in zip(rows[stage], changes, strict=True)]
     forward, input_grads, weight_grads = zip(*rows, strict=True)
     return replace(times, forward=forward, input_grad=input_grads, weight_grad=weight_grads)
 

@@ -58,27 +58,27 @@ class SimulatedIdleTimes:
     idle: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, measured: MeasuredTimes) -> SimulatedIdleTimes:
+    def from_measured_times(cls, schedule: Schedule, measured: MeasuredTimes) -> SimulatedIdleTimes:
         times = measured.times
         means = (sum(row) / times.stages for row in (times.forward, times.input_grad, times.weight_grad))
         steps = [Times.equal(times.stages, *means), measured.without_links, times]
-        timelines = [simulate(schedule, each) for each in steps]
+        timelines = [simulate(schedule, step_times) for step_times in steps]
         return cls(tuple(zip(*([line.makespan - busy for busy in line.busy] for line in timelines), strict=True)))
 
     def split(self, rank: int, makespan: float, busy: float) -> RankIdleTime:
         """Return a rank of a step with the causes of its idle time."""
-        found = [idle := makespan - busy]
+        idle_times = [idle := makespan - busy]
         for simulated in reversed(self.idle[rank]):
             idle = _at_most(simulated, idle)
-            found.insert(0, idle)
-        first, second, third, whole = found
-        return RankIdleTime(rank, makespan, busy, IdleCauses(first, second - first, third - second, whole - third))
+            idle_times.insert(0, idle)
+        first, second, third, total = idle_times
+        return RankIdleTime(rank, makespan, busy, IdleCauses(first, second - first, third - second, total - third))
 
 
 def idle_of_step(step: MeasuredStep, simulated: SimulatedIdleTimes) -> tuple[RankIdleTime, ...]:
     """Return the idle time of each rank that was recorded whole."""
-    ranks = zip(step.busy, step.whole, strict=True)
-    return tuple(simulated.split(rank, step.makespan, busy) for rank, (busy, whole) in enumerate(ranks) if whole)
+    ranks = zip(step.busy, step.rank_complete, strict=True)
+    return tuple(simulated.split(rank, step.makespan, busy) for rank, (busy, complete) in enumerate(ranks) if complete)
 
 
 def idle_of_timeline(timeline: Timeline, simulated: SimulatedIdleTimes) -> tuple[RankIdleTime, ...]:
@@ -90,15 +90,15 @@ def mean_idle(steps: Sequence[Sequence[RankIdleTime]]) -> tuple[RankIdleTime, ..
     """Return, for each rank, the mean over the steps that have it."""
     by_rank: dict[int, list[RankIdleTime]] = defaultdict(list)
     for step in steps:
-        for each in step:
-            by_rank[each.rank].append(each)
+        for idle_time in step:
+            by_rank[idle_time.rank].append(idle_time)
     return tuple(_mean(by_rank[rank]) for rank in sorted(by_rank))
 
 
-def _mean(found: Sequence[RankIdleTime]) -> RankIdleTime:
-    rows = [(each.makespan, each.busy, *astuple(each.causes)) for each in found]
-    makespan, busy, *causes = (sum(column) / len(found) for column in zip(*rows, strict=True))
-    return RankIdleTime(found[0].rank, makespan, busy, IdleCauses(*causes))
+def _mean(idle_times: Sequence[RankIdleTime]) -> RankIdleTime:
+    rows = [(idle_time.makespan, idle_time.busy, *astuple(idle_time.causes)) for idle_time in idle_times]
+    makespan, busy, *causes = (sum(column) / len(idle_times) for column in zip(*rows, strict=True))
+    return RankIdleTime(idle_times[0].rank, makespan, busy, IdleCauses(*causes))
 
 
 def _at_most(time: float, limit: float) -> float:

@@ -24,7 +24,7 @@ class MeasuredStep:
         start: of the step, in seconds of the run.
         events: of each rank, the actions that compute, in seconds from ``start``.
         transfers: of each rank, its SENDs and RECVs, likewise.
-        whole: of each rank, whether it ran exactly the schedule's actions, in order.
+        rank_complete: of each rank, whether it ran exactly the schedule's actions, in order.
         iterations: of each rank, seconds of the step with data and optimizer; None if no trace has them.
         collectives: of each rank, what ran beside its actions, likewise.
     """
@@ -33,7 +33,7 @@ class MeasuredStep:
     start: float
     events: tuple[tuple[Event, ...], ...]
     transfers: tuple[tuple[RecordedSpan, ...], ...]
-    whole: tuple[bool, ...]
+    rank_complete: tuple[bool, ...]
     iterations: tuple[float | None, ...]
     collectives: tuple[tuple[RecordedCollective, ...], ...]
 
@@ -45,7 +45,7 @@ class MeasuredStep:
     @property
     def complete(self) -> bool:
         """Return whether all ranks are whole."""
-        return all(self.whole)
+        return all(self.rank_complete)
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -68,12 +68,16 @@ def measured_steps(run: RecordedRun) -> tuple[MeasuredStep, ...]:
 
 def _step(number: int, spans: Sequence[RecordedSpan], run: RecordedRun) -> MeasuredStep:
     ranks = range(run.schedule.ranks)
-    beside = [
-        [each for each in (run.ranks[rank].collectives if rank in run.ranks else ()) if each.step == number]
+    collectives = [
+        [
+            collective
+            for collective in (run.ranks[rank].collectives if rank in run.ranks else ())
+            if collective.step == number
+        ]
         for rank in ranks
     ]
     starts = [span.start for span in spans if not span.action.kind.is_transfer]
-    start = min([*starts, *(each.start for row in beside for each in row)])
+    start = min([*starts, *(collective.start for row in collectives for collective in row)])
     events: list[list[Event]] = [[] for _ in ranks]
     transfers: list[list[RecordedSpan]] = [[] for _ in ranks]
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
@@ -88,8 +92,11 @@ def _step(number: int, spans: Sequence[RecordedSpan], run: RecordedRun) -> Measu
         tuple(map(tuple, events)),
         tuple(map(tuple, transfers)),
         tuple(tuple(event.action for event in events[rank]) == run.schedule.actions[rank] for rank in ranks),
-        tuple(None if each is None else each[1] - each[0] for each in iterations),
-        tuple(tuple(each._replace(start=each.start - start, end=each.end - start) for each in row) for row in beside),
+        tuple(None if iteration is None else iteration[1] - iteration[0] for iteration in iterations),
+        tuple(
+            tuple(collective._replace(start=collective.start - start, end=collective.end - start) for collective in row)
+            for row in collectives
+        ),
     )
 
 
@@ -123,16 +130,16 @@ def measured_times(
     B is divided into I and W as predicted, or else halved. A stage without a trace takes what was predicted, scaled by
     the error of the other stages, or else their mean. If ranks share a process, no hop is measured.
     """
-    taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for step in steps:
         for events in step.events:
             for event in events:
-                taken[event.action.stage, event.action.kind].append(event.end - event.start)
-    medians = {key: statistics.median(found) for key, found in sorted(taken.items())}
+                durations[event.action.stage, event.action.kind].append(event.end - event.start)
+    medians = {key: statistics.median(seconds) for key, seconds in sorted(durations.items())}
     shares = ""
     if schedule.trains and not any(kind is Kind.I for _, kind in medians):
         shares = f"I and W taken as {'predicted shares' if predicted else 'halves'} of B"
-    measured = [_of_stage(stage, taken, predicted) for stage in range(schedule.stages)]
+    measured = [_of_stage(stage, durations, predicted) for stage in range(schedule.stages)]
     filled = [_expected(stage, measured, predicted) if row is None else row for stage, row in enumerate(measured)]
     assumed = tuple(
         f"stage {stage} has no trace and takes what the other stages suggest: causes of idle time are a guess"
@@ -146,46 +153,48 @@ def measured_times(
 
 
 def _of_stage(
-    stage: int, taken: Mapping[tuple[int, Kind], Sequence[float]], predicted: Times | None
+    stage: int, durations: Mapping[tuple[int, Kind], Sequence[float]], predicted: Times | None
 ) -> _StageTimes | None:
     """Return the medians of a stage. If it has both B and I with W, all backwards take their mean time."""
-    median = {kind: statistics.median(found) for (n, kind), found in taken.items() if n == stage and found}
+    median = {kind: statistics.median(seconds) for (n, kind), seconds in durations.items() if n == stage and seconds}
     if Kind.F not in median:
         return None
-    count = {kind: len(taken[stage, kind]) for kind in median}
+    count = {kind: len(durations[stage, kind]) for kind in median}
     backwards = count.get(Kind.B, 0) + count.get(Kind.W, 0)
     total = sum(count[kind] * median[kind] for kind in median if kind in BACKWARD)
-    whole, share = total / backwards if backwards else 0.0, 0.5
+    full_backward, share = total / backwards if backwards else 0.0, 0.5
     if Kind.W in median:
-        both = median.get(Kind.I, 0.0) + median[Kind.W]
-        share = median.get(Kind.I, 0.0) / both if both else share
-    elif predicted is not None and (both := predicted.input_grad[stage] + predicted.weight_grad[stage]) > 0:
-        share = predicted.input_grad[stage] / both
-    return median[Kind.F], whole * share, whole * (1 - share)
+        divided_backward = median.get(Kind.I, 0.0) + median[Kind.W]
+        share = median.get(Kind.I, 0.0) / divided_backward if divided_backward else share
+    elif predicted is not None and (divided_backward := predicted.input_grad[stage] + predicted.weight_grad[stage]) > 0:
+        share = predicted.input_grad[stage] / divided_backward
+    return median[Kind.F], full_backward * share, full_backward * (1 - share)
 
 
 def _expected(stage: int, measured: Sequence[_StageTimes | None], predicted: Times | None) -> _StageTimes:
     """Estimate the times of a stage that was not measured."""
-    known = {n: row for n, row in enumerate(measured) if row is not None}
+    measured_rows = {n: row for n, row in enumerate(measured) if row is not None}
     if predicted is None:
-        forward, input_grad, weight_grad = (sum(column) / len(known) for column in zip(*known.values(), strict=True))
+        forward, input_grad, weight_grad = (
+            sum(column) / len(measured_rows) for column in zip(*measured_rows.values(), strict=True)
+        )
         return forward, input_grad, weight_grad
     rows = list(zip(predicted.forward, predicted.input_grad, predicted.weight_grad, strict=True))
-    expected = sum(sum(rows[n]) for n in known)
-    factor = sum(map(sum, known.values())) / expected if expected else 1.0
+    expected = sum(sum(rows[n]) for n in measured_rows)
+    factor = sum(map(sum, measured_rows.values())) / expected if expected else 1.0
     return rows[stage][0] * factor, rows[stage][1] * factor, rows[stage][2] * factor
 
 
 def _hops(steps: Sequence[MeasuredStep], schedule: Schedule) -> dict[Edge, float]:
     """Return edge → the median time of the messages that the receiver waited for. Others only came in time."""
-    found: dict[Edge, list[float]] = defaultdict(list)
+    hops: dict[Edge, list[float]] = defaultdict(list)
     for step in steps:
         for send, receive in messages(step):
             if receive.start <= send.end:
                 edge = (min(send.action.stage, receive.action.stage), max(send.action.stage, receive.action.stage))
-                found[edge].append(max(receive.end - send.start, 0.0))
+                hops[edge].append(max(receive.end - send.start, 0.0))
     edges = schedule.dependencies.edges
-    return {edge: statistics.median(taken) for edge, taken in sorted(found.items()) if edge in edges}
+    return {edge: statistics.median(seconds) for edge, seconds in sorted(hops.items()) if edge in edges}
 
 
 def messages(step: MeasuredStep) -> list[tuple[RecordedSpan, RecordedSpan]]:

@@ -37,7 +37,7 @@ class RunAnalysis:
 
     Attributes:
         steps: all that were recorded.
-        shown: the index of the complete step with the median makespan, or else of the first.
+        step_index: the index of the complete step with the median makespan, or else of the first.
         idle_by_step: of each step, the idle time of each whole rank; empty if ranks shared a process, because they then
             wait for each other.
         idle: the mean over steps; if ranks shared a process, that of the ``simulated`` step.
@@ -50,7 +50,7 @@ class RunAnalysis:
 
     run: RecordedRun
     steps: tuple[MeasuredStep, ...]
-    shown: int
+    step_index: int
     stages: tuple[Mapping[Kind, PredictedAndMeasured], ...]
     times: MeasuredTimes
     idle_by_step: tuple[tuple[RankIdleTime, ...], ...]
@@ -64,7 +64,7 @@ class RunAnalysis:
     @property
     def step(self) -> MeasuredStep:
         """The shown step."""
-        return self.steps[self.shown]
+        return self.steps[self.step_index]
 
     @cached_property
     def makespan(self) -> float:
@@ -74,9 +74,9 @@ class RunAnalysis:
     @cached_property
     def iteration(self) -> float | None:
         """Return the median seconds of a step with data and optimizer, on the slowest rank; None if not recorded."""
-        known = [[seconds for seconds in step.iterations if seconds is not None] for step in self.steps]
-        found = [max(each) for each in known if any(each)]
-        return statistics.median(found) if found else None
+        iterations = [[seconds for seconds in step.iterations if seconds is not None] for step in self.steps]
+        longest = [max(rank_seconds) for rank_seconds in iterations if any(rank_seconds)]
+        return statistics.median(longest) if longest else None
 
     @cached_property
     def bubble(self) -> float | None:
@@ -85,7 +85,7 @@ class RunAnalysis:
         None if no rank was recorded whole.
         """
         steps = [self.idle] if self.run.shares_process else self.idle_by_step
-        shares = [statistics.fmean(each.idle / (each.makespan or 1.0) for each in ranks) for ranks in steps if ranks]
+        shares = [statistics.fmean(rank.idle / (rank.makespan or 1.0) for rank in ranks) for ranks in steps if ranks]
         return statistics.median(shares) if shares else None
 
     @property
@@ -103,38 +103,38 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
         raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
     predicted = run.prediction.times if run.prediction else None
     times = measured_times(steps, schedule, predicted, shared_process)
-    taken = _collective_times(run)
-    simulated = simulate(schedule, _with_collectives(times.times, taken))
-    simulated_idle = SimulatedIdleTimes.of(schedule, times)
+    collective_times = _collective_times(run)
+    simulated = simulate(schedule, _with_collectives(times.times, collective_times))
+    simulated_idle = SimulatedIdleTimes.from_measured_times(schedule, times)
     idle_by_step = tuple(() if shared_process else idle_of_step(step, simulated_idle) for step in steps)
     complete = sorted((step.makespan, index) for index, step in enumerate(steps) if step.complete)
-    shown = complete[(len(complete) - 1) // 2][1] if complete else 0
-    has_critical_path = steps[shown].complete and not shared_process
+    step_index = complete[(len(complete) - 1) // 2][1] if complete else 0
+    has_critical_path = steps[step_index].complete and not shared_process
     return RunAnalysis(
         run=run,
         steps=steps,
-        shown=shown,
+        step_index=step_index,
         stages=_stages(run, times, predicted),
         times=times,
         idle_by_step=idle_by_step,
         idle=idle_of_timeline(simulated, simulated_idle) if shared_process else mean_idle(idle_by_step),
         simulated=simulated,
         expected=run.prediction.timeline if run.prediction else None,
-        critical=measured_timeline(steps[shown], schedule, times.hops) if has_critical_path else None,
+        critical=measured_timeline(steps[step_index], schedule, times.hops) if has_critical_path else None,
         advice=_advice(run, times, steps),
-        collectives=_collectives(run, taken) if taken else (),
+        collectives=_collectives(run, collective_times) if collective_times else (),
     )
 
 
 def _collectives(
-    run: RecordedRun, taken: Mapping[tuple[int, CollectiveKind], float]
+    run: RecordedRun, collective_times: Mapping[tuple[int, CollectiveKind], float]
 ) -> tuple[dict[CollectiveKind, PredictedAndMeasured], ...]:
     predicted = run.predicted_collectives
     return tuple(
         {
             kind: PredictedAndMeasured(predicted.get((stage, kind)), seconds)
-            for (found, kind), seconds in taken.items()
-            if found == stage
+            for (collective_stage, kind), seconds in collective_times.items()
+            if collective_stage == stage
         }
         for stage in range(run.schedule.stages)
     )
@@ -142,17 +142,17 @@ def _collectives(
 
 def _collective_times(run: RecordedRun) -> dict[tuple[int, CollectiveKind], float]:
     """Return the median seconds of each kind of a stage's collectives."""
-    taken: dict[tuple[int, CollectiveKind], list[float]] = defaultdict(list)
+    durations: dict[tuple[int, CollectiveKind], list[float]] = defaultdict(list)
     for trace in run.ranks.values():
-        for each in trace.collectives:
-            if each.collective.kind is not CollectiveKind.RESHARD:
-                taken[each.collective.stage, each.collective.kind].append(each.end - each.start)
-    return {key: statistics.median(found) for key, found in sorted(taken.items())}
+        for recorded in trace.collectives:
+            if recorded.collective.kind is not CollectiveKind.RESHARD:
+                durations[recorded.collective.stage, recorded.collective.kind].append(recorded.end - recorded.start)
+    return {key: statistics.median(seconds) for key, seconds in sorted(durations.items())}
 
 
-def _with_collectives(times: Times, taken: Mapping[tuple[int, CollectiveKind], float]) -> Times:
+def _with_collectives(times: Times, collective_times: Mapping[tuple[int, CollectiveKind], float]) -> Times:
     unshard, reduce_grad = (
-        tuple(taken.get((stage, kind), 0.0) for stage in range(times.stages))
+        tuple(collective_times.get((stage, kind), 0.0) for stage in range(times.stages))
         for kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
     )
     return replace(times, unshard=unshard, reduce_grad=reduce_grad)
@@ -160,8 +160,8 @@ def _with_collectives(times: Times, taken: Mapping[tuple[int, CollectiveKind], f
 
 def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep]) -> Advice:
     """Advise on changes only if all stages were measured: that is about how they compare."""
-    others = (name for name in run.grid.names if name != PIPELINE and run.grid.length(name) > 1)
-    mesh = " ".join(f"--{name.replace('_', '-')} {run.grid.length(name)}" for name in others)
+    dimensions = (name for name in run.grid.names if name != PIPELINE and run.grid.length(name) > 1)
+    mesh = " ".join(f"--{name.replace('_', '-')} {run.grid.length(name)}" for name in dimensions)
     model = _model_named(run.manifest.model.source) if run.manifest else ""
     names = CommandNames(run.info.package_folder, model, mesh)
     step = 0.0 if run.shares_process else _median(steps)
@@ -172,8 +172,8 @@ def _advice(run: RecordedRun, times: MeasuredTimes, steps: Sequence[MeasuredStep
     if times.assumed:
         hindrance = "it takes the times of all stages, and not all were recorded"
         return Advice((), run.shares_process, hindrance, mispredicted, names, run.schedule.stages)
-    made = advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step, names)
-    return replace(made, mispredicted=mispredicted)
+    advice = advise(run.schedule, times.times, run.manifest, times.shares, run.shares_process, step, names)
+    return replace(advice, mispredicted=mispredicted)
 
 
 def _model_named(source: str) -> str:

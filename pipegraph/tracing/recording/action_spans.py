@@ -65,14 +65,14 @@ class ActionSpans:
         Args:
             base: from when the trace's times count, in nanoseconds.
         """
-        kept, self._collectives = self._collectives, []
-        if not kept:
+        collectives, self._collectives = self._collectives, []
+        if not collectives:
             return
         shift = _ahead_of_perf_counter() - (base or 0)
         place = {"pid": os.getpid(), "tid": _LANE}
-        for what, value in (("thread_name", {"name": "collectives"}), ("thread_sort_index", {"sort_index": _LANE})):
-            yield {"ph": "M", "name": what, "ts": 0, **place, "args": value}
-        for collective, begin, end, size in kept:
+        for name, value in (("thread_name", {"name": "collectives"}), ("thread_sort_index", {"sort_index": _LANE})):
+            yield {"ph": "M", "name": name, "ts": 0, **place, "args": value}
+        for collective, begin, end, size in collectives:
             yield {
                 "ph": "X",
                 "cat": COLLECTIVE_EVENT,
@@ -91,8 +91,8 @@ def _ahead_of_perf_counter() -> int:
     the order of spans.
     """
     readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(9)]
-    before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return now - (before + after) // 2
+    start, now, end = min(readings, key=lambda reading: reading[2] - reading[0])
+    return now - (start + end) // 2
 
 
 def action_arguments(pipe: Pipeline) -> Callable[[Action | Collective], dict[str, Any]]:
@@ -107,14 +107,14 @@ def action_arguments(pipe: Pipeline) -> Callable[[Action | Collective], dict[str
     @cache
     def arguments(action: Action | Collective) -> dict[str, Any]:
         stage = action.stage
-        found: dict[str, Any] = {"stage": stage, "kind": action.kind.value, "rank": placement[stage]}
+        event_arguments: dict[str, Any] = {"stage": stage, "kind": action.kind.value, "rank": placement[stage]}
         if isinstance(action, Collective):
-            return found
-        found["microbatch"] = action.microbatch
+            return event_arguments
+        event_arguments["microbatch"] = action.microbatch
         if action.peer is not None:
             values = transfer_of(action, wiring, placement).values
             size = sum(math.prod(value.shape_at(sizes)) * torch_dtype(value).itemsize for value in values)
-            found |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
-        return found
+            event_arguments |= {"peer": action.peer, "peer_rank": placement[action.peer], "bytes": size}
+        return event_arguments
 
     return arguments

@@ -144,19 +144,19 @@ class LoopProfiler:
         """Return whether the step is recorded, or warms the profiler up."""
         return self._schedule(step) is not ProfilerAction.NONE
 
-    def _observe(self, wanted: bool) -> None:
-        if wanted and self._observer is None:
+    def _observe(self, enabled: bool) -> None:
+        if enabled and self._observer is None:
             self._observer = self._pipe.observe(self._spans, evals=False)
-        elif self._observer is not None and not wanted:
+        elif self._observer is not None and not enabled:
             self._observer.remove()
             self._observer = None
 
     def _share_loss(self, result: StepResult | None) -> float | None:
-        own = math.nan if result is None or result.loss is None else float(result.loss)
+        local_loss = math.nan if result is None or result.loss is None else float(result.loss)
         with record_function(LOSS_SPAN):
             if self._reporter is not None:
-                return self._reporter.end_step(None if math.isnan(own) else own)
-            rows = self._pipe.gather([own], everywhere=True)
+                return self._reporter.end_step(None if math.isnan(local_loss) else local_loss)
+            rows = self._pipe.gather([local_loss], everywhere=True)
         return next((loss for (loss,) in rows if not math.isnan(loss)), None)
 
     def _write(self) -> None:
@@ -173,13 +173,20 @@ class LoopProfiler:
         events = adapt_events(events, action_arguments(self._pipe))
         events = match_collectives(events, self._pipe.gather(count_collectives(events), everywhere=True))
         traces, grid = {}, self._pipe.grid
-        for rank, own in events_by_rank(events, [self._pipe.mesh_ranks[each] for each in self._pipe.ranks]).items():
+        for rank, rank_events in events_by_rank(
+            events, [self._pipe.mesh_ranks[pipeline_rank] for pipeline_rank in self._pipe.ranks]
+        ).items():
             header = {"run": self._run.run, "rank": rank, "ranks": grid.size, "digits": digits}
             header["mesh"] = dict(zip(grid.names, grid.shape, strict=True))
             header["messages"] = {text: sent for text, sent in self._spans.messages.items() if sent}
             name = {"traceName": trace_file(rank, digits)}
             # The events come last: the plugin adds its own to a GPU's, at the last bracket that it finds.
-            traces[rank] = {**trace, **name, "pipegraph": {**header, "clock": asdict(clock)}, "traceEvents": own}
+            traces[rank] = {
+                **trace,
+                **name,
+                "pipegraph": {**header, "clock": asdict(clock)},
+                "traceEvents": rank_events,
+            }
         self._run.add_window(traces, digits, {"steps": [first, last], "losses": list(self._losses.values())})
         self._losses.clear()
         if self._reporter is not None:
@@ -217,9 +224,9 @@ def exclusive_profiling(pipe: Pipeline) -> Iterator[None]:
     is_ours = _profiler_lock.acquire(blocking=False)
     try:
         rows = pipe.gather([not is_ours or profiler_is_recording()], everywhere=True)
-        taken = [rank for rank, (is_taken,) in enumerate(rows) if is_taken]
-        if taken:
-            where = f"rank {taken[0]}" if len(rows) > 1 else "this process"
+        busy_ranks = [rank for rank, (is_taken,) in enumerate(rows) if is_taken]
+        if busy_ranks:
+            where = f"rank {busy_ranks[0]}" if len(rows) > 1 else "this process"
             raise PipegraphError(
                 f"Another profile already records {where}, and a process has one profiler of torch.\n"
                 "Try: end the other one first; pipegraph.profile records what torch.profiler.profile does."

@@ -61,7 +61,7 @@ class RunFolder:
 
     Attributes:
         run: its unique name.
-        made: how many folders were made for it, itself included: the innermost ones of `path`.
+        folder_count: how many folders were made for it, itself included: the innermost ones of `path`.
         windows: what was recorded until now.
     """
 
@@ -69,7 +69,7 @@ class RunFolder:
     run: str
     _pipe: Pipeline
     _about: dict[str, Any]
-    made: int = 1
+    folder_count: int = 1
     windows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -86,13 +86,13 @@ class RunFolder:
 
         def write() -> None:
             for rank, trace in traces.items():
-                whole = self.path / trace_file(rank, digits)
-                part = parts[whole] = whole.with_name(f".{whole.name}{_PART}")
+                file = self.path / trace_file(rank, digits)
+                part = parts[file] = file.with_name(f".{file.name}{_PART}")
                 part.write_bytes(gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), compresslevel=5))
 
         def publish() -> None:
-            for whole, part in parts.items():
-                part.replace(whole)
+            for file, part in parts.items():
+                part.replace(file)
             self.windows.append({"digits": digits, **about})
             self._write_about()
 
@@ -110,13 +110,13 @@ class RunFolder:
         """
         if self.windows:
             return
-        ours = {MANIFEST, SCHEDULE, RUN}
+        run_files = {MANIFEST, SCHEDULE, RUN}
         with suppress(OSError):
             files = list(self.path.iterdir())
-            if all(file.name in ours or file.suffix == _PART or file.name.startswith(_SCALARS) for file in files):
+            if all(file.name in run_files or file.suffix == _PART or file.name.startswith(_SCALARS) for file in files):
                 for file in files:
                     file.unlink(missing_ok=True)  # another process removes its own part of a window
-                for empty in (self.path, *self.path.absolute().parents)[: self.made]:
+                for empty in (self.path, *self.path.absolute().parents)[: self.folder_count]:
                     empty.rmdir()
 
     def _write_about(self) -> None:
@@ -156,14 +156,14 @@ def make_run_folder(pipe: Pipeline, parent: Path) -> RunFolder:
     def make() -> None:
         if folder.is_first:
             around = (parent, *parent.absolute().parents)
-            folder.made += next(number for number, each in enumerate(around) if each.exists())
+            folder.folder_count += next(number for number, ancestor in enumerate(around) if ancestor.exists())
             parent.mkdir(parents=True, exist_ok=True)
             folder.path = _make_new(parent, name)
 
     run_on_all_ranks(pipe, parent, make)
-    own = f"{folder.made} {folder.path.name}" if folder.is_first else ""
-    made, _, own = pipe.gather_text(own, everywhere=True)[0].partition(" ")
-    folder.path, folder.made = parent / own, int(made)
+    folder_name = f"{folder.folder_count} {folder.path.name}" if folder.is_first else ""
+    count_text, _, folder_name = pipe.gather_text(folder_name, everywhere=True)[0].partition(" ")
+    folder.path, folder.folder_count = parent / folder_name, int(count_text)
 
     def fill() -> None:
         folder.path.mkdir(parents=True, exist_ok=True)  # on another machine
@@ -192,12 +192,12 @@ def run_on_all_ranks(pipe: Pipeline, folder: Path, do: Callable[[], None]) -> No
     except OSError as error:
         failed = error
     why = "" if failed is None else str(write_error(folder, failed))
-    said = pipe.gather_text(why, everywhere=True)
+    reasons = pipe.gather_text(why, everywhere=True)
     if failed is not None:
         raise PipegraphError(why) from failed
-    others = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
-    if others:
-        raise PipegraphError(others[0])
+    errors = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text]
+    if errors:
+        raise PipegraphError(errors[0])
 
 
 def _is_first(pipe: Pipeline) -> bool:

@@ -37,7 +37,7 @@ PARTS = {
 }
 """What a rank's time goes into. A transfer hands a message over, a wait ends when one has arrived."""
 
-_OWN: Final = 6
+_PROCESS_FIGURES: Final = 6
 """how many figures a process tells of itself, before those of its ranks"""
 
 COLLECTIVES: Final = "collectives"
@@ -109,8 +109,8 @@ class StepRecorder:
             sums = dict.fromkeys(self._parts, 0.0)
             for span in spans:
                 sums[PARTS[span.action.kind]] += span.end - span.begin
-            for each in self._last.collectives.get(rank, ()):
-                sums[COLLECTIVES] += each.end - each.begin
+            for collective in self._last.collectives.get(rank, ()):
+                sums[COLLECTIVES] += collective.end - collective.begin
             row += sums.values()
         figures = self._figures(self._pipe.gather(row, everywhere=True))
         self._index += 1
@@ -130,23 +130,23 @@ class StepRecorder:
             spans = spans[-len(actions[rank]) :]
             if [span.action for span in spans] != actions[rank]:  # a call of another number of microbatches
                 spans = []
-            times = [self._last_start + each for span in spans for each in (span.begin, span.end)]
+            times = [self._last_start + moment for span in spans for moment in (span.begin, span.end)]
             row += [*times, *[math.nan] * (longest - len(times))]
         rows = self._pipe.gather(row, everywhere=True)
         if len(rows) > 1:
             by_rank = [rows[rank] for rank in self._pipe.grid.line(0, PIPELINE)]
         else:
             by_rank = [rows[0][at : at + longest] for at in range(0, len(rows[0]), longest)]
-        found = [times[: 2 * len(each)] for times, each in zip(by_rank, actions, strict=True)]
-        if any(map(math.isnan, (each for times in found for each in times))):
+        rank_times = [times[: 2 * len(rank_actions)] for times, rank_actions in zip(by_rank, actions, strict=True)]
+        if any(map(math.isnan, (moment for times in rank_times for moment in times))):
             return None
-        first = min(each for times in found for each in times)
+        first = min(moment for times in rank_times for moment in times)
         events = tuple(
             tuple(
                 Event(action, begin - first, end - first)
-                for action, begin, end in zip(each, times[::2], times[1::2], strict=True)
+                for action, begin, end in zip(rank_actions, times[::2], times[1::2], strict=True)
             )
-            for each, times in zip(actions, found, strict=True)
+            for rank_actions, times in zip(actions, rank_times, strict=True)
         )
         return Timeline(events, peak_activations(schedule))
 
@@ -154,11 +154,15 @@ class StepRecorder:
         ranks, grid = self._pipe.schedule.ranks, self._pipe.grid
         in_turn = len(rows) < ranks
         width = 2 + len(self._parts)
-        by_rank = [rows[0][_OWN + at * width :] for at in range(ranks)] if in_turn else [row[_OWN:] for row in rows]
-        seconds = max(0.0, max(each[1] for each in by_rank) - min(each[0] for each in by_rank))
-        parts = [dict(zip(self._parts, each[2:width], strict=True)) for each in by_rank]
+        by_rank = (
+            [rows[0][_PROCESS_FIGURES + at * width :] for at in range(ranks)]
+            if in_turn
+            else [row[_PROCESS_FIGURES:] for row in rows]
+        )
+        seconds = max(0.0, max(figures[1] for figures in by_rank) - min(figures[0] for figures in by_rank))
+        parts = [dict(zip(self._parts, figures[2:width], strict=True)) for figures in by_rank]
         computing = {PARTS[kind] for kind in PARTS if not kind.is_transfer}
-        busy = fmean(sum(spent for part, spent in each.items() if part in computing) for each in parts)
+        busy = fmean(sum(spent for part, spent in rank_parts.items() if part in computing) for rank_parts in parts)
         samples, tokens = (sum(rows[rank][at] for rank in grid.line(0, *DATA)) for at in (4, 5))
         return StepFigures(
             index=self._index,
@@ -194,8 +198,10 @@ def batch_sizes(manifest: Manifest, sizes: StepSizes) -> tuple[int | None, int |
     shape [batch, sequence].
     """
     names = [name for name in leaves((manifest.args, manifest.kwargs)) if name is not None]
-    given = [manifest.values[name] for name in names]
-    first = next((each for each in given if each.producer == CALLER and not each.is_constant and each.shape), None)
+    inputs = [manifest.values[name] for name in names]
+    first = next(
+        (value for value in inputs if value.producer == CALLER and not value.is_constant and value.shape), None
+    )
     if first is None:
         return None, None
     is_tokens = first.dtype.lstrip("u").startswith("int") and len(first.shape) == 2

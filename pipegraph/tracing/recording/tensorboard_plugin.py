@@ -45,12 +45,12 @@ class _StepStarts:
     """When each step of a trace, such as `ProfilerStep#5`, starts, in microseconds."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        found = [
+        step_starts = [
             (float(event["ts"]), int(event["name"].removeprefix(_STEP)))
             for event in events
             if event.get("cat") == _HOST and event.get("name", "").startswith(_STEP)
         ]
-        self._starts, self._numbers = map(list, zip(*sorted(found), strict=True)) if found else ([], [])
+        self._starts, self._numbers = map(list, zip(*sorted(step_starts), strict=True)) if step_starts else ([], [])
 
     def at(self, time: float) -> int | None:
         """Return the step that was running at a time; None before the first one."""
@@ -77,7 +77,7 @@ def adapt_events(events: Sequence[Event], arguments: Callable[[Action | Collecti
     """
     steps = _StepStarts(events)
     started = _Intervals(
-        each for each in events if each.get("cat") == _HOST and parse_collective_name(str(each.get("name")))
+        event for event in events if event.get("cat") == _HOST and parse_collective_name(str(event.get("name")))
     )
     return [adapted for event in events for adapted in _adapt(event, arguments, steps, started)]
 
@@ -86,8 +86,8 @@ class _Intervals:
     """When events ran that do not overlap."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        found = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in events)
-        self._starts, self._ends = map(list, zip(*found, strict=True)) if found else ([], [])
+        intervals = sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in events)
+        self._starts, self._ends = map(list, zip(*intervals, strict=True)) if intervals else ([], [])
 
     def start_and_leave(self, event: Event) -> bool:
         """Whether an event starts in one of them, and ends after it."""
@@ -151,12 +151,12 @@ def match_collectives(events: Sequence[Event], counts: Sequence[Sequence[float]]
         counts: process → its `count_collectives`.
     """
     by_library = zip(LIBRARIES, zip(*counts, strict=True), strict=True)
-    kept = next((library for library, each in by_library if len(set(each)) == 1 and each[0]), None)
+    common_library = next((library for library, numbers in by_library if len(set(numbers)) == 1 and numbers[0]), None)
     marks = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e["name"] == LOSS_SPAN]
 
     def remains(event: Event) -> bool:
-        if kept is not None:
-            return bool(event["name"].startswith(kept))
+        if common_library is not None:
+            return bool(event["name"].startswith(common_library))
         return any(start <= float(event["ts"]) <= end for start, end in marks)
 
     return [
@@ -191,11 +191,11 @@ def events_by_rank(events: Sequence[Event], ranks: Sequence[int]) -> dict[int, l
         return spans[index][2]
 
     launched = {_correlation(event): within(event) for event in events if event.get("cat") == "runtime"}
-    found: dict[int, list[Event]] = {rank: [] for rank in ranks}
+    divided_events: dict[int, list[Event]] = {rank: [] for rank in ranks}
     for event in events:
         if _is_of_all(event):
-            for each in found.values():
-                each.append(event)
+            for rank_events in divided_events.values():
+                rank_events.append(event)
             continue
         if _is_action(event):
             rank = event["args"]["rank"]
@@ -203,8 +203,8 @@ def events_by_rank(events: Sequence[Event], ranks: Sequence[int]) -> dict[int, l
             rank = launched.get(_correlation(event))
         else:
             rank = within(event)
-        found[ranks[0] if rank is None else rank].append(event)
-    return found
+        divided_events[ranks[0] if rank is None else rank].append(event)
+    return divided_events
 
 
 def _is_action(event: Event) -> bool:

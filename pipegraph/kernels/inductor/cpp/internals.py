@@ -117,11 +117,11 @@ def compiled_together() -> Iterator[list[Callable[[], None]]]:
     from torch._inductor.codecache import LambdaFuture
 
     waits: list[Callable[[], None]] = []
-    asked: dict[int, list[tuple[Kernel, LambdaFuture]]] = {}
+    requested_kernels: dict[int, list[tuple[Kernel, LambdaFuture]]] = {}
     """By the AsyncCompile of a module: its kernels, and what stands for each in the module until it is there."""
     thread = threading.get_ident()
     with TORCH_LOCK:
-        before = AsyncCompile.wait, AsyncCompile.cpp_pybinding
+        previous_methods = AsyncCompile.wait, AsyncCompile.cpp_pybinding
         original_wait = getattr(AsyncCompile.wait, "original", AsyncCompile.wait)
         original_binding = getattr(AsyncCompile.cpp_pybinding, "original", AsyncCompile.cpp_pybinding)
 
@@ -129,15 +129,15 @@ def compiled_together() -> Iterator[list[Callable[[], None]]]:
             if threading.get_ident() != thread:
                 return original_binding(pool, argtypes, source_code)
             future = LambdaFuture(lambda: None)
-            asked.setdefault(id(pool), []).append((Kernel(tuple(argtypes), source_code), future))
+            requested_kernels.setdefault(id(pool), []).append((Kernel(tuple(argtypes), source_code), future))
             return future
 
         def wait(pool: Any, scope: dict[str, Any]) -> None:
             if threading.get_ident() != thread:
                 original_wait(pool, scope)
                 return
-            kernels = asked.pop(id(pool), [])
-            for (_, future), function in zip(kernels, load_kernels([each for each, _ in kernels]), strict=True):
+            kernels = requested_kernels.pop(id(pool), [])
+            for (_, future), function in zip(kernels, load_kernels([kernel for kernel, _ in kernels]), strict=True):
                 future.result_fn = function
             waits.append(partial(finish, pool, scope, [future for _, future in kernels]))
 
@@ -152,7 +152,7 @@ def compiled_together() -> Iterator[list[Callable[[], None]]]:
         try:
             yield waits
         finally:
-            AsyncCompile.wait, AsyncCompile.cpp_pybinding = before  # type: ignore[method-assign]
+            AsyncCompile.wait, AsyncCompile.cpp_pybinding = previous_methods  # type: ignore[method-assign]
 
 
 def load_kernels(kernels: Sequence[Kernel]) -> list[Callable[[], Any]]:
