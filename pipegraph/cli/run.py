@@ -29,7 +29,6 @@ from pipegraph.cli.options import (
 )
 from pipegraph.cli.output import check_target, json_text, terminal_width, write_target
 from pipegraph.cli.progress_bar import progress
-from pipegraph.cli.run_again import launch_again
 from pipegraph.cli.run_options import (
     PROFILED_STEPS,
     STEPS,
@@ -68,6 +67,38 @@ if TYPE_CHECKING:
     from pipegraph.runtime.processes.rank_grid import RankGrid
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
+
+# ---- run again -------------------------------------------------------------------------------------------------------
+# The processes of ``pipegraph run``: the same command again, once for each rank.
+
+
+def launch_again(context: typer.Context, processes: int, debug: bool, grace: float, timeout: float | None) -> None:
+    """Run the same command in a process for each rank."""
+    from pipegraph.runtime.processes.group import TIMEOUT
+    from pipegraph.runtime.processes.launch import launch
+    from pipegraph.runtime.processes.progress_relay import relay_progress
+
+    options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
+    defaults = {parameter.name: parameter.default for parameter in context.command.params}
+    flags = [
+        f"--{'' if value else 'no-'}{name.replace('_', '-')}"
+        for name, value in options.items()
+        if isinstance(value, bool) and value != defaults[name]
+    ]
+    flags += [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in options.items()
+        if value is not None and not isinstance(value, bool)
+    ]
+    with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
+        # -P: without the working folder on sys.path, as for the command that started this process.
+        arguments = ["-P", "-m", "pipegraph", "run", str(context.params["out"]), *flags]
+        folders = [str(Path(file).parent) for file in environment.values()]
+        launch(arguments, processes, debug, environment, folders, grace, TIMEOUT if timeout is None else timeout)
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
 
 _SAVE_SECONDS = 600.0  # for a run to end a step and save it when a signal ends it
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
+import sympy
 from msgspec import structs
 
 from pipegraph.arguments import for_asker
-from pipegraph.codegen.draft import Draft, draft
+from pipegraph.codegen.draft import Draft, Source, draft, written_shape
 from pipegraph.codegen.forms import USUAL, Forms
-from pipegraph.codegen.general_sizes import with_general_sizes
 from pipegraph.codegen.initial_values import patterns_of
 from pipegraph.codegen.names.model_names import prose
 from pipegraph.codegen.proof import Proof, differences_of_text, written_names
@@ -20,9 +22,176 @@ from pipegraph.codegen.validation.validate import GraphDifference
 from pipegraph.errors import CaptureError, PlanError
 from pipegraph.graph.captured import OtherSize
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import CONFIG, ListedFile, Manifest
+from pipegraph.graph.symbolic_size import SymbolicSize, expression_text
+from pipegraph.package import CONFIG, ListedFile, Manifest, StageCost
 from pipegraph.package.json_file import json_text
+from pipegraph.package.sizes import Size
 from pipegraph.planner.plan import Plan
+
+# ---- general sizes ---------------------------------------------------------------------------------------------------
+# Sizes that a package takes although ``torch.export`` fixes them, because its code is the same at two of them.
+#
+# Export unrolls ``for t in range(x.shape[1])``, and the stage says it again. If two captures with different numbers of
+# steps give the same code, it is that of any number, and both together say how a shape follows from it.
+
+
+_SHAPE = re.compile(r"(?<=\w\[)[^\[\]]+(?=\])")  # between the brackets of f32[batch, 13]
+_SUM_OF_PRODUCTS = re.compile(r"[\w *+-]+")
+_NAME = re.compile(r"[^\W\d]\w*")
+_PARTS = "  "  # between the parts of a docstring
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class _UnknownGrowthError(Exception):
+    """Two captures do not say how a dimension follows from a size: it is half of it, say."""
+
+
+def with_general_sizes(draft: Draft, variants: Sequence[tuple[OtherSize, Draft]]) -> Draft:
+    """Return a package that takes any of those sizes at which its code stays the same.
+
+    Args:
+        draft: the package.
+        variants: the sizes that may be general, each with the package at another one.
+    """
+    shapes, sources, sizes = dict(draft.shapes), [], []
+    for size, variant in variants:
+        if _written(draft) != _written(variant):
+            continue
+        try:
+            grown = {name: _grown(shapes[name], draft.shapes[name], variant.shapes[name], size) for name in shapes}
+        except _UnknownGrowthError:
+            continue
+        shapes = grown
+        sources.append((size, variant.source))
+        sizes.append(size)
+    return Draft(_source(draft.source, sources), _manifest(draft.manifest, sizes, shapes), shapes) if sizes else draft
+
+
+def _written(package: Draft) -> tuple[Any, ...]:
+    """What a package has but for the numbers of shapes and costs."""
+    manifest, source = package.manifest, package.source
+    code: list[Any] = [*source.functions, *source.blocks, *source.stages]
+    return (
+        [replace(part, docstring="") for part in code],
+        source.initial_values,
+        [structs.replace(value, shape=("",) * len(value.shape)) for value in manifest.values.values()],
+        [structs.replace(stage, cost=StageCost()) for stage in manifest.stages],
+        (manifest.args, manifest.kwargs, manifest.outputs, manifest.evaluation_outputs, manifest.lists),
+        (manifest.conditions, manifest.tied, manifest.requires),
+    )
+
+
+# ---- how a dimension follows -----------------------------------------------------------------------------------------
+
+
+def _grown(general: Sequence[int], first: Sequence[int], second: Sequence[int], size: OtherSize) -> tuple[int, ...]:
+    """A shape for any value of a size.
+
+    Args:
+        general: the shape, with the sizes that are general so far.
+        first, second: the shape in both captures.
+        size: the size.
+
+    Raises:
+        _UnknownGrowthError: a dimension does not grow evenly.
+    """
+    grown: list[int] = []
+    for dim, first_dim, second_dim in zip(general, first, second, strict=True):
+        expression = _expression(dim) + _growth(_expression(first_dim), _expression(second_dim), size)
+        values = {_symbol(size): size.size, **getattr(dim, "symbols", {})}
+        grown.append(SymbolicSize(expression, values) if expression.free_symbols else int(expression))
+    return tuple(grown)
+
+
+def _growth(first: sympy.Expr, second: sympy.Expr, size: OtherSize) -> sympy.Expr:
+    """What a dimension has more than in the first capture: ``tokens_1 - 13``."""
+    growth = sympy.expand((second - first) / (size.captured_size - size.size))
+    if not all(number.is_Integer for number in growth.as_coefficients_dict().values()):
+        raise _UnknownGrowthError
+    return sympy.expand(growth * (_symbol(size) - size.size))
+
+
+def _expression(dim: int) -> sympy.Expr:
+    return dim.expression if isinstance(dim, SymbolicSize) else sympy.Integer(dim)
+
+
+def _symbol(size: OtherSize) -> sympy.Symbol:
+    return sympy.Symbol(size.name, integer=True, positive=True)
+
+
+# ---- manifest and docstrings -----------------------------------------------------------------------------------------
+
+
+def _manifest(base: Manifest, general: Sequence[OtherSize], shapes: Shapes) -> Manifest:
+    sizes = base.sizes | {size.name: Size(captured=size.size, min=size.lowest) for size in general}
+    values = {name: structs.replace(base.values[name], shape=written_shape(shape)) for name, shape in shapes.items()}
+    return structs.replace(base, sizes=sizes, values=base.values | values)
+
+
+def _source(source: Source, variants: Sequence[tuple[OtherSize, Source]]) -> Source:
+    def documented(part: str) -> tuple[Any, ...]:
+        variant_parts = zip(*(getattr(variant, part) for _, variant in variants), strict=True)
+        return tuple(
+            replace(
+                definition,
+                docstring=_docstring(
+                    definition.docstring, [(size, peer.docstring) for size, peer in zip(sizes, peers, strict=True)]
+                ),
+            )
+            for definition, peers in zip(getattr(source, part), variant_parts, strict=True)
+        )
+
+    sizes = [size for size, _ in variants]
+    return replace(source, functions=documented("functions"), blocks=documented("blocks"), stages=documented("stages"))
+
+
+def _docstring(docstring: str, variants: Sequence[tuple[OtherSize, str]]) -> str:
+    """A docstring with names for the sizes in its shapes, and without the sentences that a size is fixed."""
+    sizes = [size for size, _ in variants]
+    text = _without_fixed(docstring, sizes)
+    variant_shapes = [(size, _SHAPE.findall(_without_fixed(variant, sizes))) for size, variant in variants]
+    numbers = iter(range(len(text)))
+
+    def named(match: re.Match[str]) -> str:
+        position = next(numbers)
+        return _shape(match[0], [(size, shapes[position]) for size, shapes in variant_shapes if position < len(shapes)])
+
+    return _SHAPE.sub(named, text)
+
+
+def _without_fixed(docstring: str, sizes: Sequence[OtherSize]) -> str:
+    fixed = tuple(f"{prose(place)} is " for size in sizes for place in size.places)
+    return _PARTS.join(part for part in docstring.split(_PARTS) if not part.startswith(fixed))
+
+
+def _shape(shape: str, variants: Sequence[tuple[OtherSize, str]]) -> str:
+    """``batch, tokens_1`` for ``batch, 13`` and ``batch, 7``."""
+    dims = shape.split(", ")
+    variant_dims = [(size, text.split(", ")) for size, text in variants]
+    same_rank = [(size, variant) for size, variant in variant_dims if len(variant) == len(dims)]
+    return ", ".join(_dim(dim, [(size, variant[at]) for size, variant in same_rank]) for at, dim in enumerate(dims))
+
+
+def _dim(dim: str, variants: Sequence[tuple[OtherSize, str]]) -> str:
+    """A dimension in words; as it is if it does not say how it grows."""
+    changed = [(size, text) for size, text in variants if text != dim]
+    if not changed or not all(map(_SUM_OF_PRODUCTS.fullmatch, (dim, *(text for _, text in changed)))):
+        return dim
+    first = _parsed(dim)
+    try:
+        return expression_text(sympy.expand(first + sum(_growth(first, _parsed(text), size) for size, text in changed)))
+    except _UnknownGrowthError:
+        return dim
+
+
+def _parsed(text: str) -> sympy.Expr:
+    names = {name: sympy.Symbol(name, integer=True, positive=True) for name in _NAME.findall(text)}
+    return sympy.sympify(text, locals=names)
+
+
+# ---- package files ---------------------------------------------------------------------------------------------------
+
 
 _LISTED = 8  # parameters that a warning names
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
 from pipegraph.cost.hardware import Hardware, Link, Links
-from pipegraph.cost.host_link import WITHIN_MEMORY, measure_host_link
-from pipegraph.cost.machine_links import LinkRates, measure_links
+from pipegraph.cost.machine_links import LinkRates, fit, measure_links
 from pipegraph.cost.machine_rates import (
     Stopwatch,
     measure_bandwidth,
@@ -27,6 +27,42 @@ from pipegraph.cost.size_table import SizeTable
 from pipegraph.kernels.cpu import keep_freed_memory, threads_per_rank
 from pipegraph.machine import memory_of_host
 from pipegraph.units import format_percent
+
+# ---- host link -------------------------------------------------------------------------------------------------------
+# Measure the link from a device to the memory of its host, which ``recompute="offload"`` copies over.
+
+
+WITHIN_MEMORY = "copies within memory"
+"""The name of the link of a CPU, whose memory is that of the host."""
+
+_SIZES = tuple(4**power * 1024 for power in range(3, 9))  # of copies: 64 KiB to 64 MiB
+
+
+def measure_host_link(stopwatch: Stopwatch) -> Link:
+    """Return the link over which a tensor is copied to pinned CPU memory and back.
+
+    On a CPU both are in one memory, and the copies are those with which the runtime emulates offload.
+    """
+    is_cpu = stopwatch.device.type == "cpu"
+    times = [_there_and_back(stopwatch, size, is_pinned=not is_cpu) for size in _SIZES]
+    latency, bandwidth = fit(times, [2 * size for size in _SIZES])
+    name = WITHIN_MEMORY if is_cpu else f"{torch.cuda.get_device_name(stopwatch.device)} to pinned memory"
+    return Link(latency, bandwidth, name)
+
+
+def _there_and_back(stopwatch: Stopwatch, size: int, is_pinned: bool) -> float:
+    device_tensor = torch.zeros(size, dtype=torch.uint8, device=stopwatch.device)
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def copy() -> Tensor:
+        host.copy_(device_tensor, non_blocking=True)
+        return device_tensor.copy_(host, non_blocking=True)
+
+    return stopwatch.seconds(copy)
+
+
+# ---- calibrate -------------------------------------------------------------------------------------------------------
+
 
 THROUGH_HOST = "an assumption: from a device to its host and on to the other one, as measured to the host"
 

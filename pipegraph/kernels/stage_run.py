@@ -2,20 +2,164 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from pipegraph.kernels.autocast import without_autograd_and_autocast
-from pipegraph.kernels.cuda_graphs.microbatch_graphs import MicrobatchGraphs, Values
-from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
+from pipegraph.kernels.blocks.divided_function import text_of
+from pipegraph.kernels.cuda_graphs.kept_gradients import KeptGradients
+from pipegraph.kernels.cuda_graphs.microbatch_graphs import Backward, MicrobatchGraphs, Values
+from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder, Recorder
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.module_state import accumulate, gradient_in_place
 from pipegraph.kernels.saved_values import SavedValues
-from pipegraph.kernels.stage_graphs import StageGraphs
 from pipegraph.kernels.stage_variant import StageVariant
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
+
+# ---- stage graphs ----------------------------------------------------------------------------------------------------
+# The CUDA graphs of a stage: which microbatch uses which, and what is launched kernel by kernel instead.
+
+
+SIZES: Final = 8
+"""For how many sets of sizes, modes and so on a stage has graphs: those of each take memory that is never freed."""
+
+_PLACES: Final = 4
+"""How often each kernel is recorded again for gradients that have moved."""
+
+_KINDS: Final = 4  # F, I, W and B
+
+
+class StageGraphs:
+    """The graphs of a stage. A kernel is launched once before it is recorded: what it needs is then compiled and tuned.
+
+    Args:
+        name: of the stage.
+        recorder: makes what records kernels.
+    """
+
+    def __init__(self, name: str, recorder: MakeRecorder) -> None:
+        self._name, self._recorder = name, recorder
+        self._addresses: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all graphs. Not called within a step."""
+        self._graphs: dict[Any, list[MicrobatchGraphs]] = {}
+        self._launched: set[Any] = set()
+        self._refused: set[Any] = set()
+        self._gradients = KeptGradients()
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Forget all graphs if the tensors with which the stage computes are in another place than before."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.clear()
+
+    def find(
+        self,
+        variant: StageVariant,
+        numbers: Numbers,
+        forward: Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Values]],
+        inputs: Sequence[Tensor],
+    ) -> MicrobatchGraphs | None:
+        """Return graphs that no microbatch in flight uses; None if F has to be launched kernel by kernel.
+
+        Args:
+            variant, numbers: the variant of the stage, and the sizes.
+            forward, inputs: as `MicrobatchGraphs` takes them.
+        """
+        key = variant, numbers
+        if key in self._refused or (key not in self._graphs and len(self._graphs) == SIZES):
+            return None
+        if not self._was_launched((key, "F")):
+            return None
+        graphs = self._graphs.setdefault(key, [])
+        for microbatch_graphs in graphs:
+            if microbatch_graphs.is_free:
+                return microbatch_graphs
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # a step may follow an evaluation
+                graphs.append(MicrobatchGraphs(forward, inputs, self._recorder_for(variant)))
+        except Exception as error:  # whatever refuses to be recorded
+            self._refuse(key, error)
+            return None
+        return graphs[-1]
+
+    def _recorder_for(self, variant: StageVariant) -> Recorder:
+        """Return a recorder. Raises RuntimeError for a variant that reads what the host may change unnoticed."""
+        recorder = self._recorder()
+        if (name := variant.divided.begins_elsewhere(recorder.device.type)) is not None:
+            raise RuntimeError(f"{name} is not on the GPU")
+        return recorder
+
+    def backward(
+        self, saved: SavedValues, kind: Any, parameters: Mapping[int, Tensor], backward: Backward
+    ) -> tuple[Tensor | None, ...]:
+        """Run a kernel of the backward, by its graph if it can be. Returns the gradients of inputs.
+
+        Args:
+            saved: what it reads, and then what W does.
+            kind: which kernel it is.
+            parameters: those to whose gradients it adds, each by a number of its own.
+            backward: launches it.
+        """
+        key = saved.variant, saved.numbers
+        is_first = not self._was_launched((key, kind))
+        results = None if is_first or saved.graphs is None else self._replayed(saved, key, kind, parameters, backward)
+        saved.arrived = ()
+        if results is None:
+            saved.graphs = None  # W finds elsewhere what I leaves to it
+            results = backward(saved.values)
+            if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters.values()):
+                self._refused.add(key)  # its `.grad` cannot begin as zeros, which are dense
+        of_inputs, saved.values = results
+        return tuple(of_inputs)
+
+    def _replayed(
+        self, saved: SavedValues, key: Any, kind: Any, parameters: Mapping[int, Tensor], backward: Backward
+    ) -> tuple[Sequence[Tensor | None], Values] | None:
+        """Run a kernel's graph, which is recorded if there is none. Returns None if there can be none."""
+        graphs, arrived = saved.graphs, {name: saved.values[name] for name in saved.arrived}
+        if graphs is None or key in self._refused:
+            return None
+        places = self._gradients.places(parameters)
+        graph_key = kind, places, saved.replayed  # W reads what I left, which lies where that was recorded
+        if not graphs.is_recorded(graph_key):
+            if places is None or graphs.recorded == _KINDS * _PLACES:
+                return None
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    graphs.record(graph_key, saved.values, arrived, backward)
+            except Exception as error:
+                self._refuse(key, error)
+                return None
+        saved.replayed = graph_key
+        return graphs.backward(graph_key, arrived)
+
+    def _was_launched(self, key: Any) -> bool:
+        """Return whether a kernel has been launched before, and note that it will have been from now on."""
+        if key in self._launched:
+            return True
+        self._launched.add(key)
+        return False
+
+    def _refuse(self, key: Any, error: Exception) -> None:
+        self._refused.add(key)
+        self._graphs.pop(key, None)  # microbatches in flight still hold theirs
+        warnings.warn(
+            f"{self._name} cannot be recorded as a CUDA graph, and its kernels are launched one by one: "
+            f"{text_of(error)}",
+            stacklevel=2,
+        )
+
+
+# ---- stage run -------------------------------------------------------------------------------------------------------
 
 
 class StageRun:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from pipegraph.errors import ScheduleError, one_line
 from pipegraph.kernels import Maker
 from pipegraph.kernels.cpu import keep_freed_memory
-from pipegraph.package import Package
+from pipegraph.package import Manifest, Package
+from pipegraph.package.prediction import Prediction
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
 from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
@@ -24,14 +27,12 @@ from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.parallelized_stages import resident_stages
-from pipegraph.runtime.pipeline_kernels import PipelineKernels
-from pipegraph.runtime.pipeline_ranks import PipelineRanks
 from pipegraph.runtime.pipeline_state import PipelineState
-from pipegraph.runtime.pipeline_text import describe_pipeline
-from pipegraph.runtime.planned_schedule import as_planned
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
+from pipegraph.runtime.processes.clock import ClockOffset
+from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
-from pipegraph.runtime.processes.rank_grid import DIMENSIONS
+from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, RankGrid, single
 from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join_world
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_options
@@ -40,10 +41,181 @@ from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult
 from pipegraph.runtime.step_runner import StepRunner
 from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.runtime.tensor_parallel import Plan
-from pipegraph.schedule import Schedule, without_transfers
+from pipegraph.schedule import Schedule, build, without_transfers
+from pipegraph.schedule.recipes import find_recipe
+from pipegraph.units import format_number_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
+
+    from pipegraph.kernels.kernel_report import KernelCount
+
+# ---- pipeline ranks --------------------------------------------------------------------------------------------------
+# The processes of a pipeline: where they are in the mesh, and the texts they exchange.
+
+
+class PipelineRanks:
+    """The part of `Pipeline` that is about its processes."""
+
+    schedule: Schedule
+    ranks: tuple[int, ...]
+    _processes: World | LoneProcess
+    _guard: FaultGuard
+
+    @property
+    def grid(self) -> RankGrid:
+        """Where the ranks of the mesh are; without a mesh those of this pipeline."""
+        return self._processes.grid if isinstance(self._processes, World) else single(self.schedule.ranks)
+
+    @property
+    def mesh_ranks(self) -> tuple[int, ...]:
+        """For each rank of the schedule, its number in the grid."""
+        if isinstance(self._processes, World):
+            return self._processes.pipeline
+        return tuple(range(self.schedule.ranks))
+
+    @property
+    def dp_rank(self) -> int:
+        """The place of this process among the data-parallel ranks, for samplers: which share of a batch it is given."""
+        world = self._processes
+        return world.grid.line(world.rank, *DATA).index(world.rank) if isinstance(world, World) else 0
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks; 1 without a mesh."""
+        world = self._processes
+        return world.grid.length(*DATA) if isinstance(world, World) else 1
+
+    def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
+        """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
+
+        No process continues before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
+        """
+        with self._guard, lost_connections(None, "gather()"):
+            return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))
+
+    def gather_text(self, text: str, everywhere: bool = False) -> list[str]:
+        """The texts of the same processes, by rank. Collective: all must call it."""
+        with self._guard, lost_connections(None, "gather_text()"):
+            return self._processes.gather_text(text, *(DIMENSIONS if everywhere else ()))
+
+    def clock_offset(self) -> ClockOffset:
+        """Measure by messages how far this process's clock is from rank 0's. Collective: every rank of the mesh must
+        call it."""
+        with self._guard, lost_connections(None, "clock_offset()"):
+            return self._processes.clock_offset()
+
+
+# ---- pipeline --------------------------------------------------------------------------------------------------------
+
+
+# ---- planned schedule ------------------------------------------------------------------------------------------------
+# The schedule, microbatches and ranks that a package was planned for, in place of what the caller leaves out.
+
+
+DEFAULT_SCHEDULE: Final = "1f1b"
+
+
+class ScheduleChoice(NamedTuple):
+    """The arguments of `resolve_schedule`."""
+
+    schedule: str | PathLike[str] | Schedule
+    microbatches: int | None
+    ranks: int | None
+
+
+def as_planned(
+    manifest: Manifest, schedule: str | PathLike[str] | Schedule | None, microbatches: int | None
+) -> ScheduleChoice:
+    """Return the choice of a caller, completed by the plan of the package, or by 1F1B and one microbatch without one.
+
+    Warns if the plan is for an order that no name stands for.
+    """
+    plan = manifest.prediction
+    if schedule is None:
+        schedule = DEFAULT_SCHEDULE if plan is None else _name_of(plan)
+    if plan is None or not isinstance(schedule, str) or schedule.endswith(".csv"):
+        return ScheduleChoice(schedule, microbatches, None)
+    name = find_recipe(schedule).name
+    ranks = len(set(plan.placement)) if name == plan.schedule else None
+    return ScheduleChoice(name, plan.microbatches if microbatches is None else microbatches, ranks)
+
+
+def _name_of(plan: Prediction) -> str:
+    """The name of the plan's schedule; that of the default one if the plan has another order."""
+    ranks = len(set(plan.placement))
+    try:
+        schedule = build(plan.schedule, ranks, plan.microbatches, len(plan.placement) // ranks)
+    except ScheduleError:
+        schedule = None
+    if schedule is not None and tuple(schedule.placement) == tuple(plan.placement):
+        return schedule.name
+    warnings.warn(
+        f"the package is planned for {plan.schedule}, an order that is in a file; {DEFAULT_SCHEDULE} runs instead. "
+        "Try: Pipeline(…, schedule=FILE) with that CSV file.",
+        stacklevel=4,
+    )
+    return DEFAULT_SCHEDULE
+
+
+# ---- pipeline --------------------------------------------------------------------------------------------------------
+
+
+# ---- pipeline kernels ------------------------------------------------------------------------------------------------
+# The kernels of a pipeline's stages on this process: traced again, and counted.
+
+
+class PipelineKernels:
+    """What a pipeline says of its kernels."""
+
+    _runner: StepRunner
+
+    def retrace(self) -> None:
+        """Trace the stages of this process, and the loss, again at their next call. Not collective.
+
+        For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
+        that were compiled are used again for graphs that come out equal.
+        """
+        for kernels in self._runner.kernels.values():
+            kernels.retrace()
+
+    def kernels_report(self) -> list[KernelCount]:
+        """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
+
+        for count in pipe.kernels_report():
+            print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
+        """
+        from pipegraph.kernels.kernel_report import kernels_report
+
+        return kernels_report(self._runner.kernels)
+
+
+# ---- pipeline --------------------------------------------------------------------------------------------------------
+
+
+# ---- pipeline text ---------------------------------------------------------------------------------------------------
+# What `repr` shows of a pipeline.
+
+
+def describe_pipeline(
+    package: str, schedule: Schedule, ranks: Sequence[int], stages: Iterable[int], device: object, kernels: str
+) -> str:
+    """Return the package, the schedule, and what of it this process holds, in a line.
+
+    Pipeline(small: zb-v with 8 microbatches; stages 0, 3 of 4 on rank 0 of 2, cpu, kernels inductor)
+    """
+    microbatches, stage_names = format_number_of("microbatch", schedule.microbatches), [*map(str, stages)]
+    holds = f"stage{'' if len(stage_names) == 1 else 's'} {', '.join(stage_names)} of {schedule.stages}"
+    where = f"rank {ranks[0]} of {schedule.ranks}"
+    if len(ranks) == schedule.ranks:
+        holds, where = f"all {format_number_of('stage', schedule.stages)}", f"{format_number_of('rank', len(ranks))}"
+        where += " in one process"
+    return one_line(
+        f"Pipeline({package}: {schedule.name} with {microbatches}; {holds} on {where}, {device}, kernels {kernels})"
+    )
+
+
+# ---- pipeline --------------------------------------------------------------------------------------------------------
 
 
 class Pipeline(PipelineState, PipelineRanks, PipelineKernels):

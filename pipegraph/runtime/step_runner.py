@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipegraph.errors import PipegraphError, ScheduleError
+from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.kernels import Maker
+from pipegraph.package import Manifest
 from pipegraph.runtime.batch import bind_batch
+from pipegraph.runtime.batch_loss import BatchLoss, require_forwards_first
 from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
 from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.executor_turns import run_executors
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
+from pipegraph.runtime.loss_check import LossCheck
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
 from pipegraph.runtime.loss_scale import LossScale
 from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
-from pipegraph.runtime.microbatches import BatchLayout, Microbatches, cut, join, local_sizes
+from pipegraph.runtime.microbatches import (
+    BatchLayout,
+    Microbatches,
+    cut,
+    join,
+    join_outputs,
+    local_sizes,
+    target_dims,
+    values_with_rows,
+)
 from pipegraph.runtime.padding import NO_PADDING, Padding
 from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
@@ -39,19 +50,247 @@ from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
+from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
-from pipegraph.runtime.stage_kernels import make_kernels
+from pipegraph.runtime.stage_kernels import make_kernels, packed_loss
 from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
-from pipegraph.runtime.step_executors import StepExecutors
 from pipegraph.runtime.step_inputs import StepInputs
-from pipegraph.runtime.step_losses import StepLosses, check_grad_mode, check_without_loss
 from pipegraph.runtime.step_state import StepOutputs
+from pipegraph.runtime.targets import join_target
 from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
 from pipegraph.runtime.wiring import rank_pairs, stage_wirings
-from pipegraph.schedule import Schedule
+from pipegraph.schedule import Schedule, lower
+
+# ---- step losses -----------------------------------------------------------------------------------------------------
+# How the executor of the last stage gets the loss of a step: of each microbatch, checked at first, or of the batch.
+
+
+class StepLosses:
+    """The losses of steps on one process.
+
+    Args:
+        manifest: of the package.
+        stages: of this process.
+        loss_fn: of the pipeline.
+        reduction: how its values are put together.
+        world: the processes of the pipeline.
+        has_replicas: whether a stage is in `DistributedDataParallel`.
+
+    Raises:
+        PipegraphError: a loss over the whole batch is divided between data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stages: Mapping[int, nn.Module],
+        loss_fn: LossFunction | None,
+        reduction: LossReduction,
+        world: World | None,
+        has_replicas: bool,
+    ) -> None:
+        self._over_batch = loss_fn is not None and reduction.over == "batch"
+        self._is_shared = has_replicas or (world is not None and world.grid.length(*DATA) > 1)
+        self._is_checked = False
+        if self._over_batch and self._is_shared:
+            raise PipegraphError(
+                'loss_over="batch" evaluates the loss on the rank of the last stage, and the outputs of the batch are '
+                "divided between data-parallel ranks.\n"
+                "Try: a mesh of pp alone; or a loss_fn that gathers the outputs of all ranks itself, with "
+                'loss_over="microbatch" and one microbatch.'
+            )
+        self._manifest, self._last = manifest, len(manifest.stages) - 1
+        self._with_rows = values_with_rows(manifest)
+        stage = stages.get(self._last)
+        self._values = [manifest.values[name] for name in manifest.stages[-1].outputs]
+        self._loss = packed_loss(manifest, stage, loss_fn) if stage is not None and loss_fn is not None else None
+        self._check: LossCheck | None = None
+        if self._loss is not None and stage is not None and reduction.over == "rows":
+            self._check = LossCheck(manifest, stage, self._loss, reduction, target_dims(manifest))
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        """Raise ScheduleError if the loss is over the whole batch and backwards begin before it is known."""
+        if self._over_batch:
+            require_forwards_first(schedule)
+
+    def prepare(self, executor: Executor, batch: StepInputs, trains: bool) -> None:
+        """Tell an executor how the loss of a step is computed. Raises ScheduleError as `check_schedule` does."""
+        executor.batch_loss = executor.loss_check = None
+        if self._over_batch and batch.with_loss:
+            require_forwards_first(executor.schedule)
+        if not executor.has_stage(self._last) or self._loss is None or not batch.with_loss:
+            return
+        if self._over_batch:
+            sizes, dims = batch.batch.sizes, target_dims(self._manifest)
+            executor.batch_loss = BatchLoss(
+                self._loss,
+                self._values,
+                batch.batch.targets,
+                lambda parts, dim: join_outputs(parts, dim, sizes.weights),
+                lambda targets: join_target(targets, {sum(sizes.lengths(value)) for value in self._with_rows}, dims),
+                trains,
+            )
+        elif trains and self._check is not None and not self._check.is_done:
+            # One microbatch of one rank is the whole batch, whatever its loss is.
+            self._is_checked = self._is_shared or len(batch.batch.sizes.microbatches) > 1
+            executor.loss_check = self._check if self._is_checked else None
+
+    def after_step(self) -> None:
+        """End the check of the first step. Raises BatchError if the loss is not what the pipeline takes it for."""
+        if self._check is not None and self._is_checked and not self._check.is_done:
+            self._check.finish()
+
+
+def check_grad_mode(trains: bool) -> None:
+    """Raise PipegraphError if a step would train nothing."""
+    if trains and torch.is_inference_mode_enabled():
+        raise PipegraphError(
+            "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
+            "Try: step() outside it, or evaluate()."
+        )
+
+
+def check_without_loss(schedule: str, trains: bool, has_target: bool) -> None:
+    """Raise PipegraphError if a step needs a loss, or is given a target, and the pipeline has no `loss_fn`."""
+    if trains:
+        raise PipegraphError(f"{schedule} has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…).")
+    if has_target:
+        raise PipegraphError(
+            "a target was given, and this Pipeline has no loss_fn that takes it.\n"
+            "Try: Pipeline(…, loss_fn=…), or leave the target out."
+        )
+
+
+# ---- step runner -----------------------------------------------------------------------------------------------------
+
+
+# ---- step executors --------------------------------------------------------------------------------------------------
+# The executors of a pipeline, for each number of microbatches that its steps have, made when they are first needed.
+
+
+Edges = Iterable[tuple[int, int]]
+
+
+class StepExecutors:
+    """Executors by what they do and by the number of microbatches.
+
+    Args:
+        schedule: the pipeline's own.
+        choice: what it was chosen by.
+        processes: how many run it, one per rank; None for one process.
+        edges, gradient_edges: (producer stage, consumer stage) pairs that carry values, and gradients.
+        make: lowered schedule → the executors of this process.
+        collectives: the arguments of `lower` for stages that several ranks hold: sharded, replicated, resident.
+
+    Attributes:
+        training: the pipeline's own schedule with its transfers.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        choice: str | PathLike[str] | Schedule,
+        processes: int | None,
+        edges: Edges,
+        gradient_edges: Edges,
+        make: Callable[[Schedule], Sequence[Executor]],
+        collectives: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._pipeline_schedule, self._choice, self._processes = schedule, choice, processes
+        self._edges, self._gradient_edges = tuple(edges), tuple(gradient_edges)
+        self._make = make
+        self._collectives = dict(collectives or {})
+        self._built = {schedule.microbatches: schedule}
+        self._executors: dict[tuple[bool, int], Sequence[Executor]] = {}
+        self.training = lower(schedule, self._edges, self._gradient_edges, **self._collectives)
+        self._evaluation = lower(forward_only(schedule), self._edges, (), **self._collectives)
+
+    @property
+    def training_executors(self) -> Sequence[Executor]:
+        """The executors of a training step of the pipeline's own number of microbatches."""
+        count = self._pipeline_schedule.microbatches
+        return self.executors(False, count, count)
+
+    def check(self, microbatches: int | None) -> int:
+        """Return how many microbatches a step has that is asked to have so many; by default those of the schedule.
+
+        Raises:
+            PipegraphError: the schedule cannot have so many.
+        """
+        if microbatches is None:
+            return self._pipeline_schedule.microbatches
+        if type(microbatches) is not int or microbatches < 1:
+            raise ArgumentError(f"microbatches cannot be {microbatches!r}.\nTry: a whole number from 1 on.")
+        self._schedule(microbatches)
+        return microbatches
+
+    def executors(self, evaluates: bool, microbatches: int, requested_microbatches: int) -> Sequence[Executor]:
+        """Return the executors of a step.
+
+        Args:
+            evaluates: whether only the forward runs.
+            microbatches: how many the step has.
+            requested_microbatches: how many it was asked to have, at least as many.
+        """
+        key = evaluates, microbatches
+        if key not in self._executors:
+            self._executors[key] = self._make(self._lowered(evaluates, microbatches, requested_microbatches))
+        return self._executors[key]
+
+    def _lowered(self, evaluates: bool, microbatches: int, requested_microbatches: int) -> Schedule:
+        if microbatches == self._pipeline_schedule.microbatches:
+            return self._evaluation if evaluates else self.training
+        try:
+            schedule = self._schedule(microbatches)
+        except ScheduleError:  # it cannot have so few
+            schedule = fewer_microbatches(self._schedule(requested_microbatches), microbatches)
+        if evaluates:
+            return lower(forward_only(schedule), self._edges, (), **self._collectives)
+        return lower(schedule, self._edges, self._gradient_edges, **self._collectives)
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        if microbatches not in self._built:
+            self._built[microbatches] = with_microbatches(
+                self._pipeline_schedule, self._choice, microbatches, self._processes
+            )
+        return self._built[microbatches]
+
+
+# ---- step runner -----------------------------------------------------------------------------------------------------
+
+
+# ---- executor turns --------------------------------------------------------------------------------------------------
+# One step of all executors of a process, each of which runs until it waits for another one.
+
+
+def run_executors(executors: Sequence[Executor], inputs: StepInputs, results: StepOutputs) -> None:
+    """Do one step of every executor of this process: one under a launcher, all of them in turns in a plain process.
+
+    Each continues until it needs what another of them has yet to send.
+    """
+    runs: list[tuple[Executor, Iterator[Any]]] = [(executor, executor.run(inputs, results)) for executor in executors]
+    for executor in executors:
+        executor.position = 0  # not where a step that failed has ended
+    try:
+        while runs:
+            positions = [executor.position for executor, _ in runs]
+            waiting = [(executor, run) for executor, run in runs if next(run, "done") is None]
+            if len(waiting) == len(runs) and positions == [executor.position for executor, _ in waiting]:
+                at = ", ".join(f"rank {waiter.rank} at {waiter.actions[waiter.position]}" for waiter, _ in waiting)
+                raise RuntimeFault(
+                    f"the schedule deadlocks: every rank waits for another one ({at}).\n"
+                    "Try: pipegraph schedule FILE, which checks it."
+                )
+            runs = waiting
+    finally:
+        for executor in executors:
+            executor.clear()
+
+
+# ---- step runner -----------------------------------------------------------------------------------------------------
 
 
 class StepRunner:

@@ -4,33 +4,150 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+from torch import Tensor
 
 from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.model_output import output_tensors
 from pipegraph.errors import BatchError, PipegraphError, RuntimeFault, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
 from pipegraph.progress import report_progress
 from pipegraph.runtime.measurements import MeasuredRun
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.group import TIMEOUT
+from pipegraph.runtime.processes.group import TIMEOUT, ConnectionLost
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, REPLICATE, SHARD, RankGrid
 from pipegraph.runtime.processes.world import make_mesh
 from pipegraph.schedule import Schedule
 from pipegraph.tracing.recording.profiler import LoopProfiler
 from pipegraph.tracing.recording.step_figures import batch_sizes
-from pipegraph.workflows.agreed_batches import AgreedBatches
+from pipegraph.units import format_count, format_duration
 from pipegraph.workflows.batch import Batch, batch_from_manifest, batch_from_source, explain_model_mismatch
-from pipegraph.workflows.pace import Pace
 from pipegraph.workflows.profile import profile
 from pipegraph.workflows.run_checkpoints import CheckpointOptions, RunCheckpoints, Termination
 from pipegraph.workflows.run_measurement import RunMeasurement
-from pipegraph.workflows.training_data import TrainingData
+from pipegraph.workflows.training_data import TrainingData, fingerprint
 from pipegraph.workflows.training_functions import loss_with_metrics, make_optimizer, training_function
 from pipegraph.workflows.training_log import Evaluation, TrainingLog, TrainingStep
+
+# ---- agreed batches --------------------------------------------------------------------------------------------------
+# The batches that all ranks train on together: a step begins if each rank has one that the pipeline takes.
+#
+# rank 0   batch 7 ──────────┐
+# rank 1   batch 7, refused ─┴─ known to all ─▶ every rank raises before the step sends anything, and can still save
+
+
+class AgreedBatches:
+    """The batches of one rank, as far as all ranks have one.
+
+    Args:
+        data: of this rank.
+        place: this data-parallel rank.
+        places: how many there are.
+    """
+
+    def __init__(self, pipe: Pipeline, data: TrainingData, place: int, places: int) -> None:
+        self._pipe, self._data, self._place, self._places = pipe, data, place, places
+        self._begun = False
+        self._accepted_kinds: set[Any] = set()  # shapes and dtypes of batches that fit
+
+    def take(self, explained: AbstractContextManager[None]) -> Batch | None:
+        """The next batch; None on all ranks if one of them has none left. Collective.
+
+        Args:
+            explained: a context in which batches are checked.
+
+        Raises:
+            PipegraphError: data cannot be read, or do not fit; or, on all other ranks, those of one do not.
+        """
+        batch, problem, mark = None, None, 0
+        try:
+            batch = self._data.take()
+            if batch is not None:
+                mark = 0 if self._begun else fingerprint(batch)
+                with explained:
+                    self._check(batch)
+        except PipegraphError as error:
+            problem = error
+        rows = self._pipe.gather([batch is not None, self._place, mark, problem is not None], everywhere=True)
+        if problem is not None:
+            raise problem
+        failed = next((rank for rank, row in enumerate(rows) if row[3]), None)
+        if failed is not None:
+            message = f"rank {failed} has no batch to train on.\nTry: what the message of rank {failed} says."
+            # By this cause a launcher knows that another rank failed first.
+            raise SourceError(message) from ConnectionLost(failed, "its data failed")
+        if not all(row[0] for row in rows):
+            return None
+        if len({(place, mark) for _, place, mark, _ in rows}) > self._places:
+            raise SourceError(
+                f"{self._data.last} is not the same on all ranks of a pipeline, which each read it: what is random in "
+                "it has to be seeded.\nTry: generator=torch.Generator().manual_seed(rank)"
+            )
+        self._begun = True
+        return batch
+
+    def _check(self, batch: Batch) -> None:
+        """Raise BatchError for a batch of a new kind that a step would refuse."""
+        tensors: dict[str, Tensor] = output_tensors(batch)
+        kind = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        if kind not in self._accepted_kinds:
+            self._pipe.check_batch(*batch.args, target=batch.target, **batch.kwargs)
+            self._accepted_kinds.add(kind)
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+
+# ---- pace ------------------------------------------------------------------------------------------------------------
+# How fast a training loop is.
+
+
+class Pace:
+    """Counts the steps of a loop and their tokens, with all that is between them: data, optimizer, checkpoints.
+
+    The first step, which compiles, is left out of the figures.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._tokens = 0.0
+        self._began = 0.0
+
+    def step_done(self, tokens: float = 0.0) -> None:
+        """A step on so many tokens is done."""
+        if self.steps == 0:
+            self._began = time.monotonic()
+        else:
+            self._tokens += tokens
+        self.steps += 1
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None if no tokens were counted yet."""
+        return self._tokens / (time.monotonic() - self._began) if self._tokens else None
+
+    def seconds_left(self, steps: int) -> float | None:
+        """How long so many more steps will take; None if that is not known yet."""
+        if self.steps < 2:
+            return None
+        return (time.monotonic() - self._began) / (self.steps - 1) * steps
+
+    def text(self, steps: int | None) -> str:
+        """The figures with so many steps to come, if that is known; empty if there are none yet."""
+        rate, remaining_seconds = self.tokens_per_second, None if steps is None else self.seconds_left(steps)
+        parts = [f"{format_count(rate)} tokens/s"] if rate is not None else []
+        parts += [f"{format_duration(remaining_seconds)} left"] if remaining_seconds is not None else []
+        return ", ".join(parts)
+
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
 
 _RECORDED_STEPS: Final = 3  # of a run with data, because no viewer takes a trace of days
 

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, isnan
 from os import PathLike
+from typing import Any
 
 from torch import Tensor
 
-from pipegraph.cost.model_output import output_tensors
+from pipegraph.cost.model_output import mean_square, output_tensors
+from pipegraph.errors import BatchError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import Manifest, Package
+from pipegraph.package import CALLER, Manifest, Package
+from pipegraph.package.sizes import BATCH
+from pipegraph.report.text import clip, table
+from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.workflows.batch import at_asked_sizes, explain_model_mismatch
-from pipegraph.workflows.model_steps import ModelSteps, first_step, roles
+from pipegraph.workflows.batch import Batch, at_asked_sizes, explain_model_mismatch, source_loss
 from pipegraph.workflows.reference_step import (
     ModelStep,
     StepTensors,
@@ -28,7 +33,288 @@ from pipegraph.workflows.reference_step import (
     compare_named,
     within_rounding,
 )
-from pipegraph.workflows.verification import Verification
+from pipegraph.workflows.training_functions import training_function
+from pipegraph.workflows.verification_batch import (
+    VerificationBatch,
+    lists_of_microbatches,
+    verification_batch,
+    with_whole_inputs_as_rows,
+)
+
+# ---- model steps -----------------------------------------------------------------------------------------------------
+# The steps of a model that a package is compared with: on the whole batch, and microbatch after microbatch.
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """Steps of a model on one batch.
+
+    Attributes:
+        loss_fn, loss_weight: of the model file.
+        output_dims: as `ModelStep` has them.
+        evaluate: whether the steps run in evaluation mode.
+    """
+
+    source: ModelSource
+    batch: VerificationBatch
+    loss_fn: LossFunction
+    loss_weight: LossWeight | None
+    output_dims: tuple[Mapping[str, int | None], Mapping[str, int | None]]
+    evaluate: bool = False
+
+    @property
+    def has_whole_batch(self) -> bool:
+        """Whether the whole batch has several microbatches."""
+        return self.batch.whole_batch is not None and len(self.batch.rows) > 1
+
+    @property
+    def output_dims_of_step(self) -> tuple[Mapping[str, int | None], Mapping[str, int | None]]:
+        """The batch dimension of each output, of the step and in evaluation mode after it."""
+        in_training, in_evaluation = self.output_dims
+        return (in_evaluation if self.evaluate else in_training), in_evaluation
+
+    @property
+    def reference(self) -> ModelStep:
+        """The step on the whole batch or, if there is none, on each microbatch."""
+        whole_batch = self.batch.whole_batch
+        return self.by_microbatch if whole_batch is None else self._step([whole_batch], [1.0], [[whole_batch]])
+
+    @property
+    def by_microbatch(self) -> ModelStep:
+        """The step on each microbatch. Gradients add up, and each loss has the weight of its rows."""
+        microbatches, whole_batch = self.batch.microbatches, self.batch.whole_batch
+        evaluation = [microbatches] if whole_batch is None else [[whole_batch], microbatches]
+        return self._step(microbatches, self.batch.weights, evaluation)
+
+    def _step(
+        self, microbatches: Sequence[Batch], weights: Sequence[float], evaluation: Sequence[Sequence[Batch]]
+    ) -> ModelStep:
+        if self.loss_weight is not None:
+            total = LossReduction(weight_of=self.loss_weight).weigh([batch.target for batch in microbatches])
+            weights = [1 / max(total, 1.0) for _ in microbatches]
+        return ModelStep(
+            self.source, self.loss_fn, microbatches, weights, evaluation, self.output_dims_of_step, self.evaluate
+        )
+
+
+def first_step(source: ModelSource, manifest: Manifest) -> tuple[ModelSteps, StepTensors]:
+    """Return the steps on a batch that the model takes, and what the first one computes.
+
+    Raises:
+        SourceError: the model or its loss raises an error, on its example too.
+        BatchError: the model raises an error on a batch of rows as the manifest describes them.
+    """
+    with explain_model_mismatch(manifest, source):
+        batch = verification_batch(source, manifest)
+    dims = tuple(_dims(manifest, manifest.outputs_in(training)) for training in (True, False))
+    steps = ModelSteps(source, batch, source_loss(source), training_function(source, "loss_weight"), (dims[0], dims[1]))
+    try:
+        return steps, steps.reference.run()
+    except SourceError as error:
+        if batch.whole_batch is None or len(batch.rows) == 1:
+            raise
+        reason = _reason_for_lists(steps, manifest, error)
+    steps = replace(steps, batch=lists_of_microbatches(source, manifest, reason))
+    return steps, steps.reference.run()
+
+
+def roles(manifest: Manifest) -> str:
+    """The roles of the inputs: ``tokens rows along dimension 0, table whole``."""
+    inputs = (value for value in manifest.values.values() if value.producer == CALLER and not value.is_constant)
+    return ", ".join(
+        f"{value.name} rows along dimension {value.batch_dim}"
+        if value.batch_role == "rows"
+        else f"{value.name} {'as a list' if value.batch_role == 'list' else 'whole'}"
+        for value in inputs
+    )
+
+
+def _reason_for_lists(steps: ModelSteps, manifest: Manifest, error: SourceError) -> str:
+    """Why the model is compared on lists of microbatches after an error on the whole batch.
+
+    Raises BatchError if a role of the manifest is the likely cause.
+    """
+    source, problem = steps.source, str(error).partition("\nTry: ")[0]
+    rows = sum(steps.batch.rows)
+    if _takes(steps, steps.batch.whole_batch):
+        return f"the loss does not take {rows} rows"
+    example = Batch(source.args, source.kwargs, source.example_target)
+    if not _takes(steps, example):
+        raise error
+    rows_instead = with_whole_inputs_as_rows(source, manifest)
+    if rows_instead is not None and _takes(steps, rows_instead[0]):
+        names = ", ".join(rows_instead[1])
+        raise BatchError(
+            f"The model does not take {rows} rows beside {names} of the example, which pipeline.json gives whole to "
+            f"every microbatch: {problem}\n"
+            f"Its inputs: {roles(manifest)}.\n"
+            f"Try: rows for {names}, as the model takes them: split again with --batch-dim {rows_instead[1][0]}=0."
+        )
+    if BATCH in manifest.sizes:
+        raise BatchError(
+            f"The model takes its example, and not {rows} rows of it, which pipeline.json allows: {problem}\n"
+            f"Its inputs: {roles(manifest)}.\n"
+            "Try: the right role for each input: split again with --batch-dim NAME=DIM, NAME=whole or NAME=list."
+        )
+    return f"the model does not take {rows} rows"
+
+
+def _takes(steps: ModelSteps, batch: Batch | None) -> bool:
+    """Return whether the forward of the model runs on a batch."""
+    if batch is None:
+        return False
+    without_loss = replace(steps, loss_fn=mean_square, loss_weight=None)
+    try:
+        without_loss._step([batch], [1.0], []).run(backward=False)
+    except SourceError:
+        return False
+    return True
+
+
+def _dims(manifest: Manifest, structure: Any, path: str = "") -> dict[str, int | None]:
+    """The batch dimension of each output, by its path as `output_tensors` names it."""
+    if isinstance(structure, str):
+        return {path: manifest.values[structure].batch_dim}
+    items = structure.items() if isinstance(structure, Mapping) else enumerate(structure or ())
+    dims: dict[str, int | None] = {}
+    for key, item in items:
+        dims |= _dims(manifest, item, f"{path}.{key}" if path else str(key))
+    return dims
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+# ---- verification ----------------------------------------------------------------------------------------------------
+# The result of `verify`: everything that was compared, as text and as JSON.
+
+
+_KINDS = ("weight", "output", "loss", "gradient", "buffer", "evaluation")
+_WORST = 8  # names listed per verification
+_SMALL = 100  # times its tolerance: a difference up to there may come from another order of sums
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Everything that was compared, in both modes or in evaluation mode alone.
+
+    Attributes:
+        training: whether the step ran in training mode.
+        comparisons: of each kind in the order of the model.
+        edited: generated files that are not as they were written.
+        weights: the checkpoint that was read.
+        is_random: whether the model itself returns something else each time, in evaluation mode too.
+        batch: what the step ran on.
+        notes: what was not compared with the model on the whole batch, and why.
+        roles: of the inputs, if the package computes what the model computes for each microbatch alone; else "".
+    """
+
+    training: bool
+    comparisons: tuple[TensorComparison, ...]
+    edited: tuple[str, ...] = ()
+    weights: str | PathLike[str] | None = None
+    is_random: bool = False
+    batch: VerificationBatch | None = None
+    notes: tuple[str, ...] = ()
+    roles: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return all(comparison.equal for comparison in self.comparisons)
+
+    def of_kind(self, kind: str) -> tuple[TensorComparison, ...]:
+        """Return the comparisons of one kind, the worst first."""
+        matches = [comparison for comparison in self.comparisons if comparison.kind == kind]
+        return tuple(sorted(matches, key=lambda match: (match.equal, not isnan(match.difference), -match.difference)))
+
+    @property
+    def different(self) -> tuple[TensorComparison, ...]:
+        return tuple(item for kind in _KINDS for item in self.of_kind(kind) if not item.equal)
+
+    def hint(self) -> str:
+        """Return the likeliest reason for a difference, and one thing to try."""
+        weights = [item for item in self.comparisons if item.kind == "weight"]
+        changed = [item for item in weights if not item.equal]
+        if changed and all(item.problem for item in changed):
+            return (
+                f"The package's weights are not of the model's types: {clip(changed[0].name)} is {changed[0]}.\n"
+                "Try: build_model with the dtypes and sizes that were split, or split again."
+            )
+        if changed:
+            holder = self.weights if self.weights is not None else "The package"
+            first = f"{holder} holds other weights than the model: {clip(changed[0].name)} is the first that differs"
+            advice = (
+                "the checkpoint that MODEL is made from"
+                if self.weights is not None
+                else "seed build_model (torch.manual_seed) so that it builds the same model each time, and split again"
+            )
+            return f"{first}, of {len(changed)} that do and {len(weights)} in all.\nTry: {advice}."
+        if self.edited:
+            return f"Edited since they were written: {', '.join(self.edited)}.\nTry: undo the edits, or split again."
+        if self.is_random:
+            return (
+                "The model itself returns something else each time, in evaluation mode too: it draws random numbers.\n"
+                "Try: draw them `if self.training:` alone, or make them once in __init__."
+            )
+        if self.roles:
+            return (
+                "The package returns what the model returns for each microbatch, and not for the whole batch: an input "
+                f"has a wrong role, or the model mixes rows. Its inputs: {self.roles}.\n"
+                "Try: split again with --batch-dim NAME=DIM, NAME=whole or NAME=list for the input with a wrong role."
+            )
+        if all(item.tolerance < item.difference <= _SMALL * item.tolerance for item in self.different):
+            return (
+                "The differences are small, as from sums in another order: what crosses stages arrives contiguous, and "
+                "in the model it may have another layout of memory.\n"
+                "Try: model.double() in build_model, and split again: what is left in float64 is no rounding."
+            )
+        return "Try: split again, as the model's source may have changed since."
+
+    def __str__(self) -> str:
+        rows = []
+        for kind in _KINDS:
+            matches = self.of_kind(kind)
+            if matches:
+                worst = matches[0]
+                rows.append(
+                    [kind, str(len(matches)), f"{worst.difference:.1e}", clip(worst.name) if not worst.equal else ""]
+                )
+        mode = "training and evaluation" if self.training else "evaluation"
+        lines = [table(["what", "compared", "largest difference", "at"], rows), ""]
+        if self.batch is not None:
+            lines += [f"batch: {self.batch}", *(f"note: {note}" for note in self.notes)]
+        if self.equal:
+            within = f"{max(comparison.tolerance for comparison in self.comparisons):.0e}"
+            return "\n".join([*lines, f"equal in {mode} mode, within {within} relative"])
+        named = [f"  {item.kind} {clip(item.name)}: {item}" for item in self.different[:_WORST]]
+        unlisted = len(self.different) - len(named)
+        remainder = [f"  and {unlisted} more"] if unlisted > 0 else []
+        return "\n".join([*lines, "DIFFERENT:", *named, *remainder])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "equal": self.equal,
+            "mode": "training" if self.training else "evaluation",
+            "microbatches": None if self.batch is None else list(self.batch.rows),
+            "notes": list(self.notes),
+            "compared": {kind: len(self.of_kind(kind)) for kind in _KINDS if self.of_kind(kind)},
+            "largest_difference": {
+                kind: _number(self.of_kind(kind)[0].difference) for kind in _KINDS if self.of_kind(kind)
+            },
+            "different": [
+                {"kind": item.kind, "name": item.name, "difference": _number(item.difference)}
+                for item in self.different
+            ],
+        }
+
+
+def _number(value: float) -> float | str:
+    """Return what JSON can hold: it has neither infinity nor nan."""
+    return value if isfinite(value) else str(value)
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
 
 _References = tuple[StepTensors, StepTensors]
 """The steps of the model on the whole batch and on each microbatch."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegraph.codegen.expressions.reshapes import (
+from pipegraph.codegen.expressions.operator_spellings import (
     expand_sizes,
     flatten_dims,
     reshape_sizes,

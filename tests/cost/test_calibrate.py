@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipegraph.cost import calibrate, machine_links, machine_rates, measured_sizes
+from pipegraph.cost.calibrate import measure_host_link
 from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
-from pipegraph.cost.host_link import measure_host_link
 from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
 from pipegraph.cost.size_table import SizeTable

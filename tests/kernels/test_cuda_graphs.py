@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import StageKernels, make, maker, stage_graphs
+from pipegraph.kernels import StageKernels, make, maker, stage_run
 from pipegraph.kernels.saved_values import SavedValues
 from tests.kernels.cases import STAGES, build
 from tests.kernels.recording import CallRecorder
@@ -208,7 +208,7 @@ def test_tensors_that_are_replaced_are_recorded_anew() -> None:
 
 
 def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_graphs, "SIZES", 3)
+    monkeypatch.setattr(stage_run, "SIZES", 3)
     recorded = layers()
     for rows in (2, 3, 4, 5, 6, 2, 3, 4, 5, 6):
         recorded.step("II", (torch.randn(rows, 8),))

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from pipegraph.cost import SegmentCost
 from pipegraph.planner import solve
 from pipegraph.planner.solver import cut_search
-from pipegraph.planner.solver.action_graph import ActionGraph
 from pipegraph.planner.solver.branch_and_bound import MatrixGame
 from pipegraph.planner.solver.cut_search import equal_parts
 from pipegraph.planner.solver.cut_space import CutSpace
 from pipegraph.planner.solver.local_search import neighbours
-from pipegraph.planner.solver.makespan import Makespan
+from pipegraph.planner.solver.makespan import ActionGraph, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
 from pipegraph.planner.solver.prefix_sums import TIMES, LinearBound, PrefixSums

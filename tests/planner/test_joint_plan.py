@@ -21,7 +21,7 @@ from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PlanError
 from pipegraph.graph.nodes import value_bytes
-from pipegraph.planner.joint_plan import candidate_problems
+from pipegraph.planner.joint_plan import search as joint_search
 from pipegraph.planner.joint_plan.choices import JointCandidate
 from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.layout import Layout, layouts
@@ -215,7 +215,7 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
 @pytest.mark.slow  # what bounds rule out is the same question
 def test_what_the_slowest_stage_rules_out_is_not_better(costs: LayoutCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model of many layers, which is cut between layers first."""
-    monkeypatch.setattr(candidate_problems, "_FEW_LAYERS", len(costs.layers))
+    monkeypatch.setattr(joint_search, "_FEW_LAYERS", len(costs.layers))
     memory = 0.6 * JointSearch(costs, 4, 32, None, ["1f1b"]).run().best.peak
     made, every = (JointSearch(costs, 4, 32, memory, ["1f1b", "interleaved-1f1b"]) for _ in range(2))
     comparison, found = made.run(), [every.search(candidate) for candidate in every.candidates]

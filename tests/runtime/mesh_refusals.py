@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.devices import check_backend
 from pipegraph.runtime.processes.rank_grid import RankGrid
+from pipegraph.runtime.processes.world import check_backend
 from tests.runtime.meshes import LENGTH, TP_PLAN, make
 from tests.runtime.packages import loss
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.runtime.replicated_gradients import ReplicatedGradientCheck
+from pipegraph.runtime.gradient_checks import ReplicatedGradientCheck
 from tests.runtime import gradient_ranks, mesh_mixture, ranks
 
 

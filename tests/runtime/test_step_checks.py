@@ -9,7 +9,7 @@ import pytest
 from pipegraph.errors import BatchError, PipegraphError, RuntimeFault
 from pipegraph.runtime.checksums import ABSENT
 from pipegraph.runtime.processes.rank_grid import RankGrid, single
-from pipegraph.runtime.step_checks import (
+from pipegraph.runtime.step_agreement import (
     agreed_tables,
     check_calls,
     check_inputs,

@@ -16,7 +16,7 @@ import torch
 import pipegraph
 from pipegraph import Pipeline
 from pipegraph.runtime.step_data import StepResult
-from pipegraph.tracing.recording.action_spans import ActionSpans
+from pipegraph.tracing.recording.profiler import ActionSpans
 from tests.runtime.packages import batch, loss
 from tests.runtime.pipelines import pipeline
 

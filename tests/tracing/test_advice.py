@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import force_setattr
 
 from pipegraph.schedule import Schedule, Times, build, simulate
-from pipegraph.tracing.analysis.advice import CommandNames, SimulatedChange, advise
-from pipegraph.tracing.analysis.cut_moves import stage_layers
+from pipegraph.tracing.analysis.advice import CommandNames, SimulatedChange, advise, stage_layers
 from tests.tracing.recordings import manifest
 
 

@@ -17,7 +17,7 @@ from pipegraph.tracing import COLLECTIVE_EVENT, collective_name
 from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.merged_trace import COLLECTIVES, merge_traces
 from pipegraph.tracing.read_run import read_pipelines
-from pipegraph.tracing.recording.action_spans import ActionSpans
+from pipegraph.tracing.recording.profiler import ActionSpans
 from tests.runtime import ranks
 from tests.runtime.meshes import Shape, perceptrons
 from tests.runtime.packages import write

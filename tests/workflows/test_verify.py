@@ -178,7 +178,12 @@ def test_a_lambda_that_holds_its_module(tmp_path: Path) -> None:
     """A deep copy of the model would call the layer of the original, and have no gradient for its own."""
     found = verify(*written(tmp_path))
     assert found.equal, str(found)
-    assert {item.name for item in found.of_kind("gradient")} == {"first.weight", "first.bias", "last.weight", "last.bias"}
+    assert {item.name for item in found.of_kind("gradient")} == {
+        "first.weight",
+        "first.bias",
+        "last.weight",
+        "last.bias",
+    }
 
 
 def test_a_loss_with_metrics(tmp_path: Path) -> None:

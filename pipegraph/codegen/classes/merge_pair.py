@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,6 @@ from pipegraph.codegen.classes.constructor_arguments import (
     assigned_attributes,
     registered_names,
 )
-from pipegraph.codegen.classes.init_statements import by_target, joined, merged_order, places
 from pipegraph.codegen.classes.merge_bodies import BodyMerger, Condition, NoConditionError, Statements
 from pipegraph.codegen.classes.unify import (
     NONE,
@@ -43,7 +42,68 @@ from pipegraph.codegen.syntax.expressions import (
     Passing,
     call,
 )
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, If, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Statement
+
+# ---- init statements -------------------------------------------------------------------------------------------------
+# The statements of an ``__init__``: what each sets, and the order of those of two classes that become one.
+
+
+Key = tuple[object, int]
+"""What a statement sets, and how many before it set the same: several ``if`` may have one test."""
+
+
+def _target(statement: Statement) -> object:
+    """What a statement of ``__init__`` sets."""
+    if isinstance(statement, Assign):
+        return statement.targets
+    if isinstance(statement, Evaluate) and isinstance(statement.value, FunctionCall):
+        return statement.value.function, statement.value.arguments[:1]
+    return statement.test.text if isinstance(statement, If) else statement
+
+
+def by_target(statements: Statements) -> dict[Key, Statement]:
+    """What each statement sets → the statement. Of several ``if`` with one test each has a number of its own."""
+    by_key: dict[Key, Statement] = {}
+    for statement in statements:
+        target = _target(statement)
+        by_key[target, sum(target == other_target for other_target, _ in by_key)] = statement
+    return by_key
+
+
+def joined(statements: Iterable[Statement]) -> Statements:
+    """Statements with neighbouring ``if`` of one test as one."""
+    body: list[Statement] = []
+    for statement in statements:
+        previous = body[-1] if body else None
+        if isinstance(statement, If) and isinstance(previous, If) and statement.test == previous.test:
+            body[-1] = If(statement.test, (*previous.body, *statement.body), (*previous.orelse, *statement.orelse))
+        else:
+            body.append(statement)
+    return tuple(body)
+
+
+def places(statements: Statements) -> dict[str, Key]:
+    """The attributes that statements set, also inside ``if`` → the key of the outermost statement in `by_target`."""
+    return {
+        target.text: key
+        for key, statement in by_target(statements).items()
+        for node in statement.walk()
+        if isinstance(node, Assign)
+        for target in node.targets
+    }
+
+
+def merged_order(first: Sequence[Key], second: Sequence[Key]) -> list[Key]:
+    """Both sequences without repetition; what only the second has comes after what it follows there."""
+    order = list(first)
+    for place, key in enumerate(second):
+        if key not in order:
+            order.insert(order.index(second[place - 1]) + 1 if place else 0, key)
+    return order
+
+
+# ---- merge pair ------------------------------------------------------------------------------------------------------
+
 
 # A parameter that one class lacks stands for one that it has if at least this many more statements are equal then.
 _GAIN = 1.5

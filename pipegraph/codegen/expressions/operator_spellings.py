@@ -2,28 +2,24 @@
 
 The column ``spelling`` of ``graph/operators.py`` names the spelling of an operator. ``x + y``, ``-x``, ``x.T`` and
 ``F.logsigmoid`` are read as they are, with any operator, attribute or function of the same arguments. Every other
-spelling is a function, here in ``SPELLINGS``, in ``function_spellings`` or in ``pool_spellings``; it returns None for a
+spelling is a function, here in ``SPELLINGS``, in ``function_spellings`` or in ``POOL_SPELLINGS``; it returns None for a
 call that it cannot express. "F.name" needs no function, and ``operation`` writes ``x[indices] = y``.
 """
 
 from __future__ import annotations
 
+import operator as python_operator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.function_spellings import FUNCTION_SPELLINGS, Spelling, interpolate
 from pipegraph.codegen.expressions.operator_call import OperatorCall
-from pipegraph.codegen.expressions.pool_spellings import POOL_SPELLINGS
-from pipegraph.codegen.expressions.reshapes import (
-    expand_sizes,
-    flatten_dims,
-    reshape_sizes,
-    shortest_reshape,
-    squeezed_first,
-)
 from pipegraph.codegen.syntax.expressions import (
     ATOM,
     Attribute,
@@ -35,12 +31,217 @@ from pipegraph.codegen.syntax.expressions import (
     Slice,
     Subscript,
     TensorSubscript,
+    call,
     literal,
     method,
     unary,
 )
 from pipegraph.graph.nodes import shape_of
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import SymbolicSize
+
+# ---- reshapes --------------------------------------------------------------------------------------------------------
+# Reshapes as the method that names the fewest sizes: ``x.unflatten(-1, (-1, 64))``, ``x.flatten(2)``.
+#
+# The shapes before and after decide which methods fit. A reshape keeps the order of the elements. Therefore all methods
+# that give the shape give the same tensor.
+
+
+Sizes = tuple[int, ...]
+MethodCall = tuple[str, list[Any]]
+
+
+def shortest_reshape(shape: Sizes, target: Sizes, sizes: Sequence[int]) -> MethodCall | None:
+    """A method and its arguments that bring a tensor from one shape to another; None if only ``reshape`` does.
+
+    Args:
+        shape, target: the shapes.
+        sizes: ``target`` as the model's source has it, with −1 for the size that it leaves open. That dimension has a
+            meaning even if its size is 1.
+    """
+    left_open = list(sizes).index(-1) if -1 in sizes else None
+    methods = (_unsqueezed, _squeezed, _flattened, _unflattened)
+    return next((call for method in methods for call in method(shape, target, left_open)), None)
+
+
+# Each of these yields the calls of one method that fit. Later dimensions are tried first, because the first dimension
+# is the batch, even if its size is 1, and should stay as it is.
+
+
+def _unsqueezed(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    for dim in reversed(range(len(target))):
+        is_batch = dim == 0 and left_open is None and len(target) > 2
+        if target[dim] == 1 and dim != left_open and not is_batch and shape == target[:dim] + target[dim + 1 :]:
+            yield "unsqueeze", [_from_end(dim, target)]
+
+
+def _squeezed(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    for dim in reversed(range(1, len(shape))):
+        if shape[dim] == 1 and left_open not in (dim - 1, dim) and target == shape[:dim] + shape[dim + 1 :]:
+            yield "squeeze", [_from_end(dim, shape)]
+
+
+def _flattened(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    count = len(shape) - len(target) + 1
+    for dim in sorted(range(len(target) * (count > 1)), key=lambda dim: (dim != left_open, -dim)):
+        if target == (*shape[:dim], prod(shape[dim : dim + count]), *shape[dim + count :]):
+            yield "flatten", _range(dim, dim + count, shape)
+
+
+def _unflattened(shape: Sizes, target: Sizes, left_open: int | None) -> Iterator[MethodCall]:
+    count = len(target) - len(shape) + 1
+    counted_dim = left_open if left_open is not None else 0 if len(shape) > 1 else None
+    for dim in reversed(range(len(shape) * (count > 1))):
+        sizes = target[dim : dim + count]
+        is_split = sum(size != 1 or dim + place == counted_dim for place, size in enumerate(sizes)) > 1
+        if is_split and prod(sizes) == shape[dim] and target == shape[:dim] + sizes + shape[dim + 1 :]:
+            position = left_open - dim if left_open is not None and dim <= left_open < dim + count else 0
+            yield "unflatten", [_from_end(dim, shape), _with_one_open(sizes, position)]
+
+
+def squeezed_first(shape: Sizes, target: Sizes, sizes: Sequence[int]) -> tuple[list[int], MethodCall] | None:
+    """The arguments of a ``squeeze`` and the method that follows it: ``x.squeeze(1).unflatten(-1, (-1, 64))``.
+
+    None if no dimension of size 1 is in the way of a method that names fewer sizes than ``reshape``.
+    """
+    for dim in range(1, len(shape) - 1):
+        if shape[dim] == 1 and dim < len(sizes) and sizes[dim] != 1:
+            squeezed_shape = (*shape[:dim], *shape[dim + 1 :])
+            following = shortest_reshape(squeezed_shape, target, sizes)
+            if following is not None and following[0] == "unflatten":
+                return [dim], following
+    return None
+
+
+def reshape_sizes(shape: Sizes, target: Sizes, sizes: Sequence[int]) -> list[int]:
+    """The arguments of ``reshape``: −1 for the batch, unless the source leaves another size open."""
+    is_batch = shape[:1] == target[:1] and target[:1] != (1,) if -1 in sizes else len(shape) > 1
+    return list(_with_one_open(target, 0)) if is_batch and target else list(sizes)
+
+
+def expand_sizes(shape: Sizes, target: Sizes) -> list[int]:
+    """The arguments of ``expand``: −1 for each size that stays."""
+    new = len(target) - len(shape)
+    return [size if dim < new or size != shape[dim - new] else -1 for dim, size in enumerate(target)]
+
+
+def flatten_dims(start: int, end: int, shape: Sizes) -> list[int]:
+    """The arguments of ``flatten`` for dimensions ``start`` … ``end``."""
+    size = max(len(shape), 1)
+    return _range(start % size, end % size + 1, shape)
+
+
+def _from_end(dim: int, sizes: Sizes) -> int:
+    """The number of a dimension; −1 for the last."""
+    return -1 if dim == len(sizes) - 1 else dim
+
+
+def _range(start: int, stop: int, sizes: Sizes) -> list[int]:
+    if stop < len(sizes):
+        return [start, stop - 1]
+    return [start] if start else []
+
+
+def _with_one_open(sizes: Sizes, position: int) -> Sizes:
+    """The sizes with −1 for one of them, if the others determine it (none of them is 0)."""
+    product = prod(sizes[:position] + sizes[position + 1 :])
+    return (*sizes[:position], -1, *sizes[position + 1 :]) if product else sizes
+
+
+# ---- operator spellings ----------------------------------------------------------------------------------------------
+
+
+# ---- pool spellings --------------------------------------------------------------------------------------------------
+# The spellings of operators with another form in ``torch.nn.functional``: of pools and bags, which return indices as
+# well, and of products of groups.
+
+
+# The names that arguments have in torch.nn.functional, if they have others there.
+_RENAMED = {"random_samples": "_random_samples"}
+_MODES = ("sum", "mean", "max")
+
+
+def _reads_first(operator: OperatorCall) -> bool:
+    """Return whether only the first result is read."""
+    return all(user.target is python_operator.getitem and user.args[1] == 0 for user in operator.node.users)
+
+
+def _call(operator: OperatorCall, name: str, positional: Sequence[Any], **named: Any) -> Expression:
+    expressions = {keyword: operator.expression(value) for keyword, value in named.items()}
+    return call(f"F.{name}", *map(operator.expression, positional), **expressions)
+
+
+def _max_pool(operator: OperatorCall) -> Expression:
+    """``F.adaptive_max_pool2d(x, 3)``, with ``return_indices=True`` if the indices are read."""
+    named = {_RENAMED.get(name, name): _short(value) for name, value in operator.arguments.items()}
+    positional = [named.pop(name) for name in ("self", "kernel_size", "output_size") if name in named]
+    if "kernel_size" in operator.arguments and "output_size" in operator.arguments:
+        named = {"output_size": positional.pop(), **named}
+    name = operator.name.removesuffix("_with_indices")
+    if _reads_first(operator):
+        return Collection((_call(operator, name, positional, **named),), "()")
+    return _call(operator, name, positional, **named, return_indices=True)
+
+
+def _short(value: Any) -> Any:
+    """``3`` for ``[3, 3]``, and a tuple for any other list."""
+    if not isinstance(value, list) or not value:
+        return value
+    is_uniform = all(size == value[0] for size in value) and not any(isinstance(size, SymbolicSize) for size in value)
+    return value[0] if is_uniform else tuple(value)
+
+
+def _max_unpool(operator: OperatorCall) -> Expression | None:
+    """``F.max_unpool2d(x, indices, 2)``, with ``output_size=…`` if that is no multiple of the size of ``x``.
+
+    The operator has no windows: any do that lead to its output size.
+    """
+    arguments = operator.arguments
+    shape, _ = operator.shapes
+    sizes = list(arguments["output_size"])
+    pairs = list(zip(shape[-len(sizes) :], sizes, strict=True))
+    windows = [int(size) // int(input_size) for input_size, size in pairs]
+    if not all(int(size) % int(input_size) < window for (input_size, size), window in zip(pairs, windows, strict=True)):
+        return None  # the function takes no such size
+    exact = (_is_multiple(size, input_size, window) for (input_size, size), window in zip(pairs, windows, strict=True))
+    named = {} if all(exact) else {"output_size": tuple(sizes)}
+    return _call(operator, operator.name, [arguments["self"], arguments["indices"], _short(windows)], **named)
+
+
+def _is_multiple(size: int, base: int, window: int) -> bool:
+    """Return whether one size is always so many times another one."""
+    total, unit = (term.expression if isinstance(term, SymbolicSize) else sympy.Integer(term) for term in (size, base))
+    return bool(sympy.simplify(total - unit * window) == 0)
+
+
+def _embedding_bag(operator: OperatorCall) -> Expression | None:
+    """``F.embedding_bag(tokens, weight, offsets, mode="sum")``, if only the bags are read."""
+    named = dict(operator.arguments)
+    if not _reads_first(operator):
+        return None
+    positional = [named.pop(name) for name in ("indices", "weight", "offsets")]
+    mode, ignored = _MODES[named.pop("mode", 0)], named.pop("padding_idx", None)
+    named = {"mode": mode, **{name: value for name, value in named.items() if value not in (None, False)}}
+    named |= {"padding_idx": ignored} if ignored is not None and ignored >= 0 else {}
+    return Collection((_call(operator, "embedding_bag", positional, **named),), "()")
+
+
+def _grouped_mm(operator: OperatorCall) -> Expression:
+    """``F.grouped_mm(x, weight, offs=offsets)``."""
+    named = dict(operator.arguments)
+    return _call(operator, "grouped_mm", [named.pop("self"), named.pop("mat2")], **named)
+
+
+POOL_SPELLINGS: dict[str, Spelling] = {
+    "max_pool": _max_pool,
+    "max_unpool": _max_unpool,
+    "embedding_bag": _embedding_bag,
+    "grouped_mm": _grouped_mm,
+}
+
+
+# ---- operator spellings ----------------------------------------------------------------------------------------------
+
 
 aten = torch.ops.aten
 

@@ -11,11 +11,51 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.export.tensor_identity import ReadFromModules
 from pipegraph.graph.internals import fake_mode_of, memory_of, new_fake_mode, pytree, version_of
 from pipegraph.graph.model_structure import is_layer_of_torch
+
+# ---- tensor identity -------------------------------------------------------------------------------------------------
+# Parameters and buffers that a model reads through a list, a dict or a closure, and not as attributes of a module.
+#
+# While a model is traced other tensors stand for them in the modules. Whatever holds the tensor itself would give its
+# values at capture to every stage, without a gradient.
+
+
+class ReadFromModules(TorchFunctionMode):
+    """Lets each function of torch have what stands in the modules for the parameters and buffers of a model.
+
+    Args:
+        model: with its own parameters and buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._owners: dict[int, tuple[Tensor, nn.Module, str]] = {}
+        for module in model.modules():
+            for tensors in (module.named_parameters, module.named_buffers):
+                for name, tensor in tensors(recurse=False, remove_duplicate=False):
+                    self._owners.setdefault(id(tensor), (tensor, module, name))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._items(args), **{name: self._item(value) for name, value in (kwargs or {}).items()})
+
+    def _items(self, values: Any) -> Any:
+        return [self._item(value) for value in values]
+
+    def _item(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            owner = self._owners.get(id(value))
+            return value if owner is None else getattr(owner[1], owner[2])
+        if type(value) in (list, tuple):
+            return type(value)(self._items(value))
+        return value
+
+
+# ---- isolation -------------------------------------------------------------------------------------------------------
+
 
 MOMENTUM_OF_ALL: Final = float.fromhex("0x1.23456789abcdep-4")
 """The momentum with which a batch norm is traced that has none."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 import io
 import keyword
+import random
+import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
-from itertools import product
+from itertools import product, zip_longest
 from types import MappingProxyType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pipegraph.arguments import argument
@@ -27,9 +29,8 @@ from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
 from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_kept
 from pipegraph.graph.export.module_calls import record_calls
-from pipegraph.graph.export.python_random import check_chances
+from pipegraph.graph.export.operation_record import calls_of_model, operations_of_model
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
-from pipegraph.graph.export.sliced_lists import name_in_lists
 from pipegraph.graph.internals import (
     autograd_functions_wrapped,
     pytree,
@@ -37,6 +38,98 @@ from pipegraph.graph.internals import (
 )
 from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
+
+# ---- python random ---------------------------------------------------------------------------------------------------
+# Random numbers of Python and NumPy that a model draws: a graph would have what one draw gives, for ever.
+
+
+# Numbers of Mersenne Twisters in this state are all 0: less than any probability.
+_ZEROS = (0,) * 624
+_SEEDS = range(8)
+
+
+def check_chances(
+    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run a model without memory, as other numbers of Python's and NumPy's generators have it.
+
+    Args:
+        mode: whether each module is in training mode.
+        args, kwargs: its inputs; only their shapes and dtypes count.
+
+    Raises:
+        CaptureError: it then runs other operations, or the same on other numbers.
+    """
+    with generators_restored():
+        least = _at(None, operations_of_model, model, mode, args, kwargs)
+        for seed in _SEEDS:
+            if _at(seed, operations_of_model, model, mode, args, kwargs) != least:
+                pair = (_at(run_seed, calls_of_model, model, mode, args, kwargs) for run_seed in (None, seed))
+                different = (call or other_call for call, other_call in zip_longest(*pair) if call != other_call)
+                line = next((f"\n  at {call[1]}" for call in different if call and call[1]), "")
+                raise CaptureError(
+                    "It draws random numbers of Python or NumPy that decide what it does, and a stage would do what "
+                    f"one draw decides.{line}\n"
+                    "Try: a probability of 0 where the model is built (layerdrop=0); or torch.rand() and torch.where; "
+                    "or model.eval() in build_model, for stages that do not train."
+                )
+
+
+def _at(seed: int | None, run: Callable[..., Any], *arguments: Any) -> Any:
+    """What a run returns with generators that are seeded, or give nothing but 0."""
+    numpy = sys.modules.get("numpy")
+    if seed is None:
+        random.setstate((3, (*_ZEROS, len(_ZEROS)), None))
+        if numpy is not None:
+            numpy.random.set_state(("MT19937", _ZEROS, len(_ZEROS)))
+    else:
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed)
+    return run(*arguments)
+
+
+# ---- torch export ----------------------------------------------------------------------------------------------------
+
+
+# ---- sliced lists ----------------------------------------------------------------------------------------------------
+# The names of modules that a model takes from a slice of a list, such as ``self.blocks[1:]``.
+
+
+_SLICE: Final = re.compile(r"slice\((-?\d+|None), (-?\d+|None), (-?\d+|None)\)")
+
+
+def name_in_lists(program: ExportedProgram, model: nn.Module) -> None:
+    """Name modules by their place in the model where ``torch.export`` has a slice: if something in them is shared.
+
+    before:  blocks.slice(1, None, None).0
+    after:   blocks.1
+    """
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            stack = node.meta.get("nn_module_stack", {})
+            if any("slice(" in fqn for fqn, _ in stack.values()):
+                named = {call: (_name(fqn, model), kind) for call, (fqn, kind) in stack.items()}
+                node.meta["nn_module_stack"] = {call: pair for call, pair in named.items() if pair[0] is not None}
+
+
+def _name(fqn: str, model: nn.Module) -> str | None:
+    """The name without slices; None for a slice itself, which is no module of the model."""
+    parts: list[str] = []
+    names: list[str] | None = None  # of what the last slice has
+    for part in fqn.split("."):
+        match, module = _SLICE.fullmatch(part), model.get_submodule(".".join(parts))
+        if match is not None:
+            every = [str(number) for number in range(len(module))] if names is None else names  # type: ignore[arg-type]
+            names = every[slice(*(None if bound == "None" else int(bound) for bound in match.groups()))]
+            continue
+        # A slice of a list counts again; one of a Sequential has its names.
+        parts.append(part if names is None or not isinstance(module, nn.ModuleList) else names[int(part)])
+        names = None
+    return ".".join(parts) if names is None else None
+
+
+# ---- torch export ----------------------------------------------------------------------------------------------------
 
 
 class Exported(NamedTuple):

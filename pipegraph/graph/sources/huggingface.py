@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,9 +19,45 @@ from pipegraph.arguments import argument, require_path
 from pipegraph.errors import SourceError, first_names, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
-from pipegraph.graph.sources.stored_weights import has_weights, refused_name
 from pipegraph.machine import require_room
 from pipegraph.regular_file import read_regular_file
+
+# ---- stored weights --------------------------------------------------------------------------------------------------
+# The files of weights in the folder of a Hugging Face model, as transformers looks for them.
+
+
+_READ: Final = ("model.safetensors", "pytorch_model.bin")
+"""Files that ``from_pretrained`` reads, or their indices."""
+_WEIGHTS: Final = re.compile(
+    r".*\.(safetensors|gguf)|(.*model.*|consolidated.*|.*weights.*)\.(bin|pt|pth|h5|msgpack|ckpt.*)", re.IGNORECASE
+)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that ``from_pretrained`` reads: safetensors, or what ``torch.save`` wrote.
+
+    Raises:
+        SourceError: it holds weights in other files alone; a model would have initial values in their place.
+    """
+    if any((folder / name).is_file() for file in _READ for name in (file, f"{file}.index.json")):
+        return True
+    unread = sorted(file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name))
+    if unread:
+        raise SourceError(
+            f"{folder} holds weights, and none under a name that transformers reads: {first_names(unread)}.\n"
+            f"Try: {' or '.join(_READ)}, whole or as several files with an index, as save_pretrained writes them; or "
+            "--no-weights, which takes the configuration alone."
+        )
+    return False
+
+
+def refused_name(error: pickle.UnpicklingError) -> str:
+    """What ``torch.load(weights_only=True)`` refused. Its message advises to load it all the same."""
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"it names {match[1]}" if match else str(error).partition("\n")[0]
+
+
+# ---- huggingface -----------------------------------------------------------------------------------------------------
 
 
 def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask: bool = False) -> ModelSource:

@@ -3,36 +3,287 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import combinations, islice, product
 from math import comb
+from random import Random
 
 import numpy as np
 
 from pipegraph.cost import SegmentCost
 from pipegraph.planner.solver.branch_and_bound import BranchAndBound
 from pipegraph.planner.solver.cut_search import equal_parts, largest_stage
-from pipegraph.planner.solver.cut_space import CutSpace, StageFigures
-from pipegraph.planner.solver.fractional_stages import FractionalStages
+from pipegraph.planner.solver.cut_space import CutSpace, StageCosts, StageFigures
+from pipegraph.planner.solver.linear_program import LinearProgram
 from pipegraph.planner.solver.local_search import (
     EQUAL,
     Incumbents,
     Moves,
+    has_no_empty_stage,
     hill_climb,
     iterated_local_search,
+    moved_at_random,
+    neighbours,
 )
 from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective
-from pipegraph.planner.solver.option_moves import every_candidate, option_moves
-from pipegraph.planner.solver.option_start import even_start
-from pipegraph.planner.solver.prefix_sums import SAVED, STATE, Booleans, Integers
+from pipegraph.planner.solver.prefix_sums import (
+    SAVED,
+    STATE,
+    TIMES,
+    Booleans,
+    Floats,
+    Integers,
+    LinearBound,
+    quantities_of,
+)
 from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.planner.solver.solve_arguments import check_numbers, check_options, memory_of_ranks, resolve_schedule
-from pipegraph.planner.solver.stage_options import OptionFits, OptionMakespan, OptionSpace, OptionSums
+from pipegraph.planner.solver.stage_options import OptionBound, OptionFits, OptionMakespan, OptionSpace, OptionSums
 from pipegraph.schedule import Schedule, simulate
 from pipegraph.units import format_bytes
+
+# ---- fractional stages -----------------------------------------------------------------------------------------------
+# A lower bound for all cuts and options of a chain: stages of any parts of its segments, by linear programming.
+
+
+_ROUNDS = 24  # of solving the program, then adding linear bounds that its solution exceeds
+_ROWS = 16  # of the linear bounds that are exceeded the most, which a round adds
+_EXCEEDS = 1e-3  # part of a bound
+_EXACT = 1e-6  # of the solution of a linear program
+
+
+class FractionalStages:
+    """Stages that may have any parts of any segments, each part with any option that some stage may have.
+
+    Cuts and options are one way to fill them, so none takes less than the fastest way. As a makespan, and what a rank
+    needs, is the largest of linear bounds, a linear program finds it. Segments that have the same costs to choose from
+    are one variable for each stage and cost. The first segment is in the first stage, and the last one in the last.
+
+    Args:
+        options: the costs of the segments with each option.
+        makespan, memory: of stages with these options.
+    """
+
+    def __init__(self, options: Sequence[Sequence[SegmentCost]], makespan: Makespan, memory: MemoryNeed) -> None:
+        self._makespan, self._memory = makespan, memory
+        kinds: dict[tuple[str, frozenset[tuple[float, ...]]], list[int]] = {}
+        for number, costs in enumerate(zip(*options, strict=True)):
+            place = {0: "first", len(options[0]) - 1: "last"}.get(number, "between")
+            kinds.setdefault((place, frozenset(map(quantities_of, costs))), []).append(number)
+        every = range(memory.stages)
+        stages = {"first": every[:1], "between": every, "last": every[-1:]}
+        self._counts = np.array([len(numbers) for numbers in kinds.values()])
+        choices = [
+            (kind, stage, cost)
+            for kind, (place, costs) in enumerate(kinds)
+            for stage in stages[place]
+            for cost in sorted(costs)
+        ]
+        self._kinds, self._stage, costs_of = (np.array(column) for column in zip(*choices, strict=True))
+        self._costs: Floats = costs_of.T  # (quantities, variables)
+
+    def least_makespan(self, enough: float = math.inf) -> float:
+        """Return seconds that no cuts and options go below; infinite if none fit. It is not made tighter than
+        ``enough``."""
+        variables, limit = len(self._kinds), self._memory.limit
+        pool, constants = self._table([*self._makespan.initial_bounds(), *self._makespan.path_bounds()])
+        even = self._counts[self._kinds] / np.bincount(self._kinds)[self._kinds]
+        scale = float((pool @ even + constants).max())  # so that no figure is far from 1
+        if not scale:
+            return 0.0
+        program = LinearProgram()
+        program.add_variables(np.append(np.zeros(variables), 1.0), np.zeros((0, variables + 1)))
+        parts = np.arange(len(self._counts))[:, None] == np.append(self._kinds, -1)
+        program.add_rows(parts.astype(np.float64), self._counts, self._counts)
+
+        def add(table: Floats, makespan: float, most: Floats) -> None:
+            """Add rows ``table`` @ shares + ``makespan`` × the makespan, the last variable, ≤ ``most``."""
+            if len(table):
+                rows = np.column_stack([table, np.full(len(table), makespan)])
+                program.add_rows(rows / scale, np.full(len(table), -np.inf), most / scale)
+
+        add(pool[: self._memory.ranks], -scale, -constants[: self._memory.ranks])
+        least = 0.0
+        for _ in range(_ROUNDS):
+            try:
+                solution = program.solve()
+            except ArithmeticError:
+                break
+            if solution is None:
+                return math.inf
+            least, shares = scale * float(solution.values[-1]), solution.values[:-1]
+            if least >= enough:
+                break
+            stages = self._stages_of(shares)
+            values = pool @ shares + constants
+            longest = np.argsort(-values)[:_ROWS]
+            longest = longest[values[longest] > least * (1 + _EXCEEDS)]
+            new_rows, more_constants = pool[longest], constants[longest]
+            if not len(longest):
+                new_rows, more_constants = self._table([self._makespan.longest_path(stages)])
+                slower = new_rows @ shares + more_constants > least * (1 + _EXCEEDS)
+                new_rows, more_constants = new_rows[slower], more_constants[slower]
+            needs, need_constants = self._table(self._memory.tightest_bounds(stages))
+            short = needs @ shares + need_constants > limit * (1 + _EXCEEDS)
+            if not len(new_rows) and not short.any():
+                break
+            full = scale / limit
+            add(new_rows, -scale, -more_constants)
+            add(full * needs[short], 0.0, scale - full * need_constants[short])
+        return least * (1 - _EXACT)
+
+    def _table(self, bounds: Sequence[LinearBound | OptionBound]) -> tuple[Floats, Floats]:
+        """Return what each variable adds to linear bounds, and their constants: (bounds, variables), (bounds,)."""
+        rows = []
+        for bound in bounds:
+            assert isinstance(bound, OptionBound)  # the sums have options
+            rows.append(np.einsum("qv,qv->v", bound.weights[:, self._stage], self._costs))
+        return np.array(rows), np.array([bound.constant for bound in bounds])
+
+    def _stages_of(self, shares: Floats) -> Floats:
+        """Return the quantities of stages: (quantities, stages)."""
+        return np.array([np.bincount(self._stage, row, self._memory.stages) for row in self._costs * shares])
+
+
+# ---- option search ---------------------------------------------------------------------------------------------------
+
+
+# ---- option start ----------------------------------------------------------------------------------------------------
+# The candidate that a search begins with: even cuts, with the fastest options that ranks have room for.
+
+
+_TRIED = 6  # limits of what a stage may need
+
+
+def even_start(
+    space: OptionSpace,
+    sums: OptionSums,
+    makespan: Makespan,
+    seconds: StageCosts,
+    memory: MemoryNeed,
+    allowed: Booleans,
+    placement: Sequence[int],
+) -> Integers:
+    """Return even cuts, with the fastest options that ranks have room for: a candidate that fits, if one was found.
+
+    Even cuts are those of which the slowest stage is the fastest. They may leave a rank with stages that need much
+    memory, and so with slow options or none. So stages that need more than a part of the memory are left out, of which
+    several are tried.
+
+    Args:
+        space: the cuts of which each stage fits its rank with some option, if the rank holds nothing else.
+        seconds: of a step at least, by what a stage is.
+        allowed: the options that stages may have: (stages, options).
+        placement: the rank of each stage.
+    """
+    bytes_needed = StageFigures(memory.stage_bound, space)
+    most = [memory.limit]
+    if memory.limits:
+        fullest = largest_stage(memory, space.cheapest(bytes_needed, np.maximum), sums.segments)
+        most = np.linspace(fullest * (1 + EQUAL), memory.limit, _TRIED).tolist()
+    starts = []
+    for limit in most:
+        narrow = space.restrict(lambda *stage, limit=limit: bytes_needed(*stage) <= limit)
+        cuts = narrow.cheapest(seconds, np.maximum)
+        starts.append(_fastest_options(cuts, sums, memory, allowed, np.array(placement)))
+    candidates = np.unique(starts, axis=0)
+    missing = (memory.values(candidates) - memory.limit).clip(min=0.0)
+    best: Integers = candidates[np.lexsort((makespan.values(candidates), missing))[0]]
+    return best
+
+
+def _fastest_options(
+    cuts: Integers, sums: OptionSums, memory: MemoryNeed, allowed: Booleans, placement: Integers
+) -> Integers:
+    """Return these cuts with the options with which each rank computes for the shortest time, of those that fit into
+    its memory; those that need the least on a rank where none fit.
+
+    What a rank needs depends on its own stages alone, so all ranks try options at once. A rank's first stages have one
+    option and the others another, since those that come first keep the most microbatches.
+    """
+    ranks, stages = memory.ranks, len(placement)
+    passed: Counter[int] = Counter()
+    place = np.zeros(stages, np.int64)  # among the stages of its rank
+    for stage, rank in enumerate(placement.tolist()):
+        place[stage] = passed[rank]
+        passed[rank] += 1
+    first, then, change = (
+        grid.reshape(-1, 1) for grid in np.indices((sums.options, sums.options, max(passed.values())))
+    )
+    tried = np.unique(np.where(place <= change, first, then), axis=0)  # (candidates, stages)
+    candidates = np.column_stack([np.tile(cuts, (len(tried), 1)), tried])
+    holds = np.arange(ranks)[:, None] == placement
+    seconds = holds @ sums.stages(candidates)[list(TIMES)].sum(axis=0)  # (ranks, candidates)
+    required_bytes = memory.of_ranks(candidates)
+    forbidden = holds @ ~allowed[np.arange(stages), tried].T
+    seconds[forbidden | (required_bytes > np.array(memory.limits or [np.inf])[:, None])] = np.inf
+    required_bytes[forbidden] = np.inf
+    chosen = np.where(np.isfinite(seconds).any(axis=1), seconds.argmin(axis=1), required_bytes.argmin(axis=1))
+    return np.append(cuts, tried[chosen[placement], np.arange(stages)])
+
+
+# ---- option search ---------------------------------------------------------------------------------------------------
+
+
+# ---- option moves ----------------------------------------------------------------------------------------------------
+# What a search for cuts and options tries: every candidate, neighbours of one, and some random moves away.
+
+
+_BATCH = 4096
+_CLOSE = 3  # options next to a stage's own, in order of what they keep, that are tried together with a moved cut
+
+
+def every_candidate(segments: int, may: Booleans) -> list[Integers]:
+    """Return all candidates, in batches (candidates, numbers)."""
+    choices = product(*(np.flatnonzero(row).tolist() for row in may))
+    rows = ((*cuts, *chosen) for chosen in choices for cuts in combinations(range(1, segments), len(may) - 1))
+    batches = []
+    while batch := list(islice(rows, _BATCH)):
+        batches.append(np.array(batch, np.int64))
+    return batches
+
+
+def option_moves(may: Booleans) -> Moves:
+    """Moves of cuts, of the options of single stages, and of a cut with the options of a stage beside it."""
+    stages = len(may)
+
+    def near(candidate: Integers, segments: int) -> Integers:
+        cuts, chosen = candidate[: stages - 1], candidate[stages - 1 :]
+        moved = neighbours(cuts, segments)
+        rows = [np.column_stack([moved, np.tile(chosen, (len(moved), 1))])]
+        stage, option = np.nonzero(may)
+        changed = np.tile(candidate, (len(stage), 1))
+        changed[np.arange(len(stage)), stages - 1 + stage] = option
+        rows.append(changed[option != chosen[stage]])
+        close = np.abs(option - chosen[stage]) <= _CLOSE
+        for side in (0, 1):  # the cut before the stage, and the one after it
+            cut = stage - 1 + side
+            inside = close & (cut >= 0) & (cut < stages - 1) & (option != chosen[stage])
+            for step in (-1, 1):
+                candidates = changed[inside].copy()
+                candidates[np.arange(len(candidates)), cut[inside]] += step
+                rows.append(candidates[has_no_empty_stage(candidates[:, : stages - 1], segments)])
+        every: Integers = np.concatenate(rows)
+        return every
+
+    def at_random(random: Random, candidate: Integers, segments: int) -> Integers:
+        moved = candidate.copy()
+        if stages > 1:
+            moved[: stages - 1] = moved_at_random(random, candidate[: stages - 1], segments)
+        stage = random.randrange(stages)
+        moved[stages - 1 + stage] = random.choice(np.flatnonzero(may[stage]).tolist())
+        return moved
+
+    return Moves(near, at_random)
+
+
+# ---- option search ---------------------------------------------------------------------------------------------------
+
 
 _ALL_STEPS = 10_000_000  # if valuing all candidates takes fewer steps, all are valued
 _STEPS = 240_000_000  # of any other search with an effort of 1: about ten seconds

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.arguments import argument, require_type
-from pipegraph.errors import ArgumentError
+from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.loopback import is_one_machine, use_loopback
 from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
-from pipegraph.runtime.processes.devices import check_backend, local_device
 from pipegraph.runtime.processes.faults import FAULT, FaultGuard
 from pipegraph.runtime.processes.group import (
     ConnectionLost,
@@ -36,6 +35,42 @@ from pipegraph.runtime.processes.shard_group import ShardLine
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+# The device of a process, and whether the ranks' backend serves tensors there.
+
+
+def check_backend(grid: RankGrid, device: torch.device) -> None:
+    """Raise ArgumentError for ranks with GPUs that share layers or train alike, and have no NCCL for it.
+
+    Over gloo ranks of FSDP and of tensor parallelism on an H100 were gone without a word, with torch 2.11.
+    """
+    if device.type == "cuda" and not internals.uses_nccl(device) and grid.size > grid.length(PIPELINE):
+        names = [name for name in grid.names if name != PIPELINE and grid.length(name) > 1]
+        raise ArgumentError(
+            f"the default group was made for gloo, which does not serve tensors on a GPU along {', '.join(names)}.\n"
+            'Try: torch.distributed.init_process_group("nccl") and a GPU for each rank, or a mesh of pp alone.'
+        )
+
+
+def local_device(device: str | torch.device) -> torch.device:
+    """Return `device`. Plain "cuda" under a launcher is the GPU of this process's local rank."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise PipegraphError(f"{device!r} is no device of torch: {error}.\nTry: cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PipegraphError(f"device {str(device)!r} was asked for, and torch finds no GPU.\nTry: device='cpu'.")
+    if str(device) == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+# ---- world -----------------------------------------------------------------------------------------------------------
+
 
 _CLOSING_SECONDS: Final = 10.0
 """How long NCCL may take for what is on its way when everything ends."""

@@ -10,17 +10,11 @@ from random import Random
 from typing import NamedTuple, TypeVar
 
 from pipegraph.errors import ScheduleError, nearest
-from pipegraph.schedule.collectives import require_resident
-from pipegraph.schedule.join_backwards import EQUAL
+from pipegraph.schedule.check import check
+from pipegraph.schedule.collectives import place_collectives, require_resident
+from pipegraph.schedule.join_backwards import EQUAL, join_backwards
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.lower_bound import lower_bound
-from pipegraph.schedule.order_search.found_schedules import FoundSchedules
-from pipegraph.schedule.order_search.gathers import (
-    IMPOSSIBLE_COST,
-    Cost,
-    climb_gathers,
-    grouped_schedules,
-)
 from pipegraph.schedule.order_search.order_problem import (
     FORWARD,
     PER_STAGE,
@@ -38,11 +32,139 @@ from pipegraph.schedule.order_search.starting_orders import (
     orders_of,
     without_weight_grads,
 )
+from pipegraph.schedule.recipes.one_f_one_b import one_f_one_b, zero_bubble
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.simulate import simulate
-from pipegraph.schedule.stages import PLACEMENTS
+from pipegraph.schedule.stages import PLACEMENTS, loop
 from pipegraph.schedule.times import Times, require_times
+from pipegraph.schedule.unshard_windows import residencies
 from pipegraph.units import format_number_of
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+# Orders of sharded stages in which a stage stays whole for longer, so that its parameters are gathered less often.
+
+
+_GROUPS = 16  # sizes of groups that are tried, at most
+
+Cost = tuple[float, float, float]
+"""(makespan, gathers, activations) of orders: the first figure in which two differ decides."""
+
+IMPOSSIBLE_COST: Cost = (math.inf, math.inf, math.inf)
+
+
+def grouped_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator[Schedule]:
+    """Yield interleaved schedules in which larger groups of microbatches pass a stage before a rank goes to its next.
+
+    Their bubble is that of groups of p. A group of g holds (v − 1)(g − p) activations more, and gathers p/g as often.
+    """
+    ranks = max(placement) + 1
+    chunks = len(placement) // ranks
+    if chunks == 1 or placement != loop(ranks, chunks):
+        return
+    sizes = range(ranks + 1, microbatches + 1)
+    for group in sizes[:: -max(1, math.ceil(len(sizes) / _GROUPS))]:
+        for name, orders, lead in (("interleaved-1f1b", one_f_one_b, 2), ("interleaved-zb", zero_bubble, 1)):
+            rows = tuple(map(tuple, orders(lead, ranks, microbatches, chunks, group)))
+            schedule = Schedule(f"{name} in groups of {group}", placement, microbatches, rows)
+            try:
+                check(schedule)
+            except ScheduleError:
+                continue  # the last group is too small
+            yield schedule
+
+
+def climb_gathers(
+    orders: Orders, resident: int, cost: Callable[[Orders, Cost], Cost], runs: int, random: Random
+) -> tuple[Cost, Orders]:
+    """Bring the uses of a stage from one gather to another, and keep what costs no more, in at most so many runs.
+
+    ``cost`` may return anything larger for orders that cost more than what it is given.
+    """
+    best = cost(orders, IMPOSSIBLE_COST)
+    for _ in range(runs):
+        rank = random.randrange(len(orders))
+        order = _with_one_gather_less(orders[rank], resident, random)
+        if order is not None:
+            changed = [*orders[:rank], order, *orders[rank + 1 :]]
+            if (result := cost(changed, best)) <= best:
+                orders, best = changed, result
+    return best, orders
+
+
+def _with_one_gather_less(order: Sequence[int], resident: int, random: Random) -> list[int] | None:
+    """Return the order with all uses of a residency next to one before of the same stage; None if there is none."""
+    stages = [code // PER_STAGE for code in order]
+    all_residencies = residencies([(stage,) for stage in stages], resident)
+    again = [
+        at
+        for at, residency in enumerate(all_residencies)
+        if residency.stage in {predecessor.stage for predecessor in all_residencies[:at]}
+    ]
+    if not again:
+        return None
+    repeat = all_residencies[random.choice(again)]
+    previous = max(
+        (
+            residency
+            for residency in all_residencies
+            if residency.stage == repeat.stage and residency.last < repeat.first
+        ),
+        key=lambda residency: residency.last,
+    )
+    moved, to = random.choice(((repeat, previous.last + 1), (previous, repeat.first)))
+    uses = [at for at in range(moved.first, moved.last + 1) if stages[at] == moved.stage]
+    inside = {*uses}
+    head = [code for at, code in enumerate(order[:to]) if at not in inside]
+    tail = [code for at, code in enumerate(order[to:], to) if at not in inside]
+    return [*head, *(order[at] for at in uses), *tail]
+
+
+# ---- search orders ---------------------------------------------------------------------------------------------------
+
+
+# ---- found schedules -------------------------------------------------------------------------------------------------
+# The schedules that a search has found so far, and which of them is best.
+
+
+class FoundSchedules:
+    """Schedules that fit, with the collectives of their stages, and their makespans."""
+
+    def __init__(self, times: Times, resident: int | None) -> None:
+        self.timed: list[tuple[float, Schedule]] = []
+        self._times, self._resident = times, resident
+
+    def add(self, schedule: Schedule) -> None:
+        self.timed.append(self.time(schedule))
+
+    def time(self, schedule: Schedule) -> tuple[float, Schedule]:
+        if self._resident is not None:
+            if self._resident == 1:  # the two of an overlapped pair are of two stages
+                schedule = schedule.changed(overlapped=frozenset())
+            schedule = place_collectives(schedule, range(schedule.stages), (), self._resident)
+        return simulate(schedule, self._times).makespan, schedule
+
+    def joined(self, schedule: Schedule, tries: int) -> Schedule:
+        """Return one of the schedules with whole backwards where they make nothing slower, nor gathers more."""
+        origin = schedule.changed(collectives=())
+        _, joined = self.time(join_backwards(origin, self._times, tries).changed(name=schedule.name))
+        is_slower = simulate(joined, self._times).makespan > simulate(schedule, self._times).makespan * (1 + EQUAL)
+        return schedule if is_slower or sum(joined.gathers) > sum(schedule.gathers) else joined
+
+    def best(self, count: int) -> list[Schedule]:
+        """Return the fastest, and of those that are equally fast the ones with the fewest gathers and least memory."""
+        fastest = min(makespan for makespan, _ in self.timed)
+
+        def key(pair: tuple[float, Schedule]) -> tuple[float, int, int, int]:
+            makespan, schedule = pair
+            peaks = peak_activations(schedule)
+            slower = 0.0 if makespan <= fastest * (1 + EQUAL) else makespan
+            return slower, sum(schedule.gathers), max(peaks), sum(peaks)
+
+        return [schedule for _, schedule in sorted(self.timed, key=key)[:count]]
+
+
+# ---- search orders ---------------------------------------------------------------------------------------------------
+
 
 _ACTIONS, _RUNS = 20_000_000, 40_000
 """How many actions, and how many orders, a search with an effort of 1 runs at most: some ten seconds."""
