@@ -35,11 +35,11 @@ def loss_of(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda output, target: (do(output) - target).square().mean()
 
 
-def outcome(model: nn.Module, other: nn.Module, kernels: str, losses: tuple[Callable[..., Tensor], ...]) -> str:
+def outcome(model: nn.Module, reference: nn.Module, kernels: str, losses: tuple[Callable[..., Tensor], ...]) -> str:
     """Whether three steps of a pipeline are those of the model: "refused", "right" or "silent".
 
     Args:
-        other: an equal model, which is trained beside it.
+        reference: an equal model, which is trained beside it.
         losses: of the pipeline, and of the model.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -49,34 +49,36 @@ def outcome(model: nn.Module, other: nn.Module, kernels: str, losses: tuple[Call
             pipe = pipegraph.Pipeline(package, kernels=kernels, loss_fn=losses[0], loss_over="microbatch")
         except PipegraphError:
             return "refused"
-        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (pipe, other)]
+        optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, reference)]
         for step in range(3):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             torch.manual_seed(step)
-            found = pipe.step(X, target=TARGET).loss
+            loss = pipe.step(X, target=TARGET).loss
             torch.manual_seed(step)
-            expected = losses[1](other(X), TARGET)
+            expected = losses[1](reference(X), TARGET)
             expected.backward()
-            gradients = {name: each.grad for stage in pipe.stages.values() for name, each in stage.named_parameters()}
-            same = [torch.allclose(found, expected.detach(), atol=1e-6)]
-            same += [
+            gradients = {
+                name: parameter.grad for stage in pipe.stages.values() for name, parameter in stage.named_parameters()
+            }
+            matches = [torch.allclose(loss, expected.detach(), atol=1e-6)]
+            matches += [
                 torch.allclose(gradients[name], parameter.grad, atol=1e-6)
-                for name, parameter in other.named_parameters()
+                for name, parameter in reference.named_parameters()
                 if parameter.grad is not None
             ]
-            if not all(same):
+            if not all(matches):
                 return "silent"
             for optimizer in optimizers:
                 optimizer.step()
         for mode in (False, True):
-            other.train(mode)
+            reference.train(mode)
             for stage in pipe.stages.values():
                 stage.train(mode)
             torch.manual_seed(9)
             output = pipe.eval(X)
             torch.manual_seed(9)
-            if not torch.allclose(output, other(X).detach(), atol=1e-6):
+            if not torch.allclose(output, reference(X).detach(), atol=1e-6):
                 return "silent"
     return "right"
 
@@ -95,7 +97,7 @@ def main() -> None:
             if place == "loss" and kind not in LOSSES:
                 row.append("")
                 continue
-            found = []
+            outcomes = []
             for name in kernels:
                 build = (kind, place) if place != "loss" else ("nothing", "forward")
                 pair = []
@@ -103,10 +105,10 @@ def main() -> None:
                     torch.manual_seed(0)
                     pair.append(models.Model(*build))
                 losses = tuple(loss_of(kind if place == "loss" else "nothing") for _ in range(2))
-                found.append(outcome(*pair, name, losses))
+                outcomes.append(outcome(*pair, name, losses))
                 torch.set_grad_enabled(True)
-            count.update(found)
-            row.append(" ".join(dict.fromkeys(found)))
+            count.update(outcomes)
+            row.append(" ".join(dict.fromkeys(outcomes)))
         table.add_row(kind, *row)
     console = Console(width=110)
     console.print(table)

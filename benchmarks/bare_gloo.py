@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipegraph.runtime.wiring import rank_pairs
 from pipegraph.schedule import Action, Kind, Schedule, lower
 
-NEEDED: dict[Kind, Kind] = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_B, Kind.B: Kind.RECV_B}
+RECEIVE_KINDS: dict[Kind, Kind] = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_B, Kind.B: Kind.RECV_B}
 """what computes → the message that it waits for, if its stage receives one"""
 
 
@@ -29,9 +29,9 @@ def bare_step(schedule: Schedule, shape: tuple[int, ...], seconds: Callable[[Act
     lowered = lower(schedule)
     pairs = sorted(rank_pairs(lowered, range(schedule.ranks)))
     groups = {pair: dist.new_group([*pair], backend="gloo") for pair in pairs}
-    others = {pair: dist.get_group_rank(group, pair[0] + pair[1] - me) for pair, group in groups.items() if me in pair}
+    peers = {pair: dist.get_group_rank(group, pair[0] + pair[1] - me) for pair, group in groups.items() if me in pair}
     sent = [torch.zeros(shape)]
-    sleeps = {each: seconds(each) for each in schedule.actions[me]}
+    sleeps = {action: seconds(action) for action in schedule.actions[me]}
     actions = lowered.actions[me]
 
     def step() -> None:
@@ -40,16 +40,16 @@ def bare_step(schedule: Schedule, shape: tuple[int, ...], seconds: Callable[[Act
         for action in actions:
             kind, stage, microbatch = action.kind, action.stage, action.microbatch
             if action.peer is None:
-                if kind in NEEDED and (work := received.pop((NEEDED[kind], stage, microbatch), None)):
+                if kind in RECEIVE_KINDS and (work := received.pop((RECEIVE_KINDS[kind], stage, microbatch), None)):
                     work.wait()
                 if sleeps[action]:
                     time.sleep(sleeps[action])
             elif action.sends:
                 pair = me, place[action.peer]
-                sends.append(groups[pair].send(sent, others[pair], 0))
+                sends.append(groups[pair].send(sent, peers[pair], 0))
             else:
                 pair = place[action.peer], me
-                received[kind, stage, microbatch] = groups[pair].recv([torch.empty(shape)], others[pair], 0)
+                received[kind, stage, microbatch] = groups[pair].recv([torch.empty(shape)], peers[pair], 0)
         for work in sends:
             work.wait()
 

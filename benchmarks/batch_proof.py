@@ -48,10 +48,10 @@ def main() -> None:
             source = load(f"hf:{config}", weights=False, batch=1, seq=4096, attention_mask=True)
         begin = time.perf_counter()
         captured = capturing.capture_source(source)
-        whole = time.perf_counter() - begin
-        share = 100 * sum(seconds.values()) / whole
+        total = time.perf_counter() - begin
+        share = 100 * sum(seconds.values()) / total
         print(
-            f"{layers} layers: capture {whole:.1f} s, roles {seconds['roles']:.2f} s, proof {seconds['proof']:.2f} s, "
+            f"{layers} layers: capture {total:.1f} s, roles {seconds['roles']:.2f} s, proof {seconds['proof']:.2f} s, "
             f"{share:.1f} % of it; {len(captured.nodes)} operations, {captured.batch.proof}"
         )
 

@@ -41,7 +41,7 @@ def write_package(layers: int, folder: Path) -> None:
     """Write the package of a Llama with as many layers, cut in two."""
     case = replace(CASE, layers=layers)
     tokens, _ = case.batch()
-    captured = pipegraph.capture(case.whole(case.build()), (tokens[: case.rows],))
+    captured = pipegraph.capture(case.unsplit(case.build()), (tokens[: case.rows],))
     pipegraph.write_package(pipegraph.plan(captured, points=list(case.even(2))), folder)
 
 
@@ -58,9 +58,9 @@ def first_step(contender: str, schedule: str, kernels: str, package: Path) -> No
     stages = importlib.import_module(package.name)
     first, last = stages.load_stage(0), stages.load_stage(1)
     begin = torch.compile(first, dynamic=False)
-    end = torch.compile(lambda h, wanted: CASE.loss(last(h), wanted), dynamic=False)
-    for some, wanted in zip(tokens.split(1), targets.split(1), strict=True):
-        (end(begin(some), wanted) / CASE.microbatches).backward()
+    end = torch.compile(lambda h, target: CASE.loss(last(h), target), dynamic=False)
+    for microbatch, target in zip(tokens.split(1), targets.split(1), strict=True):
+        (end(begin(microbatch), target) / CASE.microbatches).backward()
 
 
 def main(
@@ -95,7 +95,7 @@ def main(
         "contender", "layers", "first step", "÷ fewest layers", "filled cache", "÷ fewest layers", "CPU", "CPU"
     )
     for row in rows:
-        fewest = next(each for each in rows if each["contender"] == row["contender"])
+        fewest = next(candidate for candidate in rows if candidate["contender"] == row["contender"])
         figures = [(row[key], row[key] / fewest[key]) for key in ("cold", "warm")]
         cells = (text for seconds, ratio in figures for text in (f"{seconds:.1f} s", f"{ratio:.2f}"))
         processors = (f"{row[key]:.1f} s" for key in ("cold_cpu", "warm_cpu"))
@@ -108,9 +108,9 @@ def measure(contender: str, schedule: str, kernels: str, package: Path, cache: P
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     call = f"first_step({contender!r}, {schedule!r}, {kernels!r}, Path({str(package)!r}))"
     code = f"from pathlib import Path\nfrom benchmarks.compile import first_step\n{call}"
-    before, start = processor_seconds(), time.perf_counter()
+    processor_start, start = processor_seconds(), time.perf_counter()
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    return time.perf_counter() - start, processor_seconds() - before
+    return time.perf_counter() - start, processor_seconds() - processor_start
 
 
 def processor_seconds() -> float:

@@ -139,13 +139,13 @@ def is_refused_well(kind: Kind, error: Exception) -> bool:
 
 def _changed_bytes(data: bytes, chance: random.Random) -> bytes:
     at = chance.randrange(len(data) + 1)
-    some = data[at : at + chance.randint(1, 20)]
+    chunk = data[at : at + chance.randint(1, 20)]
     return (
         chance.choice(
             [
                 data[:at],  # truncated
-                data[:at] + data[at + len(some) :],
-                data[:at] + some + data[at:],
+                data[:at] + data[at + len(chunk) :],
+                data[:at] + chunk + data[at:],
                 data[:at] + chance.randbytes(chance.randint(1, 4)) + data[at:],
                 data[:at] + chance.randbytes(1) + data[at + 1 :],
                 data[:at]
@@ -174,8 +174,8 @@ def _change(content: Any, chance: random.Random) -> None:
     elif isinstance(holder, dict):
         holder[f"{key}x"] = value
     else:
-        other, place = chance.choice(places)
-        holder.insert(key, json.loads(json.dumps(other[place])) if place in other or isinstance(place, int) else value)
+        donor, place = chance.choice(places)
+        holder.insert(key, json.loads(json.dumps(donor[place])) if place in donor or isinstance(place, int) else value)
 
 
 def _places(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -190,13 +190,13 @@ def main(count: Annotated[int, typer.Option(help="Mutated files of each kind.")]
     table = Table("kind", "read", "refused", "otherwise", "slowest, ms")
     wrong = 0
     for name, kind in kinds().items():
-        found = [outcome(kind, data) for data in mutations(kind.text, count, seed)]
-        bad = [each for each in found if each.error is not None and not is_refused_well(kind, each.error)]
-        read = sum(each.error is None for each in found)
-        slowest = max(each.seconds for each in found) * 1000
-        table.add_row(name, str(read), str(len(found) - read - len(bad)), str(len(bad)), f"{slowest:.0f}")
-        for each in bad[:5]:
-            typer.echo(f"{name}: {type(each.error).__name__}: {each.error!r:.400}\n{each.data[:200]!r}", err=True)
+        trials = [outcome(kind, data) for data in mutations(kind.text, count, seed)]
+        bad = [trial for trial in trials if trial.error is not None and not is_refused_well(kind, trial.error)]
+        read = sum(trial.error is None for trial in trials)
+        slowest = max(trial.seconds for trial in trials) * 1000
+        table.add_row(name, str(read), str(len(trials) - read - len(bad)), str(len(bad)), f"{slowest:.0f}")
+        for trial in bad[:5]:
+            typer.echo(f"{name}: {type(trial.error).__name__}: {trial.error!r:.400}\n{trial.data[:200]!r}", err=True)
         wrong += len(bad)
     Console().print(table)
     raise typer.Exit(1 if wrong else 0)

@@ -39,8 +39,8 @@ def torch_lowered(schedule: Schedule, resident: int) -> Schedule:
     for row in schedule.actions:
         last = {str(action): action.stage for action in {action.stage: action for action in row}.values()}
         line = []
-        for each in _add_unshard_reshard([_Action.from_str(str(action)) for action in row], resident):
-            line += [cell := str(each), *([f"{last[cell]}REDUCE_GRAD"] if cell in last else ())]
+        for torch_action in _add_unshard_reshard([_Action.from_str(str(action)) for action in row], resident):
+            line += [cell := str(torch_action), *([f"{last[cell]}REDUCE_GRAD"] if cell in last else ())]
         lines.append(",".join(line))
     return from_csv("\n".join(lines))
 
@@ -52,9 +52,9 @@ def rows(ranks: int, chunks: int, microbatches: int, resident: int, unshard: flo
     yield _row("interleaved-1f1b, torch", torch_lowered(order, resident), times)
     yield _row("interleaved-1f1b, fewest", lower(order, sharded=range(stages), resident=resident), times)
     peak = max(peak_activations(order))
-    for what, limit in (("its memory", peak), ("twice its memory", 2 * peak), ("no limit", None)):
-        found = search(times, ranks, microbatches, memory_limit=limit, resident=resident)
-        yield _row(f"search, {what}: {found.origin}", found, times)
+    for label, limit in (("its memory", peak), ("twice its memory", 2 * peak), ("no limit", None)):
+        schedule = search(times, ranks, microbatches, memory_limit=limit, resident=resident)
+        yield _row(f"search, {label}: {schedule.origin}", schedule, times)
 
 
 def _row(order: str, schedule: Schedule, times: Times) -> GatherRow:

@@ -69,7 +69,9 @@ def build_stage(name: str, folder: Path) -> tuple[nn.Module, list[Tensor]]:
     model, example, points = MODELS[name]()
     package = pipegraph.write_package(pipegraph.plan(pipegraph.capture(model, (example,)), points=points), folder)
     manifest = package.manifest.at_capture()
-    inputs = [torch.randn(tuple(map(int, manifest.values[each].shape))) for each in manifest.stages[1].inputs]
+    inputs = [
+        torch.randn(tuple(map(int, manifest.values[input_name].shape))) for input_name in manifest.stages[1].inputs
+    ]
     return package.load_stage(1, "cpu"), inputs
 
 
@@ -77,7 +79,7 @@ def module_step(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -
     """Return a function that runs forward and backward by autograd."""
 
     def run() -> None:
-        module(*(each.detach().requires_grad_() for each in inputs)).backward(gradient)
+        module(*(tensor.detach().requires_grad_() for tensor in inputs)).backward(gradient)
 
     return run
 
@@ -143,7 +145,7 @@ def report(modules: dict[str, nn.Module], runs: dict[str, Callable[[], None]], r
                 times[name].append((time.perf_counter() - started) / repeats)
     base = times[order[0]]
     for name in order:
-        ratios = [mine / other for mine, other in zip(times[name], base, strict=True)]
+        ratios = [seconds / base_seconds for seconds, base_seconds in zip(times[name], base, strict=True)]
         quartiles = statistics.quantiles(ratios, n=4)
         print(
             f"{name:14} median {statistics.median(times[name]) * 1e3:7.1f} ms   "

@@ -64,12 +64,12 @@ def main(
     """Measure 32 and 126 layers."""
     splits = [measure(layers, stages, seq) for layers in (32, LLAMA_405B["num_hidden_layers"])]
     if as_json:
-        print(json.dumps([asdict(each) for each in splits], indent=1))
+        print(json.dumps([asdict(split) for split in splits], indent=1))
         return
     table = Table("layers", "lines", "s", "CPU s", "MB", title=f"Llama 405 B in {stages} stages, {seq} tokens")
-    for each in splits:
-        figures = (f"{each.seconds:.1f}", f"{each.cpu_seconds:.1f}", f"{each.peak_mb:.0f}")
-        table.add_row(str(each.layers), str(each.lines), *figures)
+    for split in splits:
+        figures = (f"{split.seconds:.1f}", f"{split.cpu_seconds:.1f}", f"{split.peak_mb:.0f}")
+        table.add_row(str(split.layers), str(split.lines), *figures)
     Console().print(table)
 
 

@@ -224,18 +224,20 @@ def main(
         with multiprocessing.get_context("spawn").Pool(1) as process:
             measurements.append(process.apply(measure, (model, ranks, seq, search, devices, global_batch, hardware)))
     if as_json:
-        print(json.dumps([asdict(each) for each in measurements], indent=1))
+        print(json.dumps([asdict(report) for report in measurements], indent=1))
         return
-    for each in measurements:
-        table = Table("phase", "s", "CPU s", "GB so far", title=each.model)
-        for phase in each.phases:
+    for report in measurements:
+        table = Table("phase", "s", "CPU s", "GB so far", title=report.model)
+        for phase in report.phases:
             table.add_row(phase.name, f"{phase.seconds:.1f}", f"{phase.cpu_seconds:.1f}", f"{phase.peak_gb:.2f}")
-        captures = sum(phase.seconds for phase in each.phases if phase.name.startswith("capture ")) if devices else 0.0
-        table.add_row("total", f"{sum(phase.seconds for phase in each.phases) - captures:.1f}")
+        captures = (
+            sum(phase.seconds for phase in report.phases if phase.name.startswith("capture ")) if devices else 0.0
+        )
+        table.add_row("total", f"{sum(phase.seconds for phase in report.phases) - captures:.1f}")
         Console().print(table)
-        print(f"{each.segments} segments, {each.considered} plans, of which {each.looked_at} were looked at;")
-        print(f"{each.schedule}: {each.step:.2f} s a step, gap {each.gap:.1%}, ", end="")
-        print(f"{each.peak_bytes / 1e9:.0f} GB on the fullest rank", *each.stages, sep="\n  ", end="\n\n")
+        print(f"{report.segments} segments, {report.considered} plans, of which {report.looked_at} were looked at;")
+        print(f"{report.schedule}: {report.step:.2f} s a step, gap {report.gap:.1%}, ", end="")
+        print(f"{report.peak_bytes / 1e9:.0f} GB on the fullest rank", *report.stages, sep="\n  ", end="\n\n")
 
 
 if __name__ == "__main__":

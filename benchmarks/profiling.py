@@ -56,7 +56,7 @@ def measure(rank: int, setting: ProfilingSetting) -> None:
     store = dist.FileStore(f"{setting.folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     source, count = load(str(EXAMPLE), weights=False), setting.microbatches
-    tokens, target = (each[: setting.rows].repeat(count, 1) for each in (source.args[0], source.example_target))
+    tokens, target = (tensor[: setting.rows].repeat(count, 1) for tensor in (source.args[0], source.example_target))
     pipe = pipegraph.Pipeline(f"{setting.folder}/package", "1f1b", count, source.loss_fn, kernels=setting.kernels)
     optimizer = torch.optim.AdamW(list(pipe.parameters()), lr=0.0)
 
@@ -89,11 +89,11 @@ def measure(rank: int, setting: ProfilingSetting) -> None:
 def timed(pipe: pipegraph.Pipeline, do: Callable[[], Any]) -> list[float]:
     """Run `do`; return seconds until the last rank is done, and the largest CPU seconds of a rank's main thread."""
     pipe.gather([0.0])
-    wall, own = time.perf_counter(), time.thread_time()
+    wall, cpu_seconds = time.perf_counter(), time.thread_time()
     do()
-    own = time.thread_time() - own
+    cpu_seconds = time.thread_time() - cpu_seconds
     pipe.gather([0.0])
-    return [time.perf_counter() - wall, max(row[0] for row in pipe.gather([own]))]
+    return [time.perf_counter() - wall, max(row[0] for row in pipe.gather([cpu_seconds]))]
 
 
 def seconds_without_observer() -> float:
@@ -146,16 +146,18 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
     rows = {}
     for name in STEPS:
         rows[name] = {}
-        for index, what in enumerate(("seconds", "computing")):
-            own, other = ([step[index] for step in steps[each]] for each in (name, STEPS[0]))
-            rows[name][what] = median(own)
-            rows[name][f"{what}_ratio"] = median(one / outside for one, outside in zip(own, other, strict=True))
-            rows[name][f"fastest_{what}_ratio"] = min(own) / min(other)
+        for index, figure in enumerate(("seconds", "computing")):
+            times, base = ([step[index] for step in steps[step_name]] for step_name in (name, STEPS[0]))
+            rows[name][figure] = median(times)
+            rows[name][f"{figure}_ratio"] = median(
+                inside / outside for inside, outside in zip(times, base, strict=True)
+            )
+            rows[name][f"fastest_{figure}_ratio"] = min(times) / min(base)
     check = seconds_without_observer() * result["actions"]
     return {
         "steps": rows,
         "observer_check": check / rows[STEPS[0]]["seconds"],
-        "writing": median(own[0] for own in steps["writing"]),
+        "writing": median(row[0] for row in steps["writing"]),
         "bytes": result["bytes"],
     }
 
@@ -165,8 +167,8 @@ def show(document: dict[str, Any]) -> None:
     table = Table(*columns, title="medians; ratios within a round")
     for name, row in document["steps"].items():
         cells = []
-        for what in ("seconds", "computing"):
-            cells += [f"{row[what]:.3f}", f"{row[f'{what}_ratio']:.4f}", f"{row[f'fastest_{what}_ratio']:.4f}"]
+        for figure in ("seconds", "computing"):
+            cells += [f"{row[figure]:.3f}", f"{row[f'{figure}_ratio']:.4f}", f"{row[f'fastest_{figure}_ratio']:.4f}"]
         table.add_row(name, *cells)
     console = Console(width=100)
     console.print(table)

@@ -85,8 +85,8 @@ class SleepSetting:
     def simulated(self, schedule: str) -> float:
         built, seconds = build(schedule, self.ranks, self.microbatches), self.stage_seconds(schedule)
         stages = built.stages
-        others = [seconds] * (stages - 1)
-        times = Times([seconds, *others], [0.0, *others], [2 * seconds, *others])
+        stage_times = [seconds] * (stages - 1)
+        times = Times([seconds, *stage_times], [0.0, *stage_times], [2 * seconds, *stage_times])
         return simulate(built, times).makespan
 
 
@@ -197,12 +197,12 @@ def measure(rank: int, setting: SleepSetting) -> None:
         pipe, step = pipegraph_step(setting, name, 0.0)
         pipes.append(pipe)
         actions = len(pipe.schedule.actions[rank])
-        both = step, _bare_step(setting, name, 0.0)
+        calls = step, _bare_step(setting, name, 0.0)
         overhead[name] = [
-            _largest(min(_cpu_seconds(each) for _ in range(10)) / actions, setting.ranks) for each in both
+            _largest(min(_cpu_seconds(call) for _ in range(10)) / actions, setting.ranks) for call in calls
         ]
     if rank == 0:
-        result = {"seconds": [(*key, each) for key, each in seconds.items()], "overhead": overhead}
+        result = {"seconds": [(*key, durations) for key, durations in seconds.items()], "overhead": overhead}
         Path(setting.folder, "measured.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # do not wait for hundreds of idle connections to close
@@ -249,7 +249,9 @@ def rows(setting: SleepSetting, times: dict[tuple[str, str], list[float]]) -> li
     result = []
     for (runtime, name), seconds in times.items():
         simulated = setting.simulated(TORCH.get(name, name) if runtime == "torch" else name)
-        ratio = median(other / own for other, own in zip(baseline, seconds, strict=True)) if baseline else None
+        ratio = (
+            median(reference / step for reference, step in zip(baseline, seconds, strict=True)) if baseline else None
+        )
         measured = median(seconds)
         result.append(StepRow(runtime, name, simulated, measured, measured / simulated, ratio))
     return result
@@ -314,7 +316,7 @@ def show(setting: SleepSetting, measured: Sequence[StepRow], overheads: Sequence
     for overhead in overheads:
         table.add_row(
             overhead.schedule,
-            *(f"{each * 1e6:.1f}" for each in (overhead.one_process, overhead.processes, overhead.bare)),
+            *(f"{seconds * 1e6:.1f}" for seconds in (overhead.one_process, overhead.processes, overhead.bare)),
         )
     console.print(table)
 

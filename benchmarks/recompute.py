@@ -83,10 +83,10 @@ def oracle(cases: int = 500) -> None:
     option_search._ALL_STEPS = 0  # so that the search has to find what trying all would
     start, solved, proved, better, gap = time.perf_counter(), 0, 0, 0, 0.0
     for seed in range(cases):
-        found = check_against_brute_force(seed)
-        if found is not None:
-            solved, proved, gap = solved + 1, proved + (found.gap == 0), max(gap, found.gap)
-            better += found.value < found.uniform * (1 - 1e-9)
+        solution = check_against_brute_force(seed)
+        if solution is not None:
+            solved, proved, gap = solved + 1, proved + (solution.gap == 0), max(gap, solution.gap)
+            better += solution.value < solution.uniform * (1 - 1e-9)
     print(
         f"{cases} cases in {time.perf_counter() - start:.0f} s: {solved} solved, each equal to the best of all "
         f"combinations; of the others none fits.\n{proved} proved by the bound, the largest gap {gap:.1%}; "
@@ -102,7 +102,7 @@ def models(
 ) -> None:
     """Compare with the best uniform choice."""
     table = Table("model", "tokens", "recompute none", "block", "best uniform", "chosen", "gain", "gap", "GiB", "s")
-    for name in (each for each in MODELS if model in each):
+    for name in (full_name for full_name in MODELS if model in full_name):
         for length in seq:
             table.add_row(name, str(length), *_measured(name, length, effort))
     Console(width=140).print(table)
@@ -132,27 +132,27 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     captured = capture_rows(source, 1)
     priced = RecomputeOptions.price(captured, PlanOptions(hardware=hardware, loss=loss_and_target(source)))
     shares = tensor_shares(priced.costs[0].priced.chain, plan or tp_plan_of(source.model))
-    options = [each.segments for each in LayoutCosts(hardware, 1, priced, priced, shares).options(layout, 1)]
+    options = [choice.segments for choice in LayoutCosts(hardware, 1, priced, priced, shares).options(layout, 1)]
 
     def solved(chosen: list[int], effort: float) -> Any:
         return solve_options(
             [options[option] for option in chosen], 8, "1f1b", BATCHES[length], memory_bytes=hardware.memory_bytes,
-            link=lambda rank, other: hardware.link(rank * layout.stride, other * layout.stride), effort=effort,
+            link=lambda rank, peer: hardware.link(rank * layout.stride, peer * layout.stride), effort=effort,
             uniform=priced.uniform if len(chosen) > 1 else (0,),
         )  # fmt: skip
 
-    alike = []
+    uniform = []
     for option in priced.uniform:
         try:
-            alike.append(solved([option], 0.3 * effort).value)
+            uniform.append(solved([option], 0.3 * effort).value)
         except MemoryShortage:
-            alike.append(float("inf"))
-    found = solved([*range(len(options))], effort)
-    best = min(*alike, found.uniform)
-    seconds = [f"{value:.2f} s" if value < float("inf") else "does not fit" for value in (alike[0], alike[2], best)]
+            uniform.append(float("inf"))
+    solution = solved([*range(len(options))], effort)
+    best = min(*uniform, solution.uniform)
+    seconds = [f"{value:.2f} s" if value < float("inf") else "does not fit" for value in (uniform[0], uniform[2], best)]
     return [
-        *seconds, f"{found.value:.2f} s", f"{best / found.value:.3f} ×", f"{found.gap:.1%}",
-        f"{max(found.memory) / 2**30:.0f}", f"{time.perf_counter() - start:.0f}",
+        *seconds, f"{solution.value:.2f} s", f"{best / solution.value:.3f} ×", f"{solution.gap:.1%}",
+        f"{max(solution.memory) / 2**30:.0f}", f"{time.perf_counter() - start:.0f}",
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class SleepingKernels:
 
     def __init__(self, stage: nn.Module, seconds: float, input_gradients: Sequence[bool]) -> None:
         self._parameters = list(stage.parameters())
-        self._forward, self._both, self._input_gradients = seconds, 2 * seconds, input_gradients
+        self._forward, self._backward, self._input_gradients = seconds, 2 * seconds, input_gradients
         self._input = seconds if any(input_gradients) else 0.0
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class SleepingKernels:
         return Forward((output,), loss, output if differentiable else None, is_pure=True)
 
     def backward(self, saved: Tensor, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        _sleep(self._both)
+        _sleep(self._backward)
         self.fill_gradients()
         return self._gradients(saved)
 
@@ -47,7 +47,7 @@ class SleepingKernels:
         return self._gradients(saved)
 
     def weight_backward(self, saved: Tensor) -> None:
-        _sleep(self._both - self._input)
+        _sleep(self._backward - self._input)
         self.fill_gradients()
 
     def fill_gradients(self) -> None:
@@ -57,7 +57,7 @@ class SleepingKernels:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _gradients(self, saved: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(torch.zeros_like(saved) if wanted else None for wanted in self._input_gradients)
+        return tuple(torch.zeros_like(saved) if needs_grad else None for needs_grad in self._input_gradients)
 
 
 class SleepingInput(torch.autograd.Function):
@@ -99,8 +99,8 @@ class SleepingStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = SleepingInput.apply(x, self.seconds)  # type: ignore[no-untyped-call]
-        both = 1 if x.requires_grad else 2
-        weight: Tensor = SleepingWeight.apply(self.weight, both * self.seconds)  # type: ignore[no-untyped-call]
+        factor = 1 if x.requires_grad else 2
+        weight: Tensor = SleepingWeight.apply(self.weight, factor * self.seconds)  # type: ignore[no-untyped-call]
         return output + weight
 
 

@@ -72,7 +72,7 @@ SMALL: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Made:
+class SmallModel:
     """A small model that was split."""
 
     name: str
@@ -96,13 +96,13 @@ def small_config(name: str) -> Any:
     default = CONFIG_MAPPING[name]()
     if default.sub_configs:
         raise ValueError(f"it has {', '.join(default.sub_configs)} of its own")
-    given = default.to_dict()
-    chosen = {key: value for key, value in SMALL.items() if key in given and not isinstance(given[key], list)}
-    if "qk_rope_head_dim" in given:
-        chosen |= {"num_key_value_heads": 4, **({"head_dim": 4} if "head_dim" in given else {})}
+    settings = default.to_dict()
+    chosen = {key: value for key, value in SMALL.items() if key in settings and not isinstance(settings[key], list)}
+    if "qk_rope_head_dim" in settings:
+        chosen |= {"num_key_value_heads": 4, **({"head_dim": 4} if "head_dim" in settings else {})}
     for key in ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers"):
-        if isinstance(given.get(key), list):
-            chosen[key] = (list(dict.fromkeys(given[key])) * 4)[:4]
+        if isinstance(settings.get(key), list):
+            chosen[key] = (list(dict.fromkeys(settings[key])) * 4)[:4]
     return AutoConfig.for_model(name, **chosen)
 
 
@@ -111,15 +111,15 @@ def build(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    made: nn.Module = AutoModelForCausalLM.from_config(config)
-    return made
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
-def make(name: str, folder: Path) -> Made:
+def make(name: str, folder: Path) -> SmallModel:
     """Split a small version in two. Raises what transformers and pipegraph raise."""
     config = small_config(name)
     with torch.device("meta"):
-        count = sum(each.numel() for each in build(config).parameters())
+        count = sum(parameter.numel() for parameter in build(config).parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"its small version has {count:,} parameters")
     model = build(config)
@@ -128,7 +128,7 @@ def make(name: str, folder: Path) -> Made:
     )
     captured = pipegraph.capture(model, (), {"input_ids": torch.randint(WORDS, (2, LENGTH))})
     package = pipegraph.write_package(pipegraph.plan(captured, points=[f"{layers}.2"]), folder / name)
-    return Made(name, config, str(package.path))
+    return SmallModel(name, config, str(package.path))
 
 
 def loss(output: Any, target: Tensor) -> Tensor:
@@ -140,12 +140,12 @@ class Worst:
     """The largest relative difference of two steps' losses and gradients on a rank.
 
     Attributes:
-        of: the name of the gradient.
+        gradient_name: the name of the gradient.
         rounding: the largest difference of the unsplit model from itself in float64.
     """
 
     difference: float
-    of: str
+    gradient_name: str
     rounding: float
 
     @property
@@ -156,18 +156,18 @@ class Worst:
         return "equal" if self.difference < max(CLOSE, 20 * self.rounding) else "differs"
 
 
-def worst_difference(made: Made, mesh: Any) -> Worst:
+def worst_difference(small_model: SmallModel, mesh: Any) -> Worst:
     """Train two steps, the unsplit model beside them."""
-    model = build(made.config)
+    model = build(small_model.config)
     exact = copy.deepcopy(model).double()
     if hasattr(exact, "set_experts_implementation"):
         exact.set_experts_implementation("eager")  # products of groups are of float32 and less
     pipe = pipegraph.Pipeline(
-        made.folder, "zb-h1", MICROBATCHES, loss_fn=loss, mesh=mesh, kernels="eager", strict=True, timeout=60
+        small_model.folder, "zb-h1", MICROBATCHES, loss_fn=loss, mesh=mesh, kernels="eager", strict=True, timeout=60
     )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     generator = torch.Generator().manual_seed(3)
-    found, roundings = [(0.0, "")], [0.0]
+    differences, roundings = [(0.0, "")], [0.0]
     for _ in range(2):
         tokens, target = (torch.randint(3, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(2))
         result = pipe.step(input_ids=tokens, target=target)
@@ -175,41 +175,44 @@ def worst_difference(made: Made, mesh: Any) -> Worst:
         expected.backward()
         loss(exact(input_ids=tokens), target).backward()
         if result.loss is not None:
-            found.append((abs(result.loss.item() / expected.item() - 1), "the loss"))
-        largest = max(float(each.grad.abs().max()) for each in parameters.values() if each.grad is not None)
+            differences.append((abs(result.loss.item() / expected.item() - 1), "the loss"))
+        largest = max(float(weight.grad.abs().max()) for weight in parameters.values() if weight.grad is not None)
         for name, parameter in pipe.named_parameters():
-            own, whole = _whole(parameter.grad, parameter), _whole(parameters[name].grad, parameters[name])
-            scale = max(float(whole.abs().max()), largest / 1000)
-            found.append((float((own - whole).abs().max()) / scale, name))
-            in_double = _whole(exact.get_parameter(name).grad, parameters[name])
-            roundings.append(float((in_double - whole).abs().max()) / scale)
+            gradient, reference = (
+                _full_gradient(parameter.grad, parameter),
+                _full_gradient(parameters[name].grad, parameters[name]),
+            )
+            scale = max(float(reference.abs().max()), largest / 1000)
+            differences.append((float((gradient - reference).abs().max()) / scale, name))
+            in_double = _full_gradient(exact.get_parameter(name).grad, parameters[name])
+            roundings.append(float((in_double - reference).abs().max()) / scale)
             parameter.grad = None
         model.zero_grad()
         exact.zero_grad()
-    return Worst(*max(found), max(roundings))
+    return Worst(*max(differences), max(roundings))
 
 
-def _whole(gradient: Any, parameter: Tensor) -> Tensor:
+def _full_gradient(gradient: Any, parameter: Tensor) -> Tensor:
     if gradient is None:
         return torch.zeros(parameter.shape)
-    whole: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return whole
+    full_gradient: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return full_gradient
 
 
-def train_each(rank: int, port: int, every: list[Made], results: Any) -> None:
+def train_each(rank: int, port: int, every: list[SmallModel], results: Any) -> None:
     """Train all of them in a process of the mesh. Rank 0 puts a line for each into the queue."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
     with _quiet():
-        for made in every:
+        for small_model in every:
             try:
-                said = worst_difference(made, mesh)
+                worst = worst_difference(small_model, mesh)
             except Exception as error:  # the others continue
-                said = Worst(float("inf"), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0)
+                worst = Worst(float("inf"), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 0.0)
             gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, said)
+            dist.all_gather_object(gathered, worst)
             if rank == 0:
                 results.put(max(gathered))
     dist.destroy_process_group()
@@ -244,7 +247,7 @@ def main(
         results = multiprocessing.get_context("spawn").SimpleQueue()
         processes = multiprocessing.start_processes(train_each, (port, every, results), nprocs=4, join=False)
         assert processes is not None
-        for made in every:
+        for small_model in every:
             while results.empty():
                 processes.join(timeout=1)
             worst: Worst = results.get()
@@ -252,7 +255,7 @@ def main(
             figures = (
                 "" if worst.verdict == "refused" else f"{worst.difference:.1e} (rounding {worst.rounding:.1e}) of "
             )
-            typer.echo(f"{made.name}: {worst.verdict}, {figures}{worst.of}")
+            typer.echo(f"{small_model.name}: {worst.verdict}, {figures}{worst.gradient_name}")
         while not processes.join():
             pass
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 _LARGE: Final = 2**20
-"""Bytes of all rows together from which gloo's broadcasts are faster: each has a latency of its own."""
+"""Bytes of all rows together from which gloo's broadcasts are faster, although each one adds its latency."""
 
 
 class CompositeWork:
@@ -43,7 +43,7 @@ class CompositeWork:
 
 
 def start_gather(rows: Tensor, place: int, group: ProcessGroup | None) -> Work | CompositeWork:
-    """Start to gather rows [ranks, elements] of which each rank has that at its place.
+    """Start to gather rows [ranks, elements]. Each rank has the row at its place.
 
     Args:
         place: of this rank in the group.
@@ -60,7 +60,7 @@ def start_gather(rows: Tensor, place: int, group: ProcessGroup | None) -> Work |
 
 
 def start_reduce(rows: Tensor, group: ProcessGroup | None) -> tuple[Work, Callable[[], Tensor]]:
-    """Start to add up rows [ranks, elements] over the ranks, of which each gets the sum of the row at its place.
+    """Start to add up rows [ranks, elements] over the ranks. Each rank gets the sum of the row at its place.
 
     Returns:
         What to wait for, and what then returns this rank's sum [elements].

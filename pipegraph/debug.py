@@ -1,12 +1,12 @@
-"""Switches for whoever works on pipegraph, and for bug reports: each form of a graph is written, or checked.
+"""Switches for developers of pipegraph and for bug reports, to write or check each form of a graph.
 
 ``PIPEGRAPH_DUMP=DIR`` writes every form that a model goes through, as numbered text files; ``diff -r`` compares two
-folders. Under torchrun each rank has a folder of its own, ``DIR/rank_00``.
+folders. Under torchrun each rank has its own folder, ``DIR/rank_00``.
 
     dump("export", str(program))                      DIR/00_export.txt
     dump("drop_dead_code", lambda: graph_text(graph))   DIR/01_drop_dead_code.txt
 
-``PIPEGRAPH_VERIFY=1`` checks every form, so that a mistake is found where it is made.
+``PIPEGRAPH_VERIFY=1`` checks every form, so that an error is reported in the step that causes it.
 """
 
 from __future__ import annotations

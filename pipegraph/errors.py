@@ -104,9 +104,9 @@ class BatchError(PipegraphError):
 
 
 def user_line(error: BaseException) -> str:
-    """``model.py:12: code``: the innermost line of the user's own source that an error, or what caused it, passed
-    through; empty if there is none. Not the user's are torch, pipegraph, and Python itself. The file is named as
-    `path_from_here` does."""
+    """``model.py:12: code``: the innermost line of the user's source in the traceback of an error or of its cause;
+    empty if no line is the user's. Files of torch, pipegraph and Python are not the user's. The file is named by
+    `path_from_here`."""
     current: BaseException | None = error
     while current is not None:
         line = _innermost_user_line(traceback.extract_tb(current.__traceback__))

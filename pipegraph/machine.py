@@ -14,7 +14,7 @@ def memory_of_host() -> int:
 
 
 def require_room(required_bytes: int, subject: str) -> None:
-    """Raise ArgumentError if ``subject``, an input of so many bytes, is larger than the memory of this machine."""
+    """Raise ArgumentError if ``subject``, an input of ``required_bytes``, is larger than the memory of this machine."""
     present = memory_of_host()
     if required_bytes > present:
         raise ArgumentError(

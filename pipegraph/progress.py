@@ -18,7 +18,7 @@ _listener: Listener | None = None
 
 
 def report_progress(task: str, done: int = 0, total: int = 0) -> None:
-    """Report that so many of ``total`` are done. Costs nothing if nobody listens."""
+    """Report that ``done`` of ``total`` items are done. Does nothing without a listener."""
     if _listener is not None:
         _listener(task, done, total)
 
@@ -43,5 +43,5 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def current_listener() -> Listener | None:
-    """Return the listener; None if there is none."""
+    """Return the current listener, or None."""
     return _listener

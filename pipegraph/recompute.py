@@ -13,11 +13,11 @@ from pipegraph.errors import ArgumentError, nearest
 
 OFFLOAD = "offload"
 CHOICES = ("none", "min-cut", "block", OFFLOAD)
-"""What is computed again: nothing, what torch's partitioner chooses, or everything, from what goes into the block.
-"offload" computes as much again as "min-cut", and what is kept waits for the backward in CPU memory."""
+"""What a backward recomputes: nothing, what torch's partitioner chooses, or everything, from the inputs of the block.
+"offload" recomputes the same as "min-cut", and keeps saved values in CPU memory until the backward."""
 DEFAULT = "min-cut"
-"""The choice where none is made. Also on a CPU, computing a chain of pointwise operations again takes less time than
-writing and reading its results."""
+"""The default choice. Also on a CPU, recomputing a chain of pointwise operations takes less time than writing and
+reading its results."""
 
 AUTO = "auto"
 """In place of a choice: a plan chooses for each stage, together with the cuts."""
@@ -62,14 +62,14 @@ class Recompute:
 
     @classmethod
     def parse(cls, recompute: object) -> Recompute:
-        """Return what an argument means.
+        """Return the choices that an argument specifies.
 
         Args:
             recompute: a choice, or a policy, for everything; a mapping from patterns to choices, in which an empty
                 pattern stands for everything else; or such a mapping as text: ``layers.*=block,*.mlp=none``.
 
         Raises:
-            ArgumentError: it is none of these.
+            ArgumentError: the argument is not one of these.
         """
         if isinstance(recompute, Recompute):
             return recompute
@@ -100,10 +100,10 @@ class Recompute:
         return [self.default, *(choice for _, choice in self.rules)]
 
     def with_layers(self, names: Iterable[str]) -> Recompute:
-        """Return the same for a model whose parameters have these names, with what "block" means there for everything.
+        """Return the choices for a model whose parameters have these names; this changes only the default "block".
 
-        In a model with lists of layers, such as ``layers.0`` and ``layers.1``, it holds for each layer, wherever cuts
-        are; what lies between them keeps what "min-cut" keeps.
+        In a model with lists of layers, such as ``layers.0`` and ``layers.1``, "block" holds for each layer, at any
+        cuts; operations outside the layers have "min-cut".
         """
         lists = layer_lists(names) if self.default == "block" else ()
         if not lists:
@@ -171,15 +171,15 @@ def check_text(text: str) -> None:
 
 
 def parse_stages(recompute: object, stages: int) -> tuple[Recompute, ...]:
-    """Return what each of so many stages computes again.
+    """Return the recompute of each of ``stages`` stages.
 
     Args:
-        recompute: what `Recompute.parse` takes, for all stages; or a sequence with one for each stage, or such a
+        recompute: an argument of `Recompute.parse`, for all stages; a sequence with one for each stage; or such a
             sequence as text, as `text_of_stages` reads it.
-        stages: how many there are.
+        stages: the number of stages.
 
     Raises:
-        ArgumentError: it is none of these, or for another number of stages.
+        ArgumentError: ``recompute`` is not one of these, or is for another number of stages.
     """
     if isinstance(recompute, str) and len(choices := text_of_stages(recompute)) > 1:
         recompute = choices
@@ -279,8 +279,8 @@ def _check_pattern(pattern: object) -> None:
     literal = _SLICE.sub("", pattern) if isinstance(pattern, str) else "["
     if set("[],;=") & set(literal) or any(match[3] == "0" for match in _SLICE.finditer(str(pattern))):
         raise ArgumentError(
-            f"{argument('recompute')}: {pattern!r} is no pattern of module names: a slice has whole numbers from 0 on, "
-            "as in layers[4:8] and layers[::2], and other brackets, commas and signs of equality mean nothing.\n"
+            f"{argument('recompute')}: {pattern!r} is not a pattern of module names: a slice has whole numbers from 0 "
+            "on, as in layers[4:8] and layers[::2]; other brackets, commas and equals signs are not allowed.\n"
             f"{_advice()}"
         )
 

@@ -91,7 +91,7 @@ _DERIVATIVE: Final = Effect(
 _SEED: Final = Effect(
     "sets the state of a random number generator",
     "a stage would draw other numbers",
-    "Pipeline(seed=...), with which random numbers follow from the step and the place where they are drawn",
+    "Pipeline(seed=...), with which random numbers follow from the step and the place of the call",
     is_once=True,
 )
 _CLOCK: Final = Effect(

@@ -74,7 +74,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _BYTES.fullmatch(text.strip())
     if match is None or match[2].casefold() not in _FACTORS:
-        raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 16GB, 500MB or plain bytes.")
+        raise ValueError(f"{text!r} is not an amount of memory: write 80GiB, 16GB, 500MB or plain bytes.")
     number = float(match[1]) * _FACTORS[match[2].casefold()]
     if not _LEAST <= number <= _MOST:
         raise ValueError(f"{text!r} is too little or too much: give 1MiB to 1PiB, such as 80GiB.")
@@ -160,9 +160,9 @@ class TimeFormat:
 
     @classmethod
     def of_column(cls, times: Iterable[float | None]) -> TimeFormat:
-        """Return one format for many times: the largest has four figures, and all have as many decimals.
+        """Return one format for many times: the largest has four figures, and all have the same number of decimals.
 
-        A time that would have one figure or none has a unit of its own.
+        A time that would have at most one figure has a different unit.
 
         >>> column = TimeFormat.of_column([0.0185223, 0.0005, 0.000033, None])
         >>> column.unit, [column.number(time) for time in (0.0185223, 0.0005, 0.000033, None)]

@@ -44,14 +44,14 @@ def shared_work() -> Iterator[None]:
         yield
 
 
-def _sharing_captures(own: Any) -> Any:
+def _sharing_captures(original: Any) -> Any:
     """A model gets the graph of the one before, with its own weights and modules."""
 
-    def capture(model: nn.Module, example: object, *others: object, **options: object) -> Captured:
+    def capture(model: nn.Module, example: object, *arguments: object, **options: object) -> Captured:
         form = repr(pytree.tree_map_only(torch.Tensor, _form, example))
-        key = _description(model), form, repr(others), repr(options)
+        key = _description(model), form, repr(arguments), repr(options)
         if key not in _captures:
-            _captures[key] = own(model, example, *others, **options)
+            _captures[key] = original(model, example, *arguments, **options)
             return _captures[key]
         _, tensors = state_of(model)
         return replace(_captures[key], tensors=_captures[key].tensors | tensors, modules=modules_of(model))
@@ -59,14 +59,14 @@ def _sharing_captures(own: Any) -> Any:
     return capture
 
 
-def _sharing_traces(own: Any) -> Any:
+def _sharing_traces(original: Any) -> Any:
     def traced(subgraph: Subgraph, loss: Any, target: Any, tracing: BlockOptions, regions: Regions) -> DividedFunction:
         if tracing.loss is not None:
-            return own(subgraph, loss, target, tracing, regions)
+            return original(subgraph, loss, target, tracing, regions)
         outputs = subgraph.captured.outputs if subgraph.last else None
         key = subgraph.key, repr(outputs), tracing.gpu
         if key not in _traces:
-            _traces[key] = own(subgraph, loss, target, tracing, regions)
+            _traces[key] = original(subgraph, loss, target, tracing, regions)
             return _traces[key]
         return _traces[key].with_regions(regions)
 
@@ -76,10 +76,10 @@ def _sharing_traces(own: Any) -> Any:
 def _description(model: nn.Module) -> str:
     """The files of a model's classes, its modules and what they hold, and the form of its state."""
     classes = filter(None, (class_text(cls) for cls in {type(module) for module in model.modules()}))
-    parts: list[object] = [(file, file.read_text()) for file in sorted({each.file for each in classes})]
+    parts: list[object] = [(file, file.read_text()) for file in sorted({class_source.file for class_source in classes})]
     for name, module in model.named_modules(remove_duplicate=False):
-        held = (f"{key}={value!r}" for key, value in vars(module).items() if key not in ("_parameters", "_buffers"))
-        parts.append((name, type(module).__qualname__, [text for text in held if " at 0x" not in text]))
+        texts = (f"{key}={value!r}" for key, value in vars(module).items() if key not in ("_parameters", "_buffers"))
+        parts.append((name, type(module).__qualname__, [text for text in texts if " at 0x" not in text]))
     state, tensors = state_of(model)  # on the meta device or not: that makes no difference to a capture
     parts.extend((state[name], tensor.stride()) for name, tensor in tensors.items())
     return repr(parts)

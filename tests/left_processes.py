@@ -22,14 +22,14 @@ def mark_processes() -> None:
 def left_processes(patience: float = _PATIENCE) -> list[str]:
     """The processes of this one that continue, as ``number: command``; waits for a while until there are none."""
     deadline = time.monotonic() + patience
-    while (found := _running()) and time.monotonic() < deadline:
+    while (processes := _running()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return processes
 
 
 def _running() -> list[str]:
     mark = f"{_MARK}={os.getpid()}".encode()
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             marked = mark in (folder / "environ").read_bytes().split(b"\0")
@@ -37,8 +37,8 @@ def _running() -> list[str]:
         except OSError:  # it has ended, or is another user's
             continue
         if marked and command and int(folder.name) not in _helpers() and not _is_compiler(command):
-            found.append(f"{folder.name}: {command}")
-    return found
+            processes.append(f"{folder.name}: {command}")
+    return processes
 
 
 def _helpers() -> set[int | None]:

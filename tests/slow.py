@@ -14,6 +14,6 @@ LIKE_OTHERS = ("dualpipe-v", "eager-1f1b", "interleaved-zb", "looped-bfs", "v-ha
 def cases(values: Sequence[Any], slow: Collection[Any]) -> list[Any]:
     """``values`` of `parametrize`, of which those in ``slow`` are for `make test-all`: others show the same sooner."""
     return [
-        pytest.param(*each if isinstance(each, tuple) else (each,), marks=[pytest.mark.slow] if each in slow else [])
-        for each in values
+        pytest.param(*case if isinstance(case, tuple) else (case,), marks=[pytest.mark.slow] if case in slow else [])
+        for case in values
     ]

@@ -42,7 +42,7 @@ def tensorboard(folder: Path, log: Path, *options: str) -> Iterator[str]:
 
 def _address(log: Path, process: subprocess.Popen[bytes]) -> str:
     deadline = time.monotonic() + PATIENCE
-    while (found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())) is None:
+    while (address_match := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())) is None:
         assert process.poll() is None and time.monotonic() < deadline, f"TensorBoard does not start: {log.read_text()}"
         time.sleep(0.1)
-    return found[0]
+    return address_match[0]

@@ -112,7 +112,7 @@ def test_write_package_checks_types(tmp_path: Path) -> None:
         ({"weights": 3}, "A checkpoint is given by its folder; this is 3."),
         ({"max_variants": "3"}, "max_variants is a whole number from 1 on; this is '3'."),
     ],
-    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+    ids=lambda parameter: next(iter(parameter)) if isinstance(parameter, dict) else "",
 )
 def test_pipeline_checks_types(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"package": None, "kernels": "eager"} | wrong
@@ -125,14 +125,14 @@ def test_schedules_and_solve_check_types() -> None:
     from pipegraph.cost import SegmentCost
 
     schedules: Any = pipegraph.schedule
-    made = schedules.build("1f1b", 2, 2)
-    anything: Any = 3
+    schedule = schedules.build("1f1b", 2, 2)
+    number: Any = 3
     calls: list[tuple[str, Callable[[], object]]] = [
         ("lower() takes a Schedule", lambda: schedules.lower(3)),
-        ("Edges are pairs of stages", lambda: schedules.lower(made, edges=3)),
+        ("Edges are pairs of stages", lambda: schedules.lower(schedule, edges=3)),
         ("check() takes a Schedule", lambda: schedules.check(3)),
         ("simulate() takes a Schedule", lambda: schedules.simulate(3, 3)),
-        ("simulate() takes the Times of stages", lambda: schedules.simulate(made, 3)),
+        ("simulate() takes the Times of stages", lambda: schedules.simulate(schedule, 3)),
         ("search() takes the Times of stages", lambda: schedules.search(3, 2, 2)),
         ("lower_bound() takes the Times of stages", lambda: schedules.lower_bound(3, (0, 1), 2)),
         ("to_csv() takes a Schedule", lambda: schedules.to_csv(3)),
@@ -141,14 +141,14 @@ def test_schedules_and_solve_check_types() -> None:
         ("read_times() takes the path of a file", lambda: schedules.read_times(3)),
         ("lifetimes() takes a Schedule", lambda: schedules.lifetimes(3)),
         ("peak_activations() takes a Schedule", lambda: schedules.peak_activations(3)),
-        ("solve() takes a SegmentCost for each segment", lambda: solve(anything, 2)),
-        ("names has a name for each segment", lambda: solve([SegmentCost(1, 1, 1)] * 4, 2, names=anything)),
-        ("link is a latency and a bandwidth", lambda: solve([SegmentCost(1, 1, 1)] * 4, 2, link=anything)),
+        ("solve() takes a SegmentCost for each segment", lambda: solve(number, 2)),
+        ("names has a name for each segment", lambda: solve([SegmentCost(1, 1, 1)] * 4, 2, names=number)),
+        ("link is a latency and a bandwidth", lambda: solve([SegmentCost(1, 1, 1)] * 4, 2, link=number)),
     ]
     for message, call in calls:
         assert _refused(call).startswith(message)
 
 
 def test_profile_checks_types(tmp_path: Path) -> None:
-    anything: Any = MODEL
-    assert _refused(lambda: pipegraph.profile(anything, tmp_path)).startswith("profile() takes a pipegraph.Pipeline")
+    model: Any = MODEL
+    assert _refused(lambda: pipegraph.profile(model, tmp_path)).startswith("profile() takes a pipegraph.Pipeline")

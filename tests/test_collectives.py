@@ -38,10 +38,10 @@ def reduce(rank: int, size: int, dtype: torch.dtype) -> Any:
     rows = (torch.arange(RANKS)[:, None] + 10 * rank + torch.zeros(size)).to(dtype)
     work, own_sum = collectives.start_reduce(rows, dist.group.WORLD)
     work.wait()
-    own = own_sum()
-    assert own.dtype == dtype
-    assert own.untyped_storage().nbytes() == size * dtype.itemsize  # not the memory of all rows
-    return set(own.float().tolist())
+    row_sum = own_sum()
+    assert row_sum.dtype == dtype
+    assert row_sum.untyped_storage().nbytes() == size * dtype.itemsize  # not the memory of all rows
+    return set(row_sum.float().tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

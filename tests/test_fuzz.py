@@ -66,16 +66,16 @@ def sound() -> dict[str, Kind]:
 @fuzzed
 def test_manifests_plans_and_profiles(name: str, sound: dict[str, Kind], chance: random.Random) -> None:
     kind = sound[name]
-    found = outcome(kind, mutation(kind.text, chance))
-    assert found.error is None or is_refused_well(kind, found.error), found.error
-    assert found.seconds < SECONDS
+    mutant_outcome = outcome(kind, mutation(kind.text, chance))
+    assert mutant_outcome.error is None or is_refused_well(kind, mutant_outcome.error), mutant_outcome.error
+    assert mutant_outcome.seconds < SECONDS
 
 
 def _schedules() -> list[str]:
     overlapped = build("dualpipe-v", 2, 4)
     collectives = from_csv("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n1UNSHARD,1F0,1B0,1RESHARD,1REDUCE_GRAD\n")
-    made: list[Schedule] = [build("1f1b", 2, 3), lower(build("zb-v", 2, 3)), overlapped, lower(collectives)]
-    return [to_csv(each) for each in made]
+    schedules: list[Schedule] = [build("1f1b", 2, 3), lower(build("zb-v", 2, 3)), overlapped, lower(collectives)]
+    return [to_csv(schedule) for schedule in schedules]
 
 
 SCHEDULES = _schedules()
@@ -90,9 +90,9 @@ def test_csv_files(text: str, chance: random.Random, transfers: bool) -> None:
     else:  # cells that are moved, doubled or lost
         lines = [line.split(",") for line in text.splitlines()]
         for _ in range(chance.choice([1, 1, 2, 3])):
-            row, other = chance.choice(lines), chance.choice(lines)
+            row, other_row = chance.choice(lines), chance.choice(lines)
             cell = chance.choice(["9F9", "0F0", "(0F1;0B0)OVERLAP_F_B", "", "7UNSHARD", *row])
-            other.insert(chance.randrange(len(other) + 1), cell)
+            other_row.insert(chance.randrange(len(other_row) + 1), cell)
             if row and chance.random() < 0.5:
                 row.pop(chance.randrange(len(row)))
         data = "\n".join(",".join(line) for line in lines)

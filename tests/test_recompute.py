@@ -55,15 +55,15 @@ def test_block_for_everything_holds_for_layers() -> None:
     assert Recompute.parse("block").with_layers(names) == Recompute.parse({"h.*": "block"})
     mixed = Recompute.parse({"": "block", "*.mlp": "none"}).with_layers(names)
     assert mixed == Recompute.parse({"h.*": "block", "*.mlp": "none"})
-    for given in ("none", {"h.0": "block"}):
-        assert Recompute.parse(given).with_layers(names) == Recompute.parse(given)
+    for patterns in ("none", {"h.0": "block"}):
+        assert Recompute.parse(patterns).with_layers(names) == Recompute.parse(patterns)
     assert Recompute.parse("block").with_layers(["0.w", "1.w"]) == Recompute.parse("block")
 
 
 def test_one_for_each_stage() -> None:
-    each = parse_stages(["block", {"layers.*": "none"}, "block"], 3)
-    assert describe_stages(each) == "block (stages 0, 2), layers.*=none (stage 1)"
-    assert stages_text(each) == "block;layers.*=none;block" and parse_stages(stages_text(each), 3) == each
+    stages = parse_stages(["block", {"layers.*": "none"}, "block"], 3)
+    assert describe_stages(stages) == "block (stages 0, 2), layers.*=none (stage 1)"
+    assert stages_text(stages) == "block;layers.*=none;block" and parse_stages(stages_text(stages), 3) == stages
     assert parse_stages("block;none;none", 3) == parse_stages(["block", "none", "none"], 3)
     assert describe_stages(parse_stages("block;none;none", 3)) == "block (stage 0), none (stages 1 – 2)"
     assert stages_text(parse_stages("none", 3)) == "none"

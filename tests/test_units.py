@@ -24,11 +24,11 @@ def test_a_time_is_shown_in_its_unit(seconds: float, text: str) -> None:
 @pytest.mark.parametrize("end", [1e-9, 0.3, 1.0, 9.99, 33.0, 1e7])
 @pytest.mark.parametrize("most", [2, 3, 7, 40])
 def test_ticks_are_few_and_reach_the_end(end: float, most: int) -> None:
-    found = tick_marks(end, most)
-    assert found[0] == 0.0 and found[-1] <= end
-    assert len(found) <= most
-    step = end if len(found) == 1 else found[1]
-    assert end - found[-1] <= step
+    ticks = tick_marks(end, most)
+    assert ticks[0] == 0.0 and ticks[-1] <= end
+    assert len(ticks) <= most
+    step = end if len(ticks) == 1 else ticks[1]
+    assert end - ticks[-1] <= step
 
 
 @pytest.mark.parametrize(

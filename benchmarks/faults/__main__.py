@@ -56,26 +56,26 @@ def main(
                 continue
             outcome = None
             for again in range(5):  # until the signal comes in time
-                own = folder / f"{number}-{again}"
-                own.mkdir()
-                drawn = draw(random.Random(f"{seed} {number} {again}"), timeout, own)
-                stages = drawn.ranks * SCHEDULES[drawn.schedule]
+                try_folder = folder / f"{number}-{again}"
+                try_folder.mkdir()
+                fault_try = draw(random.Random(f"{seed} {number} {again}"), timeout, try_folder)
+                stages = fault_try.ranks * SCHEDULES[fault_try.schedule]
                 if stages not in packages:
                     packages[stages] = write_package(stages, folder)
-                command = (str(packages[stages]), *drawn.options)
-                if drawn.fault.moment == "compilation" and command not in compiled:
+                command = (str(packages[stages]), *fault_try.options)
+                if fault_try.fault.moment == "compilation" and command not in compiled:
                     # So that it takes seconds then: a rank that compiles waits for nobody, and notices nothing.
                     arguments = [sys.executable, "-m", "pipegraph", "run", *command, "--nproc", "1"]
                     subprocess.run(arguments, env={**os.environ, **environment}, check=True, capture_output=True)
                     compiled.add(command)
                 start = time.monotonic()
-                outcome = drawn.run(packages[stages], own, environment)
+                outcome = fault_try.run(packages[stages], try_folder, environment)
                 if outcome is not None:
                     break
             total += 1
             passed += outcome == ""
-            said = outcome if outcome is not None else "the signal never came in time"
-            typer.echo(f"{number} {drawn}: {said or 'passed'} ({time.monotonic() - start:.0f} s)")
+            verdict = outcome if outcome is not None else "the signal never came in time"
+            typer.echo(f"{number} {fault_try}: {verdict or 'passed'} ({time.monotonic() - start:.0f} s)")
     typer.echo(f"{passed} of {total} tries passed")
     raise typer.Exit(0 if passed == total else 1)
 

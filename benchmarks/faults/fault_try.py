@@ -76,7 +76,7 @@ class FaultTry:
         """Return what was wrong; empty if nothing; None if the run was over before the signal came."""
         temporary = folder / "tmp"
         temporary.mkdir()
-        own = {
+        variables = {
             "PYTHONPATH": str(HOOK),
             "PIPEGRAPH_FAULT": json.dumps(asdict(self.fault)),
             "TMPDIR": str(temporary),
@@ -92,18 +92,18 @@ class FaultTry:
         if self.launcher == "torchrun":
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), *command]
         output = folder / "output"
-        own = {**os.environ, **environment, **own}
+        variables = {**os.environ, **environment, **variables}
         with output.open("w") as file:
-            process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=own)
+            process = subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=variables)
             watch = _Watch(process, self.fault.file)
             try:
                 watch.until_the_end()
             finally:
-                left = watch.kill_all()
-        said = output.read_text(errors="replace")
+                survivors = watch.kill_all()
+        text = output.read_text(errors="replace")
         if watch.struck is None:
-            return None if process.returncode == 0 else f"failed before the signal\n{said}"
-        wrong = [f"rank {rank} lived on" for rank in left]
+            return None if process.returncode == 0 else f"failed before the signal\n{text}"
+        wrong = [f"rank {rank} lived on" for rank in survivors]
         limit = SECONDS + (self.timeout if self.fault.signal == signal.SIGSTOP else 0)
         if self.fault.signal != signal.SIGSTOP and watch.died is None:
             wrong.append(f"rank {self.fault.rank} did not die of the signal")
@@ -111,28 +111,28 @@ class FaultTry:
             wrong.append(f"the others were gone after {took:.1f} s")
         if process.returncode == 0:
             wrong.append("the run succeeded")
-        if not self._is_blamed(said):
+        if not self._is_blamed(text):
             wrong.append(f"rank {self.fault.rank} is not named")
         torchs = ("torchelastic_", "torchinductor_")  # its logs and its cache
-        files = [each.name for each in temporary.iterdir() if not each.name.startswith(torchs)]
+        files = [path.name for path in temporary.iterdir() if not path.name.startswith(torchs)]
         if files:
             wrong.append(f"files left: {', '.join(files)}")
         wrong += map(str, _damaged(checkpoints))
-        return f"{'; '.join(wrong)}\n{said}" if wrong else ""
+        return f"{'; '.join(wrong)}\n{text}" if wrong else ""
 
-    def _is_blamed(self, said: str) -> bool:
+    def _is_blamed(self, output: str) -> bool:
         """Whether the output names the rank, and no other, as the one that failed first."""
         rank = self.fault.rank
         if self.fault.signal == signal.SIGSTOP:
-            last = said[said.rfind("error: ") :] if self.launcher == "pipegraph" else said
+            last = output[output.rfind("error: ") :] if self.launcher == "pipegraph" else output
             silent = re.findall(
                 r"No word from (.*?): it|^(?:error: )?(rank .*?) did not (?:come|end)", last, re.MULTILINE
             )
-            return bool(silent) and all("".join(each) == f"rank {rank}" for each in silent)
+            return bool(silent) and all("".join(groups) == f"rank {rank}" for groups in silent)
         if self.launcher == "torchrun":
-            cause = re.search(r"Root Cause.*?rank +: (\d+)", said, re.DOTALL)
+            cause = re.search(r"Root Cause.*?rank +: (\d+)", output, re.DOTALL)
         else:
-            cause = re.search(r"^error: rank (\d+)", said, re.MULTILINE)
+            cause = re.search(r"^error: rank (\d+)", output, re.MULTILINE)
         return cause is not None and int(cause[1]) == rank
 
 
@@ -166,13 +166,13 @@ class _Watch:
         """Kill what is left. Return the ranks of those that are alive though the launcher has ended."""
         time.sleep(1.0)  # children of ranks see their parents' end
         self._find()
-        left = [pid for pid in self._ranks if _is_alive(pid)]
-        for pid in left:
+        live_pids = [pid for pid in self._ranks if _is_alive(pid)]
+        for pid in live_pids:
             os.kill(pid, signal.SIGKILL)
         is_hung = self._process.poll() is None
         self._process.kill()
         self._process.wait()
-        return [*(self._ranks[pid] for pid in left), *(["the launcher's own"] if is_hung else [])]
+        return [*(self._ranks[pid] for pid in live_pids), *(["the launcher's own"] if is_hung else [])]
 
     def _find(self) -> None:
         for entry in Path("/proc").iterdir():
@@ -208,7 +208,7 @@ def draw(chance: random.Random, timeout: float, folder: Path) -> FaultTry:
     ranks, moment = chance.randint(2, 4), chance.choice(list(DELAYS))
     calls = {"connection": 1, "compilation": 1, "optimizer": STEPS, "saving": 1, "checkpoint": STEPS}
     # A run that saves checkpoints answers SIGTERM: it saves one and leaves.
-    signals = [each for each in SIGNALS if moment != "checkpoint" or each != signal.SIGTERM]
+    signals = [candidate for candidate in SIGNALS if moment != "checkpoint" or candidate != signal.SIGTERM]
     fault = Fault(
         rank=chance.randrange(ranks),
         moment=moment,

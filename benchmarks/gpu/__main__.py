@@ -26,8 +26,8 @@ def report(settings: list[Setting], seconds: float) -> list[str]:
     parts.append(tables.kernels(kernels.compare(last)))
     parts.append(tables.memory(kernels.saved_memory(last)))
     parts.append(tables.steps(steps.measure_steps(last)))
-    parts.extend(tables.blocks(name, found) for name, found in blocks.block_errors(last, seconds).items())
-    parts.append(tables.graphs({each.length: kernels.with_graphs(each) for each in settings}))
+    parts.extend(tables.blocks(name, errors) for name, errors in blocks.block_errors(last, seconds).items())
+    parts.append(tables.graphs({setting.length: kernels.with_graphs(setting) for setting in settings}))
     return parts
 
 
@@ -52,9 +52,9 @@ def main(
     with tempfile.TemporaryDirectory(prefix="pipegraph-gpu-") as name:
         settings = [
             Setting(
-                torch.device(device), layers, width, rows, each, rounds, tuple(profile or ()), Path(name, str(each))
+                torch.device(device), layers, width, rows, tokens, rounds, tuple(profile or ()), Path(name, str(tokens))
             )
-            for each in sorted(length or [128, 512, 2048])
+            for tokens in sorted(length or [128, 512, 2048])
         ]
         text = "\n\n".join(report(settings, seconds)) + "\n"
     typer.echo(text)

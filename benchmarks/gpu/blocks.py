@@ -34,18 +34,18 @@ def block_errors(setting: Setting, seconds: float) -> dict[str, list[BlockError]
     """Measure each distinct block for so many seconds together. What each profile predicts, by its name."""
     options = MeasureOptions(device=str(setting.device), seconds=seconds)
     measured = price(setting.captured, "measured", setting.hardware, setting=options)
-    return {each.name: _errors(price(setting.captured, "time", each), measured) for each in setting.profiles}
+    return {profile.name: _errors(price(setting.captured, "time", profile), measured) for profile in setting.profiles}
 
 
 def _errors(predicted: PricedModel, measured: PricedModel) -> list[BlockError]:
-    found: dict[str, BlockError] = {}
+    errors: dict[str, BlockError] = {}
     for index, part in enumerate(predicted.parts.segments):
         point = predicted.chain.segments[index].point
         name = "the model's start" if point is None else str(point)
         times = _times(predicted.costs[index]), _times(measured.costs[index])
-        if part.block.key not in found and sum(times[1]) > 0:
-            found[part.block.key] = BlockError(name, *times)
-    return list(found.values())
+        if part.block.key not in errors and sum(times[1]) > 0:
+            errors[part.block.key] = BlockError(name, *times)
+    return list(errors.values())
 
 
 def _times(cost: SegmentCost) -> Times:

@@ -38,7 +38,7 @@ class Contender:
         self.kernels.input_backward(saved, (self.gradient,))
         self.kernels.weight_backward(saved)
 
-    def whole(self) -> None:
+    def undivided(self) -> None:
         self.kernels.backward(self.forward(), (self.gradient,))
 
 
@@ -46,8 +46,12 @@ def compare(setting: Setting) -> dict[str, Timing]:
     """Seconds of a microbatch: torch.compile, F with I and W, F with B. Each adds to `.grad`."""
     first = setting.stage()
     contenders = {name: Contender(setting, copy.deepcopy(first)) for name in ("F I W", "F B")}
-    calls = {COMPILED: compiled(setting, first), "F I W": contenders["F I W"].divided, "F B": contenders["F B"].whole}
-    stages = {COMPILED: first, **{name: each.stage for name, each in contenders.items()}}
+    calls = {
+        COMPILED: compiled(setting, first),
+        "F I W": contenders["F I W"].divided,
+        "F B": contenders["F B"].undivided,
+    }
+    stages = {COMPILED: first, **{name: contender.stage for name, contender in contenders.items()}}
     return in_turns(calls, setting.device, setting.rounds, {name: stage.zero_grad for name, stage in stages.items()})
 
 
@@ -83,22 +87,26 @@ def saved_memory(setting: Setting) -> SavedMemory:
     """Compare what the plan says that F of the stage keeps with what it does."""
     contender = Contender(setting, setting.stage())
     contender.divided()
-    before = torch.cuda.memory_allocated(setting.device) if setting.is_gpu else 0
+    bytes_before = torch.cuda.memory_allocated(setting.device) if setting.is_gpu else 0
     forward = contender.kernels.forward((contender.x,))
-    after = torch.cuda.memory_allocated(setting.device) if setting.is_gpu else 0
-    held = held_tensors(forward.saved)
-    assert held is not None, "the stage was traced"
-    known = {each.untyped_storage().data_ptr() for each in (*contender.stage.parameters(), *contender.stage.buffers())}
-    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
-    counted = sum(size for address, size in sizes.items() if address not in known)
+    bytes_after = torch.cuda.memory_allocated(setting.device) if setting.is_gpu else 0
+    tensors = held_tensors(forward.saved)
+    assert tensors is not None, "the stage was traced"
+    state_addresses = {
+        tensor.untyped_storage().data_ptr() for tensor in (*contender.stage.parameters(), *contender.stage.buffers())
+    }
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    counted = sum(size for address, size in sizes.items() if address not in state_addresses)
     predicted = setting.plan.costs[1].saved_bytes
     assert predicted is not None, "the plan was priced"
     allocated = None
     if setting.is_gpu:
-        returned = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in forward.outputs}
+        returned = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in forward.outputs
+        }
         # The input is kept, too, but was there before; an output is counted only if it is kept.
-        own = contender.x.untyped_storage()
-        grown = after - before + (own.nbytes() if own.data_ptr() in sizes else 0)
+        input_storage = contender.x.untyped_storage()
+        grown = bytes_after - bytes_before + (input_storage.nbytes() if input_storage.data_ptr() in sizes else 0)
         allocated = grown - sum(size for address, size in returned.items() if address not in sizes)
     return SavedMemory(predicted, counted, allocated)
 

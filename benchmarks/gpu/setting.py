@@ -62,17 +62,17 @@ class Setting:
     def profiles(self) -> list[Hardware]:
         """All of them."""
         if self.profile_names:
-            return [Hardware.load(each) for each in self.profile_names]
+            return [Hardware.load(profile) for profile in self.profile_names]
         if not self.is_gpu:
             return [Hardware.load("cpu")]
         name = device_name(self.device).lower()
-        known = next((each for each in Hardware.names() if each in name), None)
-        if known is None:
+        profile_name = next((candidate for candidate in Hardware.names() if candidate in name), None)
+        if profile_name is None:
             raise SystemExit(
                 f"no profile is of {device_name(self.device)}.\n"
                 "Try: pipegraph calibrate --device cuda -o gpu.json, and --profile gpu.json"
             )
-        return [Hardware.load(known)]
+        return [Hardware.load(profile_name)]
 
     @cached_property
     def captured(self) -> Captured:
@@ -114,5 +114,5 @@ class Setting:
         """What the stage takes, and the gradient of what it returns."""
         shape = 2, self.rows, self.length, self.width
         generator = torch.Generator(self.device).manual_seed(0)
-        made = torch.randn(shape, generator=generator, device=self.device).to(torch.bfloat16)
-        return made[0], made[1]
+        tensors = torch.randn(shape, generator=generator, device=self.device).to(torch.bfloat16)
+        return tensors[0], tensors[1]

@@ -20,10 +20,10 @@ _WARM_UP = 3
 
 def measure_steps(setting: Setting) -> dict[str, StepTimes]:
     """Run steps of each kind that this device has."""
-    found = {"min-cut": measure_step(setting, "min-cut")}
+    step_times = {"min-cut": measure_step(setting, "min-cut")}
     if setting.is_gpu:
-        found["min-cut, CUDA graphs"] = measure_step(setting, "min-cut", cuda_graphs=True)
-    return {**found, "offload": measure_step(setting, "offload")}
+        step_times["min-cut, CUDA graphs"] = measure_step(setting, "min-cut", cuda_graphs=True)
+    return {**step_times, "offload": measure_step(setting, "offload")}
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class StepTimes:
 
 def measure_step(setting: Setting, recompute: str, cuda_graphs: bool = False) -> StepTimes:
     """Run steps of zb-h1 on the package's three stages, all in this process."""
-    before = 0
+    reserved_before = 0
     if setting.is_gpu:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
+        reserved_before = torch.cuda.memory_reserved()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*holds no weights", UserWarning)
         pipe = pipegraph.Pipeline(
@@ -69,7 +69,7 @@ def measure_step(setting: Setting, recompute: str, cuda_graphs: bool = False) ->
             parameter.grad = None
         pipe.step(input_ids=tokens)
 
-    state = [each for stage in pipe.stages.values() for each in (*stage.parameters(), *stage.buffers())]
+    state = [tensor for stage in pipe.stages.values() for tensor in (*stage.parameters(), *stage.buffers())]
     saved = SavedBytes([*state, tokens])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", 'recompute="offload" is emulated', UserWarning)
@@ -85,6 +85,6 @@ def measure_step(setting: Setting, recompute: str, cuda_graphs: bool = False) ->
             seconds.append(seconds_of(step, setting.device))
         done = times.end_step()
         actions.append(sum(done.busy(rank) for rank in pipe.ranks))
-    kept = sum(saved.peak(rank) or 0 for rank in pipe.ranks)
-    reserved = torch.cuda.max_memory_reserved() - before if setting.is_gpu else None
-    return StepTimes(statistics.median(seconds), statistics.median(actions), kept, reserved)
+    saved_bytes = sum(saved.peak(rank) or 0 for rank in pipe.ranks)
+    reserved = torch.cuda.max_memory_reserved() - reserved_before if setting.is_gpu else None
+    return StepTimes(statistics.median(seconds), statistics.median(actions), saved_bytes, reserved)

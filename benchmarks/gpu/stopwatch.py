@@ -42,26 +42,26 @@ def seconds_of(call: Call, device: torch.device) -> float:
 
 
 def in_turns(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, before: Mapping[str, Call] | None = None
+    calls: Mapping[str, Call], device: torch.device, rounds: int, setups: Mapping[str, Call] | None = None
 ) -> dict[str, Timing]:
     """Time calls in turns, each round beginning with another one.
 
     Args:
-        before: done before a call, untimed.
+        setups: done before a call, untimed.
     """
-    order, taken = list(calls), {name: list[float]() for name in calls}
+    order, durations = list(calls), {name: list[float]() for name in calls}
     for number in range(_WARM_UP + rounds):
         start = number % len(order)
         for name in order[start:] + order[:start]:
-            if before is not None and name in before:
-                before[name]()
+            if setups is not None and name in setups:
+                setups[name]()
             seconds = seconds_of(calls[name], device)
             if number >= _WARM_UP:
-                taken[name].append(seconds)
-    first = taken[order[0]]
-    found = {}
-    for name, seconds in taken.items():
-        ratios = [one / other for one, other in zip(seconds, first, strict=True)]
+                durations[name].append(seconds)
+    first = durations[order[0]]
+    timings = {}
+    for name, seconds in durations.items():
+        ratios = [duration / reference for duration, reference in zip(seconds, first, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        found[name] = Timing(statistics.median(seconds), (low, middle, high))
-    return found
+        timings[name] = Timing(statistics.median(seconds), (low, middle, high))
+    return timings

@@ -13,66 +13,66 @@ from pipegraph.units import UNKNOWN, format_bytes, format_percent
 
 def kernels(timings: Mapping[str, Timing]) -> str:
     """A microbatch of the stage, beside torch.compile."""
-    rows = [[name, _milliseconds(each.seconds), _ratio(each)] for name, each in timings.items()]
+    rows = [[name, _milliseconds(timing.seconds), _ratio(timing)] for name, timing in timings.items()]
     return _section("A microbatch of the stage", ["", "ms", f"÷ {COMPILED} (quartiles)"], rows)
 
 
-def memory(found: SavedMemory) -> str:
+def memory(saved_memory: SavedMemory) -> str:
     """What F keeps."""
-    allocated = UNKNOWN if found.allocated is None else format_bytes(found.allocated)
-    error = format_percent(found.predicted / found.counted - 1) if found.counted else UNKNOWN
-    row = [format_bytes(found.predicted), format_bytes(found.counted), allocated, error]
+    allocated = UNKNOWN if saved_memory.allocated is None else format_bytes(saved_memory.allocated)
+    error = format_percent(saved_memory.predicted / saved_memory.counted - 1) if saved_memory.counted else UNKNOWN
+    row = [format_bytes(saved_memory.predicted), format_bytes(saved_memory.counted), allocated, error]
     return _section("What F keeps", ["predicted", "counted", "allocated", "predicted ÷ counted − 1"], [row])
 
 
-def steps(found: Mapping[str, StepTimes]) -> str:
+def steps(step_times: Mapping[str, StepTimes]) -> str:
     """Whole steps on the device, by what is computed again."""
     rows = [
         [
             name,
-            _milliseconds(each.seconds),
-            _milliseconds(each.seconds - each.actions),
-            format_bytes(each.saved),
-            UNKNOWN if each.reserved is None else format_bytes(each.reserved),
+            _milliseconds(times.seconds),
+            _milliseconds(times.seconds - times.actions),
+            format_bytes(times.saved),
+            UNKNOWN if times.reserved is None else format_bytes(times.reserved),
         ]
-        for name, each in found.items()
+        for name, times in step_times.items()
     ]
     title = f"A step of zb-h1, three stages on the device, {MICROBATCHES} microbatches"
     return _section(title, ["recompute", "ms", "between actions, ms", "kept at most", "reserved"], rows)
 
 
-def blocks(profile: str, found: Sequence[BlockError]) -> str:
+def blocks(profile: str, errors: Sequence[BlockError]) -> str:
     """The roofline's error for each block."""
     rows = [
         [
-            each.name,
-            " / ".join(map(_milliseconds, each.predicted)),
-            " / ".join(map(_milliseconds, each.measured)),
-            format_percent(each.error),
+            error.name,
+            " / ".join(map(_milliseconds, error.predicted)),
+            " / ".join(map(_milliseconds, error.measured)),
+            format_percent(error.error),
         ]
-        for each in found
+        for error in errors
     ]
     headers = ["from", "F / I / W predicted, ms", "measured, ms", "predicted ÷ measured − 1"]
     return _section(f"Distinct blocks, priced by the roofline of {profile}", headers, rows)
 
 
-def graphs(found: Mapping[int, Mapping[str, Timing] | None]) -> str:
+def graphs(timings_by_length: Mapping[int, Mapping[str, Timing] | None]) -> str:
     """F, I and W as CUDA graphs."""
     title = "F, I and W as CUDA graphs"
-    known = {length: timings for length, timings in found.items() if timings is not None}
-    if not known:
+    measured = {length: timings for length, timings in timings_by_length.items() if timings is not None}
+    if not measured:
         return f"### {title}\n\nNot measured: this device has none."
-    first, *others = next(iter(known.values()))
+    first, *other_names = next(iter(measured.values()))
     rows = [
         [
             str(length),
-            *(_milliseconds(each.seconds) for each in timings.values()),
-            *(_ratio(timings[name]) for name in others),
+            *(_milliseconds(timing.seconds) for timing in timings.values()),
+            *(_ratio(timings[name]) for name in other_names),
         ]
-        for length, timings in known.items()
+        for length, timings in measured.items()
     ]
-    headers = ["tokens of a row", *(f"{name}, ms" for name in (first, *others))]
-    headers += [f"{name} ÷ {first} (quartiles)" for name in others]
+    headers = ["tokens of a row", *(f"{name}, ms" for name in (first, *other_names))]
+    headers += [f"{name} ÷ {first} (quartiles)" for name in other_names]
     return _section(title, headers, rows)
 
 

@@ -57,8 +57,8 @@ def main(
     limit = parse_bytes(memory) if memory else None
     plans, measured = compare(subject, Hardware.load(hardware), balance, kernels, batch, rows, limit, rounds)
     lines = []
-    for plan, each in zip(plans, measured, strict=True):
-        step, held = median(each.steps), max(each.memory)
+    for plan, measurement in zip(plans, measured, strict=True):
+        step, peak_bytes = median(measurement.steps), max(measurement.memory)
         lines.append(
             [
                 plan.name,
@@ -68,8 +68,8 @@ def main(
                 format_seconds(step),
                 format_percent(plan.step / step - 1, signed=True),
                 format_bytes(max(plan.memory)),
-                format_bytes(held),
-                format_percent(max(plan.memory) / held - 1, signed=True),
+                format_bytes(peak_bytes),
+                format_percent(max(plan.memory) / peak_bytes - 1, signed=True),
             ]
         )
     if markdown:
@@ -81,9 +81,9 @@ def main(
             table.add_row(*line)
         Console(width=140).print(table)
     predicted = sorted(range(len(plans)), key=lambda index: plans[index].step)
-    found = sorted(range(len(plans)), key=lambda index: median(measured[index].steps))
-    names = ", ".join(plans[index].name for index in found)
-    print(f"from the fastest: {names}; " + ("as predicted" if predicted == found else "not as predicted"))
+    measured_order = sorted(range(len(plans)), key=lambda index: median(measured[index].steps))
+    names = ", ".join(plans[index].name for index in measured_order)
+    print(f"from the fastest: {names}; " + ("as predicted" if predicted == measured_order else "not as predicted"))
 
 
 def compare(

@@ -56,49 +56,52 @@ def write_plans(
     subject: str, folder: Path, hardware: Hardware, balance: str, batch: int, rows: int, memory: float | None
 ) -> list[FourthPlan]:
     """Plan each layout, and write its package."""
-    own = SUBJECTS[subject]()
+    workload = SUBJECTS[subject]()
 
     def captured(count: int) -> Captured:
-        return pipegraph.capture(own.model, (own.batch(count)[0],))
+        return pipegraph.capture(workload.model, (workload.batch(count)[0],))
 
     def options(count: int) -> PlanOptions:
-        loss = own.loss, own.batch(count)[1]
+        loss = workload.loss, workload.batch(count)[1]
         return PlanOptions(balance, hardware=hardware, loss=loss, setting=MeasureOptions(threads=1))
 
     models = {count: captured(count) for count in (rows, 2 * rows)}
     single, double = (RecomputeOptions.price(model, options(count)) for count, model in models.items())
-    shares = tensor_shares(single.costs[0].priced.chain, own.tp_plan)
+    shares = tensor_shares(single.costs[0].priced.chain, workload.tp_plan)
     search = JointSearch(LayoutCosts(hardware, rows, single, double, shares), DEVICES, batch, memory, ["1f1b"])
-    found = []
+    plans = []
     for name, layout in LAYOUTS.items():
-        choices = [search.search(each, 0.2) for each in search.candidates if each.layout == layout]
-        choice = min((each for each in choices if each is not None), key=lambda each: each.step)
+        choices = [search.search(candidate, 0.2) for candidate in search.candidates if candidate.layout == layout]
+        choice = min(
+            (joint_choice for joint_choice in choices if joint_choice is not None),
+            key=lambda joint_choice: joint_choice.step,
+        )
         model = models.get(choice.candidate.rows) or captured(choice.candidate.rows)
-        made = plan_of_choice(model, choice, options(rows), 0.0)
-        package = pipegraph.write_package(made, folder / str(len(found)))
+        plan = plan_of_choice(model, choice, options(rows), 0.0)
+        package = pipegraph.write_package(plan, folder / str(len(plans)))
         stages, schedule = choice.costs.stages(choice.solution.cuts), choice.solution.schedule
-        held = rank_memory(stages, schedule, choice.candidate.state_factor)
+        rank_memories = rank_memory(stages, schedule, choice.candidate.state_factor)
         edges = [0, *choice.solution.cuts, len(shares)]
         exchanges = [
             tuple(
                 sum(
                     collective_seconds(hardware.links, ALL_REDUCE, size * choice.candidate.rows / rows, layout.tp)
                     for share in shares[begin:end]
-                    for size in getattr(share, which)
+                    for size in getattr(share, direction)
                 )
-                for which in ("forward", "backward")
+                for direction in ("forward", "backward")
             )
             for begin, end in pairwise(edges)
         ]
-        found.append(
+        plans.append(
             FourthPlan(
                 name,
                 package.path,
                 choice.candidate.rows,
                 choice.candidate.microbatches,
                 choice.step,
-                tuple(each.state + each.saved for each in held),
+                tuple(usage.state + usage.saved for usage in rank_memories),
                 tuple(exchanges),  # type: ignore[arg-type]
             )
         )
-    return found
+    return plans

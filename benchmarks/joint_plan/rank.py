@@ -65,7 +65,12 @@ def main(
     dist.all_gather_object(gathered, [(run.held, run.seconds) for run in runs])
     if rank == 0:
         rows = zip(steps, zip(*gathered, strict=True), strict=True)
-        results.put([MeasuredPlan(own, [held for held, _ in each], [took for _, took in each]) for own, each in rows])
+        results.put(
+            [
+                MeasuredPlan(plan_steps, [memory for memory, _ in figures], [took for _, took in figures])
+                for plan_steps, figures in rows
+            ]
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -116,7 +121,7 @@ class _Run:
         part = median(self._alone) / self._microbatches / (forward + backward)
         self.seconds = part * forward, part * backward
         exchanged = zip((Kind.F, Kind.B), self.seconds, self._exchanges[self._stage], strict=True)
-        took = {kind: own + exchange for kind, own, exchange in exchanged}
+        took = {kind: kernel_seconds + exchange for kind, kernel_seconds, exchange in exchanged}
         self._sleeping = self._pipeline(sleeping(self._real.package.manifest, self._stage, took))
         del self._real, self._watch
 
@@ -146,13 +151,18 @@ class _Run:
         """Return the bytes that this process holds: with what is kept for backwards at most, and an optimizer."""
         pipe = self._real
         optimizer = torch.optim.AdamW(pipe.parameters())
-        state = [*pipe.parameters(), *(each for stage in pipe.stages.values() for each in stage.buffers())]
+        state = [*pipe.parameters(), *(buffer for stage in pipe.stages.values() for buffer in stage.buffers())]
         saved = SavedBytes([*map(local, state), self._inputs, self._target])
         handle = pipe.observe(saved)
         pipe.step(self._inputs, target=self._target)
         handle.remove()
         optimizer.step()
-        held = [*state, *(each.grad for each in pipe.parameters() if each.grad is not None)]
-        held += [each for own in optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+        tensors = [*state, *(parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)]
+        tensors += [
+            tensor
+            for parameter_state in optimizer.state.values()
+            for tensor in parameter_state.values()
+            if isinstance(tensor, Tensor)
+        ]
         optimizer.zero_grad()
-        return sum(local(each).nbytes for each in held) + (saved.peak(pipe.ranks[0]) or 0)
+        return sum(local(tensor).nbytes for tensor in tensors) + (saved.peak(pipe.ranks[0]) or 0)

@@ -22,12 +22,12 @@ class PlannedKernels(SleepingKernels):
         self,
         stage: nn.Module,
         shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
-        wanted: Sequence[bool],
+        input_gradients: Sequence[bool],
         seconds: Mapping[Kind, float],
     ) -> None:
-        super().__init__(stage, 0.0, wanted)
+        super().__init__(stage, 0.0, input_gradients)
         self._shapes, self._seconds = shapes, seconds
-        self._zeros = [torch.zeros_like(each) for each in self._parameters]
+        self._zeros = [torch.zeros_like(parameter) for parameter in self._parameters]
 
     def forward(
         self, inputs: Sequence[Any], *, target: Any = None, with_loss: bool = False, differentiable: bool = True
@@ -40,7 +40,7 @@ class PlannedKernels(SleepingKernels):
         time.sleep(self._seconds[Kind.B])
         self.fill_gradients()
         pairs = zip(saved, self._input_gradients, strict=True)
-        return tuple(torch.zeros_like(each) if wanted else None for each, wanted in pairs)
+        return tuple(torch.zeros_like(tensor) if needs_grad else None for tensor, needs_grad in pairs)
 
     def fill_gradients(self) -> None:
         """Give each parameter a gradient. New memory for it is a part of the seconds that are slept through."""
@@ -66,7 +66,9 @@ def sleeping(manifest: Manifest, index: int, seconds: Mapping[Kind, float]) -> A
         for name in manifest.stages[index].outputs
     ]
 
-    def make(stage: nn.Module, wanted: Sequence[bool], arriving: Sequence[bool], loss: Loss | None) -> PlannedKernels:
-        return PlannedKernels(stage, shapes, wanted, seconds)
+    def make(
+        stage: nn.Module, input_gradients: Sequence[bool], arriving: Sequence[bool], loss: Loss | None
+    ) -> PlannedKernels:
+        return PlannedKernels(stage, shapes, input_gradients, seconds)
 
     return make

@@ -44,8 +44,8 @@ def main(runs: int = 20, seed: int = 0) -> None:
             is_right = ended.code == 0 and ended.losses == alone.losses
             passed += is_right
             kills += len(ended.struck)
-            said = "passed" if is_right else f"exit code {ended.code}, {len(ended.losses)} losses\n{ended.output}"
-            typer.echo(f"{number} {'; '.join(map(str, ended.struck))}: {said} ({time.monotonic() - start:.0f} s)")
+            verdict = "passed" if is_right else f"exit code {ended.code}, {len(ended.losses)} losses\n{ended.output}"
+            typer.echo(f"{number} {'; '.join(map(str, ended.struck))}: {verdict} ({time.monotonic() - start:.0f} s)")
     typer.echo(f"{passed} of {runs} runs ended as the one that nobody killed; ranks were killed {kills} times")
     raise typer.Exit(0 if passed == runs else 1)
 

@@ -40,18 +40,18 @@ class Kill:
     delay: float
 
     def __str__(self) -> str:
-        after = "" if self.moment == "start" else f" after step {self.step}"
-        return f"rank {self.rank} at {self.moment}{after} + {self.delay * 1000:.0f} ms"
+        suffix = "" if self.moment == "start" else f" after step {self.step}"
+        return f"rank {self.rank} at {self.moment}{suffix} + {self.delay * 1000:.0f} ms"
 
 
 def draw(chance: random.Random, kills: int) -> list[Kill]:
     """So many kills at random, in the order in which they come."""
-    drawn = []
+    planned_kills = []
     for step in sorted(chance.randrange(STEPS - _SAVED_EVERY) for _ in range(kills)):
         moment = chance.choice(("start", "step", "saving", "saving"))
         longest = {"start": _START_SECONDS, "step": 0.02, "saving": 0.05}[moment]
-        drawn.append(Kill(chance.randrange(RANKS), moment, step, chance.uniform(0, longest)))
-    return drawn
+        planned_kills.append(Kill(chance.randrange(RANKS), moment, step, chance.uniform(0, longest)))
+    return planned_kills
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _has_come(kill: Kill, folder: Path) -> bool:
 
 def _ranks(launcher: int) -> dict[int, int]:
     """The processes that a launcher has started, by their ranks."""
-    found = {}
+    processes = {}
     try:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     except OSError:
@@ -149,5 +149,5 @@ def _ranks(launcher: int) -> dict[int, int]:
             continue
         rank = next((pair.removeprefix(b"RANK=") for pair in pairs if pair.startswith(b"RANK=")), None)
         if rank is not None:
-            found[int(rank)] = int(child)
-    return found
+            processes[int(rank)] = int(child)
+    return processes

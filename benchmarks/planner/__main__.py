@@ -83,9 +83,9 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     ).on_ranks(RANKS)
     costs, chosen = {}, {}
     for balance in BALANCES:
-        own = replace(options, balance=balance, cache=Cache(folder / f"cache-{balance}"))
+        balance_options = replace(options, balance=balance, cache=Cache(folder / f"cache-{balance}"))
         begun = time.perf_counter()
-        costs[balance] = own.price(captured, layers), own
+        costs[balance] = balance_options.price(captured, layers), balance_options
         print(f"{name} priced by {balance} in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
         best = refine_cuts(choose_cuts(*costs[balance], stages))
         segments = best.costs.priced.chain.segments
@@ -93,15 +93,17 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     cuts: list[_PredictedCut] = []
     for starts in dict.fromkeys([*((start,) for start in layers), *chosen.values()]):
         predicted: dict[str, Any] = {}
-        for balance, (priced, own) in costs.items():
+        for balance, (priced, balance_options) in costs.items():
             begins = [segment.start for segment in priced.priced.chain.segments]
             if set(starts) <= set(begins):
-                choice = CutChoice(priced, own, tuple(map(begins.index, starts)), own.schedule_of(stages))
+                choice = CutChoice(
+                    priced, balance_options, tuple(map(begins.index, starts)), balance_options.schedule_of(stages)
+                )
                 predicted[balance] = msgspec.to_builtins(choice.predict())
                 points = choice.points
         plan = pipegraph.plan(captured, points=points)
         pipegraph.write_package(plan, folder / str(len(cuts)))
-        by = tuple(balance for balance, each in chosen.items() if each == starts)
+        by = tuple(balance for balance, chosen_starts in chosen.items() if chosen_starts == starts)
         cuts.append(_PredictedCut(tuple(map(str, points)), predicted, by))
     return cuts
 
@@ -133,10 +135,10 @@ def _measure_cuts(
             "points": cut.points,
             "chosen_by": cut.chosen_by,
             "predicted": cut.predicted,
-            "steps": each.steps,
-            "stages": {f"{kind} {stage}": seconds for (stage, kind), seconds in sorted(each.actions.items())},
+            "steps": times.steps,
+            "stages": {f"{kind} {stage}": seconds for (stage, kind), seconds in sorted(times.actions.items())},
         }
-        for cut, each in zip(cuts, measured, strict=True)
+        for cut, times in zip(cuts, measured, strict=True)
     ]
 
 
@@ -146,14 +148,14 @@ def _show(name: str, cuts: Sequence[dict[str, Any]]) -> None:
     table = Table("cut at", "step, ms", "÷ best", *headers, "chosen by", title=name)
     best = min(cuts, key=lambda cut: median(cut["steps"]))
     for cut in cuts:
-        over = median(own / other for own, other in zip(cut["steps"], best["steps"], strict=True))
+        over = median(step / best_step for step, best_step in zip(cut["steps"], best["steps"], strict=True))
         row = [", ".join(cut["points"]), f"{median(cut['steps']) * 1e3:.1f}", f"{over:.3f}"]
         table.add_row(*row, *(_predicted_step(cut, balance) for balance in BALANCES), ", ".join(cut["chosen_by"]))
     console.print(table)
     for balance in BALANCES:
-        single, whole, steps = _errors(cuts, balance)
+        single, stages, steps = _errors(cuts, balance)
         console.print(
-            f"{balance}: median error of F, I, W and B {median(single):.1%}, of stages {median(whole):.1%}, of steps "
+            f"{balance}: median error of F, I, W and B {median(single):.1%}, of stages {median(stages):.1%}, of steps "
             f"{median(steps):.1%}, at most {max(steps):.1%}"
         )
 
@@ -167,7 +169,7 @@ def _predicted_step(cut: dict[str, Any], balance: str) -> str:
 
 def _errors(cuts: Sequence[dict[str, Any]], balance: str) -> tuple[list[float], list[float], list[float]]:
     """Return |predicted ÷ measured − 1| of each stage's kernels, of each stage's microbatch, and of steps."""
-    single, whole, steps = [], [], []
+    single, stages, steps = [], [], []
     for cut in cuts:
         if balance not in cut["predicted"]:
             continue
@@ -181,9 +183,9 @@ def _errors(cuts: Sequence[dict[str, Any]], balance: str) -> tuple[list[float], 
                 for kind, figure in predictions.items()
                 if f"{kind} {index}" in measured
             ]
-            single += [_error(figure, taken) for figure, taken in pairs if figure]
-            whole.append(_error(*map(sum, zip(*pairs, strict=True))))
-    return single, whole, steps
+            single += [_error(figure, seconds) for figure, seconds in pairs if figure]
+            stages.append(_error(*map(sum, zip(*pairs, strict=True))))
+    return single, stages, steps
 
 
 def _error(predicted: float, measured: float) -> float:

@@ -47,7 +47,7 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
     dist.init_process_group("gloo")
     subject = SUBJECTS[options.subject]()
     repeated = [options.microbatches, *[1] * (subject.target.dim() - 1)]
-    inputs = [each.repeat(options.microbatches, *[1] * (each.dim() - 1)) for each in subject.inputs]
+    inputs = [tensor.repeat(options.microbatches, *[1] * (tensor.dim() - 1)) for tensor in subject.inputs]
     target = subject.target.repeat(*repeated)
     contenders = [_TimedPackage(package, options, subject.loss) for package in options.packages]
     for contender in contenders:
@@ -58,7 +58,7 @@ def main(rank: int, options: Options, port: int, results: Any) -> None:
         random.Random(number).shuffle(order)
         for contender in order:
             contender.step(inputs, target, record=number > 0)
-    measured = [each.measured() for each in contenders]
+    measured = [timed_package.measured() for timed_package in contenders]
     if rank == 0:
         results.put(measured)
     dist.barrier()
@@ -86,7 +86,7 @@ class _TimedPackage:
     def measured(self) -> PackageTimes:
         every: list[Any] = [None] * RANKS
         dist.all_gather_object(every, {(stage, kind.value): s for (stage, kind), s in self._times.medians().items()})
-        return PackageTimes(self._steps, {key: value for one in every for key, value in one.items()})
+        return PackageTimes(self._steps, {key: value for medians in every for key, value in medians.items()})
 
 
 def _pin_threads(cores: set[int]) -> None:

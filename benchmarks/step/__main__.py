@@ -69,9 +69,9 @@ def main(
     if dp_shard > 1 and (deepspeed or defaults or account):
         raise typer.BadParameter("it is for torch's schedules and pipegraph's alone.", param_hint="--dp-shard")
     shards = "" if dp_shard == 1 else f", {dp_shard} shards"
-    beside = "" if cores_per_process == 1 else f", {cores_per_process} cores for each process"
+    cores_label = "" if cores_per_process == 1 else f", {cores_per_process} cores for each process"
     run: dict[str, Any] = {
-        "case": case.name + shards + beside,
+        "case": case.name + shards + cores_label,
         "table": "defaults" if defaults else "peers that keep memory" if keep_memory else "peers",
         "torch": torch.__version__.partition("+")[0],
         "machine": machine_name(),
@@ -83,13 +83,13 @@ def main(
         raise typer.BadParameter(
             "no run like this one is kept to compare with. Try: --keep first.", param_hint="--check"
         )
-    known = {} if find_cuts else results.kept_cuts({**run, "case": case.name}) | results.kept_cuts(run)
-    wanted = process_count(dp_shard) * cores_per_process
-    core_numbers = tuple(map(int, cores.split(","))) if cores else idlest_cores(wanted)
-    if cores_per_process > 1 and len(core_numbers) < wanted:
-        problem = f"{wanted} cores are needed, {cores_per_process} for each process, and there are {len(core_numbers)}."
+    known_cuts = {} if find_cuts else results.kept_cuts({**run, "case": case.name}) | results.kept_cuts(run)
+    total = process_count(dp_shard) * cores_per_process
+    core_numbers = tuple(map(int, cores.split(","))) if cores else idlest_cores(total)
+    if cores_per_process > 1 and len(core_numbers) < total:
+        problem = f"{total} cores are needed, {cores_per_process} for each process, and there are {len(core_numbers)}."
         raise typer.BadParameter(problem, param_hint="--cores-per-process")
-    before = os.getloadavg()[0]
+    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="pipegraph-step-") as folder:
         options = Options(
             case,
@@ -99,7 +99,7 @@ def main(
             rounds,
             tries,
             tuple(only or ()),
-            known,
+            known_cuts,
             deepspeed,
             defaults,
             account,
@@ -108,7 +108,7 @@ def main(
             cores_per_process,
         )
         run |= results.figures(run_ranks(options))
-    run["load"] = [before, os.getloadavg()[0]]
+    run["load"] = [load_before, os.getloadavg()[0]]
     if as_json:
         as_json.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n")
     if markdown:

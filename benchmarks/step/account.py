@@ -27,7 +27,7 @@ class RankMeasured:
     """processor's seconds of the thread outside kernels: the executor, and posting messages"""
     divided: Cost
     """F, I and W alone, or B where the schedule has it"""
-    whole: Cost
+    undivided: Cost
     """F and B alone"""
     body: Cost
     """F and B alone without the loss"""
@@ -103,32 +103,37 @@ def accounts(
     limit_body = limit.body.without_faults(fault)
     bodies = sum(rank.body.without_faults(fault) for rank in ranks)
     most = max(rank.busy.seconds for rank in ranks)
-    makespan, with_transfers = (simulate(schedule, _times(schedule, ranks, each)).makespan for each in (0.0, hop))
-    found = []
+    makespan, with_transfers = (simulate(schedule, _times(schedule, ranks, delay)).makespan for delay in (0.0, hop))
+    rank_accounts = []
     for rank in ranks:
         busy, divided = rank.busy, rank.divided.without_faults(fault)
-        whole, body = rank.whole.without_faults(fault), rank.body.without_faults(fault)
+        undivided, body = rank.undivided.without_faults(fault), rank.body.without_faults(fault)
         share = count * limit_body * body / bodies
         limit_loss = count * (limit_alone - limit_body) if rank.has_loss else 0.0
         causes = {
             "page_faults": (busy.faults - limit.together.faults) * fault,
             "cache_and_memory": (busy.without_faults(fault) - divided) - (limit_together - limit_alone),
             "preempted": (busy.seconds - busy.processor) - (limit.together.seconds - limit.together.processor),
-            "divided_backward": divided - whole,
-            "loss": whole - body - limit_loss,
+            "divided_backward": divided - undivided,
+            "loss": undivided - body - limit_loss,
             "cuts": body - share,
             "imbalance": share + limit_loss - limit_alone + most - busy.seconds,
             "busiest_rank_idle": makespan - most,
             "transfers": with_transfers - makespan,
             "interpreter": rank.interpreter,
         }
-        found.append(Account(**causes, unexplained=step - limit.together.seconds - sum(causes.values())))
-    return found
+        rank_accounts.append(Account(**causes, unexplained=step - limit.together.seconds - sum(causes.values())))
+    return rank_accounts
 
 
-def mean_account(each: Sequence[Account]) -> Account:
+def mean_account(rank_accounts: Sequence[Account]) -> Account:
     """Return the mean over ranks. Its imbalance is the busiest rank's kernels − the mean rank's."""
-    return Account(*(sum(column) / len(each) for column in zip(*(asdict(one).values() for one in each), strict=True)))
+    return Account(
+        *(
+            sum(column) / len(rank_accounts)
+            for column in zip(*(asdict(account).values() for account in rank_accounts), strict=True)
+        )
+    )
 
 
 def median_cost(costs: Sequence[Cost]) -> Cost:
@@ -138,14 +143,14 @@ def median_cost(costs: Sequence[Cost]) -> Cost:
 
 def _times(schedule: Schedule, ranks: Sequence[RankMeasured], hop: float) -> Times:
     """Return the mean times of kernels for the simulator, which takes B as I and W together."""
-    taken = {key: cost.seconds for rank in ranks for key, cost in rank.kernels.items()}
+    kernel_seconds = {key: cost.seconds for rank in ranks for key, cost in rank.kernels.items()}
     of_kind = {kind: [0.0] * schedule.stages for kind in "FIW"}
     actions = [action for row in schedule.actions for action in row]
     for stage in range(schedule.stages):
         counts = {kind: sum(a.stage == stage and a.kind is Kind(kind) for a in actions) for kind in "FIWB"}
         for kind in "FI":
-            of_kind[kind][stage] = taken.get((stage, kind), 0.0) / max(1, counts[kind])
-        whole = taken.get((stage, "B"), 0.0) - counts["B"] * of_kind["I"][stage]
-        backward = taken.get((stage, "W"), 0.0) + whole
+            of_kind[kind][stage] = kernel_seconds.get((stage, kind), 0.0) / max(1, counts[kind])
+        weight_part = kernel_seconds.get((stage, "B"), 0.0) - counts["B"] * of_kind["I"][stage]
+        backward = kernel_seconds.get((stage, "W"), 0.0) + weight_part
         of_kind["W"][stage] = max(0.0, backward / max(1, counts["W"] + counts["B"]))
     return Times(*of_kind.values(), hop=hop)

@@ -36,7 +36,7 @@ def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
     for number in range(bench.options.rounds):
         bench.pin(number)
-        before = bench.costs(bench.limit)
+        limit_before = bench.costs(bench.limit)
         bench.settle(pipeline)
         watch = Stopwatch(pipeline.pipe)
         step = bench.costs(pipeline)
@@ -45,49 +45,49 @@ def measure_account(bench: Bench, pipeline: OwnPipeline) -> dict[str, Any]:
         rounds.append(
             {
                 "step": max(cost.seconds for cost in step),
-                "limit": _mean([*before, *bench.costs(bench.limit)]),
+                "limit": _mean([*limit_before, *bench.costs(bench.limit)]),
                 "kernels": kernels,
                 "interpreter": step[dist.get_rank()].processor - total(kernels.values()).processor,
                 "alone": [_in_turn(bench, contender, run) for contender, run in alone],
             }
         )
-    divided, whole, without_loss, limit, limit_body = (
-        median_cost([each["alone"][at] for each in rounds]) for at in range(len(alone))
+    divided, undivided, without_loss, limit, limit_body = (
+        median_cost([figures["alone"][at] for figures in rounds]) for at in range(len(alone))
     )
-    mine = RankMeasured(
-        {key: median_cost([each["kernels"][key] for each in rounds]) for key in rounds[0]["kernels"]},
-        median(each["interpreter"] for each in rounds),
+    measured_rank = RankMeasured(
+        {key: median_cost([figures["kernels"][key] for figures in rounds]) for key in rounds[0]["kernels"]},
+        median(figures["interpreter"] for figures in rounds),
         divided,
-        whole,
-        without_loss if keeps.has_loss else whole,
+        undivided,
+        without_loss if keeps.has_loss else undivided,
         keeps.has_loss,
     )
-    ranks, limits, bodies = zip(*gathered((mine, limit, limit_body)), strict=True)
-    step_seconds = median(each["step"] for each in rounds)
-    limit_measured = LimitMeasured(median_cost([each["limit"] for each in rounds]), _mean(limits), _mean(bodies))
+    ranks, limits, bodies = zip(*gathered((measured_rank, limit, limit_body)), strict=True)
+    step_seconds = median(figures["step"] for figures in rounds)
+    limit_measured = LimitMeasured(median_cost([figures["limit"] for figures in rounds]), _mean(limits), _mean(bodies))
     fault = median(gathered(seconds_of_fault()))
     transfer = _message_seconds(max(gathered(keeps.boundary_bytes())))
-    found = accounts(step_seconds, limit_measured, ranks, pipeline.pipe.schedule, transfer, fault)
+    rank_accounts = accounts(step_seconds, limit_measured, ranks, pipeline.pipe.schedule, transfer, fault)
     return {
         "step": step_seconds,
         "limit": limit_measured.together.seconds,
         "seconds_of_fault": fault,
         "seconds_of_transfer": transfer,
-        "ranks": [asdict(each) for each in found],
+        "ranks": [asdict(account) for account in rank_accounts],
     }
 
 
 def _in_turn(bench: Bench, contender: Contender, run: Callable[[], Cost]) -> Cost:
     """Run a part of a contender in one process after the other, so that each has the machine for itself."""
     bench.settle(contender)
-    taken = Cost()
+    cost = Cost()
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
-            taken = run()
+            cost = run()
             bench.limit.clear()
     dist.barrier()
-    return taken
+    return cost
 
 
 def _message_seconds(size: int) -> float:

@@ -45,7 +45,7 @@ class Bench:
         self._checker = Checker(Reference(self.case, self.model), self.batch, self.case.tolerance)
         self._captured: Any = None
         if dist.get_rank() == 0:
-            self._captured = pipegraph.capture(self.case.whole(self.model), self.case.microbatch()[:1])
+            self._captured = pipegraph.capture(self.case.unsplit(self.model), self.case.microbatch()[:1])
         self._packages = Packages(self._captured, options.folder)
         self.search: CutSearch | None = None
         self.contenders: dict[str, Contender] = {}
@@ -95,14 +95,14 @@ class Bench:
 
     def seconds(self, contender: Contender) -> float:
         """Run one step; return the seconds of the slower process, for the limit the mean of both."""
-        taken = [cost.seconds for cost in self.costs(contender)]
-        return mean(taken) if isinstance(contender, Limit) else max(taken)
+        durations = [cost.seconds for cost in self.costs(contender)]
+        return mean(durations) if isinstance(contender, Limit) else max(durations)
 
     def pin(self, number: int) -> None:
         """Keep each process on its cores: every other round on others, because they may be slower."""
-        cores, each = self.options.cores, self.options.cores_per_process
-        start = (dist.get_rank() + number) % (len(cores) // each) * each
-        pin_threads(set(cores[start : start + each]))
+        cores, core_count = self.options.cores, self.options.cores_per_process
+        start = (dist.get_rank() + number) % (len(cores) // core_count) * core_count
+        pin_threads(set(cores[start : start + core_count]))
 
     def measure(self) -> list[dict[str, Any]]:
         """Run rounds of one step each, in a new random order: seconds by contender, and the limit's around them."""
@@ -114,25 +114,25 @@ class Bench:
             order = list(names)
             random.Random(number).shuffle(order)
             seconds, limits = {}, {}
-            before = self.seconds(self.limit)
+            limit_before = self.seconds(self.limit)
             for start in range(0, len(order), BETWEEN):
                 group = order[start : start + BETWEEN]
                 seconds |= {name: self.seconds(self.contenders[name]) for name in group}
-                after = self.seconds(self.limit)
-                limits |= dict.fromkeys(group, (before + after) / 2)
-                before = after
-            others = cores.others(sum(gathered(time.process_time() - worked)))
-            rounds.append({"seconds": seconds, "limit": limits, "others": others})
-            _print(f"round {number + 1} of {self.options.rounds}; other programs had {others:.0%} of the cores")
+                limit_after = self.seconds(self.limit)
+                limits |= dict.fromkeys(group, (limit_before + limit_after) / 2)
+                limit_before = limit_after
+            other_share = cores.share_of_others(sum(gathered(time.process_time() - worked)))
+            rounds.append({"seconds": seconds, "limit": limits, "others": other_share})
+            _print(f"round {number + 1} of {self.options.rounds}; other programs had {other_share:.0%} of the cores")
         return rounds
 
     def _choose(self, entry: Entry) -> Candidate:
         """Return the cuts that are given or known; otherwise the fastest of the shortlist."""
-        known = self.options.known.get(entry.found_for) or self.chosen.get(entry.found_for)
+        known_candidate = self.options.known_cuts.get(entry.found_for) or self.chosen.get(entry.found_for)
         if entry.cuts is not None:
             return Candidate(entry.schedule, entry.cuts)
-        if known is not None:
-            return known
+        if known_candidate is not None:
+            return known_candidate
         if dist.get_rank() == 0 and self.search is None:
             self.search = CutSearch(self.case, self._captured, self.options.compiled)
         shared: list[Any] = [None]
@@ -142,34 +142,34 @@ class Bench:
         candidates: list[Candidate] = shared[0]
         if len(candidates) == 1:
             return replace(candidates[0], found="the one that simulation proposed")
-        made = [entry.make(candidate) for candidate in candidates]
-        for contender in made:
+        contenders = [entry.make(candidate) for candidate in candidates]
+        for contender in contenders:
             self.seconds(contender)  # compiles
         allowed = os.sched_getaffinity(0)
         self.pin(0)
-        fastest = self._fastest(made)
+        fastest = self._fastest(contenders)
         pin_threads(allowed)  # compilers' processes inherit it
-        found = f"the fastest of {len(candidates)} that simulation proposed, run in turns, of which half stay"
-        return replace(candidates[fastest], found=found)
+        origin = f"the fastest of {len(candidates)} that simulation proposed, run in turns, of which half stay"
+        return replace(candidates[fastest], found=origin)
 
     def _fastest(self, contenders: Sequence[Contender]) -> int:
         """Return the position of the one that is left if the slower half goes after each `TRIALS` steps in turns."""
-        left = list(range(len(contenders)))
-        while len(left) > 1:
-            rounds = [[self.seconds(contenders[at]) for at in left] for _ in range(TRIALS)]
-            shares = [[seconds / sum(taken) for seconds in taken] for taken in rounds]
-            medians = dict(zip(left, map(median, zip(*shares, strict=True)), strict=True))
-            left = sorted(left, key=medians.__getitem__)[: (len(left) + 1) // 2]
-        return left[0]
+        positions = list(range(len(contenders)))
+        while len(positions) > 1:
+            rounds = [[self.seconds(contenders[at]) for at in positions] for _ in range(TRIALS)]
+            shares = [[seconds / sum(durations) for seconds in durations] for durations in rounds]
+            medians = dict(zip(positions, map(median, zip(*shares, strict=True)), strict=True))
+            positions = sorted(positions, key=medians.__getitem__)[: (len(positions) + 1) // 2]
+        return positions[0]
 
 
-def gathered(mine: Any) -> list[Any]:
+def gathered(local_value: Any) -> list[Any]:
     """Return the objects of all processes, by rank. Collective."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, local_value)
     return every
 
 
-def _print(what: str) -> None:
+def _print(line: str) -> None:
     if dist.get_rank() == 0:
-        print(what, flush=True)
+        print(line, flush=True)

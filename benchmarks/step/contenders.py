@@ -54,18 +54,18 @@ class Reference(Contender):
     """The unsplit model, not compiled, all of it in every process."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        self._case, self._whole = case, case.whole(model)
+        self._case, self._unsplit = case, case.unsplit(model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         count, total = self._case.microbatches, 0.0
-        for some, wanted in zip(inputs.chunk(count), targets.chunk(count), strict=True):
-            loss = self._case.loss(self._whole(some), wanted) / count
+        for microbatch, target in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+            loss = self._case.loss(self._unsplit(microbatch), target) / count
             loss.backward()
             total += loss.item()
         return total
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._whole.named_parameters()
+        return self._unsplit.named_parameters()
 
 
 class Limit(Contender):
@@ -82,23 +82,23 @@ class Limit(Contender):
     keeps_memory = True
 
     def __init__(self, case: Case, model: nn.Module, with_loss: bool = True, compiled: bool = True) -> None:
-        self._count, self._whole = case.microbatches, case.whole(model)
-        whole, of = self._whole, case.loss
+        self._count, self._unsplit = case.microbatches, case.unsplit(model)
+        unsplit, loss = self._unsplit, case.loss
 
         def mean_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-            return of(whole(inputs), targets) / case.microbatches
+            return loss(unsplit(inputs), targets) / case.microbatches
 
         def outputs(inputs: Tensor, targets: Tensor) -> Tensor:
-            return whole(inputs)
+            return unsplit(inputs)
 
         function = own_code(mean_loss if with_loss else outputs)
         self._run = torch.compile(function, dynamic=False, fullgraph=True) if compiled else function
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        share = slice(dist.get_rank(), None, dist.get_world_size())
         total = 0.0
-        for some, wanted in zip(inputs.chunk(self._count)[mine], targets.chunk(self._count)[mine], strict=True):
-            result = self._run(some, wanted)
+        for microbatch, target in zip(inputs.chunk(self._count)[share], targets.chunk(self._count)[share], strict=True):
+            result = self._run(microbatch, target)
             if result.dim():
                 result.backward(torch.ones_like(result))
             else:
@@ -107,14 +107,14 @@ class Limit(Contender):
         return total
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._whole.named_parameters()
+        return self._unsplit.named_parameters()
 
     def gradients(self) -> dict[str, Tensor | None]:
-        found = super().gradients()
-        for gradient in found.values():
+        gradients = super().gradients()
+        for gradient in gradients.values():
             if gradient is not None:
                 dist.all_reduce(gradient)
-        return found
+        return gradients
 
 
 class OwnPipeline(Contender):
@@ -167,9 +167,11 @@ class Checker:
         """Run one step; return what is wrong with its gradients or its loss, None if nothing is. Collective."""
         contender.clear()
         loss = contender.step(*self._batch)
-        found = contender.gradients()
+        gradients = contender.gradients()
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (loss or 0.0, {name: self._error(name, found[name]) for name in found}))
+        dist.all_gather_object(
+            gathered, (loss or 0.0, {name: self._error(name, gradients[name]) for name in gradients})
+        )
         contender.clear()
         every = {name: error for _, errors in gathered for name, error in errors.items()}
         if missing := self._gradients.keys() - every.keys():

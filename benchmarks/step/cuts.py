@@ -75,12 +75,12 @@ class CutSearch:
 
         What can be cut inside layers is pipegraph's, which has whole backwards where nothing waits for them.
         """
-        found = []
+        candidates = []
         for places in (self._anywhere, self._between) if inside else (self._between,):
-            found += self._searched(places) if schedule == "searched" else self._named(schedule, places, count)
+            candidates += self._searched(places) if schedule == "searched" else self._named(schedule, places, count)
         if inside:
-            found = [self._joined(candidate) for candidate in found]
-        return list({(candidate.schedule, candidate.cuts): candidate for candidate in found}.values())
+            candidates = [self._joined(candidate) for candidate in candidates]
+        return list({(candidate.schedule, candidate.cuts): candidate for candidate in candidates}.values())
 
     def _stages(self, cuts: Iterable[str]) -> list[SegmentCost]:
         bounds = [0, *(self._indices[cut] for cut in cuts), len(self._priced.costs)]
@@ -88,7 +88,7 @@ class CutSearch:
 
     def _times(self, cuts: Iterable[str]) -> Times:
         stages = self._stages(cuts)
-        figures = ([getattr(each, name) for each in stages] for name in ("forward", "input_grad", "weight_grad"))
+        figures = ([getattr(stage, name) for stage in stages] for name in ("forward", "input_grad", "weight_grad"))
         return Times(*figures, hop=HOP)
 
     def _promising(self, places: Iterable[str], placement: Sequence[int], count: int) -> list[Cuts]:
@@ -110,11 +110,11 @@ class CutSearch:
     def _named(self, name: str, places: Iterable[str], count: int) -> list[Candidate]:
         """Return the cuts with the smallest simulated makespans of a named schedule."""
         schedule = build(name, RANKS, self._microbatches)
-        found = [
+        candidates = [
             Candidate(name, cuts, simulate(schedule, self._times(cuts)).makespan)
             for cuts in self._promising(places, schedule.placement, SIMULATED)
         ]
-        return sorted(found, key=_makespan)[:count]
+        return sorted(candidates, key=_makespan)[:count]
 
     def _joined(self, candidate: Candidate) -> Candidate:
         """Return the candidate with whole backwards where nothing waits for them."""
@@ -125,19 +125,19 @@ class CutSearch:
 
     def _searched(self, places: Sequence[str]) -> list[Candidate]:
         """Return the best candidate of each of `SEARCHES`, of the cuts under which no order can be much slower."""
-        found = []
-        for chunks, shape, held in SEARCHES:
-            bound = partial(self._bound, PLACEMENTS[shape].places(RANKS, chunks), held * chunks)
+        candidates = []
+        for chunks, shape, limit in SEARCHES:
+            bound = partial(self._bound, PLACEMENTS[shape].places(RANKS, chunks), limit * chunks)
             promising = sorted(self._combinations(places, RANKS * chunks - 1), key=bound)[:SEARCHED]
-            found.append(min((self._order(cuts, shape, held * chunks) for cuts in promising), key=_makespan))
-        return found
+            candidates.append(min((self._order(cuts, shape, limit * chunks) for cuts in promising), key=_makespan))
+        return candidates
 
-    def _bound(self, ranks: Sequence[int], held: int, cuts: Cuts) -> float:
+    def _bound(self, ranks: Sequence[int], memory_limit: int, cuts: Cuts) -> float:
         """Return the seconds that every order of these stages takes at least."""
-        return lower_bound(self._times(cuts), ranks, self._microbatches, held)
+        return lower_bound(self._times(cuts), ranks, self._microbatches, memory_limit)
 
-    def _order(self, cuts: Cuts, shape: str, held: int) -> Candidate:
-        best = search(self._times(cuts), RANKS, self._microbatches, shape, held, effort=0.05)
+    def _order(self, cuts: Cuts, shape: str, memory_limit: int) -> Candidate:
+        best = search(self._times(cuts), RANKS, self._microbatches, shape, memory_limit, effort=0.05)
         return Candidate(best, cuts, best.makespan)
 
 

@@ -16,7 +16,7 @@ from benchmarks.step.peers import DeepSpeedPipeline, TorchPipeline
 from benchmarks.step.shards import OwnShards, TorchShards
 from pipegraph.schedule import build
 
-OWN = "1f1b", "zb-v", "searched"
+PIPEGRAPH_SCHEDULES = "1f1b", "zb-v", "searched"
 TORCH = {  # torch's schedule → the schedule of pipegraph whose simulation proposes its cuts
     "1F1B": "1f1b",
     "Interleaved1F1B": "interleaved-1f1b",
@@ -39,7 +39,7 @@ class Options:
     """Options of a rank's process.
 
     Attributes:
-        known: cuts, and schedules, that an earlier run found; by contender.
+        known_cuts: cuts, and schedules, that an earlier run found; by contender.
         folder: for packages.
         shards: how many processes share each stage.
         keep_memory: whether every contender's processes keep freed memory, also those that do not by themselves.
@@ -53,7 +53,7 @@ class Options:
     rounds: int = 10
     tries: int = 3
     only: tuple[str, ...] = ()
-    known: dict[str, Candidate] = field(default_factory=dict)
+    known_cuts: dict[str, Candidate] = field(default_factory=dict)
     deepspeed: bool = False
     defaults: bool = False
     account: bool = False
@@ -87,7 +87,7 @@ class Entry:
 
 def entries(options: Options, model: nn.Module, packages: Packages) -> list[Entry]:
     """Return those that were asked for."""
-    case, found = options.case, []
+    case, selection = options.case, []
 
     def torch_pipeline(schedule: str, candidate: Candidate, **how: bool) -> Contender:
         if options.shards > 1:
@@ -104,26 +104,26 @@ def entries(options: Options, model: nn.Module, packages: Packages) -> list[Entr
         return OwnPipeline(case, package, candidate.schedule, options.kernels)
 
     def peer(name: str, schedule: str, make: Callable[[Candidate], Contender]) -> list[Entry]:
-        wanted = [each for each in (name, f"{name}, even") if is_wanted(each)]
-        stages = build(schedule, RANKS, case.microbatches).stages if wanted else 0
-        return [Entry(each, schedule, make, name, None if each == name else case.even(stages)) for each in wanted]
+        names = [label for label in (name, f"{name}, even") if is_wanted(label)]
+        stages = build(schedule, RANKS, case.microbatches).stages if names else 0
+        return [Entry(label, schedule, make, name, None if label == name else case.even(stages)) for label in names]
 
     def is_wanted(name: str) -> bool:
         return not options.only or any(part in name for part in options.only)
 
     if options.defaults:
-        found.append(Entry("torch 1F1B", "1f1b", partial(torch_pipeline, "1F1B"), "torch 1F1B"))
+        selection.append(Entry("torch 1F1B", "1f1b", partial(torch_pipeline, "1F1B"), "torch 1F1B"))
         for name, how in DEFAULTS.items():
-            found.append(Entry(name, "1f1b", partial(torch_pipeline, "1F1B", **how), "torch 1F1B"))
-        return found
+            selection.append(Entry(name, "1f1b", partial(torch_pipeline, "1F1B", **how), "torch 1F1B"))
+        return selection
     for schedule, similar in TORCH.items():
         if options.shards > 1 and schedule not in SHARDED_TORCH:
             continue
-        found += peer(f"torch {schedule}", similar, partial(torch_pipeline, schedule))
+        selection += peer(f"torch {schedule}", similar, partial(torch_pipeline, schedule))
     if options.deepspeed:
-        found += peer("DeepSpeed", "1f1b", deepspeed_pipeline)
-    for schedule in OWN:
+        selection += peer("DeepSpeed", "1f1b", deepspeed_pipeline)
+    for schedule in PIPEGRAPH_SCHEDULES:
         name = f"pipegraph {schedule}"
         if is_wanted(name):
-            found.append(Entry(name, schedule, own_pipeline, name, inside=True))
-    return found
+            selection.append(Entry(name, schedule, own_pipeline, name, inside=True))
+    return selection

@@ -19,9 +19,9 @@ def machine_name() -> str:
 
 def idlest_cores(count: int) -> tuple[int, ...]:
     """Return the idlest cores of the last second, of those that this process may use."""
-    before = _ticks()
+    ticks_before = _ticks()
     time.sleep(1)
-    idle = {core: after[1] - before[core][1] for core, after in _ticks().items()}
+    idle = {core: ticks[1] - ticks_before[core][1] for core, ticks in _ticks().items()}
     return tuple(sorted(os.sched_getaffinity(0), key=lambda core: -idle[core])[:count])
 
 
@@ -44,12 +44,12 @@ class CoreTime:
 
     def __init__(self, cores: Iterable[int]) -> None:
         self._cores = tuple(cores)
-        self._before, self._began = self._busy(), time.perf_counter()
+        self._busy_before, self._began = self._busy(), time.perf_counter()
 
-    def others(self, own: float) -> float:
-        """Return the part of these cores that others took, if this benchmark's processes took `own` seconds."""
+    def share_of_others(self, seconds: float) -> float:
+        """Return the part of these cores that others took, if this benchmark's processes took `seconds` seconds."""
         passed = (time.perf_counter() - self._began) * len(self._cores)
-        return max(0.0, self._busy() - self._before - own) / passed
+        return max(0.0, self._busy() - self._busy_before - seconds) / passed
 
     def _busy(self) -> float:
         ticks = _ticks()
@@ -58,10 +58,10 @@ class CoreTime:
 
 def _ticks() -> dict[int, tuple[int, int]]:
     """Return core → (ticks in which it worked or was taken away, idle ticks)."""
-    found = {}
+    ticks = {}
     for line in Path("/proc/stat").read_text().splitlines():
         name, *figures = line.split()
         if name[:3] == "cpu" and name != "cpu":
             user, nice, system, idle, wait, irq, softirq, steal = map(int, figures[:8])
-            found[int(name[3:])] = user + nice + system + irq + softirq + steal, idle + wait
-    return found
+            ticks[int(name[3:])] = user + nice + system + irq + softirq + steal, idle + wait
+    return ticks

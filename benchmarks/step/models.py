@@ -58,7 +58,7 @@ class Case:
         inputs, targets = self.batch()
         return inputs[: self.rows], targets[: self.rows]
 
-    def whole(self, model: nn.Module) -> nn.Module:
+    def unsplit(self, model: nn.Module) -> nn.Module:
         """Return the model, unsplit."""
         return self.part(model, 0, len(self.places) + 1)
 
@@ -165,7 +165,7 @@ class UNetCase(Case):
     def part(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         return _UNetPart(model, start, stop)
 
-    def whole(self, model: nn.Module) -> nn.Module:
+    def unsplit(self, model: nn.Module) -> nn.Module:
         return model
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -188,15 +188,15 @@ class _UNetPart(nn.Module):
 
     def __init__(self, model: Any, start: int, stop: int) -> None:
         super().__init__()
-        held = range(start, stop)
+        positions = range(start, stop)
         self.pool = model.pool
-        self.down = nn.ModuleDict({str(index): model.down[index] for index in range(3) if index in held})
-        self.bottom = model.bottom if 3 in held else None
-        self.up = nn.ModuleDict({str(index): model.up[index] for index in range(3) if index + 4 in held})
-        self.head = model.head if 7 in held else None
+        self.down = nn.ModuleDict({str(index): model.down[index] for index in range(3) if index in positions})
+        self.bottom = model.bottom if 3 in positions else None
+        self.up = nn.ModuleDict({str(index): model.up[index] for index in range(3) if index + 4 in positions})
+        self.head = model.head if 7 in positions else None
 
     def forward(self, x: Tensor, *skips: Tensor) -> Tensor | tuple[Tensor, ...]:
-        x, *waiting = (each.flatten().view(each.shape) for each in (x, *skips))
+        x, *waiting = (tensor.flatten().view(tensor.shape) for tensor in (x, *skips))
         for down in self.down.values():
             x = down(x)
             waiting.append(x)
@@ -207,4 +207,4 @@ class _UNetPart(nn.Module):
             x = up(x, waiting.pop())
         if self.head is not None:
             x = self.head(x)
-        return (x, *(each.clone() if at < len(skips) else each for at, each in enumerate(waiting))) if waiting else x
+        return (x, *(skip.clone() if at < len(skips) else skip for at, skip in enumerate(waiting))) if waiting else x

@@ -56,8 +56,8 @@ class TorchPipeline(Contender):
         modules = case.parts(model, cuts)
         count = len(modules)
         placement = [min(s, count - 1 - s) if schedule in V else s % ranks for s in range(count)]
-        self._own = {index: modules[index] for index, place in enumerate(placement) if place == rank}
-        self._first, self._last = 0 in self._own, count - 1 in self._own
+        self._local_part = {index: modules[index] for index, place in enumerate(placement) if place == rank}
+        self._first, self._last = 0 in self._local_part, count - 1 in self._local_part
         self._joined = joined_outputs
         # A divided backward goes through the compiled loss with retain_graph, which donated buffers do not allow.
         self._keeps_buffers = torch._functorch.config.patch(donated_buffer=False) if schedule in V else nullcontext()
@@ -74,7 +74,7 @@ class TorchPipeline(Contender):
                 output_args=shapes[index + 1],
                 group=group,
             )
-            for index, module in self._own.items()
+            for index, module in self._local_part.items()
         ]
         kind = TORCH_CLASSES[schedule]
         argument = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
@@ -83,14 +83,14 @@ class TorchPipeline(Contender):
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         losses: list[Tensor] = []
-        given = (inputs,) if self._first else ()
-        wanted = {"target": targets, "losses": losses} if self._last else {}
+        arguments = (inputs,) if self._first else ()
+        options = {"target": targets, "losses": losses} if self._last else {}
         with self._keeps_buffers:
-            self._schedule.step(*given, **wanted, return_outputs=self._joined)
+            self._schedule.step(*arguments, **options, return_outputs=self._joined)
         return torch.stack(losses).sum().item() if losses else None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return [named for module in self._own.values() for named in module.named_parameters()]
+        return [named for module in self._local_part.values() for named in module.named_parameters()]
 
 
 class DeepSpeedPipeline(Contender):
@@ -105,8 +105,8 @@ class DeepSpeedPipeline(Contender):
         logger.setLevel("ERROR")
         self._count = case.microbatches
         modules = case.parts(model, cuts)
-        self._own = modules[dist.get_rank()]
-        stages = [_OneTensor(*each) for each in zip(modules, _boundaries(modules, case), strict=False)]
+        self._local_part = modules[dist.get_rank()]
+        stages = [_OneTensor(*pair) for pair in zip(modules, _boundaries(modules, case), strict=False)]
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         pipeline = PipelineModule(
             [_compiled(stage) if compiled else stage for stage in stages],
@@ -115,7 +115,7 @@ class DeepSpeedPipeline(Contender):
             partition_method="uniform",
             activation_checkpoint_interval=0,
         )
-        self._optimizer = _KeepsGradients(self._own.parameters())
+        self._optimizer = _KeepsGradients(self._local_part.parameters())
         self._engine, *_ = deepspeed.initialize(
             model=pipeline,
             optimizer=self._optimizer,
@@ -137,7 +137,7 @@ class DeepSpeedPipeline(Contender):
         return loss.item() if dist.get_rank() == 0 else None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._own.named_parameters()
+        return self._local_part.named_parameters()
 
 
 class _OneTensor(nn.Module):
@@ -145,7 +145,7 @@ class _OneTensor(nn.Module):
 
     def __init__(self, stage: nn.Module, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.stage, self._shapes = stage, [each.shape for each in inputs]
+        self.stage, self._shapes = stage, [tensor.shape for tensor in inputs]
 
     def forward(self, packed: Tensor) -> Tensor:
         if len(self._shapes) == 1:
@@ -154,7 +154,7 @@ class _OneTensor(nn.Module):
             parts = packed.split([shape.numel() for shape in self._shapes])
             values = tuple(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
         outputs = self.stage(*values)
-        return torch.cat([each.flatten() for each in outputs]) if isinstance(outputs, tuple) else outputs
+        return torch.cat([output.flatten() for output in outputs]) if isinstance(outputs, tuple) else outputs
 
 
 class _KeepsGradients(torch.optim.Optimizer):
@@ -165,7 +165,7 @@ class _KeepsGradients(torch.optim.Optimizer):
         self.kept: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def step(self, closure: Any = None) -> None:
-        self.kept = [(each, each.grad) for group in self.param_groups for each in group["params"]]
+        self.kept = [(parameter, parameter.grad) for group in self.param_groups for parameter in group["params"]]
 
 
 def _compiled(module: nn.Module) -> Any:
@@ -183,10 +183,10 @@ def _loss(case: Case, divisor: int, compiled: bool) -> Callable[[Tensor, Tensor]
 
 def _boundaries(modules: Sequence[nn.Module], case: Case) -> list[tuple[Tensor, ...]]:
     """Return what goes into each stage, and what comes out of the last. Told this, torch need not run stages for it."""
-    found: list[tuple[Tensor, ...]] = [(case.microbatch()[0],)]
+    boundaries: list[tuple[Tensor, ...]] = [(case.microbatch()[0],)]
     with torch.no_grad():
         for module in modules:
-            outputs = module(*found[-1])
-            found.append(outputs if isinstance(outputs, tuple) else (outputs,))
-    return [tuple(each.requires_grad_(each.is_floating_point() and at > 0) for each in values)
-            for at, values in enumerate(found)]  # fmt: skip
+            outputs = module(*boundaries[-1])
+            boundaries.append(outputs if isinstance(outputs, tuple) else (outputs,))
+    return [tuple(tensor.requires_grad_(tensor.is_floating_point() and at > 0) for tensor in values)
+            for at, values in enumerate(boundaries)]  # fmt: skip

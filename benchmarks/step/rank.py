@@ -44,14 +44,14 @@ def run(options: Options) -> dict[str, Any]:
 def report(bench: Bench) -> dict[str, Any]:
     """Run the rounds and, if it is asked for, make the account of pipegraph's fastest contender. Collective."""
     rounds = bench.measure()
-    own = {name: each for name, each in bench.contenders.items() if isinstance(each, OwnPipeline)}
-    watched = list(own) if bench.options.account else []
-    watched.sort(key=lambda name: median(each["seconds"][name] for each in rounds))
+    pipelines = {name: contender for name, contender in bench.contenders.items() if isinstance(contender, OwnPipeline)}
+    watched = list(pipelines) if bench.options.account else []
+    watched.sort(key=lambda name: median(figures["seconds"][name] for figures in rounds))
     return {
         "rounds": rounds,
         "cuts": {name: _cuts(candidate) for name, candidate in bench.chosen.items()},
         "wrong": bench.wrong,
-        "accounts": {name: measure_account(bench, own[name]) for name in watched[:1]},
+        "accounts": {name: measure_account(bench, pipelines[name]) for name in watched[:1]},
     }
 
 

@@ -31,9 +31,9 @@ def markdown(runs: Iterable[Run]) -> str:
 
     rows = [["case", "torch", "runs", *figures({"best": "", "contenders": {}})]]  # no run: the columns alone
     for (case, torch, _), group in itertools.groupby(sorted(runs, key=key), key):
-        found = [figures(run) for run in group]
-        columns = zip(*(each.values() for each in found), strict=True)
-        rows.append([case, torch, str(len(found)), *map(_cell, columns)])
+        summaries = [figures(run) for run in group]
+        columns = zip(*(summary.values() for summary in summaries), strict=True)
+        rows.append([case, torch, str(len(summaries)), *map(_cell, columns)])
     rows.insert(1, ["---", "---", "---:", *["---:"] * (len(rows[0]) - 3)])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
@@ -55,8 +55,8 @@ def figures(run: Run) -> dict[str, float | None]:
 
 
 def _cell(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{median(known):.3f} ({min(known):.3f} – {max(known):.3f})" if known else "–"
+    measured = [value for value in values if value is not None]
+    return f"{median(measured):.3f} ({min(measured):.3f} – {max(measured):.3f})" if measured else "–"
 
 
 if __name__ == "__main__":

@@ -39,16 +39,16 @@ class _OnShards(Contender):
         self._shards, self._place = shards, mesh_of(shards).get_local_rank("dp_shard")
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        mine = (each.chunk(self._shards)[self._place] for each in (inputs, targets))
-        loss = self.pipeline.step(*mine)
+        shares = (batch.chunk(self._shards)[self._place] for batch in (inputs, targets))
+        loss = self.pipeline.step(*shares)
         return None if loss is None else loss / self._shards
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.pipeline.named_parameters()
 
     def gradients(self) -> dict[str, Tensor | None]:
-        found = self.pipeline.gradients()
-        return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+        gradients = self.pipeline.gradients()
+        return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
 
 
 class OwnShards(_OnShards):
@@ -80,8 +80,8 @@ class TorchShards(_OnShards):
             return stage
 
         rows = replace(case, rows=case.rows // shards)
-        own = copy.deepcopy(model)  # other contenders take the model's own parameters
-        self.pipeline = TorchPipeline(rows, own, schedule, cuts, compiled, group=mesh.get_group("pp"), prepare=shard)
+        clone = copy.deepcopy(model)  # other contenders take the model's own parameters
+        self.pipeline = TorchPipeline(rows, clone, schedule, cuts, compiled, group=mesh.get_group("pp"), prepare=shard)
 
 
 def _compile(module: Any) -> None:

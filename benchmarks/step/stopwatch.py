@@ -51,9 +51,9 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 def cost_of(call: Callable[[], Any]) -> Cost:
     """Return what a call takes."""
-    before = Cost.now()
+    start = Cost.now()
     call()
-    return Cost.now() - before
+    return Cost.now() - start
 
 
 def seconds_of_fault(pages: int = 8192) -> float:
@@ -94,7 +94,7 @@ class Stopwatch:
         # Private, because an observer sees actions, which contain more than their kernels.
         (self._executor,) = pipe._runner.executors.training_executors
         self._kernels = self._executor._kernels
-        self._executor._kernels = {stage: _TimedKernels(made, stage, self) for stage, made in self._kernels.items()}
+        self._executor._kernels = {stage: _TimedKernels(inner, stage, self) for stage, inner in self._kernels.items()}
         self._parameters = pipe.parameters
 
     def detach(self) -> None:
@@ -107,7 +107,7 @@ class Stopwatch:
     def boundary_bytes(self) -> int:
         """Return the bytes of the largest boundary into a stage of this process."""
         sizes = [
-            sum(each.nbytes for each in call.inputs if isinstance(each, Tensor))
+            sum(tensor.nbytes for tensor in call.inputs if isinstance(tensor, Tensor))
             for stage, call in self.calls.items()
             if stage > 0
         ]
@@ -136,7 +136,7 @@ class Stopwatch:
             forward = kernels.forward(call.inputs, target=call.target if loss else None, with_loss=loss)
             gradients = call.gradients or []
             if call.with_loss and not loss:
-                gradients = [each.new_ones(each.shape) for each in forward.outputs]
+                gradients = [output.new_ones(output.shape) for output in forward.outputs]
             if apart:
                 kernels.input_backward(forward.saved, gradients)
                 kernels.weight_backward(forward.saved)
@@ -147,9 +147,9 @@ class Stopwatch:
         for apart in set(order):  # compiles what the schedule does not use
             run(apart)
         self._clear()
-        taken = cost_of(lambda: [run(apart) for apart in order])
+        cost = cost_of(lambda: [run(apart) for apart in order])
         self._clear()
-        return taken
+        return cost
 
     def _clear(self) -> None:
         for parameter in self._parameters():
@@ -164,8 +164,10 @@ class _TimedKernels:
 
     def forward(self, inputs: Any, **options: Any) -> Any:
         if self._watch.keeps and self._stage not in self._watch.calls:
-            kept = [each.clone() if isinstance(each, Tensor) else each for each in inputs]  # buffers are used again
-            self._watch.calls[self._stage] = _Call(kept, options["target"], options["with_loss"])
+            clones = [
+                value.clone() if isinstance(value, Tensor) else value for value in inputs
+            ]  # buffers are used again
+            self._watch.calls[self._stage] = _Call(clones, options["target"], options["with_loss"])
         return self._timed("F", self._kernels.forward, inputs, **options)
 
     def backward(self, saved: Any, gradients: Any) -> Any:
@@ -182,11 +184,11 @@ class _TimedKernels:
     def _keep(self, gradients: Any) -> None:
         call = self._watch.calls.get(self._stage)
         if call is not None and call.gradients is None:
-            call.gradients = [None if each is None else each.clone() for each in gradients]
+            call.gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
 
     def _timed(self, kind: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        before = Cost.now()
+        start = Cost.now()
         try:
             return call(*args, **options)
         finally:
-            self._watch.kernels[self._stage, kind].append(Cost.now() - before)
+            self._watch.kernels[self._stage, kind].append(Cost.now() - start)

@@ -52,8 +52,8 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
 
 def write_page(runs: Sequence[dict[str, Any]], page: Path = PAGE) -> None:
     """Put the runs into their section of the page."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{markdown(runs)}\n{END}{rest.split(END)[1]}")
+    head, tail = page.read_text().split(BEGIN)
+    page.write_text(f"{head}{BEGIN}\n{markdown(runs)}\n{END}{tail.split(END)[1]}")
 
 
 def tables(run: dict[str, Any]) -> Iterable[tuple[str, Rows]]:
@@ -76,11 +76,12 @@ def conditions(run: dict[str, Any]) -> str:
 
 def _contenders(run: dict[str, Any]) -> Rows:
     rows = [["contender", "cut at", "seconds", "÷ limit", f"÷ {run['best']}"]]
-    for name, each in run["contenders"].items():
+    for name, contender in run["contenders"].items():
         ratios = (
-            f"{middle:.3f} ({low:.3f} – {high:.3f})" for low, middle, high in (each["over_limit"], each["over_best"])
+            f"{middle:.3f} ({low:.3f} – {high:.3f})"
+            for low, middle, high in (contender["over_limit"], contender["over_best"])
         )
-        rows.append([name, ", ".join(each["at"]), f"{each['seconds']:.3f}", *ratios])
+        rows.append([name, ", ".join(contender["at"]), f"{contender['seconds']:.3f}", *ratios])
     return rows
 
 

@@ -35,7 +35,7 @@ def main(
         for case in cases():
             if only and not any(part.lower() in f"{case.name} {case.origin}".lower() for part in only):
                 continue
-            folder = (keep or Path(temporary)) / "".join(each if each.isalnum() else "_" for each in case.name)
+            folder = (keep or Path(temporary)) / "".join(letter if letter.isalnum() else "_" for letter in case.name)
             reports.append(examine(case, folder))
             for line in report_lines(reports[-1]):
                 typer.echo(line, err=markdown)

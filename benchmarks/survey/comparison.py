@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 
-def difference(reference: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> float:
+def difference(reference: Mapping[str, Tensor | None], candidate: Mapping[str, Tensor | None]) -> float:
     """The largest difference of two sets of tensors, each relative to its largest value in the reference.
 
     Infinite if a tensor is missing, or has another shape or dtype. None stands for zeros.
     """
-    if reference.keys() != found.keys():
+    if reference.keys() != candidate.keys():
         return inf
     # A tensor that is zero but for rounding, such as the gradient of an attention's key bias, is compared with the
     # largest value of all.
     floor = max((_largest(tensor) for tensor in reference.values() if tensor is not None), default=0.0) / 1000
-    return max((_relative(reference[name], found[name], floor) for name in reference), default=0.0)
+    return max((_relative(reference[name], candidate[name], floor) for name in reference), default=0.0)
 
 
 def rounding(reference: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
@@ -30,23 +30,23 @@ def rounding(reference: Mapping[str, Tensor | None], exact: Mapping[str, Tensor 
         exact: the same of the model in float64.
     """
     like = {
-        name: None if value is None or each is None else each.to(value.dtype)
-        for (name, value), each in zip(reference.items(), exact.values(), strict=True)
+        name: None if value is None or exact_tensor is None else exact_tensor.to(value.dtype)
+        for (name, value), exact_tensor in zip(reference.items(), exact.values(), strict=True)
     }
     return difference(reference, like)
 
 
-def _relative(reference: Tensor | None, found: Tensor | None, floor: float) -> float:
-    if reference is None or found is None:
-        present = found if reference is None else reference
+def _relative(reference: Tensor | None, candidate: Tensor | None, floor: float) -> float:
+    if reference is None or candidate is None:
+        present = candidate if reference is None else reference
         return 0.0 if present is None or not present.any() else inf
-    if reference.shape != found.shape or reference.dtype != found.dtype:
+    if reference.shape != candidate.shape or reference.dtype != candidate.dtype:
         return inf
-    if torch.equal(reference, found):
+    if torch.equal(reference, candidate):
         return 0.0
     if not (reference.is_floating_point() or reference.is_complex()):
         return inf
-    first, second = _double(reference), _double(found)
+    first, second = _double(reference), _double(candidate)
     apart = torch.where((first == second) | (first.isnan() & second.isnan()), 0.0, first - second).abs()
     largest = float(apart.max()) / max(_largest(reference), floor, 1e-30)
     return inf if isnan(largest) else largest

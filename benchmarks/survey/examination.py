@@ -112,10 +112,10 @@ def examine(case: SurveyCase, folder: Path) -> Report:
             warnings.simplefilter("always")
             package, proof = _split(model, case.arguments(), folder / "package")
     except Exception as error:  # a torch error as well: the survey continues with the next model
-        return Report(case, error=_said(error))
+        return Report(case, error=_error_text(error))
     seconds = time.perf_counter() - begin
     # What pipegraph warned of is not silent; warnings of torch and of the model's own libraries say nothing of stages.
-    is_warned = any(Path(pipegraph.__file__).parent in Path(each.filename).parents for each in caught)
+    is_warned = any(Path(pipegraph.__file__).parent in Path(warning.filename).parents for warning in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         examination = _Examination(case, model, package)
@@ -159,7 +159,9 @@ class _Examination:
         except Exception as error:
             return _refusal(error)
         # Comparisons have tolerances of their own.
-        worst = max(verification.comparisons, key=lambda each: each.difference / (each.tolerance or 1e-30))
+        worst = max(
+            verification.comparisons, key=lambda comparison: comparison.difference / (comparison.tolerance or 1e-30)
+        )
         verdict = Verdict.COMPARED if verification.equal else Verdict.DIFFERENT
         return CheckResult(verdict, worst.difference, worst.tolerance)
 
@@ -169,13 +171,13 @@ class _Examination:
             try:
                 reference = self._model_step()
             except Exception as error:
-                return CheckResult(Verdict.NOT_TAKEN, message=_said(error))
+                return CheckResult(Verdict.NOT_TAKEN, message=_error_text(error))
             try:
                 self._step = reference, self._package_step()
             except Exception as error:
                 return _refusal(error)
-        expected, found = self._step
-        return _compared(expected[part], found[part], lambda: self._model_step(torch.float64)[part])
+        expected, actual = self._step
+        return _compared(expected[part], actual[part], lambda: self._model_step(torch.float64)[part])
 
     def _evaluated_twice(self) -> CheckResult:
         """Evaluation mode, twice: the second time must not depend on the first."""
@@ -184,10 +186,10 @@ class _Examination:
         expected = [_evaluate(model, inputs) for _ in range(2)]
         try:
             pipe = self._pipeline()
-            found = [_evaluate(pipe.eval, inputs) for _ in range(2)]
+            actual = [_evaluate(pipe.eval, inputs) for _ in range(2)]
         except Exception as error:
             return _refusal(error)
-        results = [_compared(*pair, lambda: self._exact(inputs)) for pair in zip(expected, found, strict=True)]
+        results = [_compared(*pair, lambda: self._exact(inputs)) for pair in zip(expected, actual, strict=True)]
         return max(results, key=lambda result: result.difference)
 
     def _at_size(self, index: int) -> CheckResult:
@@ -201,12 +203,12 @@ class _Examination:
         try:
             reference = _evaluate(self._case.model().to(dtype).eval(), inputs)
         except Exception as error:
-            return CheckResult(Verdict.NOT_TAKEN, message=_said(error))
+            return CheckResult(Verdict.NOT_TAKEN, message=_error_text(error))
         try:
-            found = _evaluate(self._pipeline(dtype).eval, inputs)
+            actual = _evaluate(self._pipeline(dtype).eval, inputs)
         except Exception as error:
             return _refusal(error)
-        return _compared(reference, found, lambda: self._exact(inputs))
+        return _compared(reference, actual, lambda: self._exact(inputs))
 
     def _exact(self, inputs: Inputs) -> Tensors:
         """The model's outputs in float64 and evaluation mode."""
@@ -234,21 +236,23 @@ class _Examination:
         torch.manual_seed(2)
         result = pipe.step(*args, return_outputs=True, **kwargs)
         stages = nn.ModuleList(pipe.stages.values())
-        held = dict(each for stage in stages for each in stage.named_parameters(remove_duplicate=False))
+        parameters = dict(pair for stage in stages for pair in stage.named_parameters(remove_duplicate=False))
         # A name that no stage has is that of a tied weight which a stage has under another one, or of an unused one.
         groups: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             groups.setdefault(parameter, []).append(name)
         gradients = {}
         for names in groups.values():
-            known = [name for name in names if name in held]
+            matches = [name for name in names if name in parameters]
             for name in names:
-                gradients[name] = held[name if name in held else known[0]].grad if known else None
+                gradients[name] = parameters[name if name in parameters else matches[0]].grad if matches else None
         # A constant of the model's code is a buffer of a stage only, and a buffer that nothing reads one of the model.
-        own = _buffers(self._model)
-        buffers = {name: buffer for stage in stages for name, buffer in _buffers(stage).items() if name in own}
+        model_buffers = _buffers(self._model)
+        buffers = {
+            name: buffer for stage in stages for name, buffer in _buffers(stage).items() if name in model_buffers
+        }
         return {
-            "step": {**output_tensors(result.outputs), "loss": result.loss, **own, **buffers},
+            "step": {**output_tensors(result.outputs), "loss": result.loss, **model_buffers, **buffers},
             "gradients": gradients,
         }
 
@@ -291,9 +295,9 @@ def _literals(case: SurveyCase, package: Package, outcomes: Mapping[str, CheckRe
     return sum(times for value, times in (numbers(package.path) - again).items() if value in suspects)
 
 
-def _compared(reference: Tensors, found: Tensors, exact: Callable[[], Tensors]) -> CheckResult:
+def _compared(reference: Tensors, actual: Tensors, exact: Callable[[], Tensors]) -> CheckResult:
     """Compare, and take what the model loses by rounding for the tolerance where it is needed."""
-    apart = difference(reference, found)
+    apart = difference(reference, actual)
     if apart <= CLOSE:
         return CheckResult(Verdict.COMPARED, apart, CLOSE)
     try:
@@ -313,8 +317,8 @@ def _warned(outcome: CheckResult) -> CheckResult:
 def _refusal(error: Exception) -> CheckResult:
     # A fault of a run carries an error of torch to the rank that waits for it.
     is_clear = isinstance(error, PipegraphError) and not isinstance(error, RuntimeFault)
-    return CheckResult(Verdict.REFUSED if is_clear else Verdict.FAILED, inf, message=_said(error))
+    return CheckResult(Verdict.REFUSED if is_clear else Verdict.FAILED, inf, message=_error_text(error))
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

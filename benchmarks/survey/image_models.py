@@ -134,7 +134,7 @@ class PixelAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, _c, h, w = x.shape
-        q, k, v = (each.view(b, self.heads, -1, h * w) for each in self.to_qkv(self.norm(x)).chunk(3, dim=1))
+        q, k, v = (chunk.view(b, self.heads, -1, h * w) for chunk in self.to_qkv(self.norm(x)).chunk(3, dim=1))
         sim = torch.einsum("b h d i, b h d j -> b h i j", q * self.scale, k)
         sim = sim - sim.amax(dim=-1, keepdim=True).detach()
         out = torch.einsum("b h i j, b h d j -> b h i d", sim.softmax(dim=-1), v)
@@ -288,29 +288,29 @@ def _labelled(batch: int, size: Size) -> Inputs:
     return (*args, torch.randint(10, (batch,))), {}
 
 
-_HERE = "written here"
+_ORIGIN = "written here"
 _MULTIPLES_OF_8: tuple[Size, ...] = ((24, 40), (16, 24), (56, 40))
 
 IMAGE_CASES = (
-    SurveyCase("DiT", _HERE, DiT, _labelled),
+    SurveyCase("DiT", _ORIGIN, DiT, _labelled),
     SurveyCase(
         "DCGAN generator",
-        _HERE,
+        _ORIGIN,
         Generator,
         lambda batch, size: ((torch.randn(batch, 12, *size),), {}),
         ((2, 3), (1, 1), (4, 3)),
     ),
     SurveyCase(
         "U-Net with attention",
-        _HERE,
+        _ORIGIN,
         AttentionUNet,
         lambda batch, size: _noisy_images(batch, 3, *size),
         _MULTIPLES_OF_8,
     ),
-    SurveyCase("VAE", _HERE, VariationalAutoencoder, rows(48)),
-    SurveyCase("VQ-VAE", _HERE, VectorQuantizedAutoencoder, images(), ((28, 44), (20, 12), (52, 68))),
+    SurveyCase("VAE", _ORIGIN, VariationalAutoencoder, rows(48)),
+    SurveyCase("VQ-VAE", _ORIGIN, VectorQuantizedAutoencoder, images(), ((28, 44), (20, 12), (52, 68))),
     SurveyCase(
-        "PointNet", _HERE, PointNet, lambda batch, size: ((torch.randn(batch, 3, *size),), {}), ((31,), (17,), (43,))
+        "PointNet", _ORIGIN, PointNet, lambda batch, size: ((torch.randn(batch, 3, *size),), {}), ((31,), (17,), (43,))
     ),
 )
 """Images and clouds of points."""

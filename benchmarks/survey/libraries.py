@@ -59,7 +59,7 @@ _LANGUAGE: dict[str, dict[str, Any]] = {
 def library_cases() -> list[SurveyCase]:
     """Models of transformers, and of those other libraries that are installed."""
     import_torchvision()
-    found = [*(transformers_case(name, fields) for name, fields in _LANGUAGE.items()), *_two_kinds_of_input()]
+    cases = [*(transformers_case(name, fields) for name, fields in _LANGUAGE.items()), *_two_kinds_of_input()]
     makers: dict[str, Callable[[], list[SurveyCase]]] = {
         "torchvision": _torchvision,
         "timm": _timm,
@@ -67,8 +67,8 @@ def library_cases() -> list[SurveyCase]:
     }
     for library, make in makers.items():
         if find_spec(library):
-            found += make()
-    return found
+            cases += make()
+    return cases
 
 
 @cache
@@ -78,11 +78,11 @@ def import_torchvision() -> None:
     Its wheels on package indexes are built for CUDA. Beside a torch for the CPU their operators do not load, and
     torchvision cannot be imported without their declarations. No model of the survey calls one.
     """
-    found = find_spec("torchvision")
-    if found is None or found.origin is None:
+    spec = find_spec("torchvision")
+    if spec is None or spec.origin is None:
         return
     try:
-        for file in Path(found.origin).parent.glob("_C*.so"):
+        for file in Path(spec.origin).parent.glob("_C*.so"):
             torch.ops.load_library(file)
     except OSError:
         for name in _OPERATORS.split():

@@ -137,7 +137,7 @@ class ComplexRotaryLayer(nn.Module):
         q = rotate_complex(self.wq(x).view(batch, length, self.heads, self.head_dim), freqs).transpose(1, 2)
         k = rotate_complex(self.wk(x).view(batch, length, self.key_heads, self.head_dim), freqs).transpose(1, 2)
         v = self.wv(x).view(batch, length, self.key_heads, self.head_dim).transpose(1, 2)
-        k, v = (each.repeat_interleave(self.heads // self.key_heads, dim=1) for each in (k, v))
+        k, v = (tensor.repeat_interleave(self.heads // self.key_heads, dim=1) for tensor in (k, v))
         scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(self.head_dim)
         if mask is not None:
             scores = scores + mask
@@ -325,16 +325,16 @@ def _with_targets(batch: int, size: Size) -> Inputs:
     return (torch.randint(96, (batch, *size)), torch.randint(96, (batch, *size))), {}
 
 
-_HERE = "written here"
+_ORIGIN = "written here"
 
 SEQUENCE_CASES = (
-    SurveyCase("nanoGPT", _HERE, lambda: NanoGPT(GPTConfig()), _with_targets, TOKENS),
-    SurveyCase("nanoGPT, generating", _HERE, lambda: NanoGPT(GPTConfig()), token_numbers(96), TOKENS),
-    SurveyCase("Llama, complex rotary", _HERE, ComplexRotaryLM, token_numbers(96), TOKENS),
-    SurveyCase("RetNet", _HERE, RetentionLM, token_numbers(96), TOKENS),
-    SurveyCase("linear recurrence", _HERE, LinearRecurrence, token_numbers(96), TOKENS),
-    SurveyCase("WaveNet", _HERE, WaveNet, token_numbers(64), TOKENS),
-    SurveyCase("LSTM tagger", _HERE, Tagger, token_numbers(96), TOKENS),
-    SurveyCase("DLRM", _HERE, ClickModel, _clicks, TOKENS),
+    SurveyCase("nanoGPT", _ORIGIN, lambda: NanoGPT(GPTConfig()), _with_targets, TOKENS),
+    SurveyCase("nanoGPT, generating", _ORIGIN, lambda: NanoGPT(GPTConfig()), token_numbers(96), TOKENS),
+    SurveyCase("Llama, complex rotary", _ORIGIN, ComplexRotaryLM, token_numbers(96), TOKENS),
+    SurveyCase("RetNet", _ORIGIN, RetentionLM, token_numbers(96), TOKENS),
+    SurveyCase("linear recurrence", _ORIGIN, LinearRecurrence, token_numbers(96), TOKENS),
+    SurveyCase("WaveNet", _ORIGIN, WaveNet, token_numbers(64), TOKENS),
+    SurveyCase("LSTM tagger", _ORIGIN, Tagger, token_numbers(96), TOKENS),
+    SurveyCase("DLRM", _ORIGIN, ClickModel, _clicks, TOKENS),
 )
 """Text, sound and tables."""

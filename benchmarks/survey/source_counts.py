@@ -55,8 +55,8 @@ def numbers(folder: Path) -> Counter[float]:
         for node in ast.walk(module)
         if isinstance(node, ast.FunctionDef) and node.name != "__init__"
     ]
-    found = [node.value for function in functions for node in ast.walk(function) if isinstance(node, ast.Constant)]
-    return Counter(value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool))
+    constants = [node.value for function in functions for node in ast.walk(function) if isinstance(node, ast.Constant)]
+    return Counter(value for value in constants if isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def products(sizes: set[int]) -> set[int]:
@@ -73,5 +73,5 @@ def _modules(folder: Path) -> Iterator[ast.Module]:
 
 
 def _constants(node: ast.ClassDef) -> set[str]:
-    attributes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
-    return {ast.unparse(each) for each in attributes if _CONSTANT.fullmatch(each.attr)}
+    attributes = (child for child in ast.walk(node) if isinstance(child, ast.Attribute))
+    return {ast.unparse(attribute) for attribute in attributes if _CONSTANT.fullmatch(attribute.attr)}

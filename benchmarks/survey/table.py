@@ -54,7 +54,7 @@ def summary(reports: Sequence[Report]) -> str:
     split = [report for report in reports if not report.error]
     outcomes = [outcome for report in split for outcome in report.outcomes.values()]
     compared = [outcome for outcome in outcomes if outcome.verdict is Verdict.COMPARED]
-    found = {each: sum(outcome.verdict is each for outcome in outcomes) for each in Verdict}
+    tally = {verdict: sum(outcome.verdict is verdict for outcome in outcomes) for verdict in Verdict}
     counts = [report.counts for report in split if report.counts is not None]
     proofs = [report.proof for report in split if report.proof is not None]
     half = [report.outcomes["bfloat16"] for report in split]
@@ -63,13 +63,13 @@ def summary(reports: Sequence[Report]) -> str:
         [
             f"{len(split)} of {len(reports)} models split; {len(compared)} comparisons, of which "
             f"{sum(outcome.difference == 0 for outcome in compared)} equal bit for bit; "
-            f"{sum(outcome.is_silent_error for outcome in compared)} silent errors, {found[Verdict.WARNED]} warned of, "
-            f"{found[Verdict.REFUSED]} refused, {found[Verdict.FAILED]} failed",
-            f"{sum(len(each.plainer) for each in proofs)} classes in a plainer form; comparing with the captured "
-            f"graphs took {sum(each.seconds for each in proofs):.1f} of {sum(each.seconds for each in split):.1f} s",
+            f"{sum(outcome.is_silent_error for outcome in compared)} silent errors, {tally[Verdict.WARNED]} warned of, "
+            f"{tally[Verdict.REFUSED]} refused, {tally[Verdict.FAILED]} failed",
+            f"{sum(len(proof.plainer) for proof in proofs)} classes in a plainer form; comparing with the captured "
+            f"graphs took {sum(proof.seconds for proof in proofs):.1f} of {sum(case.seconds for case in split):.1f} s",
             f"bfloat16 within 1e-6: {close} of {sum(outcome.verdict is not Verdict.NOT_TAKEN for outcome in half)}",
-            f"numbered classes {sum(each.numbered for each in counts)}, torch.ops "
-            f"{sum(each.operators for each in counts)}, constants {sum(each.constants for each in counts)}, literal "
+            f"numbered classes {sum(code.numbered for code in counts)}, torch.ops "
+            f"{sum(code.operators for code in counts)}, constants {sum(code.constants for code in counts)}, literal "
             f"sizes {sum(report.literals for report in split)}",
         ]
     )
@@ -80,10 +80,10 @@ def _cells(report: Report) -> list[str]:
 
 
 def _counts(report: Report) -> list[str]:
-    found = report.counts
-    assert found is not None, "it was split"
-    whole = (found.lines, found.numbered, found.operators, found.constants, report.literals)
-    return [*map(str, whole), f"{report.seconds:.1f}"]
+    counts = report.counts
+    assert counts is not None, "it was split"
+    figures = (counts.lines, counts.numbered, counts.operators, counts.constants, report.literals)
+    return [*map(str, figures), f"{report.seconds:.1f}"]
 
 
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

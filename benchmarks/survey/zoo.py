@@ -36,8 +36,8 @@ def transformers_case(name: str, fields: dict[str, Any]) -> SurveyCase:
     build = partial(from_configuration, name, fields)
     if name in _PIXELS:
         return SurveyCase(name, "transformers", build, _by_name("pixel_values", images()), _PIXELS[name])
-    made = _translation if "decoder_start_token_id" in fields else _by_name("input_ids", token_numbers(96))
-    return SurveyCase(name, "transformers", build, made, TOKENS)
+    make_inputs = _translation if "decoder_start_token_id" in fields else _by_name("input_ids", token_numbers(96))
+    return SurveyCase(name, "transformers", build, make_inputs, TOKENS)
 
 
 def _translation(batch: int, size: Size) -> Inputs:

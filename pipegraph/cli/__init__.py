@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     output that was closed.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # Python's end takes up to a second to look for cycles among all that torch has imported. A rank that is stopped
-    # meanwhile keeps torchrun waiting, which has no limit of its own.
+    # When Python exits, it looks for cycles among all objects of torch, which takes up to a second. A rank that is
+    # stopped meanwhile keeps torchrun waiting, and torchrun has no time limit.
     atexit.register(gc.freeze)
     try:
         with output_streams(), asked_by_command(), warnings.catch_warnings():
@@ -85,10 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             code = app(arguments, prog_name="pipegraph", standalone_mode=False)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-            raise  # of a signal; another one is of the user's source, which pipegraph called
+            raise  # of a signal; any other SystemExit comes from the user's source, which pipegraph called
         if "--debug" in arguments:
             traceback.print_exc()
-        if not isinstance(error, ClosedOutput):  # as `| head` does: who reads no more wants to know no more
+        if not isinstance(error, ClosedOutput):  # as `| head` does: its reader needs no message
             with suppress(OSError):
                 # One write, because the ranks of torchrun share one stderr.
                 sys.stderr.write(f"{wrapped(f'error: {printable(_message(error))}', sys.stderr)}\n")

@@ -50,8 +50,8 @@ def export(
 ) -> None:
     """Write a checkpoint as safetensors files.
 
-    They have an index, and the names of the model's state_dict. For a Hugging Face model the names are those of a
-    checkpoint, with config.json, and from_pretrained reads DIR. Under torchrun each rank writes files of its own.
+    The files have an index, and the names of the model's state_dict. For a Hugging Face model the names are those of a
+    checkpoint, with config.json, and from_pretrained reads DIR. Under torchrun each rank writes its own files.
 
     \b
     Example:
@@ -80,4 +80,4 @@ def export(
     files = format_number_of("file", len(written.files))
     print(f"wrote {folder}: {written.checkpoint.name}, {format_bytes(written.bytes)} in {files}")
     if written.is_huggingface and not written.has_config:
-        print("The package has no config.json. Try: model.config.save_pretrained beside the weights")
+        print("The package has no config.json. Try: save it next to the weights, with model.config.save_pretrained")

@@ -38,7 +38,7 @@ def check_device(device: str, count: int = 1, users: str = "ranks") -> None:
 
 
 def check_measured(device: str, balance: str | None) -> None:
-    """Raise typer.BadParameter for a device that layers cannot be measured on, or where none is measured."""
+    """Raise typer.BadParameter if layers cannot be measured on the device, or if the balance measures none."""
     check_device(device)
     if device != "cpu" and balance not in ("measured", "auto"):
         raise typer.BadParameter(
@@ -77,12 +77,14 @@ def parse_numbers(text: str, option: str) -> list[int]:
     """Read ``8,16``, the value of an option. Raises typer.BadParameter for anything but whole numbers from 1 on."""
     names = parse_names(text, option)
     if not all(name.isdecimal() and int(name) > 0 for name in names):
-        raise typer.BadParameter(f"{text!r} are no whole numbers from 1 on.\nTry: 8, or 8,16", param_hint=option)
+        raise typer.BadParameter(
+            f"{text!r} is not a list of whole numbers from 1 on.\nTry: 8, or 8,16", param_hint=option
+        )
     return [int(name) for name in names]
 
 
 def with_batch_dims(source: ModelSource, texts: Sequence[str] | None) -> ModelSource:
-    """The source with the roles that ``--batch-dim`` declares, besides those of a model file."""
+    """Return the source with the roles of ``--batch-dim`` added to those of the model file."""
     roles = dict(map(_parse_role, texts or ()))
     return replace(source, batch_dims={**(source.batch_dims or {}), **roles}) if roles else source
 
@@ -100,7 +102,7 @@ def _parse_role(text: str) -> tuple[str, int | str]:
 
 
 def complete_schedule(incomplete: str) -> list[str]:
-    """Return the schedules whose names begin so, for the shell."""
+    """Return the schedules whose names begin with ``incomplete``, for the shell."""
     from pipegraph.schedule import names
 
     return [name for name in names() if name.startswith(incomplete)]

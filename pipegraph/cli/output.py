@@ -44,18 +44,18 @@ def terminal_width(stream: TextIO, wide: bool = False) -> int | None:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Return ``text`` with lines broken at words where they are wider than the terminal."""
+    """Return ``text`` with the lines that are wider than the terminal broken between words."""
     return wrap(text, terminal_width(stream))
 
 
 def print_text(draw: Callable[[int | None], str], wide: bool = False) -> None:
-    """Print what ``draw(width)`` returns, with longer lines of prose broken at words. None is any width."""
+    """Print the text of ``draw(width)``, with long lines of prose broken between words. None is an unlimited width."""
     width = terminal_width(sys.stdout, wide)
     print(wrap(draw(width), width), flush=True)
 
 
 def print_drawing(draw: Callable[[int | None, bool], Text], wide: bool = False) -> None:
-    """Print what ``draw(width, coloured)`` draws, as `print_text` does.
+    """Print the drawing of ``draw(width, coloured)``, as `print_text` does.
 
     It is coloured on a terminal or with FORCE_COLOR set, and not with NO_COLOR.
     """
@@ -76,10 +76,10 @@ def print_drawing(draw: Callable[[int | None, bool], Text], wide: bool = False) 
 
 
 def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
-    """Write (file, suffix, text): what is drawn again from what it shows, and replaces an older drawing unasked.
+    """Write drawings, each a (file, suffix, text). An older drawing is replaced, because it can be drawn again.
 
-    Raises PipegraphError, before anything is written, if a file exists whose name does not end with the suffix: it is
-    something else, such as the model's source; if two have one name; and as `write_files` does.
+    Raises PipegraphError, before anything is written, if an existing file does not have the suffix: it is not a
+    drawing, but something else, such as the model's source; if two files have one name; and as `write_files` does.
     """
     files = list(files)
     for (file, *_), (other_file, *_) in combinations(files, 2):
@@ -87,22 +87,20 @@ def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
             raise PipegraphError(f"{other_file} was named for two files, of which one would be left.\nTry: two names.")
     for file, suffix, _ in files:
         if file.is_file() and file.suffix.lower() != suffix and file.stat().st_size:
-            raise PipegraphError(
-                f"{file} exists already, and is no {suffix} file to draw again.\nTry: {file.with_suffix(suffix)}."
-            )
+            raise PipegraphError(f"{file} exists already and is not a {suffix} file.\nTry: {file.with_suffix(suffix)}.")
     write_files((file, text) for file, _, text in files)
 
 
 def write_files(files: Iterable[tuple[Path, str]]) -> None:
-    """Write each text to its file, which it replaces, wholly or not at all.
+    """Write each text to its file. A file is replaced completely or not at all.
 
-    Raises PipegraphError if a file cannot be written, or is no regular file: a device must not be replaced.
+    Raises PipegraphError if a file cannot be written, or is not a regular file: a device must not be replaced.
     """
     for file, text in files:
         try:
             target = file.resolve()  # of a link, which stays
             if _is_not_a_file(file):
-                raise PipegraphError(f"{file} cannot be written: it is no regular file.\nTry: the name of a file.")
+                raise PipegraphError(f"{file} cannot be written: it is not a regular file.\nTry: the name of a file.")
             with replaced_file(target) as part:
                 part.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -122,7 +120,7 @@ def check_target(
     if file is None:
         return
     if _is_not_a_file(file):
-        raise PipegraphError(f"{file} cannot be written: it is no regular file.\nTry: the name of a file.")
+        raise PipegraphError(f"{file} cannot be written: it is not a regular file.\nTry: the name of a file.")
     if file.exists() and not overwrite and not is_replaceable(file):
         raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for {option}.")
     folder = next(parent for parent in file.absolute().parents if parent.exists())

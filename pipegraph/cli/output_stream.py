@@ -1,4 +1,4 @@
-"""stdout and stderr as the command line writes to them: what cannot be written there is an error of pipegraph's own."""
+"""stdout and stderr of the command line: if text cannot be written there, they raise an error of pipegraph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipegraph.errors import ClosedOutput, OutputError
 
 
 class OutputStream:
-    """A text stream that raises `OutputError` where it cannot be written, and `ClosedOutput` where nobody reads it."""
+    """A text stream that raises `OutputError` if it cannot be written, and `ClosedOutput` if nobody reads it."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self._stream, self._name = stream, name
@@ -36,14 +36,14 @@ class OutputStream:
         except OSError as error:
             self._discard()
             if isinstance(error, BrokenPipeError):
-                raise ClosedOutput(f"{self._name} was closed by who read it.") from error
+                raise ClosedOutput(f"{self._name} was closed by its reader.") from error
             raise OutputError(
                 f"{self._name} cannot be written: {error.strerror or error}.\n"
                 "Try: make room there, or send the output elsewhere."
             ) from error
 
     def _discard(self) -> None:
-        """Let go of what is buffered, which would fail once more when the process ends."""
+        """Discard the buffered text, which would fail again when the process ends."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -51,11 +51,11 @@ class OutputStream:
 
 @contextmanager
 def output_streams() -> Iterator[None]:
-    """Let stdout and stderr be streams of this kind meanwhile, all written at the end."""
+    """Replace stdout and stderr with such streams for the body, and flush them at its end."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # of a locale without the characters of tables and drawings
-    out: Any = OutputStream(sys.stdout or io.StringIO(), "stdout")  # Python has none of what was closed before it began
+    out: Any = OutputStream(sys.stdout or io.StringIO(), "stdout")  # None if it was closed before Python started
     err: Any = OutputStream(sys.stderr or io.StringIO(), "stderr")
     with redirect_stdout(out), redirect_stderr(err):
         yield

@@ -89,16 +89,16 @@ def plan(
     batch_dim: BatchDimOption = None,
     attention_mask: AttentionMaskOption = False,
     allow_derivative: AllowDerivativeOption = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is no plan.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE even if it is not a plan.")] = False,
     wide: WideOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Compare plans by predicted time and memory.
 
-    Schedules, numbers of stages and microbatches, recompute and cuts are compared for so many ranks, and the best plan
-    is explained. With --devices and --global-batch the mesh, the rows of a microbatch and what each stage computes
-    again are chosen too. Nothing but -o is written.
+    Schedules, numbers of stages and microbatches, recompute and cuts are compared for a number of ranks, and the best
+    plan is explained. With --devices and --global-batch the mesh, the rows of a microbatch and the recompute of each
+    stage are chosen too. Only -o writes a file.
 
     \b
     Example:
@@ -111,7 +111,7 @@ def plan(
         )
     if balance not in ("time", "measured", "auto"):
         raise typer.BadParameter(
-            f"{balance!r} is none of time, measured and auto.\nTry: one of them; split takes the others.",
+            f"{balance!r} is not time, measured or auto.\nTry: one of them; split takes the others.",
             param_hint="--balance",
         )
     names = None if schedule is None else parse_names(schedule, "--schedule")

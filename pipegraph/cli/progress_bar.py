@@ -26,7 +26,7 @@ from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
 
 _DELAY = 1.0  # seconds before a bar is shown
 _WIDTH = 28  # columns of a bar, in a terminal with room for its label as well
-_LABEL = 44  # columns beside a bar
+_LABEL = 44  # columns next to a bar
 _BEGAN = time.monotonic()  # the command's time, which continues from one bar to the next
 _current_bar: _TerminalBar | None = None
 

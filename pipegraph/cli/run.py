@@ -140,7 +140,7 @@ def run(
     """Train a package, and measure the steps.
 
     It trains on the data of a model file, or on one batch. Each step is printed with its loss and time, then predicted
-    beside measured figures. A package that was planned runs its plan, unless options say otherwise: its schedule,
+    next to measured figures. A package that was planned runs its plan, unless options say otherwise: its schedule,
     microbatches, rows, ranks and mesh. It starts its own processes, unless torchrun has.
 
     \b

@@ -93,7 +93,7 @@ LearningRateOption = Annotated[
         metavar="LR",
         min=0.0,
         show_default=False,
-        help="AdamW's learning rate; 0 leaves the weights as they are. Not beside MODEL's optimizer. [default: 0.001]",
+        help="AdamW's learning rate; 0 leaves the weights as they are. Not with MODEL's optimizer. [default: 0.001]",
     ),
 ]
 RunFolderOption = Annotated[
@@ -197,11 +197,11 @@ def check_training(
     if model is not None:
         find_source(model)
     if rate is not None and not rate <= _LARGEST_RATE:
-        raise typer.BadParameter(f"{rate} is no learning rate.\nTry: 0.001", param_hint="--learning-rate")
+        raise typer.BadParameter(f"{rate} is not a learning rate.\nTry: 0.001", param_hint="--learning-rate")
 
 
 def check_recalibrate(steps: int | None, kernels: str) -> None:
-    """Raise typer.BadParameter if a run of so many steps cannot correct a profile."""
+    """Raise typer.BadParameter if a run with these steps and kernels cannot correct a profile."""
     if kernels != "inductor":
         raise typer.BadParameter(
             f"a profile predicts compiled kernels, and {kernels} kernels cannot correct it.\nTry: leave --kernels out.",
@@ -215,7 +215,7 @@ def check_recalibrate(steps: int | None, kernels: str) -> None:
 
 
 def check_profile(steps: int | None) -> None:
-    """Raise typer.BadParameter if nothing of so many steps would be recorded."""
+    """Raise typer.BadParameter if a run of ``steps`` steps would record nothing."""
     if steps is not None and steps < 2:
         raise typer.BadParameter(
             f"{steps} step is too few: the first one warms up and is not recorded.\nTry: --steps {PROFILED_STEPS}",
@@ -224,7 +224,7 @@ def check_profile(steps: int | None) -> None:
 
 
 def check_checkpoint(folder: Path | None, every: int | None, keep: int | None) -> None:
-    """Raise typer.BadParameter for options of checkpoints without a folder for them."""
+    """Raise typer.BadParameter if options of checkpoints are given without a folder."""
     if folder is None and (every is not None or keep is not None):
         raise typer.BadParameter(
             "they belong to --checkpoint.\nTry: --checkpoint DIR too", param_hint="--checkpoint-every / --keep"

@@ -67,9 +67,7 @@ def schedule(
     ] = None,
     join: Annotated[
         bool,
-        typer.Option(
-            "--join-backwards", help="One B for I and W wherever nothing waits for that. search does so by itself."
-        ),
+        typer.Option("--join-backwards", help="One B for I and W if nothing waits for that. search does so by itself."),
     ] = False,
     sharded: Annotated[
         bool, typer.Option("--sharded", help="All stages are sharded: draw where their parameters are gathered.")

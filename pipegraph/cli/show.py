@@ -35,8 +35,8 @@ def show(
 ) -> None:
     """Show a package, its costs and its schedule.
 
-    The stages, what crosses between them, why the cuts are where they are, and the schedule over time. A package that
-    has lost files, or whose weights are not as they were written, is shown too, and ends in an error.
+    The stages, the values that cross between them, the reasons for the cuts, and the schedule over time. A package that
+    has lost files, or whose weights have changed since they were written, is shown too, and ends in an error.
 
     \b
     Example:
@@ -67,7 +67,7 @@ def show(
             if picture.timeline is not None:
                 timeline_svg = svg.with_name(f"{svg.stem}_timeline{svg.suffix}")
                 files.append((timeline_svg, ".svg", picture.timeline))
-                print_warning(f"note: the schedule is too wide for {svg}, and has a picture of its own: {timeline_svg}")
+                print_warning(f"note: the schedule is too wide for {svg}, and has a separate picture: {timeline_svg}")
         write_drawings(files)
     if json:
         print_json(package_dict(package, chosen, damaged))

@@ -85,7 +85,7 @@ def report(
 ) -> None:
     """Say why ranks are idle and what to change.
 
-    Predicted times stand beside measured ones. --html draws the run over time.
+    Predicted times are printed next to measured ones. --html draws the run over time.
 
     \b
     Example:

@@ -270,8 +270,9 @@ def _dim_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def batch_dim(shape: Sequence[int], sizes: Collection[str]) -> int | None:
-    """The dimension along which a value is cut of whose rows nothing is known: the first that follows from the batch.
-    If the model fixes its batch, it is dimension 0.
+    """The dimension along which to cut a value if nothing is known about its rows.
+
+    It is the first one that depends on the batch, or dimension 0 if the model fixes its batch; None without one.
 
     Args:
         shape: of the value.
@@ -286,7 +287,7 @@ def batch_dim(shape: Sequence[int], sizes: Collection[str]) -> int | None:
 
 
 def _lists(captured: Captured) -> Iterator[str]:
-    """The places of what the model returns that are lists, and no tuples."""
+    """The places in the model's results that are lists, not tuples."""
     for name in ("outputs", "evaluation_outputs"):
         yield from (place for place, sequence in sequences(getattr(captured, name), name) if isinstance(sequence, list))
 

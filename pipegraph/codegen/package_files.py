@@ -298,14 +298,14 @@ def _files(plan: Plan, package: Draft, source: ModelSource | None) -> dict[str, 
 
 
 def _warn_of_guesses(model: str, names: Sequence[str]) -> None:
-    """Warn of parameters that start from guesses, which only matters where there are no weights."""
+    """Warn of parameters that start from guesses. It only matters without weights."""
     listed = patterns_of(names)
     suffix = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     command = for_asker("`pipegraph split FILE`", "split")
     warnings.warn(
         f"How {model} initialises {', '.join(listed[:_LISTED])}{suffix} is not known. Without weights they start from "
         "a guess: normal random numbers with the mean and standard deviation that their values have now, or with 0.02 "
-        "where they have none. Try: correct GUESSES in weights.py of the package, or start from weights; "
+        "if they have no values. Try: correct GUESSES in weights.py of the package, or start from weights; "
         f"{command} sees how build_model() of a file makes parameters with torch.randn, torch.nn.init and the like.",
         stacklevel=4,
     )

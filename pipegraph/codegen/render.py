@@ -28,7 +28,7 @@ from pipegraph.codegen.syntax.statements import (
 _DOCSTRING_WIDTH = 112
 _REGISTER_HOOKS = '"""Register the hooks of gradients that the model has. Weights are loaded before."""'
 _TRAIN = '"""Set the mode, as the model itself does: some modules have another one."""'
-# Up to so many results, the hint of what is returned names each.
+# Up to this number of results, the type hint of the returned value lists each.
 _LISTED_RESULTS = 6
 # A name and its shape stay on one line, and so do an arrow and the word after it: while a docstring is filled, their
 # spaces are no-break spaces.

@@ -18,10 +18,11 @@ __all__ = ["SegmentCost", "TransientBytes"]
 
 
 class TransientBytes(NamedTuple):
-    """Bytes that F, I, W and B need while they run, beyond the more of what is held before and after.
+    """Bytes that F, I, W and B need while they run, beyond the larger of the bytes held before and after.
 
-    Held before are the activations that are kept then. Held after are those kept then, and of W and B the gradients of
-    parameters that they made (`SegmentCost.added_bytes`), which are there once more until they are added to the others.
+    Before, these are the activations that are kept then. After, these are the activations that are kept then and, for W
+    and B, the gradients of parameters that they made (`SegmentCost.added_bytes`), which are held in addition to the
+    accumulated gradients until they are added to them.
     """
 
     forward: int = 0
@@ -39,16 +40,16 @@ class SegmentCost:
 
     Attributes:
         forward, input_grad, weight_grad: seconds of F, I and W.
-        boundary_bytes: what crosses a cut right behind the segment; of the gradient, the same again backwards.
+        boundary_bytes: the bytes that cross a cut right after the segment. The gradient has the same number.
         saved_bytes: activations that F keeps for I and W.
-        parameter_bytes: a tied weight counts where it is first used.
+        parameter_bytes: a tied weight counts at its first use.
         flops: floating-point operations of F.
-        weight_saved_bytes: what is kept from the end of I until W has run: of ``saved_bytes`` what W reads, and the
-            gradients that it reads. None: as many as ``saved_bytes``.
+        weight_saved_bytes: the bytes kept from the end of I until W has run: the part of ``saved_bytes`` that W reads,
+            and the gradients that it reads. None: equal to ``saved_bytes``.
         trained_bytes: of ``parameter_bytes``, those of parameters that have a gradient. None: all.
-        buffer_bytes: buffers and constants, each where it is first used.
+        buffer_bytes: buffers and constants, each at its first use.
         offloaded_bytes: of ``saved_bytes``, those that wait for the backward in CPU memory.
-        transient_bytes: what F, I, W and B need while they run. Of segments, a stage has the most.
+        transient_bytes: the bytes that F, I, W and B need while they run. A stage has the maximum of its segments.
         added_bytes: of ``trained_bytes``, those of parameters whose gradients W and B make before they add them. The
             gradients of others, products of two matrices, are added while they are computed. None: all.
     """
@@ -69,15 +70,15 @@ class SegmentCost:
 
     @property
     def weight_saved(self) -> int:
-        """What ``weight_saved_bytes`` says, also by None."""
+        """The value of ``weight_saved_bytes``, or the one that None stands for."""
         return self.saved_bytes if self.weight_saved_bytes is None else self.weight_saved_bytes
 
     @property
     def trained(self) -> int:
-        """What ``trained_bytes`` says, also by None."""
+        """The value of ``trained_bytes``, or the one that None stands for."""
         return self.parameter_bytes if self.trained_bytes is None else self.trained_bytes
 
     @property
     def added(self) -> int:
-        """What ``added_bytes`` says, also by None."""
+        """The value of ``added_bytes``, or the one that None stands for."""
         return self.trained if self.added_bytes is None else self.added_bytes

@@ -18,7 +18,7 @@ UNIFORM = "uniform"
 """The balance that prices nothing: equal numbers of segments."""
 
 AUTO = "auto"
-"""The balance that runs the distinct layers where the device is at hand, and is ``time`` where it is not."""
+"""The balance that runs the distinct layers if the device is available, and is ``time`` otherwise."""
 
 BALANCES = {
     AUTO: "s",
@@ -55,19 +55,20 @@ def parse_balance(balance: object, choices: Collection[str] = BALANCES) -> tuple
 
 
 def begins_of_type(captured: Captured, pattern: str) -> list[int]:
-    """Where, in ``Captured.nodes``, each call of a module begins whose class name matches; of nested ones the outer.
+    """The positions in ``Captured.nodes`` at which the calls of modules with a matching class name begin.
 
-    As DeepSpeed's ``type:regex``: anywhere in the name, upper and lower case alike.
+    Of nested calls only the outermost counts. As in DeepSpeed's ``type:regex``, the pattern matches anywhere in the
+    name, in upper or lower case.
 
     Raises:
-        PlanError: the pattern is none, or matches no class.
+        PlanError: the pattern is not a regular expression, or matches no class.
     """
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         types = _types(captured) or ["layer"]
         near = next(iter(get_close_matches(pattern, types, n=1, cutoff=0.0)), types[0])
-        raise PlanError(f"type:{pattern} is no regular expression: {error}.\nTry: type:{near}.") from None
+        raise PlanError(f"type:{pattern} is not a regular expression: {error}.\nTry: type:{near}.") from None
     begins: dict[str, int] = {}
     for position, node in enumerate(captured.nodes):
         matching = (call for call, fqn in path_of(node) if regex.search(captured.modules[fqn].class_name))

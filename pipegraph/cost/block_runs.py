@@ -29,9 +29,10 @@ _SAFETY: Final = 1.5  # the host may take longer than the last time
 
 
 class GpuQueueFiller:
-    """A context for each round of launches. A GPU is given as much work before it as the last round took the host.
+    """A context for each round of launches, which first fills the queue of a GPU.
 
-    On a CPU, which computes what it is told at once, it does nothing.
+    The work in the queue takes the GPU at least the time that the host needed for the launches of the last round. On a
+    CPU, which computes at once, the context does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +56,7 @@ class GpuQueueFiller:
 
     @staticmethod
     def products(launching: float, product: float) -> int:
-        """How many products, of so many seconds each, last for as long as the host launches."""
+        """The number of products, of ``product`` seconds each, that last as long as the host launches."""
         return math.ceil(_SAFETY * launching / product)
 
     def _time_product(self) -> float:
@@ -70,8 +71,8 @@ class GpuQueueFiller:
 # ---- block runs ------------------------------------------------------------------------------------------------------
 
 
-# A stage runs several equal layers in turn, so that the weights of the next one are seldom in a core's cache. So many
-# sets of weights are run in turn, at most; more than a few change nothing.
+# A stage runs several equal layers in turn, so that the weights of the next one are seldom in a core's cache. At most
+# this number of sets of weights are run in turn; more make no difference.
 _WEIGHT_SETS = 4
 
 

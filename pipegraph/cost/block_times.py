@@ -61,7 +61,7 @@ class MeasureOptions:
 
     @property
     def has_own_device(self) -> bool:
-        """Return whether each rank has a device of its own, so that no rank slows another one down."""
+        """Return whether each rank has its own device, so that no rank slows another one down."""
         return not self.device.startswith("cpu")
 
     def key(self, block: Block) -> dict[str, Any]:
@@ -112,10 +112,10 @@ def measure(
 def measure_first(
     blocks: Sequence[Block], possible: Sequence[Block], setting: MeasureOptions, cache: Cache, seconds: float
 ) -> dict[str, BlockTimes]:
-    """Measure of some blocks the first ones that are ``possible``, as many as about so many seconds allow.
+    """Measure the first of the blocks that are ``possible``, for about ``seconds`` seconds.
 
-    At least one is measured, if one is possible. Which ones they were is kept in ``cache`` too: asked again for the
-    same blocks, it returns the same times, whatever is possible by then.
+    At least one is measured, if one is possible. ``cache`` also keeps which ones were measured: another call for the
+    same blocks returns the same times, even if other blocks are possible then.
     """
     key = {**setting.key(blocks[0]), "block": "the first of several", "of": [block.key for block in blocks]}
     measured_keys = (cache.get(key) or {}).get("measured")
@@ -131,7 +131,7 @@ def measure_first(
 def _measure_missing(
     blocks: Sequence[Block], setting: MeasureOptions, cache: Cache, within: float | None = None
 ) -> dict[str, BlockTimes]:
-    """Return the times of blocks from the cache, and run the others: ``within`` some seconds only the first of them."""
+    """Return the times of blocks from the cache, and run the others; with a limit ``within``, only the first ones."""
     times_by_key: dict[str, BlockTimes] = {}
     for block in blocks:
         cache_entry = cache.get(setting.key(block))
@@ -157,7 +157,7 @@ def _read(entry: dict[str, Any]) -> BlockTimes | None:
 
 
 def _run(blocks: Sequence[Block], setting: MeasureOptions, within: float | None = None) -> list[BlockTimes]:
-    """Return the times of the blocks; ``within`` so many seconds, of the first ones that are compiled by then."""
+    """Return the times of the blocks; with a limit of ``within`` seconds, of the first ones compiled in time."""
     begun = time.perf_counter()
     device = torch.device(setting.device)
     _check_memory(blocks, device)

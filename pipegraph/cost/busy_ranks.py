@@ -1,9 +1,9 @@
-"""The machine as a rank finds it in a step, for what is timed: with so many threads, and other ranks at work.
+"""Time code under the conditions of a rank in a step: with its number of threads, while other ranks compute.
 
-On a CPU the others take their part of memory, caches and clock, so that a rank by itself is faster.
+On a CPU the other ranks share memory bandwidth, caches and clock, so that a single rank is faster.
 
     with compute_threads(threads), busy_ranks(ranks - 1, threads):
-        …  # what is timed here takes as long as in a step
+        …  # code that is timed here takes as long as in a step
 
 Run as a module, this is one such rank: it trains a small network until its standard input ends.
 """
@@ -25,9 +25,9 @@ _ROWS, _WIDTH = 512, 512
 
 @contextmanager
 def busy_ranks(count: int, threads: int) -> Iterator[None]:
-    """While so many other processes compute, with so many threads each; they begin before the body does.
+    """Run the body while ``count`` other processes compute with ``threads`` threads each. They begin before it.
 
-    One that cannot be started is left out: then times are those of fewer ranks.
+    A process that cannot be started is left out: then times are those of fewer ranks.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "pipegraph.cost.busy_ranks"]
@@ -40,7 +40,7 @@ def busy_ranks(count: int, threads: int) -> Iterator[None]:
     try:
         for process in processes:
             assert process.stdout is not None
-            process.stdout.readline()  # that it has begun, or its end
+            process.stdout.readline()  # wait until it has begun or ended
         yield
     finally:
         for process in processes:
@@ -50,7 +50,7 @@ def busy_ranks(count: int, threads: int) -> Iterator[None]:
 
 @contextmanager
 def compute_threads(count: int | None) -> Iterator[None]:
-    """Let torch compute with so many threads inside; None leaves it as it is."""
+    """Let torch compute with ``count`` threads in the body; None leaves the number unchanged."""
     previous_count = torch.get_num_threads()
     torch.set_num_threads(count or previous_count)
     try:

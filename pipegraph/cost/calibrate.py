@@ -1,4 +1,4 @@
-"""Measure what this machine attains, in about a minute: a `Hardware` profile of its own."""
+"""Measure a `Hardware` profile of this machine, in about a minute."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _links(link_rates: LinkRates) -> Links:
 
 
 def _through_host(host_link: Link) -> Links:
-    """The link between ranks that are alone where they are measured: out of one device, and into the other."""
+    """The link between ranks if only one of them is measured: out of one device, and into the other."""
     link = Link(_rounded(2 * host_link.latency), _rounded(host_link.bandwidth / 2), "through the host")
     return Links(ranks_per_node=1, intra_node=link)
 

@@ -70,26 +70,26 @@ class Link(Entry, frozen=True):
     all_gather: SizeTable | None = None
 
     def seconds(self, size: float) -> float:
-        """Return how long a message of so many bytes takes, in seconds."""
+        """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency + size / self.bandwidth
 
     def gather_seconds(self, size: float, ranks: int) -> float:
-        """Return how long so many ranks take to gather a tensor of so many bytes, of which each has a part.
+        """Return the seconds that ``ranks`` ranks take to gather a tensor of ``size`` bytes, of which each has a part.
 
-        What was not measured is that of a ring, which sends the parts on ``ranks - 1`` times.
+        If it was not measured, it is the time of a ring, which forwards the parts ``ranks - 1`` times.
         """
         return self._collective_seconds(self.gather, size, ranks, rounds=ranks - 1)
 
     def reduce_seconds(self, size: float, ranks: int) -> float:
-        """Return how long they take to add up such tensors, of which each gets its part."""
+        """Return the seconds that they take to add up such tensors, if each rank gets its part of the sum."""
         return self._collective_seconds(self.reduce, size, ranks, rounds=ranks - 1)
 
     def all_reduce_seconds(self, size: float, ranks: int) -> float:
-        """Return how long they take to add up such tensors, of which each gets the whole."""
+        """Return the seconds that they take to add up such tensors, if each rank gets the whole sum."""
         return self._collective_seconds(self.all_reduce, size, ranks, rounds=2 * (ranks - 1))
 
     def all_gather_seconds(self, size: float, ranks: int) -> float:
-        """Return how long ``gather_seconds`` would be by torch's all-gather."""
+        """Return the seconds of the same gather by torch's all-gather."""
         return self._collective_seconds(self.all_gather or self.gather, size, ranks, rounds=ranks - 1)
 
     def _collective_seconds(self, measured: SizeTable | None, size: float, ranks: int, rounds: int) -> float:
@@ -158,20 +158,20 @@ class Hardware(Entry, frozen=True, kw_only=True):
     """A device: seconds, bytes, and floating-point operations or elements per second.
 
     Attributes:
-        name, device: what the profile is called, and of what it is.
+        name, device: the name of the profile, and the device that it describes.
         memory_bytes: of one device.
         peak_flops: dense, by dtype; tfloat32 is float32 if torch is allowed less precision.
         attained_flops: kind of kernel → dtype → part of that peak, over the sizes of the kernel.
         memory_bandwidth: the peak, and
         attained_bandwidth: the part of it attained, over the bytes that a kernel reads and writes.
-        kernel_floor: no kernel takes less: its launch.
-        kernel_overhead: what each kernel adds if launches are not hidden behind the kernel before.
+        kernel_floor: the least seconds of a kernel: its launch.
+        kernel_overhead: the seconds that each kernel adds if its launch does not overlap with the kernel before.
         element_rates: of operations that take time inside a fused kernel, beyond its bytes; by ATen name.
         first_touch: how fast new memory comes from the operating system, over its bytes; None if it stays with the
             process.
         links: between ranks.
         host_link: from a device to pinned memory of its host, and back; None if that is not known.
-        measured_ratio: what stages took when they ran, as multiples of what the other figures come to.
+        measured_ratio: the measured seconds of stages, as multiples of those that the other figures predict.
         sources: where the figures are from, by their place.
     """
 
@@ -219,16 +219,16 @@ class Hardware(Entry, frozen=True, kw_only=True):
         return self.peak_flops.get(dtype, min(self.peak_flops.values())) * table.at(footprint=footprint, **sizes)
 
     def bytes_per_second(self, size: float, footprint: float = math.inf) -> float:
-        """Return the bandwidth of a kernel that reads and writes so many bytes."""
+        """Return the bandwidth of a kernel that reads and writes ``size`` bytes."""
         return self.memory_bandwidth * self.attained_bandwidth.at(bytes=max(size, 1), footprint=footprint)
 
     def new_memory_seconds(self, size: int) -> float:
-        """Return how long the system takes to provide the memory of a new tensor of so many bytes."""
+        """Return the seconds that the system takes to provide the memory of a new tensor of ``size`` bytes."""
         return 0.0 if self.first_touch is None or not size else size / self.first_touch.at(bytes=size)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is a CPU: new memory comes from the operating system, and is that of the host."""
+        """Whether the device is a CPU: new memory comes from the operating system, and is CPU memory."""
         return self.first_touch is not None
 
     @property
@@ -259,7 +259,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
         spec = _KIND.read(file)
         if spec.name in cls.names() and spec.figures != cls.load(spec.name).figures:
             raise PipegraphError(
-                f'{file} calls its profile "{spec.name}", as pipegraph calls one of its own, and has other figures: a '
+                f'{file} calls its profile "{spec.name}", as pipegraph calls another profile with other figures: a '
                 f'package would not tell which of them priced it.\nTry: another "name" in it, such as '
                 f'"{spec.name}-here".'
             )
@@ -287,10 +287,10 @@ class Hardware(Entry, frozen=True, kw_only=True):
 
 
 def check_new(file: Path) -> None:
-    """Refuse a new file whose profile, which is called as the file, would have the name of one that pipegraph has."""
+    """Refuse a new file if its profile, which has the name of the file, would have the name of one of pipegraph."""
     if file.stem in Hardware.names():
         raise PipegraphError(
-            f'A profile is called as its file, and pipegraph has a profile "{file.stem}" of its own.\n'
+            f'A profile has the name of its file, and pipegraph already has a profile "{file.stem}".\n'
             f"Try: {file.with_stem(f'{file.stem}-here')}."
         )
 

@@ -44,11 +44,11 @@ class LinkRates:
 
 
 def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> LinkRates:
-    """Measure the links from each of so many ranks to each other one, and collectives of them.
+    """Measure the links between each pair of ``ranks`` processes, and collectives among them.
 
-    It is done over gloo, or NCCL with a GPU each.
+    The backend is gloo, or NCCL with one GPU for each rank.
 
-    Raises RuntimeFault where a process fails or the time is over. No process is left then.
+    Raises RuntimeFault if a process fails or the timeout expires. It leaves no process running.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     store = loopback.open_store()
@@ -110,7 +110,7 @@ def _rank(rank: int, ranks: int, port: int, backend: str) -> None:
 
 
 def _round_trip(sender: int, receiver: int, rank: int, size: int, device: torch.device) -> float:
-    """Seconds from sending so many bytes to the answer of one; 0 on other ranks than the sender."""
+    """Seconds to send ``size`` bytes and receive an answer of one byte; 0 on ranks other than the sender."""
     if rank not in (sender, receiver):
         return 0.0
     message, answer = (
@@ -133,9 +133,9 @@ def _round_trip(sender: int, receiver: int, rank: int, size: int, device: torch.
 
 
 def _collective_rates(rank: int, ranks: int, backend: str, device: torch.device) -> dict[str, dict[str, list[float]]]:
-    """By collective and number of ranks, bytes per second with each of the sizes: of 2, 4, … ranks, and of all.
+    """Bytes per second for each size, by collective and number of ranks: 2, 4, … ranks, and all of them.
 
-    All groups of so many ranks are at it together, as they are in a step: they share what leads from rank to rank.
+    All groups with the same number of ranks run at the same time, as in a step: they share the links between ranks.
     """
     counts = sorted({count for count in (2**power for power in range(1, 17)) if count < ranks} | {ranks})
     collective_rates: dict[str, dict[str, list[float]]] = {}
@@ -182,7 +182,7 @@ def _usual_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def fit(times: Sequence[float], both_ways: Sequence[int] = _SIZES) -> tuple[float, float]:
-    """(latency, bandwidth) of one way, from the times of round trips that take so many bytes both ways together.
+    """(latency, bandwidth) of one direction, from the times of round trips and their bytes in both directions.
 
     The least squares of relative errors, so that small messages count as much as large ones:
     2 × latency + size ÷ bandwidth = time.

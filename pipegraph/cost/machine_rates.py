@@ -139,7 +139,7 @@ def _probe(stopwatch: Stopwatch, dtype: torch.dtype) -> Callable[[], Tensor]:
 def _rates(
     stopwatch: Stopwatch, function: Callable[..., Tensor], inputs: Sequence[Tensor], forward: float, backward: float
 ) -> list[float]:
-    """The rates of a forward and a backward that need so many operations."""
+    """The rates of a forward and a backward with these numbers of operations."""
     with torch.no_grad():
         first = stopwatch.seconds(lambda: function(*inputs))
     result = function(*(tensor.requires_grad_() for tensor in inputs))
@@ -276,7 +276,7 @@ def measure_kernel_overhead(stopwatch: Stopwatch) -> float:
 
 
 def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Callable[[], object]]:
-    """Functions with their arguments, compiled by Inductor as a stage's are; as they are where it has no compiler."""
+    """Functions with their arguments, compiled by Inductor as in a stage; not compiled if there is no compiler."""
     distinct = list(dict.fromkeys((function, tuple(inputs)) for function, inputs in functions))
     modules = [trace_aten(function, inputs) for function, inputs in distinct]
     compiled_runs: Sequence[Run | Exception] = []

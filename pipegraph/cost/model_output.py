@@ -18,7 +18,7 @@ LossOf = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
 
 
 def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The loss where none is given: the mean over the floating-point outputs' mean squares; 0 without any."""
+    """The default loss: the mean over the mean squares of the floating-point outputs; 0 without such outputs."""
     squares = [
         tensor.float().square().mean() for tensor in output_tensors(output).values() if tensor.is_floating_point()
     ]

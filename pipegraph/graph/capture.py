@@ -74,8 +74,8 @@ def capture(
         args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
         allow_derivative: whether to take the derivative of the forward of a ``torch.autograd.Function`` whose own
             backward is another one, which ``torch.export`` drops.
-        dynamic_shapes: the sizes that may vary, in the form of ``torch.export``; a text in place of a ``Dim`` names a
-            size, too, and equal names are one size. None lets every size vary that the model lets vary, False fixes
+        dynamic_shapes: the sizes that may vary, in the form of ``torch.export``; a string in place of a ``Dim`` also
+            names a size, and equal names are one size. None lets every size vary that the model lets vary, False fixes
             all. The size called ``batch`` is the one that is cut into microbatches; without one, it is the first
             dimension of the first tensor.
         batch_dims: the role of inputs, by name: the dimension of their rows, None if every microbatch takes the whole,
@@ -84,9 +84,9 @@ def capture(
             the rows of a batch is in ``Captured.batch``.
 
     Raises:
-        CaptureError: ``torch.export`` cannot trace it, or a backward would be lost, or what it does in evaluation mode
-            is no branch; names the line of the model's own source. Or a size that ``dynamic_shapes`` lets vary does
-            not, or a name cannot be written.
+        CaptureError: ``torch.export`` cannot trace the model, a backward would be lost, or evaluation mode cannot be
+            written as branches; the message names the line of the model's source. Or the model fixes a size that
+            ``dynamic_shapes`` lets vary, or a name cannot be written.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
@@ -106,10 +106,10 @@ def capture(
 
 
 def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
-    """Capture the model of a file or of a configuration, as `capture` does, at the sizes that were asked for.
+    """Capture the model of a file or of a configuration, as `capture` does, at the requested sizes.
 
     Raises:
-        CaptureError: as `capture` does; or the model does not take as many rows or tokens.
+        CaptureError: as `capture` does; or the model does not take the requested numbers of rows and tokens.
     """
     model, example = source.model, Example(source.args, source.kwargs)
     _check(model, example)
@@ -120,10 +120,10 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
 
 
 def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False) -> Captured:
-    """Capture a model with so many rows of a microbatch to price it, not to write it.
+    """Capture a model with ``rows`` rows in a microbatch, to price it and not to write it.
 
-    Evaluation mode is left out, and so is what its casts follow, which takes a second export. If the source makes
-    inputs of any number of rows, all sizes are fixed, which takes a third of the time.
+    It captures neither evaluation mode nor which dtypes follow the model's, which needs a second export. If the source
+    makes inputs of any number of rows, all sizes are fixed, which takes a third of the time.
 
     Raises CaptureError as `capture_source` does.
     """

@@ -107,15 +107,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class OtherSize:
-    """A size of inputs that ``torch.export`` fixes, and the model perhaps does not: that of a loop of Python.
+    """A size of inputs that ``torch.export`` fixes and the model may not fix: the length of a Python loop.
 
     Attributes:
         name: of the size.
-        places: where it is: ``tokens.shape[1]``.
+        places: the dimensions that have it: ``tokens.shape[1]``.
         size: in the example.
-        lowest: the smallest one with which the model does the same.
+        lowest: the smallest size with which the model does the same.
         captured_size: in the example of ``captured``.
-        captured: the model with that size.
+        captured: the model, captured with that size.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Captured:
     ``relative_dtype``        whether the operation was given a dtype that follows the model's
     ``requires_grad``         whether a gradient flows through it; ``cut_off``: only a ``no_grad`` block keeps one away
     ``in_every_mode``         whether it drops values in evaluation mode too
-    ``branch``                of what one mode runs and the other does not: its `BranchPart`
+    ``branch``                of an operation that only one mode runs: its `BranchPart`
     ``writes``                of an in-place operation: the name of the node that made the memory
     ``stack_trace``           the lines of source that made it
     ``pipe_splits``           the lines of ``torch.distributed.pipelining.pipe_split()`` that the model ran before it
@@ -156,17 +156,17 @@ class Captured:
         model_name: class name of the model.
         args, kwargs, outputs: the model's own nesting, with names of graph values (or constants) as leaves.
         evaluation_outputs: what it returns in evaluation mode, if that is not ``outputs``; else None.
-        constants: inputs that are no tensors, fixed at capture: name → value.
+        constants: inputs that are not tensors, fixed at capture: name → value.
         state: every parameter, buffer and constant by FQN, in the order of ``state_dict()``.
-        tensors: the tensor behind each FQN (a parameter may be on the meta device).
+        tensors: the tensor of each FQN (a parameter may be on the meta device).
         modules: every module by FQN; a module registered twice is under each of its names.
         sizes: the sizes of inputs that vary, and what the graph takes for granted of them.
         training: mode in which the graph was captured.
         not_trained: why the stages refuse training mode, with the line; empty if they do not.
         segments: the chain of repeated layers and their neighbours.
-        other_sizes: the fixed sizes with which it was captured once more. What is written of both captures in the same
-            way is right for every size.
-        device_branch: what the model does otherwise on another kind of device than here, with the lines; empty if it
+        other_sizes: the fixed sizes with which it was captured again. Source that is the same for both captures is
+            right for every size.
+        device_branch: what the model does differently on another kind of device than here, with the lines; empty if it
             does the same. The stages do what it does here.
         batch: the roles of the inputs, and what is known of the rows of a batch.
         hooks: of the gradients of parameters, and of the backward of layers.

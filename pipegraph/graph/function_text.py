@@ -24,7 +24,7 @@ _BUILTINS: Final = frozenset(
     {"abs", "all", "any", "dict", "enumerate", "float", "int", "isinstance", "len", "list", "max", "min", "range"}
     | {"reversed", "round", "setattr", "slice", "sum", "tuple", "zip"}
 )
-"""The functions of Python that leave nothing behind but what they return or set."""
+"""The built-in functions that have no effect except what they return or set."""
 _REFUSED: Final = {
     ast.Global: "global",
     ast.Nonlocal: "nonlocal",

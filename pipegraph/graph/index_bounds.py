@@ -74,7 +74,7 @@ class RangeLimit(NamedTuple):
     def relation(self) -> sympy.Basic:
         """The largest size for which the table has enough rows: ``tokens_1 <= 64``.
 
-        It is ``True`` if the length is fixed, or is no multiple of one size and a number more.
+        It is ``True`` if the length is fixed, or is not a multiple of one size plus a constant.
         """
         sizes = tuple(self.length.free_symbols)
         if len(sizes) != 1 or not self.length.is_polynomial(*sizes) or sympy.degree(self.length, *sizes) != 1:

@@ -59,7 +59,7 @@ class Initialisation:
         return constants.get(self.function, dict(self.arguments).get("val"))
 
     def scaled(self, factor: float) -> Initialisation | None:
-        """The initialisation whose values are so many times as large; None if no function has them."""
+        """The initialisation with all values multiplied by ``factor``; None if no function gives them."""
         arguments = dict(self.arguments)
         if self.constant is not None:
             return Initialisation.from_call("constant_", val=self.constant * factor)

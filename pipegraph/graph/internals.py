@@ -124,7 +124,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode | None:
-    """The mode of a fake tensor; None for any other. ``FakeTensor`` is no public class."""
+    """The mode of a fake tensor; None for any other. ``FakeTensor`` is not a public class."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
@@ -171,7 +171,7 @@ def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None
     """Let ``wrapper`` run every module that ``torch.export`` traces in this thread, and keep in the stack traces of
     operations the lines of functions that a ``forward`` calls, under the names that ``name_of`` gives their calls.
 
-    ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for tracers of one's own, which
+    ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for custom tracers, which
     ``torch.export`` does not take. Hooks on modules, the public way, change what some of them do
     (``nn.TransformerEncoderLayer`` asks for them), and global hooks do not get keyword arguments before the call.
     ``_filter_traceback_frames`` of the same tracer "can be overridden to customize the frame filtering logic"; by
@@ -246,7 +246,7 @@ def current_call(tracer: Any) -> str:
 
 def traced_node(tracer: Any, tensor: torch.Tensor) -> fx.Node | None:
     """The node of a tensor while ``torch.export`` traces; None for a tensor that is neither the result of an operation
-    nor an argument of the model. The tracer keeps it behind ``get_proxy_slot``."""
+    nor an argument of the model. Only the private ``get_proxy_slot`` returns it."""
     proxy = getattr(get_proxy_slot(tensor, tracer, None), "proxy", None)
     return None if proxy is None else proxy.node
 
@@ -315,7 +315,7 @@ def replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Itera
 
 
 def _function_of(attribute: Any) -> Callable[..., Any]:
-    """The function behind an attribute of a class, which takes self or cls. From torch 2.15 on ``apply`` is in C."""
+    """The function of an attribute of a class, which takes self or cls. From torch 2.15 on ``apply`` is in C."""
     if isinstance(attribute, classmethod):
         return attribute.__func__
     if isinstance(attribute, types.ClassMethodDescriptorType):

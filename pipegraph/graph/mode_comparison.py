@@ -37,13 +37,13 @@ class ModeComparison:
 
     Attributes:
         differences: where they differ.
-        in_every_mode: the operations of the training graph that do as in training mode in evaluation mode too.
-        outputs: what evaluation mode returns, if that is not what training mode does: nested as there, with positions
-            among the outputs of the training graph and then `more_outputs` as leaves.
-        more_outputs: what evaluation mode alone returns.
+        in_every_mode: the operations of the training graph that act as in training mode in evaluation mode, too.
+        outputs: what evaluation mode returns, in its own nesting, if that differs from training mode. The leaves are
+            positions among the outputs of the training graph, followed by `more_outputs`.
+        more_outputs: the values that only evaluation mode returns.
 
     Raises:
-        OtherGraphError: there is a difference that is no branch.
+        OtherGraphError: a difference cannot be a branch.
     """
 
     def __init__(self, graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:

@@ -40,9 +40,9 @@ class ModeDifference:
         anchor: the operation of the training graph before which it lies.
         path: of the call.
         training, evaluation: its operations.
-        phis: (value in training mode, value in evaluation mode) of what is read after it → where it is read. A value
-            of evaluation mode that is made in a branch is a node of the other graph.
-        runs_in_both: whether both modes run its operations all the same, because no branch can hold them.
+        phis: (value in training mode, value in evaluation mode) that is read after it → each reader, and the
+            position among its inputs. A value of evaluation mode that is made in a branch is a node of the other graph.
+        runs_in_both: whether both modes run its operations nevertheless, because no branch can hold them.
     """
 
     anchor: fx.Node
@@ -145,7 +145,7 @@ class ModeDifferences:
             pass
 
     def _changes(self, branch: ModeDifference) -> bool:
-        """Fix the first thing because of which a branch is none; return whether there is one."""
+        """Fix the first thing that a branch cannot have; return whether there is one."""
         node = self._read_too_far(branch)
         if node is not None:
             self.run_in_both(node)
@@ -207,7 +207,7 @@ def is_transparent(node: fx.Node) -> bool:
 
 
 def written_value(node: fx.Node) -> fx.Node:
-    """The value into which a write, and the writes before it, went: a buffer, say; itself if it is no write."""
+    """The value that a write and the writes before it change, such as a buffer; ``node`` if it is not a write."""
     while "writes" in node.meta:
         node = written_by(node)[0]
     return node

@@ -143,7 +143,7 @@ class ClassText(NamedTuple):
 
 
 def class_text(cls: type) -> ClassText | None:
-    """Return the source of a class; None if there is none, as of a class that is made by a call."""
+    """Return the source of a class; None if it has no source, like a class that a call creates."""
     try:
         file = inspect.getsourcefile(cls)
     except (OSError, TypeError):

@@ -11,14 +11,14 @@ from pipegraph.graph.internals import OpOverload, operator_name
 
 
 class View(Enum):
-    """How a view holds all elements of its first argument; the arguments behind that are numbers."""
+    """How a view arranges all elements of its first argument; its other arguments are numbers."""
 
     RESHAPE = "in the same order"
     PERMUTE = "with the dimensions in another order"
 
 
 class Loop(Enum):
-    """How Inductor runs an operator that is no view and whose tags do not say it."""
+    """How Inductor runs an operator that is not a view, if its tags do not say it."""
 
     CONSTANT = "where its result is read"
     ELEMENTWISE = "over the elements of its result"
@@ -27,7 +27,7 @@ class Loop(Enum):
     WINDOW = "over pixels, each read from or written to a window"
     REDUCTION = "over the elements of its argument"
     SCATTER = "over the elements that it writes at an index"
-    MEMORY = "in a kernel of its own that does little but read and write"
+    MEMORY = "in a separate kernel that does little but read and write"
 
 
 @dataclass(frozen=True)

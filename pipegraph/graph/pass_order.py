@@ -52,7 +52,7 @@ from pipegraph.units import format_seconds
 
 Pass = Callable[[fx.Graph], None]
 
-# What a graph may call beside operators.
+# What a graph may call in addition to operators.
 _FUNCTIONS = (operator.getitem, by_mode, model_dtype, model_number)
 
 _METADATA: dict[str, tuple[str, ...]] = {
@@ -121,7 +121,7 @@ class GraphVerifier:
 
     def _problems_of_operation(self, node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[str]:
         if not isinstance(node.target, OpOverload) and node.target not in _FUNCTIONS:
-            yield f"calls {node.target}, which is no operator"
+            yield f"calls {node.target}, which is not an operator"
         if "writes" in node.meta:
             if not written_by(node):
                 yield "is marked as a write and writes nothing"

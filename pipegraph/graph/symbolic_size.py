@@ -55,7 +55,7 @@ class FixedSize:
     """A size of an input that does not vary.
 
     Attributes:
-        place: where it is: ``tokens.shape[1]``.
+        place: its place in the inputs: ``tokens.shape[1]``.
         size: its value.
         line: the line of the model's source that fixes it: ``/models/mamba.py:12: code``; "" if it is not known.
         reason: why it does not vary, in words.
@@ -98,11 +98,11 @@ class SizeLimits:
 class SymbolicSize(int):
     """A size of the captured example, as an expression of the sizes of the model's inputs.
 
-    It is the number that it was at capture wherever a number is needed. It is equal to another one only if their
-    expressions are, and never to a plain number: a batch of 8 is not the 8 heads of the model.
+    Used as a number, it is its value at capture. It is equal to another size only if their expressions are equal, and
+    never to a plain number: a batch of 8 is not the 8 heads of the model.
 
     Attributes:
-        expression: a polynomial of symbols, such as ``batch``, and of quotients and remainders of them that are no
+        expression: a polynomial of symbols, such as ``batch``, and of their quotients and remainders that are not
             polynomials.
         symbols: each symbol of the expression → its value at capture.
     """

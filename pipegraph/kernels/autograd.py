@@ -89,7 +89,7 @@ class AutogradKernels(StageKernels):
             for edge, gradient in zip(saved.edges, gradients, strict=True)
             if edge is not None and gradient is not None
         ]
-        if pairs:  # there are none in a frozen stage behind frozen ones
+        if pairs:  # a frozen stage after frozen stages has no pairs
             edges, arrived = zip(*pairs, strict=True)
             with self._in_place(), nullcontext() if self._keys is None else refusing_draws():
                 torch.autograd.backward(edges, arrived)

@@ -63,9 +63,9 @@ class ComputedCopies:
         return [version(tensor) for tensor in self.tensors()]
 
     def write_back(self, places: Iterable[int]) -> None:
-        """Give tensors that a forward has written to, such as running means, what it has written.
+        """Copy values that a forward has written, such as running means, from the copies to the tensors.
 
-        Places behind those of the tensors are of its inputs and its target, which have no copies.
+        Places after those of the tensors are its inputs and its target, which have no copies.
         """
         for place in places:
             copy = self._copies[place] if place < len(self._copies) else None

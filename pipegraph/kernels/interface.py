@@ -1,4 +1,4 @@
-"""What the runtime asks of a stage's kernels, whichever way they are made."""
+"""The interface between the runtime and a stage's kernels, the same for every kind of kernels."""
 
 from __future__ import annotations
 

@@ -133,9 +133,9 @@ def hook_numbers(module: nn.Module) -> tuple[int, ...]:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds that is no tensor, child or hook. The places of those have private names.
+    """Return the attributes of a module other than tensors, children and hooks. Those are in private attributes.
 
-    So have those of what torch's composable functions, `fully_shard` among them, note of a module.
+    The state of torch's composable functions, such as `fully_shard`, is left out too, and also has private names.
     """
     places = {"_parameters", "_buffers", "_modules", *_ALL_HOOKS}
     items = vars(module).items()
@@ -236,7 +236,7 @@ def from_functional(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def python_dispatch() -> Iterator[None]:
-    """Take torch's Python implementation of an operation where there is one: those in C++ often take no symbols."""
+    """Use torch's Python implementation of an operation if it exists: those in C++ often do not accept symbols."""
     from torch._dispatch.python import enable_python_dispatcher
 
     with enable_python_dispatcher(), _lstm_states_in_their_shapes():

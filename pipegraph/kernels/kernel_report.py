@@ -13,17 +13,17 @@ from pipegraph.kernels.traced import TracedKernels
 
 @dataclass(frozen=True)
 class KernelCount:
-    """The kernels of a stage's own code, or of a block. Other modes and dtypes of the same code count apart.
+    """The kernels of a stage's own code, or of a block. Other modes and dtypes of the same code are counted separately.
 
     Attributes:
         name: the class of the module.
-        stages: in which it runs.
-        static: how many shapes have kernels of their own.
-        symbolic: how many kernels are for many sizes: 1, and one more for each branch on sizes.
-        autograd: how many shapes are left to autograd.
-        conditions: of each symbolic one, what its sizes meet.
+        stages: the stages in which it runs.
+        static: the number of shapes that have their own kernels.
+        symbolic: the number of kernels for dynamic sizes: 1, and one more for each branch on sizes.
+        autograd: the number of shapes that are left to autograd.
+        conditions: for each symbolic kernel, the conditions on its sizes.
         reasons: why shapes are left to autograd.
-        inlined: the repeated modules that are compiled again wherever the code calls them, and why.
+        inlined: the repeated modules that are compiled again at each call in the code, and why.
     """
 
     name: str

@@ -33,8 +33,8 @@ def compute_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) ->
     """Return the loss and its metrics.
 
     Raises:
-        PipegraphError: there is no loss function, or its result is no loss, or has no gradient, or its metrics are no
-            dict of tensors without dimensions.
+        PipegraphError: the loss function is missing, its result is not a loss or has no gradient, or its metrics are
+            not a dict of tensors without dimensions.
     """
     if loss is None:
         raise PipegraphError("a loss was asked of a stage that has none.\nTry: Pipeline(…, loss_fn=…).")
@@ -133,7 +133,7 @@ def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) ->
 
 
 def check_memory(tensors: Iterable[Any]) -> None:
-    """Raise PipegraphError if a result is no tensor with numbers in it."""
+    """Raise PipegraphError if a result is a fake tensor."""
     if any(isinstance(tensor, Tensor) and internals.is_fake(tensor) for tensor in tensors):
         raise PipegraphError(
             "the stage or loss_fn reads a tensor that it made when it was called first, which was to trace it: there "
@@ -178,7 +178,7 @@ def _namespace(value: Any) -> dict[str, Any] | None:
 
 
 def _objects(loss: Loss | None, names: set[str]) -> list[Any]:
-    """Return what a loss reads, if the code that it runs has these names. Adds those that it has besides."""
+    """Return the objects that a loss reads, if its code has these names. Adds further names of its code to `names`."""
     objects: dict[int, Any] = {}
     waiting: list[Any] = [loss]
     while waiting:

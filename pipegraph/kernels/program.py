@@ -221,7 +221,7 @@ class _ProgramBuilder:
         )
 
     def _add_between(self, nodes: list[fx.Node], outputs: Sequence[fx.Node], gradients: Collection[fx.Node]) -> None:
-        """Add a graph of its own for some nodes, and then products for those of the gradients that are some."""
+        """Add a separate graph for some nodes, and then products for those gradients of them that are products."""
         products = find_products(gradients, nodes)
         operand_graphs = [self._module(product.views, product.operands) for product in products]
         apart = apart_from_graph(products, nodes, outputs)
@@ -275,7 +275,7 @@ class _ProgramBuilder:
         self.steps.append((program, list(tensors), writes, sizes))  # type: ignore[arg-type]
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether a node is a tensor that someone holds. One that was made while tracing is copied where it is read."""
+        """Whether a node is a tensor from outside the graph. Readers copy a tensor that was made while tracing."""
         is_fresh = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
         return isinstance(constant_of(self.kernel_graph.module, node), Tensor) and not is_fresh
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipegraph.kernels.graphs.regions import Regions
 
 Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
-"""(stage, which inputs want a gradient, for which outputs one arrives, the loss behind the last stage) → kernels"""
+"""(stage, which inputs need a gradient, for which outputs one arrives, the loss after the last stage) → kernels"""
 
 MakeMakers = Callable[[Sequence["Recompute | Regions"], int, bool, MakeRecorder | None], list[Maker]]
 
@@ -76,7 +76,7 @@ def names() -> tuple[str, ...]:
 
 
 def check_name(name: str) -> None:
-    """Raise PipegraphError for a name that is none of `names()`."""
+    """Raise PipegraphError for a name that is not in `names()`."""
     if name not in _MAKERS:
         raise PipegraphError(
             f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.\n'

@@ -21,8 +21,8 @@ class SavedValues:
     Attributes:
         mask: for which outputs a gradient has arrived.
         arrived: the names of these gradients, until a kernel has read them.
-        graphs: those in whose memory all other values are; None if kernels are launched one by one.
-        replayed: the graph of these that has left the values: under its key that of I; None for F.
+        graphs: the CUDA graphs that hold the memory of all other values; None if kernels are launched one by one.
+        replayed: the key of the graph of I if it has computed the values; None if F has.
     """
 
     __slots__ = ("__weakref__", "arrived", "graphs", "mask", "numbers", "replayed", "values", "variant")

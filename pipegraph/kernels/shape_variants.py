@@ -55,7 +55,7 @@ class ShapeVariants:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many variants as sizes alone give reason for."""
+        """Whether all variants exist that different sizes alone need: static ones, and one for all other sizes."""
         return len(self.every) > STATIC
 
     @property
@@ -102,7 +102,7 @@ class ShapeVariants:
         return FittingVariant(self._static[key])
 
     def _add_symbolic(self, call: StageCall, names: Sequence[Sequence[Dimension]], trace: Trace) -> FittingVariant:
-        """Trace a variant for all sizes. Only where it is not for sizes of 1, as in this call, trace one for those."""
+        """Trace a variant for all sizes. Only if it does not take sizes of 1, as in this call, trace one for those."""
         dimension_names = call.named(names)
         general = call_layout(call.tensors, self._call_shapes, dimension_names)
         if general.match(call.tensors) != general.numbers and general.shapes not in map(_shapes, self._symbolic):
@@ -119,7 +119,7 @@ class ShapeVariants:
         return FittingVariant(variant, layout.numbers)
 
     def refused(self) -> ShapeVariants | None:
-        """Return what is known of shapes that are left to autograd, or None if there is none."""
+        """Return the shapes that are left to autograd, with the reasons; None without such shapes."""
         refused = ShapeVariants()
         refused._static = {key: None for key, variant in self._static.items() if variant is None}
         refused.reasons = self.reasons

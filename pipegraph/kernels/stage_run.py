@@ -101,12 +101,12 @@ class StageGraphs:
     def backward(
         self, saved: SavedValues, kind: Any, parameters: Mapping[int, Tensor], backward: Backward
     ) -> tuple[Tensor | None, ...]:
-        """Run a kernel of the backward, by its graph if it can be. Returns the gradients of inputs.
+        """Run a kernel of the backward, with its graph if possible. Returns the gradients of inputs.
 
         Args:
-            saved: what it reads, and then what W does.
+            saved: the values that it reads; afterwards, the values that W reads.
             kind: which kernel it is.
-            parameters: those to whose gradients it adds, each by a number of its own.
+            parameters: the parameters that it adds gradients to, each by its own number.
             backward: launches it.
         """
         key = saved.variant, saved.numbers
@@ -124,7 +124,7 @@ class StageGraphs:
     def _replayed(
         self, saved: SavedValues, key: Any, kind: Any, parameters: Mapping[int, Tensor], backward: Backward
     ) -> tuple[Sequence[Tensor | None], Values] | None:
-        """Run a kernel's graph, which is recorded if there is none. Returns None if there can be none."""
+        """Run a kernel's graph, and record it first if needed. Returns None if it cannot be recorded."""
         graphs, arrived = saved.graphs, {name: saved.values[name] for name in saved.arrived}
         if graphs is None or key in self._refused:
             return None

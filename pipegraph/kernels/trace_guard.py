@@ -70,7 +70,7 @@ def module_signature(module: nn.Module) -> tuple[Any, ...]:
 
 
 def value_signature(value: Any) -> Any:
-    """The signature of an attribute or an argument that is no tensor."""
+    """The signature of an attribute or an argument that is not a tensor."""
     return _of_value(value, _Numbers())
 
 
@@ -145,11 +145,14 @@ def _of_cell(cell: types.CellType, numbers: _Numbers) -> Any:
 
 @contextmanager
 def unchanged(objects: Iterable[Any]) -> Iterator[None]:
-    """Put the attributes of objects and the items of containers back afterwards, and raise RuntimeError if any changed,
-    or MadeWhenCalled if tensors came where there was nothing, and that is all.
+    """Restore the attributes of objects and the items of containers afterwards, and raise an error if any changed.
 
-    A traced graph would not make the change again, and a tensor that tracing leaves there has no memory. Containers in
-    attributes of modules and in containers count too.
+    A traced graph would not make the change again, and a tensor that tracing leaves there is a fake tensor. Containers
+    in attributes of modules and in containers count too.
+
+    Raises:
+        RuntimeError: an attribute or item changed.
+        MadeWhenCalled: all that changed are attributes or items that were None or missing, and are tensors now.
     """
     contents: dict[int, _Content] = {}  # by identity of the container
     for owner in objects:
@@ -191,7 +194,7 @@ class _Content(NamedTuple):
     only: frozenset[str] | None = None
 
     def changes(self) -> list[str]:
-        """The names of items that are other objects now. An equal number is no change."""
+        """The names of items that are other objects now. An equal number does not count as a change."""
         now, previous = _items(self.container), _items(self.copy)
         keys = self.only if self.only is not None else dict.fromkeys((*now, *previous))
         return [
@@ -202,7 +205,7 @@ class _Content(NamedTuple):
         ]
 
     def new_tensor_names(self) -> list[str]:
-        """The names of items that are tensors now, and were none before."""
+        """The names of items that are tensors now, and were None or missing before."""
         now, previous = _items(self.container), _items(self.copy)
         keys = now if self.only is None else self.only & now.keys()
         return (
@@ -305,8 +308,10 @@ def _obstacle(modules: Sequence[nn.Module], state: Sequence[Tensor]) -> str | No
 
 
 def _check_plain(tensor: Tensor) -> None:
-    """Raise RuntimeError if a tensor has a class of its own or a hook: graphs hold plain tensors, and only autograd
-    calls hooks of parameters."""
+    """Raise RuntimeError if a tensor has another class or a hook.
+
+    Graphs hold plain tensors, and only autograd calls hooks of parameters.
+    """
     if type(local(tensor)) not in (Tensor, nn.Parameter, nn.Buffer):
         raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
     if internals.has_hooks(tensor):

@@ -33,10 +33,10 @@ class TracedKernels:
     """F, I, W and B as pure functions of the stage's tensors.
 
     A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype, autocast, or the identity of
-    its modules, parameters or buffers changes; a stage includes the loss behind it. It is also traced for the first two
+    its modules, parameters or buffers changes; a stage includes the loss after it. It is also traced for the first two
     shapes of its inputs, and then once for all others, with symbols for sizes. After `retrace` everything is traced
-    again. What cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; if `strict`,
-    PipegraphError is raised. With `recorder`, traced kernels are recorded as CUDA graphs.
+    again. Code that cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; with
+    `strict`, PipegraphError is raised. With `recorder`, traced kernels are recorded as CUDA graphs.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TracedKernels:
 
     @property
     def by_kind(self) -> list[ShapeVariants]:
-        """The variants by what they differ in besides sizes."""
+        """The variants in groups: those of one group differ in sizes only."""
         return list(self._variants.values())
 
     @property

@@ -4,7 +4,7 @@ Package                    the folder: open, edited, missing, damaged, check_wei
  └── Manifest              the JSON, key for key
       ├── values: Value    what crosses a boundary, for one microbatch
       ├── stages: StageEntry, each with a StageCost
-      └── plan: PlanEntry  where it was cut, with the Prediction of a step
+      └── plan: PlanEntry  the split points, with the Prediction of a step
 """
 
 from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder

@@ -92,7 +92,7 @@ class Package:
                 return cls(folder, manifest, identity)
 
     def edited(self) -> tuple[str, ...]:
-        """The generated files whose content is no longer what was written."""
+        """The generated files whose content differs from the written one."""
         written = sorted(self.manifest.files.items())
         present = ((name, entry) for name, entry in written if (self.path / name).is_file())
         return tuple(name for name, entry in present if ListedFile.read(self.path / name).digest != entry.digest)
@@ -103,7 +103,7 @@ class Package:
         return tuple(sorted(name for name in listed if not (self.path / name).is_file()))
 
     def damaged(self) -> tuple[str, ...]:
-        """The shards of weights whose content is no longer what was written. All of them are read."""
+        """The shards of weights whose content differs from the written one. Reads all shards."""
         return tuple(problems_of(self.path, self.manifest.shards))
 
     def check_whole(self, damaged: Sequence[str] = ()) -> None:
@@ -278,7 +278,7 @@ def _check_stage(stage: object, device: str) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """What a folder is known by, whatever its name; None if there is none."""
+    """Return the device and inode of a folder, which do not depend on its name; None if it does not exist."""
     try:
         status = folder.stat()
     except OSError:
@@ -291,7 +291,7 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
     saved = "the folder that save_pretrained writes"
     folder, single = require_path(path, "A checkpoint is given by its folder", saved, PackageError), "model.safetensors"
     if not folder.is_dir():
-        raise PackageError(f"{folder} is no folder with a checkpoint.\nTry: {saved}.")
+        raise PackageError(f"{folder} is not a folder with a checkpoint.\nTry: {saved}.")
     if not any((folder / name).is_file() for name in (WEIGHTS_INDEX, single)):
         names = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
         raise PackageError(
@@ -309,4 +309,4 @@ def first_unlisted(file: Path, listed: Container[str]) -> str | None:
         with safe_open(file, framework="pt") as opened:
             return next((name for name in opened.keys() if name not in listed), None)  # noqa: SIM118
     except (SafetensorError, OSError):
-        return None  # whoever reads the tensors says what is wrong
+        return None  # the code that reads the tensors reports the error

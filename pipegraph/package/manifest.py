@@ -181,12 +181,12 @@ def leaves(structure: Nested) -> Iterator[str | None]:
 
 
 def path_problem(path: str) -> str:
-    """What keeps a path from naming a file of the folder that it is relative to, on any system; empty if nothing."""
+    """Return why a path cannot name a file of the folder that it is relative to, on any system; empty if it can."""
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or "\\" in path or ":" in path:
         return f"the path {clipped(repr(path))} leaves the package's folder"
     if "\0" in path or any(len(part.encode(errors="surrogatepass")) > _LONGEST_NAME for part in pure.parts):
-        return f"{clipped(repr(path))} is no name of a file: it has a null character, or too many"
+        return f"{clipped(repr(path))} is not a file name: it has a null character, or too many characters"
     return ""
 
 
@@ -253,7 +253,7 @@ def _problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
                 yield f"{place}.inputs", f"{name!r} ({values[name]}) does not reach stage {stage.index}"
     outputs_by_mode = {"outputs": manifest.outputs, "evaluation_outputs": manifest.evaluation_outputs}
     places = {place for name, nested in outputs_by_mode.items() for place, _ in sequences(nested, name)}
-    yield from (("lists", f"{place!r} is no list of the outputs") for place in manifest.lists if place not in places)
+    yield from (("lists", f"{place!r} is not a list in the outputs") for place in manifest.lists if place not in places)
     for condition in manifest.conditions:
         try:
             if not holds(condition, manifest.captured_sizes):

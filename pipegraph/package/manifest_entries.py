@@ -85,20 +85,20 @@ class Buffer(Entry, frozen=True):
 
 
 class StageCost(Entry, frozen=True):
-    """The cost of one microbatch on one stage; None if that is not known.
+    """The cost of one microbatch on one stage; None for unknown values.
 
     Attributes:
-        flops: floating-point operations of the forward; the backward takes about twice as many.
+        flops: floating-point operations of the forward; the backward takes about twice this number.
         parameters: elements of the stage's parameters, a tied weight counted once.
-        parameter_bytes: their size.
-        trained_bytes: of them, those of parameters that have a gradient.
-        added_bytes: of these, those of parameters whose gradients are made before they are added; None for all.
+        parameter_bytes: the size of the parameters.
+        trained_bytes: the size of the parameters that have a gradient.
+        added_bytes: the part of ``trained_bytes`` whose gradients are made before they are added; None for all.
         buffer_bytes: buffers and constants.
-        input_bytes, output_bytes: what the stage receives from other stages and sends to them.
+        input_bytes, output_bytes: bytes that the stage receives from other stages and sends to them.
         saved_bytes: activations that F keeps for the backward.
-        weight_saved_bytes: what is kept from the end of I to that of W.
-        offloaded_bytes: of ``saved_bytes``, those that wait in CPU memory; None for none.
-        transient_bytes: what F, I, W and B need while they run, as `pipegraph.cost.TransientBytes` counts it.
+        weight_saved_bytes: values kept from the end of I to the end of W.
+        offloaded_bytes: the part of ``saved_bytes`` that waits in CPU memory; None for 0.
+        transient_bytes: memory that F, I, W and B need while they run, as `pipegraph.cost.TransientBytes` counts it.
         forward, input_grad, weight_grad: predicted seconds of F, I and W.
     """
 
@@ -134,10 +134,10 @@ class StageEntry(Entry, frozen=True, rename={"class_name": "class"}):
     """One stage: `module` is its file without `.py`; `inputs` and `outputs` name values in the order of its forward.
 
     Attributes:
-        untrained: trainable parameters that the model does not train, or not with every loss; UNSET if there are none.
-        draws: module of the stage → the names of the random numbers that it draws in training, in order, for those
-            that are not called after this module alone, from 0 on: ``{"layers.4": ["layers.4#1"]}`` has the second one
-            of a layer that is cut behind the first. UNSET if there are none.
+        untrained: trainable parameters that the model does not train, or not with every loss; UNSET if empty.
+        draws: module of the stage → the names of the random numbers that it draws in training, in order. Modules with
+            only their own names, numbered from 0, are left out: ``{"layers.4": ["layers.4#1"]}`` has the second random
+            number of a layer that is cut after the first. UNSET if empty.
     """
 
     index: Count

@@ -15,7 +15,7 @@ from pipegraph.recompute import describe_stages, parse_stages
 from pipegraph.units import format_bytes, format_count, format_number_of, format_percent, format_seconds
 
 SMALLEST, LARGEST = 0.01, 100.0
-"""A profile whose predictions are further off is none of that device."""
+"""The limits of measured ratios: a profile with ratios outside them belongs to another device."""
 
 Ratio = Annotated[float, Meta(ge=SMALLEST, le=LARGEST)]
 
@@ -72,8 +72,8 @@ class Cut(Entry, frozen=True):
     Attributes:
         point: the split point that starts a stage there.
         boundary_bytes: bytes that cross the cut per microbatch.
-        earlier, later: the next places for it; None if a stage would be empty.
-        reason: why it is where it is.
+        earlier, later: the next places for the cut; None if a stage would be empty.
+        reason: why the cut is at this place.
     """
 
     point: Name
@@ -87,23 +87,24 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     """The predicted time and memory of a plan.
 
     Attributes:
-        balance, hardware: how it was priced.
+        balance, hardware: how the plan was priced.
         recompute: what backwards compute again, as `pipegraph.recompute.parse_stages` takes it.
-        unit: of times and ``value``: s, or what is balanced instead.
+        unit: the unit of times and ``value``: s, or that of the balanced quantity.
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
         value: of a step or, for a unit other than seconds, of the largest stage.
-        places: how many there are to cut at, of which all were looked at.
-        lower_bound: no other cuts at these places have less, as far as segments add up to stages; None if the cuts were
-            given.
+        places: the number of places for a cut; all of them were considered.
+        lower_bound: no cuts at these places have a lower value, as far as segments add up to stages; None if the cuts
+            were given.
         memory: bytes that each rank needs.
-        transient: of them, those that it needs only while F, I, W or B runs; empty in plans of before it was counted.
-        cuts: between stages.
-        mesh: the dimensions of the mesh besides the pipeline's, by name; empty for one pipeline. ``value`` counts what
-            their collectives take.
-        resident: how many stages of a rank are whole at a time, if ranks along dp_shard divide their parameters; None
-            for all.
-        stages: of each stage; empty in a manifest, where the entries of stages hold it.
-        measured_ratio: of the hardware, as it was when this was priced.
+        transient: the part of ``memory`` that a rank needs only while F, I, W or B runs; empty in plans from before
+            it was counted.
+        cuts: the cuts between stages.
+        mesh: the dimensions of the mesh other than the pipeline's, by name; empty for one pipeline. ``value`` includes
+            the time of their collectives.
+        resident: the number of stages of a rank that are whole at a time, if ranks along dp_shard divide their
+            parameters; None for all.
+        stages: the prediction of each stage; empty in a manifest, whose entries of stages hold it.
+        measured_ratio: the measured ratio of the hardware when the plan was priced.
     """
 
     balance: Text
@@ -174,7 +175,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         return structs.replace(self, cuts=tuple(cuts))
 
     def reason(self, number: int) -> str:
-        """Why a cut is where it is: ``stages 0 and 1 take 3.1 ms and 3.2 ms; 2.0 MiB cross; …``."""
+        """Return why a cut is at its place: ``stages 0 and 1 take 3.1 ms and 3.2 ms; 2.0 MiB cross; …``."""
         cut, upstream, downstream = self.cuts[number], self.stages[number], self.stages[number + 1]
         words = [
             f"stages {number} and {number + 1} take {self.amount(upstream.total)} and {self.amount(downstream.total)}",
@@ -226,7 +227,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
 
 
 def mesh_text(ranks: int, mesh: Mapping[str, int], resident: int | None = None) -> str:
-    """Return the dimensions of a mesh with a pipeline of so many ranks, without those of one; empty for a pipeline."""
+    """Return the dimensions of a mesh with a pipeline of ``ranks``, without those of one rank; empty for a pipeline."""
     dimensions = [f"{name} {length}" for name, length in mesh.items() if length > 1]
     suffix = "" if resident is None else f", with {format_number_of('stage', resident)} of a rank whole at a time"
     return f"{' × '.join([f'pp {ranks}', *dimensions])}{suffix}" if dimensions else ""

@@ -15,7 +15,7 @@ from pipegraph.errors import PackageError, nearest
 from pipegraph.package.json_file import Count, Entry
 
 LONGEST_EXPRESSION: Final = 1000
-"""Characters. A sum of so many is nested as deep as Python's own limit lets functions call each other."""
+"""Characters. A sum of this length is nested as deep as Python's recursion limit allows."""
 
 Dimension = Count | Annotated[str, Meta(min_length=1, max_length=LONGEST_EXPRESSION)]
 """A number, or an expression of sizes: ``"seq // 4"``."""
@@ -68,28 +68,28 @@ def evaluate(dimension: int | str, sizes: Mapping[str, int]) -> int:
         sizes: name → number.
 
     Raises:
-        PackageError: it is no such expression, or names a size that is not among ``sizes``.
+        PackageError: it is not such an expression, or names a size that is not among ``sizes``.
     """
     if isinstance(dimension, int):
         return dimension
     try:
         number = _evaluate(ast.parse(dimension.strip(), mode="eval").body, sizes)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        raise PackageError(f'"{dimension}" is no expression of sizes') from None
+        raise PackageError(f'"{dimension}" is not an expression of sizes') from None
     if number < 0 or not isinstance(number, int):
         raise PackageError(f'"{dimension}" is {number} with {dict(sizes)}')
     return number
 
 
 def holds(condition: str, sizes: Mapping[str, int]) -> bool:
-    """Return whether a condition holds. Raises PackageError if it is none, or names an unknown size."""
+    """Return whether a condition holds. Raises PackageError if it is not a comparison, or names an unknown size."""
     try:
         match ast.parse(condition.strip(), mode="eval").body:
             case ast.Compare(left=left_operand, ops=[how], comparators=[right]) if type(how) in _COMPARISONS:
                 return _COMPARISONS[type(how)](_evaluate(left_operand, sizes), _evaluate(right, sizes))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         pass
-    raise PackageError(f'"{condition}" is no comparison of sizes')
+    raise PackageError(f'"{condition}" is not a comparison of sizes')
 
 
 def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> float:

@@ -1,4 +1,4 @@
-"""A folder that is written beside its place and takes it in one moment: readers find the old one or the new one."""
+"""Writes a folder next to its final place and moves it there at once: readers find the old folder or the new one."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _AT_FDCWD, _SWAP = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
 
 @contextmanager
 def staged_folder(folder: Path, check: Callable[[], None]) -> Iterator[Path]:
-    """Yield a new folder next to ``folder``, which takes its place at the end. An error leaves nothing behind.
+    """Yield a new folder next to ``folder``, which replaces it at the end. After an error the new folder is removed.
 
-    Of two that write at once, the second one replaces the first one's folder, if ``check`` allows it.
+    If two callers write at the same time, the second one replaces the folder of the first, if ``check`` allows it.
 
     Args:
-        folder: the place. What is there is removed at the end.
-        check: raises if what is there by then must not be replaced.
+        folder: the final place. A folder that is there is removed at the end.
+        check: raises if the folder that is there at the end must not be replaced.
 
     Raises:
-        PackageError: nothing can be written there, or the disk is full.
+        PackageError: the folder cannot be written, or the disk is full.
     """
     folder = Path(os.path.realpath(folder))  # a link to it stays
     above = existing_parent(folder)
@@ -126,7 +126,7 @@ def replace_folder(folder: Path, staging: Path) -> None:
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)
     elif not _swap(folder, staging):
-        # This file system cannot swap two folders: for a moment there is none.
+        # This file system cannot swap two folders: for a moment no folder is there.
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         folder.rename(old / "old")
         try:

@@ -36,8 +36,8 @@ def write_tensor_index(
 
     Args:
         files: name of each tensor → the file that holds it.
-        total_bytes: of all tensors.
-        metadata: what is said of them beside their size.
+        total_bytes: the size of all tensors.
+        metadata: more entries to store next to the total size.
     """
     index = {"metadata": {"total_size": total_bytes, **(metadata or {})}, "weight_map": dict(files)}
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")

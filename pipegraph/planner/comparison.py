@@ -17,9 +17,9 @@ from pipegraph.schedule.recipes import RECIPES, find_recipe, names
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
 SAME_MEMORY = 0.01
-"""Plans whose memory differs by less than this part need as much."""
+"""Plans whose memory differs by less than this fraction count as equal in memory."""
 SAME_TIME = 0.002
-"""Plans whose times differ by less than this part are as fast."""
+"""Plans whose times differ by less than this fraction count as equally fast."""
 
 # By which part the figures of a plan may change when its cuts are searched for. From the first estimate on: by a
 # segment's part of a stage, and at least _LEAST_CHANGE; by anything if that is more than _LARGEST_CHANGE. From the
@@ -27,7 +27,7 @@ SAME_TIME = 0.002
 _LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
 _LOW_EFFORT = 0.05
 _COMPARED = tuple(choice for choice in CHOICES if choice != OFFLOAD)
-_MANY_STAGES = 32  # 4 stages on a rank are compared by default if they are no more than so many in all
+_MANY_STAGES = 32  # 4 stages on a rank are compared by default if the total is at most this number
 _CLOSEST = 3  # plans whose estimates do not fit that are searched all the same
 
 
@@ -67,21 +67,22 @@ def candidates(
     chunks: Sequence[int] | None = None,
     recompute: Sequence[str] = _COMPARED,
 ) -> tuple[PlanCandidate, ...]:
-    """Return the plans to compare for so many ranks.
+    """Return the plans to compare for a number of ranks.
 
     Args:
-        ranks: that hold the stages.
+        ranks: the number of ranks that hold the stages.
         schedules: names; by default every schedule with a backward.
         microbatches: of a step; by default 2 and 4 for each rank.
         chunks: stages on a rank, for schedules that can have any number of them; by default the schedule's own (1 or
             2), and 4 if that makes no more than 32 stages.
-        recompute: what backwards compute again, as text: for all stages; for each stage of plans that have as many;
-            or "auto" for the best choice of each. By default every choice that needs no link to CPU memory.
+        recompute: what backwards recompute, as text: one choice for all stages; one for each stage, for plans with this
+            number of stages; or "auto" for the best choice of each stage. By default every choice that needs no link
+            to CPU memory.
 
     Raises:
         ScheduleError: an unknown schedule.
-        ArgumentError: an unknown recompute, or no schedule can have so many stages on a rank, or as many as one that
-            has a choice for each.
+        ArgumentError: an unknown recompute; no schedule can have this number of stages on a rank; or a recompute is for
+            a number of stages that no plan has.
     """
     for text in recompute:
         check_text(text)
@@ -107,7 +108,7 @@ def candidates(
         if stages > 1 and all(plan.recompute != text for plan in plans):
             raise ArgumentError(
                 f"{argument('recompute', text)} has a choice for each of {stages} stages, and no plan that is compared "
-                f"has as many on {format_number_of('rank', ranks)}.\nTry: one for each stage, or one for all."
+                f"has that number on {format_number_of('rank', ranks)}.\nTry: one for each stage, or one for all."
             )
     if not plans:
         several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
@@ -211,9 +212,9 @@ def _possible_change(costs: Sequence[SegmentCost], stages: int) -> float:
 
 
 def _competitive(choices: Sequence[CutChoice], memory: float, margin: float) -> list[CutChoice]:
-    """Return the choices that no fitting one beats by so much in time or memory.
+    """Return the choices without those that a fitting choice beats by ``margin`` in time or memory.
 
-    A faster one may need a little more memory, as in `pareto_front`.
+    A faster choice may need a little more memory, as in `pareto_front`.
     """
 
     def beats(rival: CutChoice, plan: CutChoice) -> bool:

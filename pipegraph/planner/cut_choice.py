@@ -84,7 +84,7 @@ class CutChoice:
         return self.costs.priced.chain.points(self.cuts)
 
     def predict(self) -> Prediction:
-        """Return what these cuts are expected to take, and why each is where it is."""
+        """Return the prediction for these cuts, with the reason for the position of each cut."""
         stages, options = self.costs.stages(self.cuts), self.options
         times, chain = stage_times(stages, self.schedule, options.link), self.costs.priced.chain
         figures = zip(times.forward, times.input_grad, times.weight_grad, strict=True)
@@ -130,7 +130,7 @@ class CutChoice:
         return prediction.with_reasons()
 
     def shift(self, number: int, step: int) -> CutChoice | None:
-        """Return the choice with one cut so many segments later; None if a stage would be empty."""
+        """Return the choice with one cut moved by ``step`` segments; None if a stage would be empty."""
         edges, place = [0, *self.cuts, len(self.costs.segments)], self.cuts[number] + step
         if not edges[number] < place < edges[number + 2]:
             return None
@@ -149,10 +149,11 @@ def rounded(figure: float) -> float:
 
 
 def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoice:
-    """Choose the best cuts into so many stages.
+    """Choose the best cuts into ``stages`` stages.
 
     `solve` adds up segments. Of the cuts that it finds, those with the best exact value are chosen. If none of them
-    fits the memory exactly, because two stages hold a tied weight, say, `solve` is asked again with less memory.
+    fits the memory exactly, for example because two stages hold a tied weight, `solve` is called again with less
+    memory.
 
     Raises:
         MemoryShortage: no cuts fit.

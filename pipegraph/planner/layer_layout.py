@@ -37,7 +37,7 @@ def parse_layout(text: str) -> list[str]:
     """Return the layers of each stage: ``["Ettt", "tt", "L"]`` for ``Et*3|tt|L``.
 
     Raises:
-        PlanError: it is no layout, or a stage has no layer.
+        PlanError: the text is not a layout, or a stage has no layer.
     """
     letters = re.sub(r"[\s,]", "", text)
     for pattern in (_SEVERAL, _REPEATED_LETTER):
@@ -68,7 +68,7 @@ class _LayerRow(NamedTuple):
     Attributes:
         layers: two or more.
         has_embedding: whether anything runs before them.
-        next_segment: the first segment behind them; None if nothing runs there.
+        next_segment: the first segment after them; None if nothing runs after them.
     """
 
     layers: Sequence[Segment]
@@ -202,7 +202,7 @@ def _described(letters: str) -> str:
 
 
 def _even(letters: str, stages: int) -> str:
-    """Return a layout of these layers with as many of them in each stage as possible."""
+    """Return a layout that divides these layers between the stages as evenly as possible."""
     layers = letters.count(LAYER)
     prefix, suffix = letters.partition(LAYER)[0], letters.rpartition(LAYER)[2]
     count = max(1, min(stages, layers))

@@ -1,4 +1,4 @@
-"""``plan``: cut a model into stages, at given points or where it is best."""
+"""``plan``: cut a model into stages, at given points or at the best ones."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes, format_number_of
 
 # ---- point arguments -------------------------------------------------------------------------------------------------
-# Where to cut, as users say it: names of modules, Megatron's layouts, so many stages of equally many segments.
+# Split points as users specify them: names of modules, Megatron's layouts, or stages with equal numbers of segments.
 
 
 def parse_points(captured: Captured, points: Sequence[str | Point] | Mapping[str, Enum] | str) -> tuple[Point, ...]:
-    """Return the points that are given as names, as a layout of Megatron's, or with torch's sides by name.
+    """Return the points that are given as names, as Megatron's layout, or as names with torch's sides.
 
     Raises:
-        PlanError: a string that is no layout; an unknown side.
-        ArgumentError: something of another type.
+        PlanError: a string that is not a layout; an unknown side.
+        ArgumentError: an argument of another type.
     """
     if isinstance(points, Mapping):
         return tuple(replace(_without_side(fqn), side=_side(fqn, side)) for fqn, side in points.items())
@@ -69,7 +69,7 @@ def _without_side(fqn: str) -> Point:
 
 
 def _side(fqn: str, side: object) -> SplitPoint:
-    """The side of a point by its name, because torch has an enumeration of its own with the same names."""
+    """Return the side of a point by its name, because torch has another enumeration with the same names."""
     name = str(getattr(side, "name", ""))
     if name not in SplitPoint.__members__:
         raise PlanError(f"points[{fqn!r}] is {side!r}.\nTry: SplitPoint.BEGINNING or SplitPoint.END.")
@@ -210,36 +210,37 @@ def plan(
     Args:
         captured: from :func:`pipegraph.capture`.
         points: FQNs that start a stage, in the model's order (``layers.4``; ``layers.3:end`` starts one after that
-            module); FQN → ``SplitPoint``, ours or that of ``torch.distributed.pipelining``; or Megatron's layout of the
-            stages, ``Et*3|(tt|)*4,L`` (`pipegraph.planner.layer_layout`). If neither they nor
-            ``stages`` are given, the model's own calls of ``pipe_split()`` are taken. What a step takes is predicted
+            module); FQN → ``SplitPoint`` of pipegraph or of ``torch.distributed.pipelining``; or Megatron's layout of
+            the stages, ``Et*3|(tt|)*4,L`` (`pipegraph.planner.layer_layout`). If neither ``points`` nor ``stages`` is
+            given, the model is cut at its own calls of ``pipe_split()``. The time and memory of a step are predicted
             if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
-        stages: cut into this many stages instead, where it is best.
-        balance: what is balanced. ``time`` (the default), ``measured`` and ``auto`` make the time of a step the least,
-            by a roofline of the hardware, as the segments run here, or as the layers that can be run within a quarter
-            of a minute do, and the rest by the roofline; ``auto`` is ``time`` if the hardware is not here. ``flops``,
-            ``parameters``, ``memory`` and ``type:REGEX`` (layers whose class name matches) make the largest stage the
-            smallest. ``uniform`` makes equal numbers of segments; what a step takes is predicted as for ``points``.
-        schedule: a name, or a schedule of so many stages; "1f1b" by default.
+        stages: cut into this number of stages instead, at the best points.
+        balance: what is balanced. ``time`` (the default), ``measured`` and ``auto`` minimize the time of a step.
+            ``time`` predicts it by a roofline of the hardware; ``measured`` runs the segments here; ``auto`` runs the
+            layers that can be run within a quarter of a minute, and uses the roofline for the rest, or for everything
+            if the hardware is not here. ``flops``, ``parameters``, ``memory`` and ``type:REGEX`` (layers whose class
+            name matches) minimize the largest stage. ``uniform`` makes equal numbers of segments; a step is predicted
+            as for ``points``.
+        schedule: a name, or a schedule with this number of stages; "1f1b" by default.
         microbatches: of a step; 8 by default.
         ranks: for schedules that can have any number of stages on a rank.
-        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. Activations, parameters,
+        memory_bytes: the memory of each rank: one number or size ("80GiB"), or one per rank. Activations, parameters,
             buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
         hardware: a profile, its name or its file; ``cpu`` by default.
         recompute: "none", "min-cut" (the default), "block" or "offload"; such a choice for patterns of module names; or
-            a sequence with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses for
-            each stage, together with the cuts if they are not given, what makes a step the shortest in the memory there
-            is.
+            a sequence with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses one
+            for each stage, together with the cuts if they are not given, so that a step that fits the memory is the
+            shortest.
         loss: (function of output and target, target); by default the mean square of the outputs.
         state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
         effort: how long the search continues; 1 is a few seconds.
         setting, cache: for ``measured`` and ``auto``; see `pipegraph.cost.price.price`.
-        relay_skips: whether a value for a later stage than the next one is handed on by those in between, as torch's
-            ``PipelineStage`` needs it, in place of being sent straight there. What a step takes is predicted without.
+        relay_skips: whether a value for a later stage than the next one is sent through the stages in between, as
+            torch's ``PipelineStage`` needs it, instead of directly. Predictions of a step do not include this.
         memory: another name of ``memory_bytes``.
 
     Raises:
-        ArgumentError: an argument has a value that it cannot have for any model.
+        ArgumentError: an argument has a value that is invalid for every model.
         PlanError: a point is unknown, out of order, duplicate or cuts nothing; more stages than segments; neither or
             both of ``points`` and ``stages``; or a `MemoryShortage`: no cuts fit into the memory.
         ScheduleError: an unknown schedule, or one that cannot have these numbers.
@@ -294,7 +295,7 @@ def plan(
 def _check_types(
     captured: object, schedule: object, hardware: object, loss: object, setting: object, cache: object
 ) -> None:
-    """Raise ArgumentError for what is of no type that `plan` takes. `PlanOptions` checks the numbers."""
+    """Raise ArgumentError if an argument of `plan` has a wrong type. `PlanOptions` checks the numbers."""
     example = 'captured = pipegraph.capture(model, args=(tokens,)); pipegraph.plan(captured, points=["layers.4"])'
     require_type(captured, Captured, "plan() takes what pipegraph.capture returns", example)
     kinds = (str, Schedule, NoneType)
@@ -309,7 +310,7 @@ def _check_types(
 
 
 def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: bool) -> Plan:
-    """Cut a model into so many stages, where it is best. What is computed again is chosen too if ``is_auto``."""
+    """Cut a model into ``stages`` stages at the best points. If ``is_auto``, the recompute of each is chosen too."""
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
     if is_auto or isinstance(options.recompute, tuple):

@@ -42,7 +42,7 @@ class ModelSummary(Entry, frozen=True, rename={"class_name": "class"}):
 
 
 class PlanFile(Prediction, frozen=True, kw_only=True):
-    """A plan for every model of this class with so many parameters and these inputs."""
+    """A plan for every model of this class with this number of parameters and these inputs."""
 
     schema_version: int = SCHEMA_VERSION
     model: ModelSummary

@@ -31,9 +31,9 @@ from pipegraph.units import bytes_option, format_bytes
 
 
 class ChainCosts:
-    """What the segments and stages of a priced model cost.
+    """The costs of the segments and stages of a priced model.
 
-    A figure that is no time, such as a number of parameters, is the same for F, I and W. It counts once, as F.
+    A figure that is not a time, such as a number of parameters, is the same for F, I and W. It counts once, as F.
     """
 
     def __init__(self, priced: PricedModel) -> None:
@@ -60,7 +60,7 @@ class ChainCosts:
 
 
 class StagedCosts(ChainCosts):
-    """What stages cost if each recomputes in a way of its own; ``of_stages`` has the costs of the chain for each."""
+    """The costs of stages if each has its own recompute; ``of_stages`` has the costs of the chain for each stage."""
 
     def __init__(self, of_stages: Sequence[ChainCosts]) -> None:
         super().__init__(of_stages[0].priced)
@@ -109,8 +109,8 @@ class PlanOptions:
         return describe_stages((self.recompute,) if isinstance(self.recompute, Recompute) else self.recompute)
 
     def on_ranks(self, ranks: int) -> PlanOptions:
-        """Return the same options for so many ranks: one is measured with the threads that `pipegraph run` gives it,
-        and ``auto`` is ``time`` if the device that the hardware is of is not here."""
+        """Return the same options for ``ranks`` ranks: a rank is measured with the threads that `pipegraph run` gives
+        it, and ``auto`` is ``time`` if the device of the hardware profile is not here."""
         setting = self.setting or MeasureOptions()
         balance = "time" if self.balance == AUTO and not is_at_hand(self.hardware, setting) else self.balance
         threads = setting.threads or threads_per_rank(ranks)
@@ -142,7 +142,7 @@ class PlanOptions:
         return max(memory) if isinstance(memory, Sequence) else memory
 
     def memory_of_ranks(self, ranks: int) -> tuple[float, ...]:
-        """Return the bytes of each of so many ranks; infinite without a limit."""
+        """Return the bytes of each of ``ranks`` ranks; infinite without a limit."""
         return memory_of_ranks(self.memory_bytes, ranks) or (math.inf,) * ranks
 
     def price(
@@ -179,7 +179,7 @@ class PlanOptions:
         return StagedCosts([costs[choice] for choice in self.recompute])
 
     def schedule_of(self, stages: int) -> Schedule:
-        """Return the schedule of so many stages. Raises as `resolve_schedule` does."""
+        """Return the schedule for ``stages`` stages. Raises as `resolve_schedule` does."""
         return resolve_schedule(self.schedule, stages, self.microbatches, None, self.ranks)
 
     def solve(self, costs: ChainCosts, stages: int, memory_bytes: float | Sequence[float] | None) -> Solution:

@@ -93,7 +93,7 @@ class RecomputeOptions:
         return cls(tuple(recompute), tuple(costs), uniform)
 
     def only(self, recompute: Collection[Recompute]) -> RecomputeOptions:
-        """Return the same without the choices that are none of these."""
+        """Return the same options with these choices only."""
         positions = [number for number, choice in enumerate(self.recompute) if choice in recompute]
         return RecomputeOptions(
             tuple(self.recompute[number] for number in positions),
@@ -205,13 +205,13 @@ def parse_recompute(captured: Captured, recompute: object, stages: int) -> Recom
 
 
 def choose_recompute(captured: Captured, options: PlanOptions, stages: int, is_auto: bool) -> CutChoice:
-    """Choose the best cuts if each stage recomputes in a way of its own: as given, or chosen too if ``is_auto``.
+    """Choose the best cuts if each stage has its own recompute: the given one, or a chosen one if ``is_auto``.
 
-    Raises as `RecomputeOptions.choose` does, and ArgumentError if no time is balanced.
+    Raises as `RecomputeOptions.choose` does, and ArgumentError if the balance is not a time.
     """
     if not options.timed:
         raise ArgumentError(
-            f"{argument('balance', options.balance)} weighs stages by no time, which recompute for each changes.\n"
+            f"{argument('balance', options.balance)} does not balance time, which a recompute for each stage changes.\n"
             f"Try: {argument('balance', 'time')}, or one recompute for all stages."
         )
     if is_auto or isinstance(options.recompute, Recompute):

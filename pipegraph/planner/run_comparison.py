@@ -16,7 +16,7 @@ from pipegraph.schedule import CollectiveKind, Kind, Schedule
 from pipegraph.units import format_factor
 
 _LARGE_ERROR = 0.3
-"""If all stages together take so much more or less than predicted, as a part of the prediction, a hint says so."""
+"""If the time of all stages together differs by more than this fraction of the prediction, a hint says so."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
 
 
 def _part_of(cost: SegmentCost, part: float) -> SegmentCost:
-    """Return the cost of a stage of whose parameters a rank has a part."""
+    """Return the cost of a stage if a rank has only a part of its parameters."""
 
     def of_rank(figure: int | None) -> int | None:
         return None if figure is None else math.ceil(figure * part)

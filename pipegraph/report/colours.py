@@ -2,8 +2,8 @@
 
 If ranks hold several stages, each kind has a dark tone for a rank's first stage and a light tone for its last; else it
 has one tone. The tones stay apart for the common kinds of colour blindness: by 19 or more of CIE Lab's units (28 if
-there is one each) as simulated by Machado et al. (2009). Text on them is white or black, whichever reads better, on
-light and dark terminals alike.
+there is one each) as simulated by Machado et al. (2009). Text on them is white or black, the one that is easier to
+read, on light and dark terminals alike.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def marks(kind: Kind, fill: str) -> Marks:
 
 
 def ink(background: str) -> str:
-    """Return white or black, whichever has the larger contrast (WCAG 2) with ``#rrggbb``."""
+    """Return white or black, the one with the larger contrast (WCAG 2) with ``#rrggbb``."""
     linear = [
         value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
         for value in (channel / 255 for channel in _channels(background))

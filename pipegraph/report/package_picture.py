@@ -43,7 +43,7 @@ _BADGE, _BADGE_EDGE, _BADGE_INK = "#e2e8f0", "#94a3b8", "#1e293b"  # of a rank: 
 
 SAME_RANK = "same rank, no transfer"
 EQUAL_TIMES = "No times are known: this is drawn as if F, I and W took the same time on every stage."
-_SMALLEST = 0.8  # of a timeline, beside its own size; a smaller one has a picture of its own
+_SMALLEST = 0.8  # of a timeline, relative to its full size; a smaller one gets a separate picture
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def package_picture(package: Package, schedule: Schedule) -> PackagePicture:
         shapes += drawing.moved(_MARGIN, y, factor)
         y += drawing.height * factor + _BETWEEN
     if scale < _SMALLEST:
-        shapes.append(Label(_MARGIN, y - _BETWEEN / 2, "The schedule over time is in a picture of its own.", fill=GREY))
+        shapes.append(Label(_MARGIN, y - _BETWEEN / 2, "The schedule over time is in a separate picture.", fill=GREY))
         y += _BETWEEN / 2
     elif not simulated.in_seconds:
         shapes.append(Label(_MARGIN + 80, y - _BETWEEN, EQUAL_TIMES, fill=GREY))
@@ -212,7 +212,7 @@ def _arrow(left_edge: float, to: int, values: Sequence[Value], note: str, stays:
     total, back = sum(map(bytes_of, values)), sum(bytes_of(value) for value in values if value.requires_grad)
     amount = format_bytes(total)
     if first.producer != CALLER and back and first.consumers and not stays:
-        amount += f", {'as much' if back == total else format_bytes(back)} back"
+        amount += f", {'the same' if back == total else format_bytes(back)} back"
     name, shape = clip(first.name, 20), clip(first.type_text, 30)
     lead = f"{SAME_RANK}  ·  {name}" if stays else name
     text = f"{remainder if stays else f'  {shape}{remainder}'}  ·  {amount}{f', {note}' if note else ''}"

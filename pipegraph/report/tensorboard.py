@@ -44,11 +44,11 @@ class TensorBoardWriter:
 
     Scalars, by step: ``loss``, ``bubble``, ``time/step`` and ``time/step_predicted``, ``time/iteration`` (with the
     optimizer), ``throughput/samples_per_second`` and ``throughput/tokens_per_second`` of whole iterations and of all
-    data-parallel ranks, ``rank_00/time/forward`` and so on for each of `PARTS`, ``rank_00/time/collectives`` beside
-    them in a mesh whose schedule has them, ``rank_00/memory/peak_MiB``; a rank has its number in the mesh. With all
-    ranks in one process there is one ``memory/peak_MiB``, and no bubble. The first step compiles, and would set the
-    scale of all others: its times have tags of their own, ``first_step/step`` and ``first_step/iteration``, and its
-    other figures that depend on time are left out. Text: ``plan``. Images: ``timeline/predicted`` and
+    data-parallel ranks, ``rank_00/time/forward`` and so on for each of `PARTS`, also ``rank_00/time/collectives`` in a
+    mesh whose schedule has collectives, ``rank_00/memory/peak_MiB``; a rank has its number in the mesh. With all ranks
+    in one process there is one ``memory/peak_MiB``, and no bubble. The first step compiles, and would set the scale of
+    all other steps: its times have separate tags, ``first_step/step`` and ``first_step/iteration``, and its other
+    figures that depend on time are left out. Text: ``plan``. Images: ``timeline/predicted`` and
     ``timeline/measured``, of a mesh's first pipeline. Hyper-parameters: the schedule, sizes, the mesh, the model,
     kernels, recompute and device.
     """
@@ -96,7 +96,7 @@ class TensorBoardWriter:
         self._writer.add_image(f"timeline/{tag}", np.asarray(image), step, dataformats="HWC")
 
     def _add_settings(self, settings: dict[str, str | float], metrics: list[str]) -> None:
-        """Write hyper-parameters of this run. `SummaryWriter.add_hparams` would make a run of its own of them."""
+        """Write hyper-parameters of this run. `SummaryWriter.add_hparams` would write them as a separate run."""
         from torch.utils.tensorboard.summary import hparams
 
         file: Any = self._writer.file_writer

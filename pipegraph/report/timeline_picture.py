@@ -109,7 +109,7 @@ class _Lanes:
 
     @property
     def right(self) -> float:
-        """The width beside the lanes: of the most activations that each rank holds."""
+        """The width to the right of the lanes, for the largest number of activations that each rank holds."""
         return 16 if self.is_image else 64
 
     @cached_property

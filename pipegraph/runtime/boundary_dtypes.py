@@ -45,10 +45,10 @@ class NumberTransport(Protocol):
 
 
 class BoundaryDtypes:
-    """Finds the dtypes of what the stages of this process take and send, once for each state of autocast.
+    """Finds the dtypes of the values that the stages of this process take and send, once for each state of autocast.
 
     Args:
-        manifest: its dtypes are those of values without autocast, and of what is no float.
+        manifest: has the dtypes of values without autocast, and of values that are not floats.
         wiring: of all stages.
         stages: of this process.
         places: the rank of each stage.

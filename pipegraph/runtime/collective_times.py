@@ -1,4 +1,4 @@
-"""When the collectives of a step ran, for observers: on a CPU as gloo says, on a GPU by events of a stream beside it.
+"""The times of a step's collectives, for observers: from gloo on a CPU, from events of a separate stream on a GPU.
 
 UNSHARD   started ─ … ─ its last message has come ─┐
                         REDUCE_GRAD    started, waits │ ─ … ─ its last message has come
@@ -27,7 +27,7 @@ Sent = tuple[Work | CompositeWork, Message]
 
 @dataclass
 class _Started:
-    """A collective that was started; of each message that has come, when that was."""
+    """A collective that was started, and the times at which its messages arrived."""
 
     collective: Collective
     begin: Any
@@ -74,7 +74,7 @@ class CollectiveTimer:
             self._observer.collective(self._rank, span.collective, begin, end, [message for _, message in span.sent])
 
     def _now(self) -> Any:
-        """Seconds by the host's clock; on a GPU an event of the stream, behind what has been launched until now."""
+        """Return the CPU's time in seconds; on a GPU, an event of the stream after all work launched so far."""
         if self._stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

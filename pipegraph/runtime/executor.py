@@ -40,11 +40,11 @@ from pipegraph.schedule.action import BACKWARD
 class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
-    `observer`, if there is one, sees every action. `processes` has, for each rank of the schedule, the number by which
-    the transport knows it. `numbers` seeds the random numbers of each microbatch. `ties` adds up the
-    gradients of tied weights. `batch_loss` evaluates the loss of the whole batch, and `loss_check` looks at that of
-    each microbatch. `input_gradients` collects those of the caller's inputs. `collectives` does those of the schedule;
-    without it there are none.
+    `observer`, if there is one, sees every action. `processes` has the transport's number of each rank of the schedule.
+    `numbers` seeds the random numbers of each microbatch. `ties` adds up the gradients of tied weights. `batch_loss`
+    evaluates the loss of the whole batch, and `loss_check` checks the loss of each microbatch. `input_gradients`
+    collects the gradients of the caller's inputs. `collectives` runs the schedule's collectives; if it is None, the
+    executor runs no collectives.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Executor:
 
     @contextmanager
     def _preparing(self, stage: int) -> Iterator[None]:
-        """A context for what is done before the first action of a stage. Raises ActionFailed."""
+        """A context for the work before the first action of a stage. Raises ActionFailed."""
         try:
             yield
         except Exception as error:

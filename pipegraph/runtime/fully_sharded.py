@@ -50,7 +50,7 @@ class ShardedParameter:
         self._memory = local_tensor.untyped_storage()
         self._bytes = self._memory.nbytes()
         self.whole = nn.Parameter(rebuilt(local_tensor, parameter), requires_grad=parameter.requires_grad)
-        # With a version of its own: autograd would take the same values, gathered again, for a change of what it saved.
+        # `.data` has a separate version: autograd would take a second gather of the same values for an in-place change.
         self._local = local_tensor.data
         self.free()
 
@@ -70,7 +70,7 @@ class ShardedParameter:
 
     @property
     def local_whole(self) -> Tensor:
-        """The memory of `whole`: with tensor parallelism it is what this rank computes with."""
+        """The memory of `unsharded`: with tensor parallelism it is what this rank computes with."""
         return self._local
 
     def set_in_modules(self, is_whole: bool) -> None:

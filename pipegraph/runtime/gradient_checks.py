@@ -19,13 +19,13 @@ from pipegraph.runtime.processes.world import World, fingerprint
 from pipegraph.runtime.tensor_parallel import mesh_dimensions
 
 # ---- replicated gradients --------------------------------------------------------------------------------------------
-# Whether ranks along `tp` come to the same gradients of the parameters that each of them has whole.
+# Whether ranks along `tp` compute the same gradients of the parameters that each rank has whole.
 #
 # step 1   norms of all of them ────────▶ all ranks: equal, or refused; or 0, which says nothing
 # step 2   norms of those that had 0 ───▶ …
 # step 3   none is left: nothing is sent until something else is trained
 #
-# A gradient may be 0 at first: behind an output that is initialised with zeros, of an expert that got no token.
+# A gradient may be 0 at first: if a later layer is initialised with zeros, or if an expert got no token.
 
 
 _ROUNDING: Final = 1e-3
@@ -48,15 +48,15 @@ class ReplicatedGradientCheck:
         self._random_state: Tensor | None = None
 
     def before_step(self) -> None:
-        """Take down where this rank's random numbers are."""
+        """Record the random state of this rank."""
         is_pending = self._finished != trained_flags(self._stages)
         self._random_state = self._current_random_state() if is_pending and not self._seeded else None
 
     def check(self) -> None:
-        """Compare what has not been compared. Collective over the ranks along `tp`, on which the same is trained.
+        """Compare gradients that were not compared before. Collective over the ranks along `tp`.
 
         Raises:
-            PipegraphError: they differ: each rank has those of its own part of what a parameter is used for.
+            PipegraphError: the gradients differ: each rank computed only a part of the gradient.
         """
         trained = trained_flags(self._stages)
         if self._finished == trained:
@@ -85,7 +85,7 @@ class ReplicatedGradientCheck:
         )
 
     def _reason(self) -> str:
-        """Why they differ, as far as that is known, and what to try before a style. Collective over these ranks."""
+        """Return why the gradients differ, if that is known, and the first advice. Collective over these ranks."""
         previous_state = self._random_state
         if previous_state is not None:
             drew = not torch.equal(previous_state, self._current_random_state())
@@ -97,7 +97,7 @@ class ReplicatedGradientCheck:
                     "they draw different random numbers, for dropout say, because they were seeded differently.\n"
                     "Try: Pipeline(seed=0), by which ranks along tp draw the same. If they still differ: "
                 )
-        return "each has that of its own part of what it is used for.\nTry: "
+        return "each rank computed only a part of the gradient.\nTry: "
 
     def _current_random_state(self) -> Tensor:
         return torch.cat([*random_states(self._world.rank, self._world.device).values()])

@@ -1,4 +1,4 @@
-"""Gradients added up over the ranks that hold a copy of a stage, once a step, beside what is left of it.
+"""Sums of gradients over the ranks that hold a copy of a stage, once per step, while the rest of the step runs.
 
 stage 1   F0 F1 B0 B1 ─▶ buckets ─ all-reduce ─────────┐
 stage 0   F0 F1          B0 B1   ─▶ buckets ─ all-reduce ┴─▶ .grad of the step, added to that of earlier steps

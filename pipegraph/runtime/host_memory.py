@@ -38,11 +38,11 @@ class _Away:
 
 
 class HostMemory:
-    """Moves what the stages of one rank offload: out behind the action after F, in behind the one before I or B.
+    """Copies values that the stages of one rank offload: out during the action after F, in during that before I or B.
 
     Args:
-        actions: of the rank.
-        device: where its stages are.
+        actions: the actions of the rank.
+        device: the device of its stages.
     """
 
     def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
@@ -94,8 +94,10 @@ class HostMemory:
                 self._away[key] = self._sent(values)
 
     def clear(self) -> None:
-        """Forget what a step that failed has left. On a GPU the current stream, whose memory it is, waits for what is
-        still coming into it: only then may it be used for something else."""
+        """Discard the values of a step that failed.
+
+        On a GPU the current stream waits for copies that still write to its memory, because it may reuse that memory.
+        """
         for arrived in self._coming.values():
             if arrived is not None:
                 torch.cuda.current_stream(self._device).wait_event(arrived)
@@ -155,7 +157,7 @@ class HostMemory:
         return values, arrived
 
     def _pinned(self, size: int) -> tuple[Tensor, Any]:
-        """Pinned memory of so many bytes, and the event after which it may be written, if there is one."""
+        """Return pinned memory of `size` bytes, and the event after which it may be written, or None."""
         free = self._free[size]
         return free.pop(0) if free else (torch.empty(size, dtype=torch.uint8, pin_memory=True), None)
 

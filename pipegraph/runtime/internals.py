@@ -109,7 +109,7 @@ def release_groups(groups: list[dist.ProcessGroup]) -> None:
 
 
 def make_mesh(shape: torch.Tensor, names: Sequence[str], kind: str, timeout: float) -> DeviceMesh:
-    """A mesh with process groups of its own, which `release_mesh` can close without touching the user's.
+    """Return a mesh with separate process groups, which `release_mesh` can close without closing the user's.
 
     Every rank of the mesh makes it.
 
@@ -221,10 +221,10 @@ def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def checkpointed(module: nn.Module) -> nn.Module | None:
-    """Return the module in torch's `checkpoint_wrapper`, or None if this is no such wrapper.
+    """Return the module in torch's `checkpoint_wrapper`, or None if `module` is not such a wrapper.
 
-    There is no public way to it. Its class cleans the names of its own parameters alone, not those that a module around
-    it lists.
+    torch has no public function for it. The wrapper removes its prefix only from the names in its `named_parameters`,
+    not from the names that an outer module lists.
     """
     wrappers = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if wrappers is None or not isinstance(module, wrappers.ActivationWrapper):
@@ -281,10 +281,10 @@ def sharding_ranks(module: Any) -> ShardingRanks:
 
 
 def packed_shard(dim: int, parts: int) -> Any:
-    """A placement that divides each of so many parts of a dimension, which lie one after the other, between all ranks.
+    """Return a placement that cuts a dimension into `parts` consecutive parts, and divides each between all ranks.
 
-    Public placements divide a dimension as a whole. This one is how torch writes FSDP over tensor parallelism, and how
-    transformers divides packed projections.
+    Public placements divide a dimension as a whole. torch uses this one for FSDP over tensor parallelism, and
+    transformers for packed projections.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -18,15 +18,15 @@ from pipegraph.recompute import Recompute, parse_stages
 
 
 def stage_recompute(request: object, package: Package, stages: Mapping[int, nn.Module]) -> tuple[Recompute, ...]:
-    """Return what the backward of each stage of a package computes again.
+    """Return the recomputation in the backward of each stage of a package.
 
     Args:
-        request: what `pipegraph.recompute.parse_stages` takes; None for what the package says.
-        package: of all stages. One that is not here is made without memory if a pattern matches no module that is.
-        stages: those of this process.
+        request: an argument for `pipegraph.recompute.parse_stages`; None for the choice in the package.
+        package: the package. Other processes' stages are loaded on the meta device if a pattern matches no module here.
+        stages: the stages of this process.
 
     Raises:
-        ArgumentError: it is none of these, or a pattern matches no module.
+        ArgumentError: `request` has another type or value, or a pattern matches no module.
     """
     plan, of_package = package.manifest.prediction, request is None
     if request is None:

@@ -31,7 +31,7 @@ _HALVES: Final = 2
 
 
 class LocalParts(ParallelStyle):
-    """Lets a module compute with what this rank has of its own parameters.
+    """Lets a module compute with this rank's parts of the module's parameters.
 
     Args:
         shares: whether the module's inputs are whole and its ranks work on shares, so that gradients of the inputs
@@ -97,12 +97,12 @@ class PackedColwise(LocalParts):
 
 
 class OtherEmbedding(ParallelStyle):
-    """Divides the weight of an embedding of the model's own class, such as one that scales what it looks up.
+    """Divides the weight of an embedding with a custom class, such as one that scales the embeddings.
 
-    What it does besides looking up runs on whole tensors.
+    Only the lookup uses the divided weight. All other operations of the module run on whole tensors.
 
     Args:
-        dim: of the weight; 0 for words, 1 for features.
+        dim: the dimension of the weight to divide: 0 for words, 1 for features.
     """
 
     def __init__(self, dim: int) -> None:
@@ -199,7 +199,7 @@ def divide_parameter(module: nn.Module, name: str, style: str, mesh: DeviceMesh)
 
 
 def _placement(parameter: Tensor, style: str) -> Any:
-    """The dimensions of a parameter are those of a linear layer's weight, behind any others: outputs, inputs."""
+    """Return a parameter's placement. Its last dimensions are those of a linear layer's weight: outputs, inputs."""
     last = parameter.dim() - 1
     placements: Mapping[str, Placement] = {
         "colwise": Shard(max(last - 1, 0)),

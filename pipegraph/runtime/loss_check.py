@@ -171,7 +171,7 @@ class LossCheck:
         return _Part(outputs[0], microbatch.target, microbatch.rows), self._halves(microbatch, outputs[1:], first)
 
     def _cut(self, values: Sequence[Value], tensors: Sequence[Any], rows: int, first: int) -> list[list[Any]]:
-        """The tensors of the first rows, and those of the others. Raises ValueError for what is not whole rows."""
+        """Split tensors into the first rows and the rest. Raises ValueError if a tensor is not divisible into rows."""
         halves: list[list[Any]] = [[], []]
         for value, tensor in zip(values, tensors, strict=True):
             dim = value.batch_dim

@@ -70,7 +70,7 @@ class LossReduction:
         return cls(reduction == "sum", weight_of, str(over))
 
     def weigh(self, targets: Sequence[Any]) -> float:
-        """How many items of microbatches count. Raises BatchError for what is no number of items."""
+        """Return the number of items that count in microbatches. Raises BatchError for an invalid number of items."""
         assert self.weight_of is not None
         return math.fsum(_number(self.weight_of(target)) for target in targets)
 

@@ -59,10 +59,10 @@ class CollectiveObserver(Observer, Protocol):
     """An observer that sees the collectives of a step as well, once the step is done."""
 
     def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
-        """A collective took so long, beside the actions of its rank.
+        """Receive the times of a collective, which may overlap with actions of its rank.
 
-        A rank's collectives come in their order and do not overlap: one begins when the rank comes to it and the one
-        before has ended, as in `simulate`, and ends when its last message has come. A RESHARD lasts as long as freeing.
+        A rank's collectives come in order and do not overlap: one begins when the rank has reached it and the previous
+        one has ended, as in `simulate`, and ends when its last message has come. A RESHARD lasts until memory is freed.
 
         Args:
             begin, end: seconds of `time.perf_counter`, or on a GPU events that have been recorded in a stream.
@@ -102,7 +102,7 @@ class ObserverList:
         return handle
 
     def joined(self, is_eval: bool) -> Observer | None:
-        """The observers of a step or an evaluation as one; None if there are none, so that nothing is looked at."""
+        """Return the observers of a step or an evaluation as one observer; None if nothing observes it."""
         observers = [observer for observer, evals in self._observers.values() if evals or not is_eval]
         return NestedObservers(observers) if len(observers) > 1 else next(iter(observers), None)
 
@@ -125,11 +125,11 @@ class CollectiveSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The spans of one step, of each rank of this process, in the order in which they began.
+    """The spans of one step, for each rank of this process, in the order in which they began.
 
     Attributes:
-        spans: of actions.
-        collectives: of what ran beside them.
+        spans: the spans of actions.
+        collectives: the spans of collectives, which may overlap with actions.
     """
 
     spans: Mapping[int, tuple[TimeSpan, ...]]
@@ -194,7 +194,7 @@ class ActionTimes:
         return StepTimes(spans, collectives)
 
     def seconds(self) -> dict[tuple[int, Kind | CollectiveKind], list[float]]:
-        """By stage and kind, how many seconds each of the last `KEPT` actions or collectives took. Waits for a GPU."""
+        """By stage and kind, the seconds of the last `HISTORY_LENGTH` actions or collectives. Waits for a GPU."""
         self._read()
         return {key: list(times) for key, times in self._seconds.items()}
 

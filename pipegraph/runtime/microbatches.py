@@ -163,9 +163,9 @@ def _cut_target(layout: BatchLayout, target: Any, sizes: StepSizes) -> Sequence[
 
 
 def join(manifest: Manifest, outputs: Mapping[int, tuple[Any, ...]], batch: Microbatches, training: bool) -> Any:
-    """The model's outputs for the whole batch, in its own structure; None if there are none on this process.
+    """Return the model's outputs for the whole batch, in the model's structure; None if this process has no outputs.
 
-    An output that shares memory with an input comes back as a copy, so that a change of one does not change the other.
+    An output that shares memory with an input is copied, so that a change of one does not change the other.
 
     Args:
         outputs: microbatch → the outputs of the last stage.

@@ -81,7 +81,8 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
         if passed is not None and (not isinstance(passed, (tuple, list)) or len(passed) != len(structure)):
             description = f"{len(passed)} items" if isinstance(passed, (tuple, list)) else type(passed).__name__
             raise BatchError(
-                f"{where} is {description}; it had {len(structure)} items when the model was captured.\nTry: so many."
+                f"{where} is {description}; it had {len(structure)} items when the model was captured.\n"
+                "Try: the same number of items."
             )
         for i, item in enumerate(structure):
             yield from _leaves(f"{where}[{i}]", item, None if passed is None else passed[i])

@@ -38,7 +38,7 @@ class Padding:
             sizes = [size for size in manifest.sizes if size != BATCH]
             if name not in sizes:
                 raise ArgumentError(
-                    f"pad_to names {name!r}, which is no dynamic size, apart from the rows.{nearest(name, sizes)}\n"
+                    f"pad_to names {name!r}, which is not a dynamic size other than the rows.{nearest(name, sizes)}\n"
                     f"Try: {', '.join(sizes) or 'without pad_to'}."
                 )
             if type(multiple) is not int or multiple < 1:

@@ -143,7 +143,7 @@ def _part(dimension: int | str, size: int) -> int | str:
 
 
 def divisible_sizes(manifest: Manifest, size: int) -> dict[str, int]:
-    """Sizes near the captured ones that so many ranks can divide evenly, where that is allowed."""
+    """Return sizes near the captured ones that `size` ranks can divide evenly, if the maximum of a size allows it."""
     return {name: _divisible(named_size.captured, named_size.max, size) for name, named_size in manifest.sizes.items()}
 
 
@@ -292,7 +292,7 @@ def resident_stages(
 def _check_sharding_ranks(stages: Mapping[int, nn.Module], world: World) -> None:
     """Raise ArgumentError if `parallelize_fn` applied `fully_shard` over ranks of the pipeline that are not for it.
 
-    Over ranks of a mesh of the user's own that are in other pipelines it may.
+    A user's mesh over ranks of other pipelines is allowed.
     """
     for index, stage in stages.items():
         names = {module: name for name, module in stage.named_modules()}
@@ -303,7 +303,7 @@ def _check_sharding_ranks(stages: Mapping[int, nn.Module], world: World) -> None
                 along = ", ".join(name for name in world.grid.names if name in dividing | reducing)
                 raise ArgumentError(
                     f"parallelize_fn applied fully_shard to {where} over the ranks along {along}. It may divide "
-                    f"parameters between the ranks along {SHARD} alone, and have copies along {REPLICATE} beside it.\n"
+                    f"parameters between the ranks along {SHARD} alone, and copy them along {REPLICATE}.\n"
                     f"Try: {_sharding_advice(dividing | reducing, world)}"
                 )
 

@@ -24,9 +24,9 @@ class ParameterChecks:
 
     Args:
         prepared: the stages of this process.
-        stages: the same, as they run.
+        stages: the same stages, as they run.
         ties: their tied weights.
-        loss_fn: may have parameters of its own; None if the last stage is elsewhere.
+        loss_fn: the loss function, which may have parameters; None if another process has the last stage.
         are_copied: whether other ranks have the same stages.
     """
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pipegraph.kernels.kernel_report import KernelCount
 
 # ---- pipeline ranks --------------------------------------------------------------------------------------------------
-# The processes of a pipeline: where they are in the mesh, and the texts they exchange.
+# The processes of a pipeline: their places in the mesh, and the texts that they exchange.
 
 
 class PipelineRanks:
@@ -256,12 +256,12 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         resident: how many stages of this rank may be whole at a time; by default as the package was planned; else all,
             or 2 with ``reshard_after_forward=True``: one that computes and one that is being gathered.
         recompute: what a backward computes again instead of keeping it: "none", "min-cut" or "block" (every repeated
-            layer, from what goes into it), or "offload", which keeps what "min-cut" does in CPU memory,
-            pinned and copied on streams of its own beside the kernels (on a CPU emulated); such a choice for patterns
-            of module names, of which the last that fits counts (``{"layers.*": "block", "*.mlp": "none"}``,
+            layer, from what goes into it), or "offload", which keeps the values that "min-cut" keeps in CPU
+            memory, pinned and copied on separate streams while kernels run (emulated on a CPU); such a choice for
+            patterns of module names, of which the last that fits counts (``{"layers.*": "block", "*.mlp": "none"}``,
             ``{"layers[::2]": "block"}`` for every second layer); in place of a choice a function that answers for each
             operation, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it; or a sequence with one
-            of these for each stage. By default the package's plan says it, else it is "min-cut".
+            of these for each stage. By default the choice of the package's plan, else "min-cut".
         parallelize_fn: called with each stage of this process once its weights are loaded. It shards, freezes, adds or
             replaces what it likes in place, or returns another module with parameters of the same names, also in
             `DistributedDataParallel` over the stage's replicas in other pipelines. Kernels are traced from the result,
@@ -271,7 +271,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         timeout: how many seconds a rank waits for another one until it takes it for hung. It must be longer than any
             step, the first one with its compilation included.
         weights: the folder of a Hugging Face checkpoint. Its parameters and persistent buffers take the place of the
-            package's, in the stages' dtypes. Each process reads those of its own stages, and no file without any.
+            package's, in the stages' dtypes. Each process reads those of its stages, and no other files.
         max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
             branches on sizes and so on. One more is left to autograd, with a warning.
         check_weights: whether it is an error if a shard that this process reads is not as it was written.
@@ -406,10 +406,11 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         """Do one training step over a batch. Gradients of its loss are added to `.grad`.
 
         Takes the model's own arguments, for a batch of any size that the capture allows. Inputs are cut into
-        microbatches along their rows, and the target along dimension 0, as evenly as possible; there are never more
-        than rows. A rank may be given None for inputs that its stages do not take. A list in the place of a tensor, or
-        of the target, has one for each microbatch, which may differ in every dynamic size; outputs of different lengths
-        come back as a list. Outputs without rows come back as they are if they are equal, else as a mean over rows.
+        microbatches along their rows, and the target along dimension 0, as evenly as possible, but never into more
+        microbatches than rows. A rank may be given None for inputs that its stages do not take. A list in place of a
+        tensor, or of the target, has one for each microbatch, which may differ in every dynamic size; outputs of
+        different lengths are returned as a list. Outputs without rows are returned as they are if they are equal, else
+        as a mean over rows.
 
         A tensor of floats with `requires_grad=True` gets its gradient in `.grad` too, on the rank of the first stage
         that reads it: pass it to every rank. If it is not a leaf, ``x.backward(x.grad)`` continues into its own graph.
@@ -421,12 +422,12 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
             return_losses: whether it has the loss of each microbatch.
             microbatches: how many the batch is cut into, on every rank the same; by default those of the pipeline. A
                 schedule that was given by its name is then built for this number.
-            weight: with `loss_weight`, what the loss is divided by in place of what counts in this batch: what counts
-                in all batches that are accumulated, over all ranks.
+            weight: with `loss_weight`, the divisor of the loss: the number of items that count in all accumulated
+                batches, over all ranks. By default the number in this batch.
 
         Raises:
             BatchError: a shape or dtype is not the package's. Nothing was sent.
-            ScheduleError: the schedule cannot have so many microbatches. Nothing was sent.
+            ScheduleError: the schedule cannot have this number of microbatches. Nothing was sent.
             PipegraphError: ``torch.inference_mode()`` is on; or a parameter that other stages or ranks have as well was
                 replaced since the pipeline was made, or has a hook that would not be called. Nothing was sent.
             RuntimeFault: this rank or another one failed.
@@ -473,7 +474,7 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
 
     @property
     def schedule_with_collectives(self) -> Schedule:
-        """The schedule with what the ranks that share its stages do together in a step; itself if there are none."""
+        """The schedule with the collectives between ranks that share its stages; unchanged if no ranks share them."""
         collectives = without_transfers(self._runner.executors.training).collectives
         return self.schedule.changed(collectives=collectives) if collectives else self.schedule
 

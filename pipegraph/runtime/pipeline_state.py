@@ -27,12 +27,12 @@ class PipelineState:
     """The part of `Pipeline` that is about its state.
 
     Args:
-        manifest: of the package.
-        stages: of this process, as they run.
-        device: where they are.
+        manifest: the manifest of the package.
+        stages: the stages of this process, as they run.
+        device: the device of the stages.
         world: the processes of the pipeline.
-        guard: the context of what they do together.
-        numbers: what random numbers depend on.
+        guard: the context for collective calls.
+        numbers: the state that random numbers depend on.
     """
 
     def __init__(
@@ -139,26 +139,27 @@ class PipelineState:
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Go on from the newest checkpoint that is whole. Collective.
+        """Resume from the newest checkpoint that is whole. Collective.
 
             start = pipe.load("checkpoints", optimizer, extra={"scheduler": scheduler}).step
 
         It may have been saved with another number of stages or ranks, other cuts, schedule or mesh. All files are
-        compared with their digests first; a checkpoint that is damaged is named in a warning, and the one before it is
-        taken. With `Pipeline(seed=)` random numbers continue as they were; without it, if the ranks along
-        each dimension are as many as they were.
+        compared with their digests first; a warning names each damaged checkpoint, and the previous one is loaded.
+        With `Pipeline(seed=)` random numbers continue as they were; without it, only if every dimension of the mesh
+        has the same number of ranks as before.
 
         Args:
             folder: that of the run, or one of the ``step-…`` folders in it.
-            optimizer: takes over state and options, if its class and the parameters of its groups are those of the
-                saved one. Without it the model alone is loaded.
+            optimizer: gets the saved state and options, if it has the class of the saved optimizer and the same
+                parameters in its groups. Without it only the model is loaded.
             extra: the objects that were saved, under the same names; each takes its state with `load_state_dict`.
-                Values that differ between ranks need the same ranks, or as many data-parallel ones if they are the same
-                along each pipeline.
+                Values that differ between ranks need the same ranks, or the same number of data-parallel ranks if the
+                values are equal along each pipeline.
 
         Returns:
-            The `step` and the `folder` of the checkpoint, and `extra`: what are no objects; without `extra` all states.
-            A value that no rank can be given, and `extra` does not ask for, is left out with a warning.
+            The `step` and the `folder` of the checkpoint, and `extra`: the saved plain values; without the argument
+            `extra`, also the states of the saved objects. A value that does not fit the ranks of this run is left out
+            with a warning if `extra` does not name it.
 
         Raises:
             CheckpointError: there is no whole checkpoint, or it is of another model, another optimizer or other

@@ -24,14 +24,14 @@ from pipegraph.runtime.parameters import names_without_wrappers
 
 @dataclass
 class RandomNumbers:
-    """What the random numbers of the forward that runs now depend on, besides their names.
+    """The state that the random numbers of the current forward depend on, together with the names of the draws.
 
     Attributes:
-        seed: that of the user; None for torch's own generators.
-        steps: how many steps have been done, which a checkpoint keeps.
-        microbatch: the one that runs.
-        microbatches: how many each data-parallel rank has in this step.
-        evaluates: whether it is in an evaluation.
+        seed: the user's seed; None for torch's own generators.
+        steps: the number of steps that have been done, which a checkpoint saves.
+        microbatch: the current microbatch.
+        microbatches: the number of microbatches of each data-parallel rank in this step.
+        evaluates: whether this is an evaluation.
     """
 
     seed: int | None

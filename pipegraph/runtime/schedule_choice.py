@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: by name, as data, or from a CSV file, for so many stages and processes."""
+"""The schedule of a pipeline: by name, as data, or from a CSV file, for a number of stages and processes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def resolve_schedule(
         schedule: a name, the path of a CSV file, or a ready schedule. Its transfers are taken out: those that the
             package needs are inserted later.
         microbatches: 1 by default, or those of a ready schedule.
-        processes: how many run it, one per rank; None for one process with as many virtual ranks as it likes.
-        ranks: for a name that allows any number of stages on a rank, if there are no processes to go by.
-        sharing: how many processes of the mesh share the stages of each of these, itself included.
+        processes: the number of processes, one per rank; None for one process with any number of virtual ranks.
+        ranks: the number of ranks if `processes` is None, for a name that allows any number of stages on a rank.
+        sharing: the number of processes of the mesh that share the stages of one rank, including itself.
 
     Raises:
         ScheduleError: the numbers do not fit together.
@@ -67,13 +67,13 @@ def with_microbatches(
     """The schedule of a pipeline for another number of microbatches.
 
     Args:
-        schedule: the pipeline's own.
-        choice: what it was chosen by.
+        schedule: the schedule of the pipeline.
+        choice: the argument that chose it.
         microbatches: 1 or more.
         processes: as for `resolve_schedule`.
 
     Raises:
-        ScheduleError: the schedule has an order of its own, or cannot have this number.
+        ScheduleError: the choice was not a name but a fixed order, or the schedule cannot have this number.
     """
     if microbatches == schedule.microbatches:
         return schedule
@@ -103,7 +103,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def other_names(stages: int, ranks: int) -> str:
-    """A sentence that names the schedules which can have so many stages on so many ranks; empty if none can."""
+    """Return a sentence that names the schedules for `stages` on `ranks`; empty if no schedule fits."""
     if stages % ranks:
         return ""
     recipes = [find_recipe(name) for name in schedules.names()]

@@ -1,4 +1,4 @@
-"""The kernels of this process's stages: with the loss behind the last one, their precision and random numbers."""
+"""The kernels of this process's stages, with the loss after the last stage, their precision and random numbers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def make_kernels(
     """Return the kernels of each stage of this process.
 
     Args:
-        makers, stages, replicas: by the index of a stage: what makes its kernels, its module, and its place among
-            those that compute other rows of the same batch.
-        wiring: of all stages.
-        numbers: what random numbers depend on.
+        makers, stages, replicas: by the index of a stage: the maker of its kernels, its module, and its place among
+            the replicas that compute other rows of the same batch.
+        wiring: the wiring of all stages.
+        numbers: the state that random numbers depend on.
 
     Raises:
-        ArgumentError: `loss_fn` is no function.
+        ArgumentError: `loss_fn` is not a function.
     """
     last = len(wiring) - 1
     loss = None if loss_fn is None else packed_loss(manifest, stages.get(last), loss_fn)

@@ -75,12 +75,12 @@ def check_training(records: Sequence[StepRecord]) -> None:
     if not any(record.trains for record in records):
         raise PipegraphError(
             "no parameter of any stage requires a gradient, so that a step would train nothing.\n"
-            "Try: requires_grad_() of what is to be trained, or pipe.evaluate(…, target=…) for the loss alone."
+            "Try: requires_grad_() on the parameters to train, or pipe.evaluate(…, target=…) for the loss alone."
         )
 
 
 def trained_ranks_that_differ(records: Sequence[StepRecord], grid: RankGrid) -> tuple[int, ...]:
-    """The ranks of a line that hold the same stages and train different parameters; empty if there are none."""
+    """Return the first line of ranks with the same stages that train different parameters; empty if no line does."""
     lines = grid.lines(*SAME_STAGES)
     return next((line for line in lines if len({records[rank].trained for rank in line}) > 1), ())
 
@@ -281,10 +281,10 @@ class StepAgreement:
     """Gathers and checks the records of a pipeline. Making it is collective, and so are its methods.
 
     Args:
-        stages: of this process.
-        loss_fn: may have parameters of its own.
+        stages: the stages of this process.
+        loss_fn: the loss function, which may have parameters.
         world: all processes; None for a plain process.
-        min_rows: of a microbatch.
+        min_rows: the minimum number of rows of a microbatch.
         checks_inputs: whether checksums of the inputs are compared.
     """
 

@@ -14,12 +14,12 @@ NO_TARGET: Final = object()
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What a step is asked for besides its inputs.
+    """The arguments of a step, without its inputs.
 
     Attributes:
         target: the second argument of the loss function.
         with_loss: whether the loss is computed.
-        microbatches: how many the batch is cut into; None for as many as the pipeline has.
+        microbatches: the number of microbatches; None for the pipeline's number.
         evaluates: whether only the forward runs.
         weight: the divisor of the loss, if the caller gave it.
     """

@@ -11,7 +11,7 @@ from pipegraph.package import CALLER, Manifest
 from pipegraph.runtime.step_sizes import ShownSizes
 
 ROOM: Final = 96
-"""The sizes of microbatches that fit into a record. Longer ones follow it in a message of their own."""
+"""The sizes of microbatches that fit into a record. A longer list follows it in a separate message."""
 
 _UNKNOWN: Final = -1
 _FIELDS: Final = 10
@@ -20,20 +20,20 @@ _COUNT: Final = 8  # the place of the number of sizes
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a rank says of its call.
+    """The record of one call on one rank.
 
     Attributes:
-        number: how many calls of the pipeline it has begun.
-        evaluates: whether it is an evaluation.
+        number: the number of calls of the pipeline that the rank has begun.
+        evaluates: whether the call is an evaluation.
         microbatches: the requested number.
         autocast: a number for the state of autocast; 0 if it is off.
         loss: whether the loss is computed; None on a rank without the last stage.
         trained: a fingerprint of which parameters are trained; 0 if no other rank has them.
         trains: whether any parameter is trained.
         weight: the number of items that count in the batch; None if it is not needed, or not known yet.
-        sizes: those that the inputs of this rank show, as `RecordLayout.encode_sizes` returns them.
-        checksum_call: the number of the call that the checksums are of; 0 if there are none.
-        checksums: of the inputs, and of the target.
+        sizes: the sizes that the inputs of this rank show, as `RecordLayout.encode_sizes` returns them.
+        checksum_call: the number of the call that the checksums belong to; 0 without checksums.
+        checksums: the checksums of the inputs and of the target.
     """
 
     number: int

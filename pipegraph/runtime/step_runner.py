@@ -215,10 +215,10 @@ class StepExecutors:
         return self.executors(False, count, count)
 
     def check(self, microbatches: int | None) -> int:
-        """Return how many microbatches a step has that is asked to have so many; by default those of the schedule.
+        """Return the number of microbatches of a step: the requested number, or by default that of the schedule.
 
         Raises:
-            PipegraphError: the schedule cannot have so many.
+            PipegraphError: the schedule cannot have this number.
         """
         if microbatches is None:
             return self._pipeline_schedule.microbatches
@@ -232,8 +232,8 @@ class StepExecutors:
 
         Args:
             evaluates: whether only the forward runs.
-            microbatches: how many the step has.
-            requested_microbatches: how many it was asked to have, at least as many.
+            microbatches: the number of microbatches that the step has.
+            requested_microbatches: the requested number, which may be larger.
         """
         key = evaluates, microbatches
         if key not in self._executors:
@@ -245,7 +245,7 @@ class StepExecutors:
             return self._evaluation if evaluates else self.training
         try:
             schedule = self._schedule(microbatches)
-        except ScheduleError:  # it cannot have so few
+        except ScheduleError:  # it cannot have this small number
             schedule = fewer_microbatches(self._schedule(requested_microbatches), microbatches)
         if evaluates:
             return lower(forward_only(schedule), self._edges, (), **self._collectives)
@@ -536,7 +536,7 @@ class StepRunner:
         return loss, dict(zip(metrics, reduced_metrics, strict=True))
 
     def joined(self, inputs: StepInputs, results: StepOutputs) -> Any:
-        """The model's outputs for the whole batch, which share no memory with it; None if there are none here."""
+        """Return the model's outputs for the whole batch, without memory of the inputs; None without outputs here."""
         manifest = self.layout.manifest
         training = bool(results.outputs) and self.stages[len(manifest.stages) - 1].training
         return join(manifest, results.outputs, inputs.batch, training)
@@ -554,7 +554,7 @@ class StepRunner:
         """Connect the ranks that hold the same stages, which then start from the same parameters. Collective."""
         if self._replicas:
             raise PipegraphError(
-                "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks of its own, "
+                "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks, too, "
                 "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
             )
         self._data_ranks = world.along(*DATA)
@@ -587,7 +587,7 @@ class StepRunner:
         return self._collectives.during_step(timer)
 
     def _count(self, lists: int | None, requested_count: int | None) -> int:
-        """Return how many microbatches the step is asked to have. Raises ScheduleError if it cannot have so many."""
+        """Return the requested number of microbatches. Raises ScheduleError if the schedule cannot have this number."""
         if lists is None:
             return self.executors.check(requested_count)
         try:

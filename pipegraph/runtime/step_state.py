@@ -48,11 +48,11 @@ class StepOutputs:
         self.metrics[microbatch] = metrics
 
     def loss_by_microbatch(self) -> Tensor | None:
-        """The losses [microbatches]; None if there are none here."""
+        """Return the losses [microbatches]; None if this rank has no losses."""
         return torch.stack([self.losses[index] for index in sorted(self.losses)]) if self.losses else None
 
     def metrics_by_microbatch(self) -> dict[str, Tensor] | None:
-        """The metrics by name, each [microbatches]; None if there is no loss here."""
+        """Return the metrics by name, each [microbatches]; None if this rank has no losses."""
         if not self.losses:
             return None
         ordered = [self.metrics[index] for index in sorted(self.metrics)]
@@ -84,8 +84,8 @@ class ReceivedMessages:
     """The pooled messages that one stage has received for one microbatch: inputs, and gradients of its outputs.
 
     They are released after the stage's last action for the microbatch (B, W, or F if there is no backward), because
-    its kernels may keep them until then. A message whose memory leaves the executor is not released: it belongs to
-    whoever holds it from then on. It can leave in three ways, and each is followed by a check:
+    its kernels may keep them until then. A message whose memory leaves the executor is not released: its memory
+    belongs to the receiver from then on. It can leave in three ways, and each is followed by a check:
 
     - as an output or loss of F, which is sent, given to another stage or returned to the caller: `keep_shared`;
     - as a gradient of an input, which is sent or given to another stage: `keep_shared`;

@@ -36,7 +36,7 @@ _EMBEDDING_DIMS: Final = {"embedding_rowwise": 0, "embedding_colwise": 1}
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ArgumentError for what is no plan, or names a style that there is not."""
+    """Raise ArgumentError if `plan` is not a plan, or names an unknown style."""
     example = 'tp_plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
     require_type(plan, Mapping, "tp_plan has a style for each pattern of module names", example)
     for pattern, style in plan.items():
@@ -50,13 +50,13 @@ def check_plan(plan: Plan) -> None:
             )
         if style not in (styles := _style_names()):
             raise ArgumentError(
-                f'tp_plan gives {pattern} the style "{style}", which there is not.{nearest(str(style), styles)} '
-                f"There are: {', '.join(styles)}, and the objects of torch.distributed.tensor.parallel."
+                f'tp_plan gives {pattern} the style "{style}", which does not exist.{nearest(str(style), styles)} '
+                f"The styles are: {', '.join(styles)}, and the objects of torch.distributed.tensor.parallel."
             )
 
 
 def require_plan(plan: Plan | None, size: int) -> None:
-    """Raise ArgumentError if there is no plan by which so many ranks could divide the model."""
+    """Raise ArgumentError if several ranks are to divide the model without a plan."""
     if size > 1 and not plan:
         plan_text = '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
         advice = for_asker(f"tp_plan={plan_text}.", f"tp_plan = {plan_text} in the model's file, and split it again.")
@@ -98,8 +98,8 @@ def matches(pattern: str, name: str) -> bool:
 def parallelize(stages: Mapping[int, nn.Module], plan: Plan, manifest: Manifest, mesh: DeviceMesh) -> None:
     """Divide the parameters of stages, in place, between the ranks of a mesh of one dimension.
 
-    Each rank has the whole and takes its part, so that nothing is sent. An embedding that is tied to a head which is
-    divided by rows, and has no style of its own, is divided like it.
+    Each rank has the whole and takes its part, so that nothing is sent. An embedding without a style is divided by
+    rows if it is tied to a head that is divided by rows.
 
     Raises:
         ArgumentError: a style does not fit its module.
@@ -159,7 +159,7 @@ def mesh_dimensions(parameter: Any) -> tuple[str, ...]:
 
 
 def _divide_parameter(stage: nn.Module, name: str, style: Any, mesh: DeviceMesh) -> None:
-    """Divide a parameter that has a style of its own."""
+    """Divide a parameter if it has a style."""
     from pipegraph.runtime.local_parts import PARAMETER_STYLES, divide_parameter
 
     if style is None:

@@ -3,8 +3,8 @@
 Stages of one process share one `nn.Parameter`. Across ranks every copy starts as the first stage's. At the end of a
 step the copies' gradients are summed, so that every copy holds the whole gradient and the copies never drift apart.
 
-The gradient of each stage is added up by itself, and then those of the stages in their order, also within one process:
-the sum is the same to the last digit wherever the stages are.
+Gradients are first summed within each stage and then over the stages in order, also within one process: the sum is
+bitwise equal for every placement of the stages.
 
 rank 0: stages 0, 3 ─ g0, g3 ─┐
 rank 1: stages 1, 2 ─ g1, g2 ─┴─▶ ((g0 + g1) + g2) + g3 on both

@@ -28,11 +28,12 @@ from pipegraph.runtime.running_modules import failed_in, running_modules
 from pipegraph.runtime.wiring import from_memory, random_for, shape_in_memory
 
 _COMPARED: Final = 4096
-"""how many numbers of a tensor are compared, at random places"""
+"""the number of elements of a tensor that are compared, at random positions"""
 _FINE: Final = 0.1
 _COARSE: Final = 0.3
-"""What a value may differ by, of its norm, in 32 bits or more and in fewer. A wrong division makes some 1, and rounding
-far less; but by rounding a router may choose another expert for a token, more of them in fewer bits."""
+"""The allowed difference of a value relative to its norm, for dtypes of 32 bits or more and for smaller ones. A wrong
+division makes it about 1, and rounding far less; but rounding may change the expert that a router chooses for a token,
+more often in smaller dtypes."""
 
 Key = tuple[str, str, int, int]
 """(module, "takes" or "returns", number of the call, number of the tensor)"""
@@ -40,7 +41,7 @@ Key = tuple[str, str, int, int]
 
 @dataclass(frozen=True)
 class _Sample:
-    """Some numbers of a tensor, and of this rank's part along the last dimension."""
+    """Some elements of a tensor, and of this rank's part along the last dimension."""
 
     shape: torch.Size
     numbers: Tensor
@@ -90,7 +91,7 @@ class DivisionCheck:
             manifest: with the shapes that values have on a rank.
         """
         problems = []
-        for index, references in self._samples.items():  # all of them on every rank, also behind a problem: they send
+        for index, references in self._samples.items():  # all on every rank, also after a problem: they communicate
             with running_modules(stages[index]) as running:
                 try:
                     samples = self._run(index, stages[index], manifest)
@@ -174,7 +175,7 @@ def _sentence(index: int, name: str, verb: str) -> str:
         f"under tp_plan {module} {verb} other numbers than in the whole model: a tensor is divided along a dimension "
         "which the model itself takes apart, such as query, key and value in one.\n"
         'Try: for the layer that makes it "packed_colwise" if it makes two tensors of equal size, else '
-        '"colwise_gather_output", with "rowwise_split_input" behind it.'
+        '"colwise_gather_output", followed by "rowwise_split_input".'
     )
 
 
@@ -188,7 +189,7 @@ def _sentence_of_whole(index: int, name: str, dim: int) -> str:
 
 
 def _sampled_numbers(tensor: Tensor) -> Tensor:
-    """Some numbers of a tensor, the same for every tensor of as many."""
+    """Return some elements of a tensor, at the same positions for every tensor of the same length."""
     flat = tensor.detach().reshape(-1)
     if len(flat) > _COMPARED:
         places = torch.randint(len(flat), (_COMPARED,), generator=torch.Generator().manual_seed(0))

@@ -187,7 +187,7 @@ def random_for(value: Value, shape: Sequence[int], generator: torch.Generator) -
     """Random numbers of a shape that a value may have, on the CPU: integers are below its bound."""
     dtype = torch_dtype(value)
     if dtype.is_floating_point or dtype.is_complex:
-        # In float32 and cast: not every dtype has a random generator of its own.
+        # In float32 and cast, because some dtypes have no random generator.
         kind = torch.complex64 if dtype.is_complex else torch.float32
         return torch.randn(tuple(shape), generator=generator, dtype=kind).to(dtype)
     bound = 2 if dtype == torch.bool or value.bound is None else value.bound

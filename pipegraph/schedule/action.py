@@ -53,7 +53,7 @@ class Action:
     ``peer`` is the other stage of a transfer, and None for an action that computes. It defaults to the neighbour, and
     is printed only if it is another stage: ``0SEND_F0>3`` sends to stage 3 what ``3RECV_F0<0`` receives.
 
-    Raises ScheduleError if a field is no sensible number, or if the peer lies on the wrong side of the stage.
+    Raises ScheduleError if a field is not a valid number, or if the peer is on the wrong side of the stage.
     """
 
     stage: int
@@ -105,14 +105,14 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes. Raises a ScheduleError that quotes the text and says what an action looks like."""
+        """Read the text that ``str`` writes. Raises a ScheduleError that quotes the text and shows an action's form."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text.strip()!r} is no action. {_FORM}\nTry: {_EXAMPLES}.")
+            raise ScheduleError(f"{text.strip()!r} is not an action. {_FORM}\nTry: {_EXAMPLES}.")
         stage, kind, microbatch, arrow, peer = match.groups()
         action = cls(int(stage), _kind(kind), int(microbatch), None if peer is None else int(peer))
         if arrow is not None and (arrow == ">") is not action.sends:
-            raise ScheduleError(f"{text.strip()!r} is no action: a SEND points to its peer with >, a RECV with <.")
+            raise ScheduleError(f"{text.strip()!r} is not an action: a SEND points to its peer with >, a RECV with <.")
         return action
 
 
@@ -145,7 +145,7 @@ class Collective:
 
     @classmethod
     def parse(cls, text: str) -> Collective | None:
-        """Read what ``str`` writes, as one that comes after all actions; None if the text is no collective."""
+        """Read the text that ``str`` writes, as a collective after all actions; None if it is not a collective."""
         match = _COLLECTIVE.fullmatch(text.strip())
         return None if match is None else cls(int(match[1]), CollectiveKind(match[2]))
 

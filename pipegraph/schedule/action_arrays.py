@@ -84,7 +84,7 @@ class ActionArrays:
 
     @cached_property
     def edge(self) -> Integers:
-        """The number of a transfer's edge; −1 if there is none, and for an action that computes."""
+        """The number of a transfer's edge; −1 if the schedule has no such edge, and for an action that computes."""
         numbers = KeyIndex(self._edge_keys(*self.edges.T)).find(self._transfer_keys)
         return np.where((self.peer < 0) | (numbers == len(self.edges)), -1, numbers)
 
@@ -218,7 +218,7 @@ class ActionArrays:
 
 
 class KeyIndex:
-    """Finds keys in an array. −1 is no key. A ``misplaced`` one is found only if there is no other."""
+    """Finds keys in an array. −1 is not a key. A ``misplaced`` key is found only if there is no other."""
 
     def __init__(self, keys: Integers, misplaced: NDArray[np.bool_] | None = None) -> None:
         if misplaced is None or not misplaced.any():

@@ -66,12 +66,12 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int | None = None, 
 
 
 def schedule_for_stages(schedule: str | Schedule, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
-    """Return the schedule of this name with so many stages, or the given schedule if it has as many.
+    """Return the schedule of this name with this number of stages, or the given schedule if it has that number.
 
     Args:
-        schedule: a name, which gets as many ranks as the stages need; or a schedule, which has its own microbatches and
-            ranks.
-        stages: how many the schedule must have.
+        schedule: a name, for a schedule with the number of ranks that the stages need; or a schedule, which has its
+            own microbatches and ranks.
+        stages: the number of stages that the schedule must have.
         microbatches: of a step.
         ranks: for schedules that can have any number of stages on a rank.
 

@@ -228,11 +228,11 @@ def _stuck(schedule: Schedule) -> dict[int, int]:
 
 
 def _explain(schedule: Schedule, reached: Mapping[int, int]) -> tuple[str, dict[int, int], str]:
-    """Return why the ranks are stuck: (what is wrong, the places to mark as rank → position, what to try).
+    """Return why the ranks are stuck: (the problem, the places to mark as rank → position, the advice).
 
-    No action that another needs may be missing. So each stuck action waits for a later action of its own rank, which is
-    a plain error of order, or for an action of another stuck rank. If all wait for other ranks, following them from
-    rank to rank leads into a circle.
+    Every action that another needs must exist. So each stuck action waits for a later action of the same rank, which is
+    an error of order, or for an action of another stuck rank. If all wait for other ranks, some of these waits form a
+    cycle.
     """
     arrays = schedule.arrays
     waits: dict[int, int] = {}  # stuck rank → an action that it waits for

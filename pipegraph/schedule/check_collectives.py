@@ -1,4 +1,4 @@
-"""Whether parameters are whole where they are used, and gradients are reduced once."""
+"""Check that parameters are whole when they are used, and that gradients are reduced once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _check_gradients(schedule: Schedule, rank: int) -> None:
             raise _wrong(schedule, operation, rank, position, problem, f"Move it after {row[last[operation.stage]]}.")
     for stage in sorted(schedule.sharded - done):
         if schedule.placement[stage] == rank:
-            problem = f"{stage}REDUCE_GRAD is missing on rank {rank}: each rank has the gradients of its own rows only."
+            problem = f"{stage}REDUCE_GRAD is missing on rank {rank}: each rank has only the gradients of its rows."
             raise fault(
                 schedule, problem, {rank: len(row)}, _advice(schedule, rank, last[stage], f"{stage}REDUCE_GRAD")
             )

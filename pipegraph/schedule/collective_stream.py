@@ -1,4 +1,4 @@
-"""When the collectives of a rank run: on a stream of their own, beside its actions."""
+"""When the collectives of a rank run: on a separate stream, in parallel with its actions."""
 
 from __future__ import annotations
 

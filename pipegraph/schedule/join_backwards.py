@@ -18,19 +18,19 @@ _TRIES = 500
 
 
 def join_backwards(schedule: Schedule, times: Times, tries: int = _TRIES) -> Schedule:
-    """Return the schedule with a B in the place of I, and without the W, wherever that makes no step longer.
+    """Return the schedule with each I and its W joined to a B in the place of the I, if that makes no step longer.
 
-    ``0I3 … 0W3`` becomes ``0B3``: its gradient leaves later than I's would, and what W would free is freed earlier.
-    A B is taken to last as long as I and W together. Kernels of a whole backward take less: they compute and read once
-    what both halves need. So what is gained is not in the simulated makespan.
+    ``0I3 … 0W3`` becomes ``0B3``: its gradient leaves later than I's would, and the memory that W frees is freed
+    earlier. A B is assumed to last as long as I and W together. The kernels of a whole backward take less time, because
+    they compute and read once the values that both halves need. The simulated makespan does not show this gain.
 
-    All backwards are tried together; where that makes the simulated step longer, the first half of them and then the
-    second, and so on.
+    All backwards are tried together; if that makes the simulated step longer, the first half of them is tried and then
+    the second, and so on.
 
     Args:
         schedule: one without transfers and collectives, which `lower` places.
         times: of its stages, with their transfers.
-        tries: how many orders are simulated at most.
+        tries: the largest number of orders that are simulated.
 
     Raises ScheduleError as `simulate` does, and for a schedule that has transfers or collectives.
     """

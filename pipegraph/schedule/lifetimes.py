@@ -25,7 +25,7 @@ class Lifetime(NamedTuple):
 
     what: What
     stages: tuple[int, int]
-    """(the stage that made it, the stage that reads it); for what is saved the two are the same"""
+    """(the stage that made it, the stage that reads it); for saved values the two are the same"""
     microbatch: int
     made: int
     """position of the action that makes it, among the actions of the rank"""

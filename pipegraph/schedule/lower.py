@@ -47,8 +47,8 @@ def lower(
       so that no order of UNSHARD and RESHARD needs fewer gathers for this order of actions.
     - An UNSHARD comes as early as it can be prefetched: when a stage may be whole for it, in the order of first use. A
       RESHARD comes right after the last use.
-    - Gradients add up unsharded from a stage's first W to its last, also while its parameters are resharded between,
-      and are reduced once: right after the last W or B, beside the rest of the step.
+    - Gradients add up unsharded from a stage's first W to its last, also while its parameters are resharded in between.
+      They are reduced once: right after the last W or B, in parallel with the rest of the step.
     - The ranks that share a stage's parameters hold the same stages and so have the same order of collectives. It is
       part of the global order, of which each replica of the pipeline has its own: no two can wait for each other.
 
@@ -62,7 +62,7 @@ def lower(
         resident: how many sharded stages of a rank may be whole at a time, one that is being prefetched included; None:
             all. One more than are used by turns leaves room for prefetching.
 
-    Collectives that the schedule has already, such as those of a file, stay where they are.
+    Collectives that the schedule already has, such as those of a file, are not moved.
 
     Raises:
         ScheduleError: edges or stages that do not fit; a ``resident`` that is too small for an overlapped pair; a

@@ -1,10 +1,10 @@
-"""When what a forward saved is not needed on its rank, so that it can wait somewhere else for the backward.
+"""When the saved values of a forward are not needed on its rank, so that they can be offloaded until the backward.
 
     a    a + 1      …   b − 1      b        a rank's computing actions
     F ─▶ copied out …   copied in ─▶ I or B  of one stage and microbatch
 
-It is on its rank until action a + 1 ends and again from when action b − 1 begins, so that each copy has the time of one
-action to hide behind. If there is nothing between the two copies it stays.
+They are on the rank until action a + 1 ends, and again from when action b − 1 begins, so that each copy overlaps with
+one action. If there is no action between the two copies, they stay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class OffloadWindow(NamedTuple):
     """Positions among a rank's computing actions.
 
     Attributes:
-        stage, microbatch: whose saved values are away.
-        departure: the action behind which they are copied out: they are away when it has ended.
-        back: the action behind which they are copied in: they are there again when it begins.
+        stage, microbatch: of the saved values that are away.
+        departure: the action during which they are copied out: they are away when it has ended.
+        back: the action during which they are copied in: they take memory again when it begins.
     """
 
     stage: int

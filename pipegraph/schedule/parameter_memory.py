@@ -28,10 +28,10 @@ class ParameterBytes(NamedTuple):
 def parameter_bytes(
     schedule: Schedule, times: Times, whole: Sequence[float], shards: Sequence[float], exchanged: bool = False
 ) -> tuple[ParameterBytes, ...]:
-    """Return what each rank holds of parameters and of unreduced gradients, which are as large.
+    """Return the bytes of parameters and of unreduced gradients on each rank. A gradient is as large as its parameter.
 
-    A stage that is not sharded reduces its gradients in place, where they stay, as do the reduced shards: neither is
-    counted.
+    A stage that is not sharded reduces its gradients in place. These gradients, and reduced shards, stay in memory and
+    are not counted.
 
     Args:
         schedule: with its collectives, as `lower` returns it.
@@ -39,7 +39,7 @@ def parameter_bytes(
         exchanged: whether the ranks exchange gradients, as over gloo, which takes the memory of a stage's once more
             from its REDUCE_GRAD on; NCCL adds them up on the way.
 
-    Raises ScheduleError as `simulate` does, and if there is not one figure per stage.
+    Raises ScheduleError as `simulate` does, and if ``whole`` or ``shards`` does not have one figure per stage.
     """
     for name, figures in (("whole", whole), ("shards", shards)):
         if len(figures) != schedule.stages:

@@ -20,7 +20,7 @@ NEVER = -1
 
 # What a marked grid shows of a large schedule.
 _SLOTS_BEFORE, _SLOTS_AFTER, _RANKS_AROUND = 10, 2, 2
-_FEW_RANKS = 16  # so many are all shown
+_FEW_RANKS = 16  # up to this number, all ranks are shown
 
 
 def replay(arrays: ActionArrays, durations: Mapping[Kind, int] = UNIT) -> Integers:
@@ -114,7 +114,7 @@ def grid(cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]]) -> str:
 def marked_grid(cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], marks: Mapping[int, int]) -> str:
     """Draw the surroundings of the marked actions (rank → position). A marked rank's row ends at its mark.
 
-    A position behind the last action of its rank marks the place of a missing one.
+    A position after the last action of its rank marks the place of a missing action.
     """
     ends = {rank: (slots[rank][: at + 1] or [0])[-1] for rank, at in marks.items()}
     visible_slots = range(max(0, min(ends.values()) - _SLOTS_BEFORE), max(ends.values()) + _SLOTS_AFTER + 1)

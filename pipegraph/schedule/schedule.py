@@ -270,7 +270,7 @@ def _edges(edges: Iterable[object], stages: int) -> tuple[Edge, ...]:
                 distinct_edges.add((producer, consumer))
             case _:
                 raise ScheduleError(
-                    f"{edge!r} is no edge: an edge leads from one of the stages 0 to {stages - 1} to a later one, "
+                    f"{edge!r} is not an edge: an edge leads from one of the stages 0 to {stages - 1} to a later one, "
                     f"such as (0, 1)."
                 )
     return tuple(sorted(distinct_edges))

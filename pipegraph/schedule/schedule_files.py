@@ -133,7 +133,7 @@ def _parse_cell(text: str) -> list[Action]:
     if match := _OVERLAPPED.fullmatch(text):
         pair = [Action.parse(part) for part in match.groups()]
         if [action.kind for action in pair] != [Kind.F, Kind.B]:
-            raise ScheduleError(f"{text!r} is no overlapped pair: that is an F and a B, such as (0F7;7B3)OVERLAP_F_B.")
+            raise ScheduleError(f"{text!r} is not an overlapped pair of an F and a B, such as (0F7;7B3)OVERLAP_F_B.")
         return pair
     return [Action.parse(text)]
 

@@ -25,14 +25,14 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 class HostCopies:
-    """When a rank waits for copies. Those in one direction come one after the other; those in the other, beside them.
+    """When a rank waits for copies. Copies in one direction come one after the other; the two directions overlap.
 
-    A copy out starts when its F has ended, and the action behind that F ends when it is done; a copy in starts when the
-    action before its I or B begins, and that one waits for it. Calls come in the order of the rank's work.
+    A copy out starts when its F has ended, and the action after that F does not end before the copy. A copy in starts
+    when the action before its I or B begins, and the I or B waits for it. Calls are in the order of the rank's work.
     """
 
     def __init__(self, actions: Sequence[Action], seconds: Sequence[float]) -> None:
-        """``seconds`` are those of a copy of a microbatch of each stage; 0 where nothing is offloaded."""
+        """``seconds``: for each stage, the time to copy one microbatch; 0 for a stage that offloads nothing."""
         self._seconds, self._position = seconds, 0
         self._out_free = self._in_free = 0.0
         self._leaving: set[_Key] = set()
@@ -82,12 +82,12 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     adjacent actions of an overlapped pair are one block, as in torch: it starts when both can, lasts as long as one
     after the other, and has both results at its end.
 
-    A rank's collectives run beside its actions, one after the other: each begins when the rank comes to it and the one
-    before has ended. An action waits for the UNSHARD of its stage. Nothing is waited for in other replicas. What is
-    offloaded is copied beside the actions as well (`HostCopies`).
+    A rank's collectives run in parallel with its actions, one after the other: each begins when the rank comes to it
+    and the one before has ended. An action waits for the UNSHARD of its stage. No rank waits for other replicas.
+    Offloaded values are also copied in parallel with the actions (`HostCopies`).
 
     Raises ScheduleError if times and schedule do not fit together; if actions are missing, occur twice or are on the
-    wrong rank; if parameters are not whole where they are used; and if the ranks cannot come to an end.
+    wrong rank; if parameters are not whole when they are used; and if the ranks cannot come to an end.
     """
     require_schedule("simulate", schedule)
     require_times("simulate", times)

@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def gather_waits(self) -> tuple[float, ...]:
-        """rank → how long it waits for gathers alone, with all else at hand"""
+        """rank → how long it waits for gathers, and for nothing else"""
         return tuple(rank_collectives.waited for rank_collectives in self.collectives) or (0.0,) * len(self.events)
 
     @cached_property

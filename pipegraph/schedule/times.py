@@ -33,7 +33,7 @@ class Times:
 
     A value made at time t on another rank can be used at t + ``transfer`` + ``hop``. A gradient takes as long as its
     value. Transfers take no time of the ranks themselves. An edge that skips stages takes the largest figure of the
-    boundaries it passes, unless a mapping has a figure of its own.
+    boundaries it passes, unless a mapping has a figure for the edge.
 
     Attributes:
         forward, input_grad, weight_grad: one figure per stage.
@@ -42,9 +42,9 @@ class Times:
             each starts when the one before has left.
         unshard, reduce_grad: how long a stage's parameters take to be gathered, and its gradients to be reduced; one
             figure per stage, or one for all.
-        offload: how long it takes to copy what F saved to CPU memory, or back, likewise; 0 where it stays.
+        offload: how long it takes to copy the saved values of F to CPU memory, or back, likewise; 0 if they stay.
 
-    Raises ScheduleError for figures that are negative or no numbers, and for counts that do not fit together.
+    Raises ScheduleError for figures that are negative or not numbers, and for counts that do not fit together.
     """
 
     forward: Sequence[float]

@@ -24,12 +24,12 @@ class Residency:
 
 
 def residencies(uses: Sequence[Collection[int]], resident: int | None = None) -> list[Residency]:
-    """Return when stages are whole, in the order in which they are gathered: as few residencies as possible.
+    """Return when stages are whole, in the order in which they are gathered, with the fewest possible residencies.
 
     A stage that is needed takes the place of the one whose next use is the furthest away (Belady, A study of
     replacement algorithms for virtual-storage computers, 1966). No other choice needs fewer gathers, prefetched or not.
-    Of the choices that need as few, one that leaves room for each gather some uses ahead is taken, if it is found by
-    the same rule: as if every use needed the stages of the next ones, too.
+    Of the choices with the fewest gathers, one that leaves room for each gather some uses ahead is returned, if the
+    same rule finds one: as if every use also needed the stages of the next ones.
 
     Args:
         uses: the stages that each use needs whole at once, no more than ``resident``.
@@ -45,7 +45,7 @@ def residencies(uses: Sequence[Collection[int]], resident: int | None = None) ->
 
 
 def _with_next(uses: Sequence[Collection[int]], resident: int, ahead: int) -> list[Collection[int]]:
-    """Return the uses, each with the stages of so many next ones, as far as these are not too many."""
+    """Return the uses, each with the stages of the next ``ahead`` uses, up to ``resident`` stages."""
     windows: list[Collection[int]] = []
     for number, stages in enumerate(uses):
         window = dict.fromkeys(stages)

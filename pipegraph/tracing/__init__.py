@@ -27,7 +27,7 @@ def action_name(action: Action) -> str:
 
 
 def parse_action_name(text: str) -> Action | None:
-    """Return the action of this name; None if it is no name of an action."""
+    """Return the action of this name; None if it is not the name of an action."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -43,6 +43,6 @@ def collective_name(collective: Collective) -> str:
 
 
 def parse_collective_name(text: str) -> Collective | None:
-    """Return the collective of this name; None if it is no name of one."""
+    """Return the collective of this name; None if it is not the name of a collective."""
     match = _COLLECTIVE.fullmatch(text)
     return None if match is None else Collective(int(match[2]), CollectiveKind(match[1]))

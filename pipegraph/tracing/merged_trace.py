@@ -62,7 +62,7 @@ def merge_traces(
         runs: the recorded run: all pipelines of its mesh.
         file: written wholly or not at all; compressed if the name ends in ``.gz``.
         expected: the predicted step, to show it with each measured one.
-        operations: whether to keep what torch recorded besides the actions.
+        operations: whether to also keep the recorded operations that are not actions.
 
     Raises:
         PipegraphError: the file cannot be written.
@@ -172,9 +172,9 @@ class _EventMerge:
             yield from self.nested(of_thread)
 
     def operation_slices(self, trace: RankTrace) -> Iterator[tuple[int, str, _Slice]]:
-        """Yield (thread, its name, slice) for everything that torch recorded besides the actions.
+        """Yield (thread, its name, slice) for every recorded operation that is not an action.
 
-        On a GPU the actions are the device's, and the host's operations get threads of their own.
+        On a GPU the actions are those of the device, and the operations of the host get separate threads.
         """
         threads: dict[tuple[bool, Any], tuple[int, str]] = {}
         for file in trace.files:

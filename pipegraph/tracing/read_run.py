@@ -148,15 +148,15 @@ def _read_header(file: RankFile, header: Mapping[str, Any]) -> None:
 
 
 def _read_collective(text: str) -> Collective:
-    """Raises ValueError for what is no collective."""
+    """Raises ValueError if the text is not a collective."""
     collective = Collective.parse(text)
     if collective is None:
-        raise ValueError(f"no collective: {text!r}")
+        raise ValueError(f"not a collective: {text!r}")
     return collective
 
 
 def _read_message(entry: Sequence[Any]) -> Message:
-    """Raises ValueError or TypeError for what is no message."""
+    """Raises ValueError or TypeError if the entry is not a message."""
     kind, size, ranks = entry
     if kind not in ("gather", "reduce", "all_reduce"):
         raise ValueError(f"a message of the kind {kind!r}")
@@ -261,7 +261,7 @@ def read_pipelines(path: str | PathLike[str]) -> list[RecordedRun]:
 
 
 def _line(grid: RankGrid, pipeline: int) -> tuple[int, ...]:
-    """Return the ranks of a pipeline. Raises ArgumentError if there are not so many."""
+    """Return the ranks of a pipeline. Raises ArgumentError if there is no such pipeline."""
     lines = grid.lines(PIPELINE)
     if not 0 <= pipeline < len(lines):
         raise ArgumentError(

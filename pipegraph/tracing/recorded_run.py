@@ -28,7 +28,7 @@ _TRIES = 32  # objects from the end after which a truncated trace may be closed
 
 
 class TraceError(PipegraphError):
-    """A file is no Chrome trace: the message says why."""
+    """A file is not a Chrome trace: the message says why."""
 
 
 class ChromeTrace(msgspec.Struct):
@@ -51,7 +51,7 @@ class ChromeTrace(msgspec.Struct):
 
 
 def read_trace(file: Path) -> ChromeTrace:
-    """Read a file. Raises TraceError if it is no trace, and OSError if it cannot be read."""
+    """Read a file. Raises TraceError if it is not a trace, and OSError if it cannot be read."""
     try:
         data = read_regular_file(file, LARGE_LIMIT)
     except ValueError as error:
@@ -60,14 +60,14 @@ def read_trace(file: Path) -> ChromeTrace:
         try:
             data = zlib.decompressobj(wbits=31).decompress(data, LARGE_LIMIT + 1)  # as much as there is
         except zlib.error:
-            raise TraceError("it is no gzip file, or damaged") from None
+            raise TraceError("it is not a gzip file, or it is damaged") from None
     if len(data) > LARGE_LIMIT:
         raise TraceError(f"it holds more than {format_bytes(LARGE_LIMIT)}, which are not read")
     try:
         return msgspec.json.decode(data, type=ChromeTrace)
     except _DAMAGE as error:
         if "truncated" not in str(error):
-            raise TraceError(f"it is no Chrome trace: {error}") from None
+            raise TraceError(f"it is not a Chrome trace: {error}") from None
     return _read_truncated(data)
 
 
@@ -101,7 +101,7 @@ class RecordedSpan(NamedTuple):
 
 
 class RecordedCollective(NamedTuple):
-    """A collective of a step, likewise: from when it was started to its last message, beside the rank's actions."""
+    """A collective of a step, likewise: from its start to its last message, in parallel with the rank's actions."""
 
     rank: int
     collective: Collective

@@ -54,8 +54,11 @@ def planned_rows(manifest: Manifest) -> int | None:
 
 
 def batch_from_source(source: ModelSource, microbatches: int, manifest: Manifest) -> Batch:
-    """Return the example inputs and target of a model file, repeated for each microbatch, with as many rows and tokens
-    as the source asks for. Inputs without a batch are as they are: each microbatch takes the whole."""
+    """Return the example inputs and target of a model file, repeated for each microbatch.
+
+    Each microbatch has the number of rows and tokens that the source asks for. Inputs without a batch are not repeated:
+    each microbatch takes the whole input.
+    """
     example = _example(source)
 
     def repeat(leaf: Any, dim: int | None) -> Any:
@@ -74,7 +77,7 @@ def batch_from_source(source: ModelSource, microbatches: int, manifest: Manifest
 
 
 def _example(source: ModelSource) -> Batch:
-    """The example of a model file, with as many rows and tokens as the source asks for."""
+    """The example of a model file, with the number of rows and tokens that the source asks for."""
     args, kwargs, target = (
         _map(partial(_resized, source), structure) for structure in (source.args, source.kwargs, source.example_target)
     )
@@ -82,7 +85,7 @@ def _example(source: ModelSource) -> Batch:
 
 
 def at_asked_sizes(source: ModelSource) -> ModelSource:
-    """Return the source with an example that has as many rows and tokens as it asks for."""
+    """Return the source with an example that has the number of rows and tokens that it asks for."""
     example = _example(source)
     return replace(source, args=example.args, kwargs=example.kwargs, example_target=example.target)
 
@@ -90,7 +93,7 @@ def at_asked_sizes(source: ModelSource) -> ModelSource:
 def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
     """Return the loss of a model's file and the target of one microbatch; None if the file has no loss.
 
-    The target has as many rows and tokens as the source asks for.
+    The target has the number of rows and tokens that the source asks for.
     """
     if source.loss_fn is None:
         return None

@@ -96,15 +96,16 @@ def export(
 ) -> ExportResult:
     """Write the model of a checkpoint as safetensors files with their index.
 
-    Names are those of the model's ``state_dict()``; for a Hugging Face model those that ``save_pretrained`` writes, a
-    tied weight once, and beside them ``config.json`` if the package has it. Values and dtypes are the checkpoint's.
+    Names are those of the model's ``state_dict()``; for a Hugging Face model those that ``save_pretrained`` writes,
+    with each tied weight once. ``config.json`` is also written if the package has it. Values and dtypes are those of
+    the checkpoint.
 
-    Collective: under torchrun each rank writes files of its own, into a folder that all share. A rank holds the tensors
-    of one file at a time. The folder is there whole or not at all.
+    Collective: under torchrun each rank writes separate files, into a folder that all share. A rank holds the tensors
+    of one file at a time. The folder is written completely or not at all.
 
     Args:
         checkpoint: the folder of a run, of which the newest whole checkpoint is taken, or one of those in it.
-        package: of the model; it may be cut otherwise than the one that was trained.
+        package: of the model; it may be split in another way than the one that was trained.
         out: a folder that is new or empty.
         shard_bytes: how large a file may be, unless it is a single tensor.
         timeout: seconds that a rank waits for another one.

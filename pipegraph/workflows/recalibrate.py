@@ -75,7 +75,7 @@ def _existing_profile(file: Path) -> Hardware | None:
         return Hardware.load(file.absolute())  # never the one that pipegraph has by this name
     except PipegraphError as error:
         raise PipegraphError(
-            f"{file} exists, is no hardware profile, and is not overwritten: {error}\n"
+            f"{file} exists, is not a hardware profile, and is not overwritten: {error}\n"
             f"Try: --recalibrate hardware.json, or the name of another new file."
         ) from None
 
@@ -90,7 +90,7 @@ def _profile_by_name(package: Package, name: str, file: Path) -> Hardware:
     places = " or ".join(map(str, near))
     raise PipegraphError(
         f'The package was priced with the profile "{name}", which is not found: no {places} holds it, and it is '
-        "none of pipegraph's own.\n"
+        "not one of pipegraph's own.\n"
         f"Try: pipegraph run {package.path} --steps 5 --hardware PATH/TO/{name}.json --recalibrate {file}"
     )
 

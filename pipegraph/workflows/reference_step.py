@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 _SAFETY = 16
 """How many times the effect of one unit in the last place of weights and inputs counts as rounding."""
 _MOST = 0.1
-"""A difference above it is none of rounding, but of a loss, which may be a sum of what is much larger."""
+"""A larger difference is not rounding, except in a loss, which may be a sum of much larger values."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _detached(output: Any) -> dict[str, Tensor]:
 
 
 def _loss(source: ModelSource, loss_fn: Callable[..., Any], output: Any, target: Any) -> Tensor:
-    """The loss of an output. Raises PipegraphError for what is none, or what `loss_fn` raises."""
+    """The loss of an output. Raises PipegraphError if it is not a loss, or if `loss_fn` raises an error."""
     try:
         returned = loss_fn(output, target)
     except Exception as error:
@@ -160,7 +160,7 @@ def _loss(source: ModelSource, loss_fn: Callable[..., Any], output: Any, target:
 
 @contextmanager
 def _errors_named(source: ModelSource) -> Iterator[None]:
-    """Turn whatever the model raises into a SourceError that says where."""
+    """Turn an error of the model into a SourceError that says where."""
     try:
         yield
     except PipegraphError:
@@ -296,7 +296,7 @@ def within_rounding(comparison: TensorComparison, rounding: float) -> TensorComp
 
 
 def largest(tensor: Tensor) -> float:
-    """Return the largest magnitude of the finite values; nan if there is a nan, 0 if there are none."""
+    """Return the largest magnitude of the finite values; nan if there is a nan, 0 without finite values."""
     if tensor.is_floating_point() and tensor.numel():
         magnitude = float(tensor.detach().abs().max())
         if not isinf(magnitude):

@@ -36,7 +36,7 @@ class RunCheckpoints:
     """The checkpoints of one run. Every method but `is_due` is collective.
 
     Args:
-        extra: objects that are saved beside the optimizer, each with a state.
+        extra: objects with a state, which are saved with the optimizer.
 
     Attributes:
         saved: the step of the newest checkpoint, which may be on its way; 0 without one.
@@ -78,14 +78,14 @@ class RunCheckpoints:
         return checkpoint.folder
 
     def is_due(self, step: int) -> bool:
-        """Whether the run is saved when so many steps are done."""
+        """Whether the run is saved after this number of steps."""
         return step % self._options.every == 0
 
     def save(self, step: int, background: bool) -> None:
-        """Save the run after so many steps, unless it is; in the background while it continues.
+        """Save the run after this number of steps, unless it is saved already; with ``background``, while it continues.
 
         Raises:
-            CheckpointError: this one, or the one before it, could not be saved.
+            CheckpointError: this checkpoint, or the one before it, could not be saved.
         """
         options = self._options
         if step == self.saved:

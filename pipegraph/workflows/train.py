@@ -120,7 +120,7 @@ class Pace:
         self._began = 0.0
 
     def step_done(self, tokens: float = 0.0) -> None:
-        """A step on so many tokens is done."""
+        """Count a step on this number of tokens."""
         if self.steps == 0:
             self._began = time.monotonic()
         else:
@@ -133,13 +133,13 @@ class Pace:
         return self._tokens / (time.monotonic() - self._began) if self._tokens else None
 
     def seconds_left(self, steps: int) -> float | None:
-        """How long so many more steps will take; None if that is not known yet."""
+        """How long this number of further steps will take; None if that is not known yet."""
         if self.steps < 2:
             return None
         return (time.monotonic() - self._began) / (self.steps - 1) * steps
 
     def text(self, steps: int | None) -> str:
-        """The figures with so many steps to come, if that is known; empty if there are none yet."""
+        """The figures, with the time left if the number of further steps is known; empty before the first figure."""
         rate, remaining_seconds = self.tokens_per_second, None if steps is None else self.seconds_left(steps)
         parts = [f"{format_count(rate)} tokens/s"] if rate is not None else []
         parts += [f"{format_duration(remaining_seconds)} left"] if remaining_seconds is not None else []
@@ -166,7 +166,7 @@ class Training:
         source: the model file whose loss, metrics, data or else example, optimizer and scheduler to use; by default
             seeded inputs, the outputs' mean square and AdamW.
         device: ``cpu`` or ``cuda``.
-        learning_rate: AdamW's, 1e-3 by default. Not beside the optimizer of a model file.
+        learning_rate: of AdamW, 1e-3 by default. Not allowed if the model file has an optimizer.
         kernels: as in `Pipeline`.
         timeout: seconds that a rank waits for another one.
         weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
@@ -179,13 +179,13 @@ class Training:
 
     Attributes:
         done: the steps that are done, those before the checkpoint included.
-        resumed_from: the checkpoint that was read; None if the run began again.
+        resumed_from: the checkpoint that was read; None if the run began at its first step.
         has_data: whether the model file gives data.
-        mesh: the lengths of its dimensions besides the pipeline's; empty without a grid.
+        mesh: the lengths of its dimensions other than the pipeline's; empty without a grid.
         was_terminated: whether SIGTERM ended `steps`.
 
     Raises:
-        SourceError: a function of the model file raises, or returns what cannot be trained with.
+        SourceError: a function of the model file raises, or returns a value that training cannot use.
         CheckpointError: the run cannot continue from its checkpoints.
     """
 
@@ -281,13 +281,13 @@ class Training:
         self._profile = None
 
     def steps(self, count: int | None = None) -> Iterator[TrainingStep | Evaluation]:
-        """Run so many steps, or until the data ends, and yield each in the process that knows the loss.
+        """Run this number of steps, or until the data ends, and yield each in the process that knows the loss.
 
-        With checkpoints the run is saved on its way and at its end, and SIGTERM ends it after the step that is running.
+        With checkpoints the run is saved between steps and at its end, and SIGTERM ends it after the current step.
 
         Raises:
             BatchError: the capture does not allow a batch.
-            SourceError: the data ends before.
+            SourceError: the data ends before that number of steps.
             CheckpointError: the run cannot be saved.
         """
         last = None if count is None else self.done + count

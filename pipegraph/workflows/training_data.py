@@ -35,7 +35,7 @@ class TrainingData:
 
     @classmethod
     def from_source(cls, source: ModelSource | None, name: str, rank: int, world: int) -> TrainingData | None:
-        """What a model file's function of this name gives for a data-parallel rank; None if it has no such one."""
+        """The batches that a model file's function returns for a data-parallel rank; None without that function."""
         function = training_function(source, name)
         if source is None or function is None:
             return None
@@ -55,17 +55,17 @@ class TrainingData:
 
     @property
     def stateful(self) -> Any | None:
-        """What gives the position as its state and takes it back, such as a loader of torchdata; None without one."""
+        """The object with the position as its state, such as a loader of torchdata; None without such an object."""
         return self._batches if is_stateful(self._batches) else None
 
     def go_on_from(self, count: int) -> None:
-        """Leave out so many batches, unless the position was read back as a state. Before the first batch is taken."""
+        """Skip the first ``count`` batches, unless the position was restored from a state. Call it before `take`."""
         while self.stateful is None and self._position < count and self.take() is not None:
             pass
         self._position = count
 
     def take(self) -> Batch | None:
-        """The next batch; None if there is none. Raises SourceError for what is no batch."""
+        """The next batch; None after the last. Raises SourceError if it is not a batch."""
         with errors_named(self.named, f"batch {self._position}"):
             if self._iterator is None:
                 self._iterator = iter(self._batches)

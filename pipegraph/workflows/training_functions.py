@@ -1,4 +1,4 @@
-"""What a model file says of its training besides the model: optimizer, scheduler, metrics, and functions for data."""
+"""The training functions of a model file: optimizer, scheduler, metrics, and functions for data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LEARNING_RATE: Final = 1e-3
 
 
 def training_function(source: ModelSource | None, name: str) -> Callable[..., Any] | None:
-    """A function of a model file, one of `TrainingFunctions`; None if it has none.
+    """A function of a model file, one of `TrainingFunctions`; None if the file does not have it.
 
-    What it raises becomes a SourceError that names the line. Raises SourceError if it is no function.
+    An error in it becomes a SourceError that names the line. Raises SourceError if it is not a function.
     """
     function = None if source is None else getattr(source.training, name)
     if source is None or function is None:
@@ -87,7 +87,7 @@ def make_optimizer(
     """The optimizer and the scheduler of a model file; without them AdamW, and None.
 
     Raises:
-        SourceError: a function raises, or returns something else; or there is a learning rate beside the optimizer.
+        SourceError: a function raises, or returns something else; or both a learning rate and an optimizer are given.
     """
     make, make_scheduler = (training_function(source, name) for name in ("optimizer", "scheduler"))
     if make is None:

@@ -1,4 +1,4 @@
-"""``log.jsonl`` beside a run's checkpoints: the loss of every step and every evaluation, a line each.
+"""``log.jsonl`` next to a run's checkpoints: the loss of every step and every evaluation, one per line.
 
 {"step": 0, "loss": 5.577, "seconds": 0.31}
 {"step": 99, "evaluation": 2.861}

@@ -100,9 +100,9 @@ def lists_of_microbatches(source: ModelSource, manifest: Manifest, reason: str) 
 
 
 def with_whole_inputs_as_rows(source: ModelSource, manifest: Manifest) -> tuple[Batch, list[str]] | None:
-    """Return the batch if whole inputs with as many entries as rows were rows, and their names; None without any.
+    """Return the batch with whole inputs of one entry per row taken as rows, and their names; None without such inputs.
 
-    It tells whether such a role is wrong: the model takes this batch, and not the one of the manifest.
+    Such a role is wrong if the model takes this batch, and not the one of the manifest.
     """
     inputs = bind_arguments(manifest, source.args, source.kwargs)
     tensors = {name: leaf for name, leaf in inputs.items() if isinstance(leaf, Tensor) and leaf.dim()}
@@ -208,7 +208,7 @@ def _rows(manifest: Manifest, shapes: Mapping[str, Sequence[int]], example: int)
         return example, example
     sizes, limits = sizes_of_inputs(manifest, shapes.items()), manifest.sizes[BATCH]
     rows = sizes.get(BATCH, example)
-    least = max(limits.min, 2 if manifest.batch.per_microbatch else 1)  # statistics of one row are none
+    least = max(limits.min, 2 if manifest.batch.per_microbatch else 1)  # statistics need two rows
     for pair in ((rows, rows - 1), (rows + 1, rows), (rows, rows)):
         in_range = all(least <= count and (limits.max is None or count <= limits.max) for count in pair)
         if in_range and all(holds(text, {**sizes, BATCH: count}) for text in manifest.conditions for count in pair):

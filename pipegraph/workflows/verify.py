@@ -75,7 +75,7 @@ class ModelSteps:
 
     @property
     def reference(self) -> ModelStep:
-        """The step on the whole batch or, if there is none, on each microbatch."""
+        """The step on the whole batch or, without a whole batch, on each microbatch."""
         whole_batch = self.batch.whole_batch
         return self.by_microbatch if whole_batch is None else self._step([whole_batch], [1.0], [[whole_batch]])
 
@@ -145,8 +145,8 @@ def _reason_for_lists(steps: ModelSteps, manifest: Manifest, error: SourceError)
     if rows_instead is not None and _takes(steps, rows_instead[0]):
         names = ", ".join(rows_instead[1])
         raise BatchError(
-            f"The model does not take {rows} rows beside {names} of the example, which pipeline.json gives whole to "
-            f"every microbatch: {problem}\n"
+            f"The model does not take {rows} rows with the {names} of the example, which pipeline.json gives whole "
+            f"to every microbatch: {problem}\n"
             f"Its inputs: {roles(manifest)}.\n"
             f"Try: rows for {names}, as the model takes them: split again with --batch-dim {rows_instead[1][0]}=0."
         )
@@ -264,9 +264,10 @@ class Verification:
             )
         if all(item.tolerance < item.difference <= _SMALL * item.tolerance for item in self.different):
             return (
-                "The differences are small, as from sums in another order: what crosses stages arrives contiguous, and "
-                "in the model it may have another layout of memory.\n"
-                "Try: model.double() in build_model, and split again: what is left in float64 is no rounding."
+                "The differences are small, as from sums in another order: a tensor that crosses stages arrives "
+                "contiguous, and in the model it may have another layout of memory.\n"
+                "Try: model.double() in build_model, and split again: differences that remain in float64 are not "
+                "rounding."
             )
         return "Try: split again, as the model's source may have changed since."
 
@@ -328,18 +329,18 @@ def verify(
     weights: str | PathLike[str] | None = None,
     check_weights: bool = True,
 ) -> Verification:
-    """Compare one step of a package with the same step of its model, and what both return in evaluation mode after it.
+    """Compare one step of a package with the same step of its model, and their outputs in evaluation mode after it.
 
     The package computes two microbatches of rows that all differ, and the model the whole batch. If that is not
     possible, or not the same by design, the model computes each microbatch, and the result says so.
 
-    If training is random, with dropout, the step runs in evaluation mode, too. What differs by more than the tolerance
-    is compared with what the last digit of the weights and inputs changes in the model: rounding does as much.
+    If training is random, with dropout, the step also runs in evaluation mode. A difference above the tolerance is
+    compared with the effect of the last digit of the weights and inputs in the model: rounding has the same effect.
 
     Args:
         package: as `pipegraph split` wrote it. One without weights gets the model's.
-        source: the model, with real weights, its example inputs and loss. A microbatch has about the rows, and the
-            tokens, that it asks for.
+        source: the model, with real weights, its example inputs and loss. A microbatch has about the number of
+            rows and tokens that it asks for.
         weights: a Hugging Face checkpoint from which the package's weights are read instead.
         check_weights: as in `Pipeline`.
 

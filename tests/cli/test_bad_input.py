@@ -26,15 +26,15 @@ from torch import nn
 """
 
 
-def fails(result: Result, code: int, *said: str) -> None:
-    """The command ended with ``code``, printed no result and no traceback, and its message says all of ``said``."""
+def fails(result: Result, code: int, *texts: str) -> None:
+    """The command ended with ``code``, printed no result and no traceback, and its message says all of ``texts``."""
     assert result.code == code, result
     assert result.out == ""
     # torch built for CUDA warns on a machine without: "No CUDA runtime is found".
     said_by_torch = r"(?:W\d{4} \d\d:\d\d:.*\n)*"
     assert re.match(rf"{said_by_torch}error: ", result.err), result.err
     assert "Traceback" not in result.err
-    for text in said:
+    for text in texts:
         assert text in result.err
 
 
@@ -180,9 +180,9 @@ def test_what_no_package_replaces_is_refused_before_any_work(pipegraph: Command,
 
 def test_other_files_in_a_package_are_never_touched(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
     (copied / "notes.txt").write_text("mine")
-    before = _contents(copied)
+    contents_before = _contents(copied)
     fails(pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite"), 2, "notes.txt")
-    assert _contents(copied) == before
+    assert _contents(copied) == contents_before
 
 
 def test_a_full_disk_leaves_the_package_before(
@@ -192,11 +192,11 @@ def test_a_full_disk_leaves_the_package_before(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(package_writer, "write_weights", full)
-    before = _contents(copied)
+    contents_before = _contents(copied)
     result = pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite")
     fails(result, 2, "No space left on device. The disk of ", "free of")
-    assert _contents(copied) == before
-    assert [each.name for each in copied.parent.iterdir()] == [copied.name]
+    assert _contents(copied) == contents_before
+    assert [path.name for path in copied.parent.iterdir()] == [copied.name]
 
 
 def test_a_path_through_a_folder_that_does_not_exist(
@@ -214,9 +214,9 @@ def test_a_path_through_a_folder_that_does_not_exist(
 def test_edited_stage_is_kept_without_overwrite(pipegraph: Command, tmp_path: Path, copied: Path) -> None:
     with (copied / "stage_0.py").open("a") as file:
         file.write("# a careful change\n")
-    before = _contents(copied)
+    contents_before = _contents(copied)
     fails(pipegraph("split", CHAIN, "--stages", 3, "-o", copied), 2, "stage_0.py", "--overwrite")
-    assert _contents(copied) == before
+    assert _contents(copied) == contents_before
     assert pipegraph("split", CHAIN, "--stages", 3, "-o", copied, "--overwrite").code == 0
     assert (copied / "stage_2.py").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
@@ -284,12 +284,12 @@ def test_damaged_shard(pipegraph: Command, copied: Path, damage: Callable[[Path]
 def test_a_flipped_bit_is_named(pipegraph: Command, copied: Path) -> None:
     _flip_bit(copied)
     damaged = "stage-00001-of-00002.safetensors"
-    for verb, *more in (("run", "--nproc", 1), ("verify", CHAIN)):
-        fails(pipegraph(verb, copied, *more), 2, f"{damaged} is damaged", "Try: restore the file", "--no-check-weights")
+    for verb, *args in (("run", "--nproc", 1), ("verify", CHAIN)):
+        fails(pipegraph(verb, copied, *args), 2, f"{damaged} is damaged", "Try: restore the file", "--no-check-weights")
     for flags in ((), ("--json",)):
-        shown = pipegraph("show", copied, *flags)
-        assert shown.code == 2 and f"{damaged} is damaged, or changed" in shown.err and "Try: " in shown.err
-        assert damaged in shown.out, "what can be shown is shown"
+        result = pipegraph("show", copied, *flags)
+        assert result.code == 2 and f"{damaged} is damaged, or changed" in result.err and "Try: " in result.err
+        assert damaged in result.out, "what can be shown is shown"
     unchecked = pipegraph("show", copied, "--no-check-weights")
     assert unchecked.code == 0 and "damaged" not in unchecked.out
 
@@ -302,8 +302,8 @@ def test_every_rank_takes_changed_weights_when_asked(pipegraph: Command, copied:
 
 def test_an_empty_index_is_no_random_start(pipegraph: Command, copied: Path) -> None:
     (copied / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    for verb, *more in (("run", "--nproc", 1), ("verify", CHAIN), ("show",)):
-        fails(pipegraph(verb, copied, *more), 2, "weight_map: it has no tensor of stage-00000-of-00002.safetensors")
+    for verb, *args in (("run", "--nproc", 1), ("verify", CHAIN), ("show",)):
+        fails(pipegraph(verb, copied, *args), 2, "weight_map: it has no tensor of stage-00000-of-00002.safetensors")
 
 
 # A run that cannot be

@@ -14,7 +14,7 @@ from tests.cli.command import Command
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was to be measured; an H100 is found instead."""
     calls: list[Any] = []
 
@@ -26,11 +26,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_profile_is_written_and_printed(pipegraph: Command, asked: list[Any], tmp_path: Path) -> None:
+def test_a_profile_is_written_and_printed(pipegraph: Command, calibrations: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     done = pipegraph("calibrate", "-o", out, "--threads", 2, "--ranks", 4)
     assert (done.code, done.err) == (0, "")
-    assert asked == [("cpu", 2, 4, "mine")]
+    assert calibrations == [("cpu", 2, 4, "mine")]
     assert Hardware.load(out) == Hardware.load("h100")
     lines = [re.sub(" {2,}", "  ", line) for line in done.out.splitlines()]
     assert lines[0] == "h100: NVIDIA H100 SXM5, 80 GB"
@@ -40,18 +40,18 @@ def test_a_profile_is_written_and_printed(pipegraph: Command, asked: list[Any], 
     assert lines[-1] == f"wrote {out}"
 
 
-def test_a_file_is_replaced_only_when_asked(pipegraph: Command, asked: list[Any], tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_when_asked(pipegraph: Command, calibrations: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     out.write_text("precious")
     done = pipegraph("calibrate", "-o", out)
     assert (done.code, done.out) == (2, "")
     assert done.err == f"error: {out} exists already.\nTry: --overwrite, or another name for -o.\n"
-    assert (out.read_text(), asked) == ("precious", [])
+    assert (out.read_text(), calibrations) == ("precious", [])
     assert pipegraph("calibrate", "-o", out, "--overwrite").code == 0
     assert Hardware.load(out) == Hardware.load("h100")
 
 
-def test_json(pipegraph: Command, asked: list[Any]) -> None:
+def test_json(pipegraph: Command, calibrations: list[Any]) -> None:
     done = pipegraph("calibrate", "--json")
     assert done.code == 0
     assert json.loads(done.out) == json.loads(Hardware.load("h100").to_json())
@@ -64,13 +64,13 @@ def test_json(pipegraph: Command, asked: list[Any]) -> None:
         (("--device", "tpu"), "'tpu' is neither cpu nor cuda."),
         (("--device", "cuda", "--ranks", "64"), "64 ranks need a GPU each, and there are"),
         (("--ranks", "0"), "greater than or equal to 1"),
-        (("-o", "/proc/mine.json"), "/proc/mine.json cannot be written: it is no regular file"),
+        (("-o", "/proc/mine.json"), "/proc/mine.json cannot be written: it is not a regular file"),
         (("-o", "h100.json"), "Try: h100-here.json"),
         (("-o", "README.md/mine.json"), "README.md is a file, not a folder"),
     ],
 )
-def test_bad_options(pipegraph: Command, asked: list[Any], options: tuple[str, ...], said: str) -> None:
+def test_bad_options(pipegraph: Command, calibrations: list[Any], options: tuple[str, ...], said: str) -> None:
     done = pipegraph("calibrate", *options)
     assert done.code == 2
     assert said in done.err
-    assert asked == []
+    assert calibrations == []

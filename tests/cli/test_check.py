@@ -30,13 +30,13 @@ def test_nothing_to_say_of_a_package_that_was_just_written(pipegraph: Command, p
 def test_an_edit_is_shown_as_a_diff_and_left_alone(pipegraph: Command, package: Path) -> None:
     stage = package / "stage_1.py"
     stage.write_text(stage.read_text().replace("return ", "return 2 * "))
-    before = contents(package)
+    contents_before = contents(package)
     done = pipegraph("split", CHAIN, "--points", "layers.2", "--check", "-o", package)
     assert (done.code, done.err) == (1, "")
     lines = done.out.splitlines()
     assert lines[:2] == [f"--- {stage}", "+++ stage_1.py, as it would be"]
     assert [line.split("return")[0].strip() for line in lines if "return" in line] == ["-", "+"]
-    assert contents(package) == before
+    assert contents(package) == contents_before
 
 
 def test_other_points_change_the_manifest_and_the_stages(pipegraph: Command, package: Path) -> None:

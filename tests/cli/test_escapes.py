@@ -28,11 +28,11 @@ def strings(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
             yield from strings(value, (*place, key))
 
 
-def with_escapes(text: str, *kept: str) -> str:
+def with_escapes(text: str, *excluded_keys: str) -> str:
     """A file with an escape at the end of every string, but for those under some keys."""
     content = json.loads(text)
     for place in strings(content):
-        if not {*place} & {*kept}:
+        if not {*place} & {*excluded_keys}:
             _escape(content, place)
     return json.dumps(content)
 

@@ -42,10 +42,10 @@ def test_it_says_what_it_wrote(pipegraph: Command, trained: Path, tmp_path: Path
     (tmp_path / "out/model-00001-of-00001.safetensors").write_bytes(b"old")
     assert pipegraph(*arguments, "--overwrite").out == done.out
     (tmp_path / "out/notes.txt").write_text("mine")
-    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    files_before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     refused = pipegraph(*arguments, "--overwrite")
     assert refused.code == 2 and "holds files that export did not write" in refused.err and "\nTry: " in refused.err
-    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == files_before
 
 
 def test_a_full_disk_leaves_nothing(
@@ -71,4 +71,4 @@ def test_ranks_of_torchrun_write_one_folder(trained: Path, tmp_path: Path) -> No
     result = json.loads(done.out)
     assert result["checkpoint"] == str(trained / "run/step-00000002")
     assert len(result["files"]) > 1
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {*result["files"], "model.safetensors.index.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*result["files"], "model.safetensors.index.json"}

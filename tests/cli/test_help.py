@@ -33,10 +33,10 @@ def examples(help_text: str) -> list[str]:
 
 @pytest.mark.parametrize(("path", "verb"), list(verbs()))
 def test_every_verb_has_examples_that_can_be_typed(path: tuple[str, ...], verb: Any) -> None:
-    shown = examples(verb.help)
-    assert any(line.startswith(f"pipegraph {' '.join(path)} ") for line in shown)
-    for line in shown:
-        start = next(each for each in PROGRAMS if line.startswith(each))
+    lines = examples(verb.help)
+    assert any(line.startswith(f"pipegraph {' '.join(path)} ") for line in lines)
+    for line in lines:
+        start = next(prefix for prefix in PROGRAMS if line.startswith(prefix))
         words = shlex.split(line.removeprefix(start))
         called = COMMAND
         while hasattr(called, "commands"):
@@ -51,9 +51,9 @@ def test_help_fits_a_narrow_terminal(
     pipegraph: Command, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    shown = pipegraph(*arguments)
-    assert (shown.code, shown.err) == (0, "")
-    summaries = shown.out.partition("Commands:\n")[2].splitlines()
+    done = pipegraph(*arguments)
+    assert (done.code, done.err) == (0, "")
+    summaries = done.out.partition("Commands:\n")[2].splitlines()
     assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 60 for line in summaries)
 
 
@@ -74,8 +74,8 @@ def test_the_shell_completes_verbs_and_schedules(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_end_of_a_command_looks_for_no_cycles() -> None:
-    after = "import atexit, gc; atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count() > 10_000))"
-    assert program("-c", f"{after}\nfrom pipegraph.cli import main; main(['--version'])").out.endswith("\n0 True\n")
+    hook = "import atexit, gc; atexit.register(lambda: print(len(gc.get_objects()), gc.get_freeze_count() > 10_000))"
+    assert program("-c", f"{hook}\nfrom pipegraph.cli import main; main(['--version'])").out.endswith("\n0 True\n")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_every_error_has_one_style(pipegraph: Command, arguments: tuple[object, 
 def test_a_table_fits_the_terminal_unless_it_is_to_be_wide(
     pipegraph: Command, chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = pipegraph("show", chain).out
+    full_table = pipegraph("show", chain).out
     monkeypatch.setenv("COLUMNS", "60")
     assert "left out: weights; --wide shows all" in pipegraph("show", chain).out
     assert max(map(len, pipegraph("show", chain).out.splitlines())) <= 60
-    assert pipegraph("show", chain, "--wide").out == whole
+    assert pipegraph("show", chain, "--wide").out == full_table
 
 
 def test_a_terminal_without_the_characters_of_drawings_gets_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,4 +37,4 @@ def test_more_processes_than_a_machine_can_start(pipegraph: Command, chain: Path
 
 
 def test_a_learning_rate_that_no_float_holds(pipegraph: Command, chain: Path) -> None:
-    fails(pipegraph("run", chain, "--nproc", 1, "--learning-rate", "1e300"), 2, "1e+300 is no learning rate")
+    fails(pipegraph("run", chain, "--nproc", 1, "--learning-rate", "1e300"), 2, "1e+300 is not a learning rate")

@@ -51,11 +51,11 @@ def package(model: Path, pipegraph: Command) -> Path:
     folder = model.parent / "package"
     if not folder.exists():
         plan = model.parent / "plan.json"
-        found = pipegraph("plan", model, "--devices", 4, "--global-batch", 32, "--schedule", "1f1b", "-o", plan)
-        assert found.code == 0, found.err
+        planning = pipegraph("plan", model, "--devices", 4, "--global-batch", 32, "--schedule", "1f1b", "-o", plan)
+        assert planning.code == 0, planning.err
         split = pipegraph("split", model, "--plan", plan, "-o", folder)
         assert split.code == 0, split.err
-        assert "on pp 2 × dp_" in split.out and "on pp 2 × dp_" in found.out
+        assert "on pp 2 × dp_" in split.out and "on pp 2 × dp_" in planning.out
     return folder
 
 
@@ -73,16 +73,16 @@ def test_a_run_takes_the_plan_as_it_is(model: Path, package: Path, pipegraph: Co
     assert run.code == 0, run.err
     result = json.loads(run.out)
     assert (result["schedule"], result["ranks"], result["microbatches"]) == ("1f1b", 2, plan.microbatches)
-    found = result["predicted_and_measured"]
-    assert not [hint for hint in found["hints"] if "The plan was" in hint]
-    assert found["collectives"], "the replicas reduce their gradients"
+    comparison = result["predicted_and_measured"]
+    assert not [hint for hint in comparison["hints"] if "The plan was" in hint]
+    assert comparison["collectives"], "the replicas reduce their gradients"
     namespace: dict[str, object] = {}
     exec(model.read_text(), namespace)
     (x,), target = namespace["example_inputs"], namespace["example_target"]  # type: ignore[misc]
-    whole = namespace["build_model"]()  # type: ignore[operator]
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    unsplit_model = namespace["build_model"]()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(unsplit_model.parameters(), lr=1e-3)
     for step in result["steps"]:
-        loss = nn.functional.mse_loss(whole(x), target)  # type: ignore[has-type]
+        loss = nn.functional.mse_loss(unsplit_model(x), target)  # type: ignore[has-type]
         assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
         optimizer.zero_grad()
         loss.backward()
@@ -93,8 +93,8 @@ def test_options_win_over_the_plan(package: Path, pipegraph: Command) -> None:
     """What they leave stays as planned, and what they set aside is told."""
     alone = pipegraph("run", package, "--dp-replicate", 1, "--dp-shard", 1, "--nproc", 1, "--kernels", "autograd")
     assert alone.code == 0, alone.err
-    said = " ".join(alone.out.split())
-    assert "in a mesh of pp 2 × dp_" in said and "in one pipeline" in said and "--dp-replicate, --dp-shard" in said
+    text = " ".join(alone.out.split())
+    assert "in a mesh of pp 2 × dp_" in text and "in one pipeline" in text and "--dp-replicate, --dp-shard" in text
     refused = pipegraph("run", package, "--nproc", 1)
     assert refused.code == 2 and refused.out == ""
     assert "1 process is no mesh of pp × dp_" in refused.err and "without the mesh of the plan" in refused.err

@@ -48,9 +48,9 @@ def test_split_names_the_smallest_limit(pipegraph: Command, model: Path) -> None
     assert "which recompute or smaller microbatches make less" in short.err
     assert "with 4 stages on 4 ranks it is" in short.err
     assert "With --recompute block" in short.err
-    found = re.search(LEAST, short.err)
-    assert found is not None
-    least = int(found[1])
+    match = re.search(LEAST, short.err)
+    assert match is not None
+    least = int(match[1])
     done = pipegraph(*options, "--memory", least)
     assert (done.code, done.err) == (0, "")
     assert "on the fullest rank" in done.out

@@ -41,6 +41,6 @@ def test_a_closed_pipe_ends_a_run_of_several_processes_without_a_word(chain: Pat
 @pytest.mark.parametrize("arguments", [SCHEDULE, ("--version",)])
 def test_a_full_device_is_named(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
-        code, said = started(*arguments, stdout=full.fileno())
+        code, message = started(*arguments, stdout=full.fileno())
     assert code == 2
-    assert said.startswith("error: stdout cannot be written: No space left on device.\nTry: ")
+    assert message.startswith("error: stdout cannot be written: No space left on device.\nTry: ")

@@ -30,15 +30,15 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     assert split["points"] == points
     manifest = json.loads((tmp_path / "out/pipeline.json").read_text())
     assert manifest["plan"]["prediction"]["value"] == json.loads(file.read_text())["value"]
-    other = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
-    assert (other.code, other.out) == (3, "")
-    assert "The plan is of a Chain, and this model is a UNet" in other.err
+    mismatch = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
+    assert (mismatch.code, mismatch.out) == (3, "")
+    assert "The plan is of a Chain, and this model is a UNet" in mismatch.err
 
 
 @pytest.mark.parametrize(("schedules", "speaks_of_others"), [("1f1b", False), ("1f1b,zb-h2", True)])
 def test_others_are_spoken_of_if_there_are_any(pipegraph: Command, schedules: str, speaks_of_others: bool) -> None:
-    which = ("--schedule", schedules, "--microbatches", "4", "--recompute", "none", "--hardware", "h100")
-    done = pipegraph("plan", CHAIN, "--ranks", 2, *which)
+    options = ("--schedule", schedules, "--microbatches", "4", "--recompute", "none", "--hardware", "h100")
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *options)
     rows = done.out.partition("\n\n")[0].splitlines()[1:]
     assert (len(rows) > 1, "The others here" in done.out) == (speaks_of_others, speaks_of_others)
 
@@ -56,7 +56,8 @@ def test_only_a_plan_is_replaced(pipegraph: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("out", "said"), [("/proc/plan.json", "it is no regular file"), ("README.md/plan.json", "is a file, not a folder")]
+    ("out", "said"),
+    [("/proc/plan.json", "it is not a regular file"), ("README.md/plan.json", "is a file, not a folder")],
 )
 def test_nothing_is_searched_if_no_plan_can_be_written(
     pipegraph: Command, monkeypatch: pytest.MonkeyPatch, out: str, said: str
@@ -136,10 +137,10 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("split", CHAIN, "--stages", 2, "--memory", "80XB"), 2, "'80XB' is no amount of memory: write 80GiB"),
+        (("split", CHAIN, "--stages", 2, "--memory", "80XB"), 2, "'80XB' is not an amount of memory: write 80GiB"),
         (("split", CHAIN, "--stages", 2, "--memory", "0"), 2, "give 1MiB to 1PiB"),
         (("split", CHAIN, "--stages", 2, "--memory", "9000000TiB"), 2, "give 1MiB to 1PiB"),
-        (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "no amount of memory"),
+        (("split", CHAIN, "--stages", 2, "--memory", "-1"), 2, "not an amount of memory"),
         (("split", CHAIN, "--stages", 2, "--plan", "plan.json"), 2, "--points layers.4"),
         (("split", CHAIN, "--plan", "no_plan.json"), 2, "no_plan.json: No such file"),
         (("split", CHAIN, "--stages", 2, "--balance", "layers"), 2, "Stages cannot be balanced by"),
@@ -164,7 +165,7 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         ),
         (("plan", CHAIN, "--ranks", 2, "--microbatches", "4,x"), 2, "Invalid value for --microbatches: '4,x'"),
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1b,"), 2, "empty name"),
-        (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "is none of time, measured and auto"),
+        (("plan", CHAIN, "--ranks", 2, "--balance", "flops"), 2, "is not time, measured or auto"),
         (("plan", CHAIN, "--ranks", 2, "--recompute", "all"), 2, 'recompute cannot be "all"'),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "The model can be cut into 5 segments"),
         (("plan", CHAIN, "--ranks", 9, *QUICK), 3, "Try: --ranks 5 or fewer."),
@@ -172,7 +173,7 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("plan", CHAIN, "--ranks", 2, "--schedule", "1f1c"), 2, 'Did you mean "1f1b"'),
         (("plan", CHAIN, "--ranks", 2, "--stages-per-rank", "7", "--schedule", "1f1b"), 2, "1f1b has 1 to a rank"),
         (("plan", CHAIN, "--ranks", 2, "--hardware", "h10"), 2, 'Did you mean "h100"'),
-        (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is no amount of memory"),
+        (("plan", CHAIN, "--ranks", 2, "--memory", "much"), 2, "'much' is not an amount of memory"),
         (("split", CHAIN, "--stages", 6), 3, "can be cut into 5 segments, which is too few for 6 stages"),
         (("split", CHAIN, "--stages", 2, "--schedule", "zb-v", "--microbatches", 8, "--points", "head"), 2, "not both"),
         (("split", CHAIN, "--points", "head", "--balance", "flops"), 2, "flops chooses points, and they were given"),
@@ -193,18 +194,18 @@ def test_bad_input(pipegraph: Command, arguments: tuple[object, ...], code: int,
 def test_show_prints_predictions_and_reasons(pipegraph: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
     split = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "-o", out)
-    shown = pipegraph("show", out).out.splitlines()
-    assert shown[2].split() == ["stage", "holds", "parameters", "forward", "F", "I", "W", "µs", "keeps", "weights"]
-    at = shown.index(next(line for line in split.out.splitlines() if line.startswith("predicted")))
-    assert shown[at + 1] in split.out
+    lines = pipegraph("show", out).out.splitlines()
+    assert lines[2].split() == ["stage", "holds", "parameters", "forward", "F", "I", "W", "µs", "keeps", "weights"]
+    at = lines.index(next(line for line in split.out.splitlines() if line.startswith("predicted")))
+    assert lines[at + 1] in split.out
     svg, page = tmp_path / "package.svg", tmp_path / "package.html"
-    drawn = pipegraph("show", out, "--svg", svg, "--html", page)
-    assert (drawn.code, drawn.out.splitlines()) == (0, shown)
+    drawing = pipegraph("show", out, "--svg", svg, "--html", page)
+    assert (drawing.code, drawing.out.splitlines()) == (0, lines)
     assert "<svg" in svg.read_text() and "<canvas" in page.read_text()
     assert pipegraph("show", out, "--svg", tmp_path / "none" / "a.svg").code == 2
     manifest = json.loads((out / "pipeline.json").read_text())
     (cut,) = manifest["plan"]["prediction"]["cuts"]
-    assert shown[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"
+    assert lines[at + 2] == f"stage 1 begins at {cut['point']}: {cut['reason']}"
     assert json.loads(pipegraph("show", out, "--json").out)["plan"]["cuts"] == [cut]
     del manifest["plan"]["prediction"]["placement"]
     (out / "pipeline.json").write_text(json.dumps(manifest))
@@ -215,9 +216,9 @@ def test_show_prints_predictions_and_reasons(pipegraph: Command, tmp_path: Path)
 
 def test_show_of_a_plan_by_weight(pipegraph: Command, tmp_path: Path) -> None:
     pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "-o", tmp_path / "out")
-    shown = pipegraph("show", tmp_path / "out").out
-    assert "largest stage  162 parameters; no other cuts at the 4 places looked at are better" in shown
-    assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in shown
+    text = pipegraph("show", tmp_path / "out").out
+    assert "largest stage  162 parameters; no other cuts at the 4 places looked at are better" in text
+    assert "stage 1 begins at layers.2: stages 0 and 1 take 144 parameters and 162 parameters" in text
 
 
 PLAN: dict[str, Any] = {

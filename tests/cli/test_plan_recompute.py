@@ -21,8 +21,8 @@ def test_plan_for_ranks_chooses_what_stages_compute_again(pipegraph: Command, tm
     done = pipegraph(*plan, "--recompute", "auto", "-o", file, "--json")
     assert (done.code, done.err) == (0, "")
     free = json.loads(done.out)["plan"]
-    alike = json.loads(pipegraph(*plan, "--recompute", "none,min-cut,block", "--json").out)["plan"]
-    assert free["value"] <= alike["value"]
+    uniform = json.loads(pipegraph(*plan, "--recompute", "none,min-cut,block", "--json").out)["plan"]
+    assert free["value"] <= uniform["value"]
     split = pipegraph("split", LLAMA, "--plan", file, "-o", tmp_path / "out")
     assert split.code == 0, split.err
     manifest = json.loads((tmp_path / "out/pipeline.json").read_text())
@@ -31,7 +31,7 @@ def test_plan_for_ranks_chooses_what_stages_compute_again(pipegraph: Command, tm
 
 def test_points_with_the_best_recompute_of_each_stage(pipegraph: Command) -> None:
     split = ("split", CHAIN, "--points", "layers.2", "--hardware", "h100", "--dry-run")
-    auto, none = (predicted(pipegraph(*split, "--recompute", each, "--json").out) for each in ("auto", "none"))
+    auto, none = (predicted(pipegraph(*split, "--recompute", mode, "--json").out) for mode in ("auto", "none"))
     assert auto["value"] <= none["value"]
     assert auto["points"] == none["points"] == ["layers.2"]
     short = pipegraph(*split, "--recompute", "auto", "--memory", "1MiB")
@@ -40,11 +40,11 @@ def test_points_with_the_best_recompute_of_each_stage(pipegraph: Command) -> Non
 
 def compared(pipegraph: Command, *recompute: object) -> set[str]:
     """What the plans that are worth it compute again."""
-    given = [each for one in recompute for each in ("--recompute", one)]
+    arguments = [argument for mode in recompute for argument in ("--recompute", mode)]
     few = ("--schedule", "1f1b,zb-v", "--microbatches", 4, "--hardware", "h100")
-    done = pipegraph("plan", CHAIN, "--ranks", 2, *few, *given, "--json")
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *few, *arguments, "--json")
     assert (done.code, done.err) == (0, "")
-    return {each["recompute"] for each in json.loads(done.out)["alternatives"]}
+    return {plan["recompute"] for plan in json.loads(done.out)["alternatives"]}
 
 
 def test_a_choice_with_rules_is_one_choice(pipegraph: Command) -> None:
@@ -61,7 +61,7 @@ def test_a_choice_for_each_stage_is_one_choice(pipegraph: Command) -> None:
     assert compared(pipegraph, "block|(none|)*2,none") == {"block (stage 0), none (stages 1 – 3)"}
     done = pipegraph("plan", CHAIN, "--ranks", 3, "--recompute", "block;none")
     assert done.code == 2
-    assert "--recompute block;none has a choice for each of 2 stages, and no plan that is compared has as" in done.err
+    assert "--recompute block;none has a choice for each of 2 stages, and no plan that is compared has that" in done.err
 
 
 @pytest.mark.parametrize(("stages", "recompute"), [(4, "block|(none|)*2,none"), (2, "block|none"), (2, "block;none")])

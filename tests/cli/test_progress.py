@@ -37,41 +37,41 @@ if __name__ == "__main__":
 
 def on_a_terminal(*arguments: object) -> tuple[int, list[str]]:
     """(exit code, what was on each line) of pipegraph with stdout and stderr on a terminal, without its controls."""
-    here, there = pty.openpty()
+    controller, terminal = pty.openpty()
     command = [sys.executable, "-c", AT_ONCE, *map(str, arguments)]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
-    shown = []
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=there, stderr=there) as process:
-        os.close(there)
+    chunks = []
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
         with suppress(OSError):  # nobody holds the other end any more
-            while data := os.read(here, 65536):
-                shown.append(data)
-    os.close(here)
-    return process.returncode, lines(b"".join(shown).decode(errors="replace"))
+            while data := os.read(controller, 65536):
+                chunks.append(data)
+    os.close(controller)
+    return process.returncode, lines(b"".join(chunks).decode(errors="replace"))
 
 
-def lines(shown: str) -> list[str]:
-    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
+def lines(text: str) -> list[str]:
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
 
 
 @pytest.mark.slow
 def test_split_shows_capture_pricing_and_weights(tmp_path: Path) -> None:
-    code, shown = on_a_terminal("split", "tests/models/chain.py", "--stages", 2, "-o", tmp_path / "out")
+    code, lines = on_a_terminal("split", "tests/models/chain.py", "--stages", 2, "-o", tmp_path / "out")
     assert code == 0
-    assert f"wrote {tmp_path / 'out'}" in shown
-    assert any(re.fullmatch(r"\S loading tests/models/chain.py … +0:\d\d *", line) for line in shown)
-    assert any(re.fullmatch(r"\S capturing Chain +━[━╸╺]+ \d of 5 0:\d\d *", line) for line in shown)
+    assert f"wrote {tmp_path / 'out'}" in lines
+    assert any(re.fullmatch(r"\S loading tests/models/chain.py … +0:\d\d *", line) for line in lines)
+    assert any(re.fullmatch(r"\S capturing Chain +━[━╸╺]+ \d of 5 0:\d\d *", line) for line in lines)
 
 
 @pytest.mark.slow
 def test_run_shows_its_children_and_prints_their_lines_above(chain: Path) -> None:
-    code, shown = on_a_terminal("run", chain, "--kernels", "autograd", "--steps", 40, "--nproc", 2)
+    code, lines = on_a_terminal("run", chain, "--kernels", "autograd", "--steps", 40, "--nproc", 2)
     assert code == 0
-    assert [line.split("   ")[0] for line in shown if line.startswith("step ")][:40] == [f"step {n}" for n in range(40)]
-    assert any("AdamW's moments" in line for line in shown)
-    assert any(re.fullmatch(r"\S starting 2 processes … +0:\d\d *", line) for line in shown)
-    assert any(re.fullmatch(r"\S training steps(, \d+ s left)? +━[━╸╺]+ \d+ of 40 0:\d\d *", line) for line in shown)
-    assert not any("━" in line and "step " in line.replace("training steps", "") for line in shown)
+    assert [line.split("   ")[0] for line in lines if line.startswith("step ")][:40] == [f"step {n}" for n in range(40)]
+    assert any("AdamW's moments" in line for line in lines)
+    assert any(re.fullmatch(r"\S starting 2 processes … +0:\d\d *", line) for line in lines)
+    assert any(re.fullmatch(r"\S training steps(, \d+ s left)? +━[━╸╺]+ \d+ of 40 0:\d\d *", line) for line in lines)
+    assert not any("━" in line and "step " in line.replace("training steps", "") for line in lines)
 
 
 class Terminal(io.StringIO):
@@ -85,15 +85,15 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, delay: float = 0.0) -> Terminal
     """In the test itself: pytest puts a stderr of its own in place behind every fixture."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(progress_bar, "_DELAY", delay)
-    made = Terminal()
-    monkeypatch.setattr(sys, "stderr", made)
-    return made
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
 
 
-def shown_until(terminal: Terminal, wanted: str) -> None:
+def shown_until(terminal: Terminal, text: str) -> None:
     deadline = time.monotonic() + 20
-    while wanted not in terminal.getvalue():
-        assert time.monotonic() < deadline, f"{wanted!r} is not shown: {terminal.getvalue()!r}"
+    while text not in terminal.getvalue():
+        assert time.monotonic() < deadline, f"{text!r} is not shown: {terminal.getvalue()!r}"
         time.sleep(0.01)
 
 
@@ -133,33 +133,33 @@ def test_a_bar_is_one_line_of_any_terminal(width: int, monkeypatch: pytest.Monke
 
 def test_what_is_drawn_stays_when_there_is_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     on_terminal(monkeypatch, delay=60.0)
-    bar, drawn = progress_bar._TerminalBar("beginning"), []
+    bar, fractions = progress_bar._TerminalBar("beginning"), []
     for done, total in ((20, 21), (20, 26), (21, 26), (26, 26)):
         bar.update("plans", done, total)
-        drawn.append(bar._fractions["plans"])
-    assert drawn == [20 / 21, 20 / 21, 20 / 21, 1.0]
+        fractions.append(bar._fractions["plans"])
+    assert fractions == [20 / 21, 20 / 21, 20 / 21, 1.0]
 
 
 def test_a_bar_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another round of the same work continues from the one before; within a round a late report changes nothing."""
-    bar, seen = progress_bar._TerminalBar("beginning"), []
+    bar, states = progress_bar._TerminalBar("beginning"), []
     rounds = [("one", 0, 2), ("one", 1, 2), ("one", 2, 2), ("two", 0, 3), ("one", 0, 2), ("one", 2, 2), ("one", 1, 2)]
-    for what, done, total in [*rounds, ("one", 0, 4), ("one", 3, 4), ("one", 2, 4)]:
-        bar.update(what, done, total)
-        seen.append((bar._task, bar._done, bar._total))
-    assert [(done, total) for what, done, total in seen if what == "one"] == [
+    for work, done, total in [*rounds, ("one", 0, 4), ("one", 3, 4), ("one", 2, 4)]:
+        bar.update(work, done, total)
+        states.append((bar._task, bar._done, bar._total))
+    assert [(done, total) for name, done, total in states if name == "one"] == [
         *((0, 2), (1, 2), (2, 2), (2, 4), (4, 4), (5, 6), (5, 9), (8, 9), (8, 9)),
     ]
-    bars = [done for what, done, _ in seen if what == "one"]
+    bars = [done for name, done, _ in states if name == "one"]
     assert bars == sorted(bars)
 
 
 def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal, own = on_terminal(monkeypatch), Console.set_live
+    terminal, set_live = on_terminal(monkeypatch), Console.set_live
 
     def interrupted(console: Console, live: Live) -> object:
         signal.raise_signal(signal.SIGINT)
-        return own(console, live)
+        return set_live(console, live)
 
     def interrupt() -> None:
         with progress_bar.progress("beginning") as say:
@@ -169,8 +169,8 @@ def test_ctrl_c_while_the_bar_is_drawn_anew_leaves_the_terminal_whole(monkeypatc
 
     with pytest.raises(KeyboardInterrupt):
         interrupt()
-    hidden, shown = "\x1b[?25l", "\x1b[?25h"
-    assert terminal.getvalue().count(hidden) == terminal.getvalue().count(shown) == 2
+    hidden, visible = "\x1b[?25l", "\x1b[?25h"
+    assert terminal.getvalue().count(hidden) == terminal.getvalue().count(visible) == 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -193,15 +193,15 @@ def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, mo
 def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "compile_graph", lambda module: module)
     reports: list[tuple[str, int, int]] = []
-    with listen(lambda *each: reports.append(each)):
+    with listen(lambda *report: reports.append(report)):
         assert compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]
-    assert reports == [(what, done, 2) for what in ("writing kernels", "compiling kernels") for done in range(3)]
+    assert reports == [(work, done, 2) for work in ("writing kernels", "compiling kernels") for done in range(3)]
 
 
 def test_a_listener_gets_reports() -> None:
     reports: list[tuple[str, int, int]] = []
     report_progress("nobody hears this")
-    with listen(lambda *each: reports.append(each)):
+    with listen(lambda *report: reports.append(report)):
         assert list(track("items", "ab")) == ["a", "b"]
         report_progress("something")
     report_progress("nobody hears this")
@@ -218,7 +218,7 @@ def relay_of(environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_child_says_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it, also what was said right before the end."""
     heard: list[object] = []
-    with listen(lambda *each: heard.append(each)), relay_progress(heard.append) as environment:
+    with listen(lambda *report: heard.append(report)), relay_progress(heard.append) as environment:
         child = relay_of(environment, monkeypatch)
         assert child is not None
         assert ProgressRelay.to_parent() is None  # children of the child do not have it
@@ -226,8 +226,8 @@ def test_what_a_child_says_arrives_in_order(monkeypatch: pytest.MonkeyPatch) -> 
             child.report("steps", index, 1000)
             child.print(f"line {index}\nand more")
         child.close()
-    said = ((("steps", index, 1000), f"line {index}\nand more") for index in range(1000))
-    assert heard == [each for pair in said for each in pair]
+    pairs = ((("steps", index, 1000), f"line {index}\nand more") for index in range(1000))
+    assert heard == [message for pair in pairs for message in pair]
     with relay_progress(heard.append) as environment:
         assert relay_of(environment, monkeypatch) is None  # nobody listens
 
@@ -237,7 +237,7 @@ def test_a_closed_stdout_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     def run() -> None:
-        with listen(lambda *each: None), relay_progress(say) as environment:
+        with listen(lambda *report: None), relay_progress(say) as environment:
             child = relay_of(environment, monkeypatch)
             assert child is not None
             with closing(child):

@@ -24,17 +24,17 @@ from tests.slow import cases
 # The kernels of processes that are tested for something else: they take the least time to be ready.
 AUTOGRAD = ("--kernels", "autograd")
 CHAIN = ROOT / "tests/models/chain.py"
-WHAT = ("measured", "predicted")
+SOURCES = ("measured", "predicted")
 KINDS = (("forward",), ("input_grad", "weight_grad"))
 STEP = re.compile(r"step (\d+)   loss (\d+\.\d{6})   \d+\.\d{3} s")
 
 
 def losses(out: str) -> list[str]:
     lines = out.partition("\n\n")[0].splitlines()
-    found = [STEP.fullmatch(line) for line in lines]
-    assert all(found), out
-    assert [match[1] for match in found if match] == [str(index) for index in range(len(lines))]
-    return [match[2] for match in found if match]
+    matches = [STEP.fullmatch(line) for line in lines]
+    assert all(matches), out
+    assert [match[1] for match in matches if match] == [str(index) for index in range(len(lines))]
+    return [match[2] for match in matches if match]
 
 
 @pytest.mark.slow
@@ -46,13 +46,13 @@ def test_one_two_and_torchrun_processes_agree(
     Path("html.py").write_text("raise AssertionError('imported')\n")
     options = [*AUTOGRAD, "--microbatches", 4, "--steps", 2]
     alone = pipegraph("run", chain, "--nproc", 1, *options)
-    own = pipegraph("run", chain, *options)
+    default_run = pipegraph("run", chain, *options)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     under = program(*torchrun, "-m", "pipegraph", "run", chain, *options, cwd=tmp_path)
-    assert (alone.code, own.code, under.code) == (0, 0, 0), (alone, own, under)
-    assert own.err == ""
+    assert (alone.code, default_run.code, under.code) == (0, 0, 0), (alone, default_run, under)
+    assert default_run.err == ""
     assert len(losses(alone.out)) == 2
-    assert losses(alone.out) == losses(own.out) == losses(under.out)
+    assert losses(alone.out) == losses(default_run.out) == losses(under.out)
 
 
 @pytest.mark.slow  # tests/cli/test_joint_plan.py runs another one
@@ -91,9 +91,9 @@ def test_json(pipegraph: Command, chain: Path) -> None:
     result = json.loads(done.out)
     assert (result["schema_version"], result["schedule"], result["microbatches"]) == (1, "1f1b", 2)
     assert [step["index"] for step in result["steps"]] == [0, 1]
-    found = result["predicted_and_measured"]
-    assert (found["processes"], found["measured_steps"], found["priced_by"]) == (1, 1, None)
-    assert found["step"] == {"predicted": None, "measured": pytest.approx(result["steps"][1]["seconds"])}
+    comparison = result["predicted_and_measured"]
+    assert (comparison["processes"], comparison["measured_steps"], comparison["priced_by"]) == (1, 1, None)
+    assert comparison["step"] == {"predicted": None, "measured": pytest.approx(result["steps"][1]["seconds"])}
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +141,11 @@ def test_predicted_and_measured(pipegraph: Command, priced: Path, nproc: int, sc
 
 def test_saved_bytes_are_those_predicted(pipegraph: Command, priced: Path) -> None:
     done = pipegraph("run", priced, "--kernels", "eager", "--microbatches", 6, "--nproc", 1, "--json")
-    found = json.loads(done.out)["predicted_and_measured"]
+    table = json.loads(done.out)["predicted_and_measured"]
     assert (
-        found["hints"][-1] == "Times and bytes were predicted for compiled kernels, and this run used --kernels eager."
+        table["hints"][-1] == "Times and bytes were predicted for compiled kernels, and this run used --kernels eager."
     )
-    memory = found["memory"]
+    memory = table["memory"]
     assert [rank["saved"]["measured"] for rank in memory] == [rank["saved"]["predicted"] for rank in memory]
 
 
@@ -167,15 +167,15 @@ def test_recalibrate(pipegraph: Command, priced: Path, tmp_path: Path) -> None:
     done = pipegraph("run", priced, *options, "--recalibrate", file, "--json")
     assert done.code == 0, done.err
     result = json.loads(done.out)
-    found = result["predicted_and_measured"]["stages"]
-    measured, predicted = ([sum(stage[kind][what] for stage in found) for kind in "FB"] for what in WHAT)
+    section = result["predicted_and_measured"]["stages"]
+    measured, predicted = ([sum(stage[kind][source] for stage in section) for kind in "FB"] for source in SOURCES)
     corrected = Hardware.load(file)
     ratio = corrected.measured_ratio
-    found = result["recalibrated"]
-    assert (found["file"], found["measured_ratio"]) == (str(file), structs.asdict(ratio))
-    assert isinstance(found["uneven"], list)
+    section = result["recalibrated"]
+    assert (section["file"], section["measured_ratio"]) == (str(file), structs.asdict(ratio))
+    assert isinstance(section["uneven"], list)
     assert corrected.name == "mine"
-    expected = [one / other for one, other in zip(measured, predicted, strict=True)]
+    expected = [actual / prediction for actual, prediction in zip(measured, predicted, strict=True)]
     assert [ratio.forward, ratio.input_grad] == pytest.approx(expected, rel=1e-3)
     figures = structs.replace(corrected, name="cpu", measured_ratio=UNCORRECTED, sources={})
     assert figures == structs.replace(Hardware.load("cpu"), sources={})
@@ -215,7 +215,7 @@ def test_another_file_than_a_profile_is_left_alone(pipegraph: Command, priced: P
     victim.write_text("precious = 1\n")
     done = pipegraph("run", priced, "--steps", 3, "--hardware", "cpu", "--recalibrate", victim)
     assert (done.code, done.out) == (2, "")
-    assert "is no hardware profile, and is not overwritten" in " ".join(done.err.split())
+    assert "is not a hardware profile, and is not overwritten" in " ".join(done.err.split())
     assert victim.read_text() == "precious = 1\n"
 
 
@@ -223,7 +223,7 @@ def test_another_file_than_a_profile_is_left_alone(pipegraph: Command, priced: P
     ("file", "said"),
     [
         ("README.md/mine.json", "README.md is a file, not a folder"),
-        ("tests", "tests cannot be written: it is no regular"),
+        ("tests", "tests cannot be written: it is not a regular"),
     ],
 )
 def test_a_profile_that_cannot_be_written(pipegraph: Command, priced: Path, file: str, said: str) -> None:
@@ -325,15 +325,15 @@ def test_wrong_world_of_torchrun(chain: Path) -> None:
 
 def _processes_that_name(folder: Path) -> list[str]:
     """Command lines of living processes that hold ``folder``."""
-    found = []
+    commands = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = process.read_text()
         except OSError:
             continue  # it has ended
         if str(folder) in command and process.parent.name != str(os.getpid()):
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 def test_the_program_is_python_m_pipegraph() -> None:

@@ -42,7 +42,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def whole(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def expected_losses(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of 8 steps in one process."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     words = ["run", counting, *OPTIONS, "--steps", 8, "--nproc", 1, "--checkpoint", folder]
@@ -54,7 +54,7 @@ def whole(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
 
 @pytest.mark.slow  # tests/runtime/test_checkpoint.py has other numbers of processes
 def test_processes_save_and_one_process_goes_on(
-    pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path
+    pipegraph: Command, counting: Path, expected_losses: list[float], tmp_path: Path
 ) -> None:
     run, folder = ("run", counting, *OPTIONS, "--checkpoint", tmp_path), tmp_path / "step-00000003"
     first = pipegraph(*run, "--steps", 3)
@@ -64,25 +64,25 @@ def test_processes_save_and_one_process_goes_on(
     lines = again.out.splitlines()
     assert lines[0] == f"continues from {folder}"
     assert re.match(r"step 3   loss \d\.\d{6}   accuracy 0\.\d+   \d\.\d{3} s", lines[1])
-    assert losses(tmp_path) == whole
-    assert {each.name for each in tmp_path.iterdir()} == {"log.jsonl", "step-00000006", "step-00000008"}
+    assert losses(tmp_path) == expected_losses
+    assert {path.name for path in tmp_path.iterdir()} == {"log.jsonl", "step-00000006", "step-00000008"}
     done = pipegraph(*run, "--steps", 8, "--nproc", 1)
     assert done.out.splitlines() == [
         f"continues from {tmp_path / 'step-00000008'}",
         "8 steps are done, and no more are to do.",
     ]
-    found = json.loads(pipegraph(*run, "--steps", 9, "--nproc", 1, "--json").out)
-    assert [step["index"] for step in found["steps"]] == [8, 8]  # the second one is the evaluation
+    document = json.loads(pipegraph(*run, "--steps", 9, "--nproc", 1, "--json").out)
+    assert [step["index"] for step in document["steps"]] == [8, 8]  # the second one is the evaluation
 
 
 @pytest.mark.slow  # tests/runtime/test_checkpoint.py has positions in the data
 def test_data_parallel_ranks_share_the_data(
-    pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path
+    pipegraph: Command, counting: Path, expected_losses: list[float], tmp_path: Path
 ) -> None:
     """Each rank's own rows, of the same batches; their order in sums is another one."""
     done = pipegraph("run", counting, *OPTIONS, "--steps", 4, "--dp-replicate", 2, "--checkpoint", tmp_path)
     assert (done.code, done.err) == (0, "")
-    assert losses(tmp_path) == pytest.approx(whole[:4], rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(expected_losses[:4], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_rank_whose_data_fail_is_named_and_all_save(pipegraph: Command, counti
 
 @pytest.mark.parametrize("processes", cases([1, 2], slow=[2]))
 def test_sigterm_saves_and_leaves(
-    pipegraph: Command, counting: Path, whole: list[float], tmp_path: Path, processes: int
+    pipegraph: Command, counting: Path, expected_losses: list[float], tmp_path: Path, processes: int
 ) -> None:
     command = ["run", counting, *OPTIONS, "--nproc", processes, "--checkpoint", tmp_path / "run"]
 
@@ -142,19 +142,19 @@ def test_sigterm_saves_and_leaves(
     steps = int(place.name[-8:])
     assert f"SIGTERM came: saved after {steps} steps. The same command continues." in out
     assert len(losses(tmp_path / "run")) == steps
-    more = pipegraph("run", counting, *OPTIONS, "--nproc", 1, "--checkpoint", tmp_path / "run", "--steps", steps + 2)
-    assert more.code == 0, more.err
-    both = losses(tmp_path / "run")
-    assert both[:8] == pytest.approx(whole[: len(both)], rel=1e-5)
-    assert len(both) == steps + 2
+    rerun = pipegraph("run", counting, *OPTIONS, "--nproc", 1, "--checkpoint", tmp_path / "run", "--steps", steps + 2)
+    assert rerun.code == 0, rerun.err
+    run_losses = losses(tmp_path / "run")
+    assert run_losses[:8] == pytest.approx(expected_losses[: len(run_losses)], rel=1e-5)
+    assert len(run_losses) == steps + 2
 
 
 @pytest.fixture(scope="module")
 def saved_once(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "run"
-    more = "--nproc", 1, "--steps", 2, "--checkpoint", folder, "--checkpoint-every", 1
+    options = "--nproc", 1, "--steps", 2, "--checkpoint", folder, "--checkpoint-every", 1
     with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in ("run", counting, *OPTIONS, *more)])
+        main([str(word) for word in ("run", counting, *OPTIONS, *options)])
     assert ended.value.code == 0
     return folder
 
@@ -209,14 +209,14 @@ def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Pat
     file.write_text(text.replace("self.layers", "self.blocks"))
     with equal_work_shared():
         assert pipegraph("split", file, "--points", "blocks.2", "-o", tmp_path / "other").code == 0
-    before = {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
+    mtimes = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     options = ["--model", file, "--kernels", "eager", "--nproc", 1, "--checkpoint", saved, "--steps", 3]
     refused = pipegraph("run", tmp_path / "other", *options)
     assert (refused.code, refused.out) == (2, "")
     assert "the checkpoint is of another model" in refused.err
     assert "it lacks blocks.0.0.bias. Did you mean" in refused.err
     assert refused.err.count("Try: ") == 1
-    assert before == {each: each.stat().st_mtime_ns for each in saved.rglob("*")}
+    assert mtimes == {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
 
 
 def test_another_precision_is_named(pipegraph: Command, counting: Path, saved: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_what_was_saved(
     assert done.code == 2
     assert f"{saved / 'step-00000003'} was not saved: OSError: [Errno 28] No space left on device" in done.err
     assert "with room for the whole model" in done.err
-    assert sorted(each.name for each in saved.glob("*step*")) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in saved.glob("*step*")) == ["step-00000001", "step-00000002"]
     assert go_on(pipegraph, counting, saved).code == 0
 
 
@@ -282,10 +282,10 @@ def test_the_example_learns(pipegraph: Command, tmp_path: Path) -> None:
     options = ["--model", model, "--nproc", 1, "--kernels", "autograd", "--microbatches", 4, "--steps", 4]
     done = pipegraph("run", package, *options, "--checkpoint", tmp_path / "run")
     assert done.code == 0, done.err
-    found = losses(tmp_path / "run")
-    assert len(found) == 4 and found[-1] < found[0]
+    run_losses = losses(tmp_path / "run")
+    assert len(run_losses) == 4 and run_losses[-1] < run_losses[0]
     again = shutil.copytree(tmp_path / "run", tmp_path / "again")
     curve = [ROOT / "examples/text/curve.py", tmp_path / "run", again, "-o", tmp_path / "curve.svg"]
-    drawn = subprocess.run([sys.executable, *map(str, curve)], capture_output=True, text=True, check=True)
-    assert "again is 0.0e+00 from run where they are farthest apart" in drawn.stdout
+    process = subprocess.run([sys.executable, *map(str, curve)], capture_output=True, text=True, check=True)
+    assert "again is 0.0e+00 from run where they are farthest apart" in process.stdout
     assert (tmp_path / "curve.svg").read_text().startswith("<svg ")

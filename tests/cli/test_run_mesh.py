@@ -42,19 +42,19 @@ def on_two_nodes(package: Path, *options: object) -> list[subprocess.CompletedPr
         command = [sys.executable, *map(str, [*torchrun, *run])]
         nodes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        said = [node.communicate(timeout=100) for node in nodes]
+        texts = [node.communicate(timeout=100) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
             node.wait()
     return [
-        subprocess.CompletedProcess(node.args, node.returncode, *each) for node, each in zip(nodes, said, strict=True)
+        subprocess.CompletedProcess(node.args, node.returncode, *text) for node, text in zip(nodes, texts, strict=True)
     ]
 
 
 def said_by(node: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(node.stdout)["predicted_and_measured"]
-    return found
+    comparison: dict[str, Any] = json.loads(node.stdout)["predicted_and_measured"]
+    return comparison
 
 
 @pytest.mark.timeout(240)
@@ -63,12 +63,12 @@ def test_stages_lie_across_nodes(package: Path) -> None:
     """The first process of the last stage prints: it is in the second node."""
     nodes = on_two_nodes(package, "--dp-shard", 2, "--steps", 3, "--json")
     assert [(node.returncode, bool(node.stdout)) for node in nodes] == [(0, False), (0, True)], nodes
-    found = said_by(nodes[1])
-    assert [each["stage"] for each in found["collectives"]] == [0, 1]
-    for each in found["collectives"]:
-        assert each["UNSHARD"]["measured"] > 0 and each["REDUCE_GRAD"]["measured"] > 0
-        assert "RESHARD" not in each
-    assert_parts_are_predicted(found)
+    comparison = said_by(nodes[1])
+    assert [record["stage"] for record in comparison["collectives"]] == [0, 1]
+    for collectives in comparison["collectives"]:
+        assert collectives["UNSHARD"]["measured"] > 0 and collectives["REDUCE_GRAD"]["measured"] > 0
+        assert "RESHARD" not in collectives
+    assert_parts_are_predicted(comparison)
 
 
 @pytest.mark.slow
@@ -85,15 +85,15 @@ def test_tensor_parallel_ranks_lie_within_a_node(order: list[str], printing: int
     assert [bool(node.stdout) for node in nodes] == [printing == 0, printing == 1]
     slow = "ranks along tp lie in several nodes of 2 processes each"
     assert [slow in node.stderr for node in nodes] == [bool(order), False]
-    found = said_by(nodes[printing])
-    assert_parts_are_predicted(found)
-    assert any("2 ranks along tp divide each" in hint for hint in found["hints"])
+    comparison = said_by(nodes[printing])
+    assert_parts_are_predicted(comparison)
+    assert any("2 ranks along tp divide each" in hint for hint in comparison["hints"])
 
 
-def assert_parts_are_predicted(found: dict[str, Any]) -> None:
+def assert_parts_are_predicted(comparison: dict[str, Any]) -> None:
     """A rank's state is that of its part of the parameters, with a count of AdamW's steps for each."""
-    for each in found["memory"]:
-        assert each["state"]["measured"] == pytest.approx(each["state"]["predicted"], rel=0.05)
+    for memory in comparison["memory"]:
+        assert memory["state"]["measured"] == pytest.approx(memory["state"]["predicted"], rel=0.05)
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from tests.cli.test_run import AUTOGRAD, losses
 
 @pytest.mark.slow  # tests/runtime has both, without the command
 def test_precision_and_seed(pipegraph: Command, chain: Path) -> None:
-    own, half = (pipegraph("run", chain, *AUTOGRAD, "--seed", 1, *more) for more in ((), ("--precision", "bf16")))
-    assert (own.code, half.code) == (0, 0), (own, half)
-    (exact,), (rounded,) = losses(own.out), losses(half.out)
+    single, half = (pipegraph("run", chain, *AUTOGRAD, "--seed", 1, *flags) for flags in ((), ("--precision", "bf16")))
+    assert (single.code, half.code) == (0, 0), (single, half)
+    (exact,), (rounded,) = losses(single.out), losses(half.out)
     assert exact != rounded and float(rounded) == pytest.approx(float(exact), rel=0.05)
     wrong = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--precision", "bf61")
     assert wrong.code == 2 and "bf16" in wrong.err
@@ -59,4 +59,4 @@ def test_an_environment_of_no_ranks_is_refused(
 
 def test_a_learning_rate_is_a_number(pipegraph: Command, chain: Path) -> None:
     done = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--learning-rate", "inf")
-    assert done.code == 2 and "inf is no learning rate" in done.err
+    assert done.code == 2 and "inf is not a learning rate" in done.err

@@ -39,11 +39,11 @@ def test_a_planned_package_runs_its_plan(pipegraph: Command, planned: Path, npro
     assert done.code == 0, done.err
     result = json.loads(done.out)  # which one process prints
     assert (result["schedule"], result["microbatches"], result["ranks"]) == ("zb-v", 3, 2)
-    found = result["predicted_and_measured"]
-    assert found["processes"] == (1 if nproc else 2)
-    assert not [hint for hint in found["hints"] if "The plan was" in hint]
+    comparison = result["predicted_and_measured"]
+    assert comparison["processes"] == (1 if nproc else 2)
+    assert not [hint for hint in comparison["hints"] if "The plan was" in hint]
     value = json.loads((planned / "pipeline.json").read_text())["plan"]["prediction"]["value"]
-    assert (found["step"]["predicted"] == pytest.approx(value)) == (not nproc)
+    assert (comparison["step"]["predicted"] == pytest.approx(value)) == (not nproc)
 
 
 def test_options_win_over_the_plan(pipegraph: Command, planned: Path) -> None:

@@ -65,29 +65,29 @@ def assert_actions(run: Path) -> None:
 
 
 def assert_readable(pipegraph: Command, run: Path, takes_turns: bool) -> None:
-    found = json.loads(pipegraph("trace", "report", run.parent, "--json").out)
-    assert (found["problems"], found["takes_turns"]) == ([], takes_turns)
-    assert all(step["complete"] for step in found["steps"])
-    assert [bubble["rank"] for bubble in found["bubble"]] == [0, 1]
-    assert all(stage["measured"] > 0 for stage in found["stages"])
+    report = json.loads(pipegraph("trace", "report", run.parent, "--json").out)
+    assert (report["problems"], report["takes_turns"]) == ([], takes_turns)
+    assert all(step["complete"] for step in report["steps"])
+    assert [bubble["rank"] for bubble in report["bubble"]] == [0, 1]
+    assert all(stage["measured"] > 0 for stage in report["stages"])
     file = run.parent / "trace.json.gz"
     merged = json.loads(pipegraph("trace", "merge", run.parent, "-o", file, "--operations", "--json").out)
     read_strictly(file)
-    assert (merged["flows"], merged["problems"]) == (4 * len(found["steps"]), [])  # 2 microbatches, there and back
+    assert (merged["flows"], merged["problems"]) == (4 * len(report["steps"]), [])  # 2 microbatches, there and back
     assert all(clock["error"] is not None for clock in merged["clocks"])
 
 
 def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     done = pipegraph("run", chain, *EAGER, "--nproc", 1, "--profile", tmp_path, "--json")
-    found = json.loads(done.out)
+    summary = json.loads(done.out)
     run = recorded(tmp_path)
-    assert Path(found["profile"]) == run
+    assert Path(summary["profile"]) == run
     about = json.loads((run / "run.json").read_text())
     assert (about["windows"][0]["steps"], about["processes"]) == ([1, 3], 1)
     assert_actions(run)
     assert_readable(pipegraph, run, takes_turns=True)
-    assert [step["index"] for step in found["steps"]] == [0, 1, 2, 3]
-    assert found["predicted_and_measured"]["measured_steps"] == 3  # who times the actions continues as well
+    assert [step["index"] for step in summary["steps"]] == [0, 1, 2, 3]
+    assert summary["predicted_and_measured"]["measured_steps"] == 3  # who times the actions continues as well
 
 
 def test_too_few_steps(pipegraph: Command, chain: Path, tmp_path: Path) -> None:

@@ -201,18 +201,18 @@ def test_forced_colour(pipegraph: Command, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("variable", ["", "NO_COLOR"])
 def test_a_terminal_gets_lines_of_its_width(variable: str) -> None:
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "60"} | ({variable: "1"} if variable else {})
     command = [sys.executable, "-m", "pipegraph", "schedule", "zb-h1", "--ranks", "3", "--microbatches", "12"]
-    done = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env=environment)
-    os.close(theirs)
+    done = subprocess.Popen(command, stdout=terminal, cwd=ROOT, env=environment)
+    os.close(terminal)
     read = b""
     try:
-        while part := os.read(ours, 65536):
+        while part := os.read(controller, 65536):
             read += part
     except OSError:  # how Linux says that the other end is closed
         pass
-    os.close(ours)
+    os.close(controller)
     assert done.wait(60) == 0
     lines = read.decode().splitlines()
     assert any("\x1b[" in line for line in lines) is (variable == "")
@@ -243,7 +243,7 @@ SIZES = ("--ranks", 4, "--microbatches", 8)
         (("nowhere.csv",), "the schedule nowhere.csv cannot be read: No such file or directory"),
         (("1f1b", *SIZES, "--times", "nowhere.json"), "the times nowhere.json cannot be read: No such file"),
         (("1f1b", *SIZES, "--svg", "nowhere/a.svg"), "there is no folder nowhere"),
-        (("1f1b", *SIZES, "--csv", "tests"), "tests cannot be written: it is no regular file"),
+        (("1f1b", *SIZES, "--csv", "tests"), "tests cannot be written: it is not a regular file"),
         (("1f1b", *SIZES, "--csv", "-"), "- cannot be written"),
         (("1f1b", *SIZES, "--csv", "/dev/stdout"), "/dev/stdout cannot be written"),
     ],

@@ -68,10 +68,10 @@ example_inputs = (torch.ones(2, 5, 4),)
 def test_a_number_of_steps_is_said_to_be_fixed_only_if_it_is(pipegraph: Command, tmp_path: Path) -> None:
     """A stage that begins inside the loop takes as many values as steps are left."""
     (tmp_path / "loop.py").write_text(LOOP)
-    behind = pipegraph("split", tmp_path / "loop.py", "--points", "head", "-o", tmp_path / "behind")
+    at_head = pipegraph("split", tmp_path / "loop.py", "--points", "head", "-o", tmp_path / "behind")
     inside = pipegraph("split", tmp_path / "loop.py", "--stages", 2, "--balance", "uniform", "-o", tmp_path / "inside")
-    assert (behind.code, inside.code) == (0, 0)
-    assert "x.shape[1] is 5 in every batch: " not in behind.out
+    assert (at_head.code, inside.code) == (0, 0)
+    assert "x.shape[1] is 5 in every batch: " not in at_head.out
     assert "x.shape[1] is 5 in every batch: " in inside.out
 
 
@@ -162,9 +162,9 @@ def test_show_lists_edited_and_missing_files(pipegraph: Command, chain: Path, tm
     (copied / "stage-00001-of-00002.safetensors").unlink()
     with (copied / "stage_1.py").open("a") as file:
         file.write("# mine\n")
-    shown = pipegraph("show", copied)
-    lines = shown.out.splitlines()
-    assert shown.code == 2 and "stage-00001-of-00002.safetensors, stage_0.py are missing" in shown.err
+    listing = pipegraph("show", copied)
+    lines = listing.out.splitlines()
+    assert listing.code == 2 and "stage-00001-of-00002.safetensors, stage_0.py are missing" in listing.err
     assert "edited since it was written: stage_1.py" in lines
     assert "missing: stage-00001-of-00002.safetensors, stage_0.py" in lines
 

@@ -29,11 +29,11 @@ def folder(tmp_path: Path) -> Path:
 
 def model(folder: Path) -> torch.nn.Module:
     """All of its parameters are 0.5."""
-    made = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+    llama = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in llama.parameters():
             parameter.fill_(0.5)
-    return made
+    return llama
 
 
 def in_shards(folder: Path) -> None:

@@ -28,9 +28,9 @@ def test_merge_writes_a_trace_and_says_how_well_clocks_agree(pipegraph: Command,
 
 def test_merge_as_json(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
     result = pipegraph("trace", "merge", folder, "-o", tmp_path / "trace.json", "--json")
-    found = json.loads(result.out)
-    assert (found["schema_version"], found["slices"], found["flows"], found["problems"]) == (1, 16, 4, [])
-    assert found["clocks"][1]["error"] == pytest.approx(2e-6)
+    summary = json.loads(result.out)
+    assert (summary["schema_version"], summary["slices"], summary["flows"], summary["problems"]) == (1, 16, 4, [])
+    assert summary["clocks"][1]["error"] == pytest.approx(2e-6)
 
 
 def test_merge_replaces_no_file_unasked(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_report_prints_and_writes_a_page(pipegraph: Command, folder: Path, tmp_p
 
 def test_report_as_json(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
     result = pipegraph("trace", "report", folder, "--json", "--html", tmp_path / "run.html")
-    found = json.loads(result.out)
-    assert found["schema_version"] == 1
-    assert found["bubble"][1]["transfers"] == pytest.approx(0.001)
+    report = json.loads(result.out)
+    assert report["schema_version"] == 1
+    assert report["bubble"][1]["transfers"] == pytest.approx(0.001)
     assert (tmp_path / "run.html").exists()
 
 

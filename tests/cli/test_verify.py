@@ -70,13 +70,13 @@ def test_unseeded_model_is_suspected(pipegraph: Command, tmp_path: Path) -> None
 
 
 def test_another_model_than_the_one_that_was_split(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
-    other = "tests/models/late_input.py"
+    other_model = "tests/models/late_input.py"
     errors = "error: The package is of Chain (chain.py), and this is LateInput (late_input.py): "
     advice = "\nTry: the model that was split, or the package of this one.\n"
-    run = ("run", chain, "--model", other, "--nproc", 1, "--kernels", "autograd")
+    run = ("run", chain, "--model", other_model, "--nproc", 1, "--kernels", "autograd")
     empty = tmp_path / "empty"
     assert pipegraph("split", "tests/models/chain.py", "--stages", 2, "--no-weights", "-o", empty).code == 0
-    for command in (("verify", chain, other), ("verify", empty, other), run):
+    for command in (("verify", chain, other_model), ("verify", empty, other_model), run):
         done = pipegraph(*command)
         assert done.code == 2
         assert done.err.startswith(errors) and done.err.endswith(advice), done.err

@@ -67,15 +67,15 @@ def test_show_says_that_a_file_holds_no_weights(pipegraph: Command, package: Pat
 @pytest.mark.slow
 def test_verify_compares_a_checkpoint(pipegraph: Command, package: Path, checkpoint: Path, tmp_path: Path) -> None:
     model = f"hf:{checkpoint}"
-    same = pipegraph("verify", package, model, *SIZES, "--weights", checkpoint)
-    assert same.code == 0 and "equal in training and evaluation mode" in same.out
+    matching = pipegraph("verify", package, model, *SIZES, "--weights", checkpoint)
+    assert matching.code == 0 and "equal in training and evaluation mode" in matching.out
     for file in checkpoint.glob("*.safetensors*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
-    other = pipegraph("verify", package, model, *SIZES, "--weights", tmp_path)
-    assert other.code == 1
-    assert "Try: the checkpoint that MODEL is made from." in other.err
+    mismatching = pipegraph("verify", package, model, *SIZES, "--weights", tmp_path)
+    assert mismatching.code == 1
+    assert "Try: the checkpoint that MODEL is made from." in mismatching.err
 
 
 @pytest.mark.slow

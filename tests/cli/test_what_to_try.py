@@ -61,7 +61,7 @@ def test_bad_times_show_what_times_are(pipegraph: Command, tmp_path: Path, conte
 def test_an_unknown_action_shows_what_actions_are(pipegraph: Command, tmp_path: Path) -> None:
     file = tmp_path / "order.csv"
     file.write_text("0F0,hello\n1F0,1B0\n")
-    fails(pipegraph("schedule", file), 2, "'hello' is no action", "\nTry: 2F0, 0B3, ")
+    fails(pipegraph("schedule", file), 2, "'hello' is not an action", "\nTry: 2F0, 0B3, ")
 
 
 @pytest.mark.parametrize("loss", ["raise ValueError('lossy')", "return output"])

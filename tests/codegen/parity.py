@@ -79,15 +79,15 @@ def differences(
     it is. The source of the package is formatted and lint-clean, too.
     """
     reference = _run_model(model, args, kwargs or {}, train)
-    found = _run_package(package, args, kwargs or {}, train)
+    actual = _run_package(package, args, kwargs or {}, train)
     stages = [package.load_stage(index) for index in range(len(package.manifest.stages))]
     keys = {key for stage in stages for key in stage.state_dict()}
-    same = keys == set(model.state_dict())
+    equal_keys = keys == set(model.state_dict())
     return [
-        *([] if same else [f"state_dict: {sorted(keys ^ set(model.state_dict()))}"]),
-        *_differ("output", reference.outputs, found.outputs),
-        *_differ("gradient", reference.gradients, found.gradients),
-        *_differ("buffer", reference.buffers, {name: found.buffers.get(name) for name in reference.buffers}),
+        *([] if equal_keys else [f"state_dict: {sorted(keys ^ set(model.state_dict()))}"]),
+        *_differ("output", reference.outputs, actual.outputs),
+        *_differ("gradient", reference.gradients, actual.gradients),
+        *_differ("buffer", reference.buffers, {name: actual.buffers.get(name) for name in reference.buffers}),
         *untidy(package.path),
     ]
 
@@ -97,8 +97,8 @@ def untidy(folder: Path) -> list[str]:
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
     config = f"--config={ROOT / 'pyproject.toml'}"
     commands = [["check", "--no-cache", "--quiet", config], ["format", "--no-cache", "--diff", "--quiet", config]]
-    done = [subprocess.run([ruff, *each, folder], capture_output=True, text=True, check=False) for each in commands]
-    return [f"{each.stdout}{each.stderr}" for each in done if each.returncode]
+    done = [subprocess.run([ruff, *args, folder], capture_output=True, text=True, check=False) for args in commands]
+    return [f"{process.stdout}{process.stderr}" for process in done if process.returncode]
 
 
 def _run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool | None) -> Step:
@@ -124,9 +124,9 @@ def _run_package(package: Package, args: tuple[Any, ...], kwargs: dict[str, Any]
     for entry, stage in zip(manifest.stages, stages, strict=True):
         if train is not None:
             stage.train(train)
-        made = stage(*(values[name] for name in entry.inputs))
-        made = (made,) if len(entry.outputs) == 1 else made
-        values |= dict(zip(entry.outputs, made, strict=True))
+        results = stage(*(values[name] for name in entry.inputs))
+        results = (results,) if len(entry.outputs) == 1 else results
+        values |= dict(zip(entry.outputs, results, strict=True))
         for name in entry.outputs:
             _check(at_capture.values[name], values[name])
     outputs = _filled(manifest.outputs_in(stages[-1].training), values)
@@ -135,17 +135,17 @@ def _run_package(package: Package, args: tuple[Any, ...], kwargs: dict[str, Any]
     for stage in stages:
         for name, parameter in stage.named_parameters():
             name = manifest.stored_name(name)
-            before = gradients.get(name)
-            both = parameter.grad is not None and before is not None
-            gradients[name] = before + parameter.grad if both else parameter.grad if before is None else before
+            total = gradients.get(name)
+            are_added = parameter.grad is not None and total is not None
+            gradients[name] = total + parameter.grad if are_added else parameter.grad if total is None else total
     buffers = {name: buffer for stage in stages for name, buffer in stage.named_buffers(remove_duplicate=False)}
     return Step(outputs, gradients, buffers)
 
 
 def _check(value: Value, tensor: Tensor) -> None:
     """The manifest tells the truth about what crosses."""
-    found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-    assert found == (value.dtype, value.shape), f"{value.name} is {found}"
+    actual = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    assert actual == (value.dtype, value.shape), f"{value.name} is {actual}"
     # torch calls a view that was made under no_grad, of a tensor with a gradient, one that requires a gradient as well.
     flows = tensor.requires_grad and (tensor.is_leaf is False or isinstance(tensor, nn.Parameter))
     assert value.requires_grad == flows or value.producer < 0, f"{value.name} requires_grad"
@@ -193,38 +193,38 @@ def _filled(names: Any, values: dict[str, Any]) -> Any:
     return None if names is None else values[names]
 
 
-def _differ(kind: str, reference: Any, found: Any, path: str = "") -> Iterator[str]:
-    if isinstance(reference, dict) and isinstance(found, dict) and reference.keys() == found.keys():
+def _differ(kind: str, reference: Any, actual: Any, path: str = "") -> Iterator[str]:
+    if isinstance(reference, dict) and isinstance(actual, dict) and reference.keys() == actual.keys():
         for key in reference:
-            yield from _differ(kind, reference[key], found[key], f"{path}.{key}".lstrip("."))
-    elif isinstance(reference, list) and isinstance(found, list) and len(reference) == len(found):
-        for index, (left, right) in enumerate(zip(reference, found, strict=True)):
-            yield from _differ(kind, left, right, f"{path}[{index}]")
-    elif isinstance(reference, Tensor) and isinstance(found, Tensor):
-        if (reference.shape, reference.dtype) != (found.shape, found.dtype):
-            yield f"{kind} {path}: {found.dtype}{list(found.shape)}, not {reference.dtype}{list(reference.shape)}"
-        elif reference.requires_grad != found.requires_grad:
-            yield f"{kind} {path}: requires_grad is {found.requires_grad}"
-        elif not _close(reference.detach(), found.detach()):
-            yield f"{kind} {path}: {found}, not {reference}"
-    elif isinstance(reference, Tensor) or isinstance(found, Tensor) or reference != found:
-        present = found if reference is None else reference
+            yield from _differ(kind, reference[key], actual[key], f"{path}.{key}".lstrip("."))
+    elif isinstance(reference, list) and isinstance(actual, list) and len(reference) == len(actual):
+        for index, (reference_part, right) in enumerate(zip(reference, actual, strict=True)):
+            yield from _differ(kind, reference_part, right, f"{path}[{index}]")
+    elif isinstance(reference, Tensor) and isinstance(actual, Tensor):
+        if (reference.shape, reference.dtype) != (actual.shape, actual.dtype):
+            yield f"{kind} {path}: {actual.dtype}{list(actual.shape)}, not {reference.dtype}{list(reference.shape)}"
+        elif reference.requires_grad != actual.requires_grad:
+            yield f"{kind} {path}: requires_grad is {actual.requires_grad}"
+        elif not _close(reference.detach(), actual.detach()):
+            yield f"{kind} {path}: {actual}, not {reference}"
+    elif isinstance(reference, Tensor) or isinstance(actual, Tensor) or reference != actual:
+        present = actual if reference is None else reference
         if not (kind == "gradient" and isinstance(present, Tensor) and not present.any()):
-            yield f"{kind} {path}: {found!r}, not {reference!r}"
+            yield f"{kind} {path}: {actual!r}, not {reference!r}"
 
 
-def _close(reference: Tensor, found: Tensor) -> bool:
+def _close(reference: Tensor, actual: Tensor) -> bool:
     """Within the tolerance of the largest value; equal infinities and nans, and integers exactly."""
     if not (reference.is_floating_point() or reference.is_complex()):
-        return torch.equal(reference, found)
+        return torch.equal(reference, actual)
     finite = reference.isfinite()
-    if not torch.equal(finite, found.isfinite()) or not torch.equal(reference.isnan(), found.isnan()):
+    if not torch.equal(finite, actual.isfinite()) or not torch.equal(reference.isnan(), actual.isnan()):
         return False
-    if not finite.all() and not torch.equal(reference[reference.isinf()], found[found.isinf()]):
+    if not finite.all() and not torch.equal(reference[reference.isinf()], actual[actual.isinf()]):
         return False
     tolerance = TOLERANCE if reference.dtype != torch.bfloat16 else 2**-6
     largest = max(float(reference[finite].abs().max()), 1e-3) if finite.any() else 1.0
-    return bool(((reference[finite] - found[finite]).abs() <= tolerance * largest).all())
+    return bool(((reference[finite] - actual[finite]).abs() <= tolerance * largest).all())
 
 
 def assert_equal_at_every_size(package: Package, model: nn.Module, *sizes: tuple[int, ...], train: bool = True) -> None:
@@ -235,8 +235,8 @@ def assert_equal_at_every_size(package: Package, model: nn.Module, *sizes: tuple
         x = torch.randn(size)
         values = dict(zip(package.manifest.args, (x,), strict=True))
         for entry, stage in zip(package.manifest.stages, stages, strict=True):
-            made = stage(*(values[name] for name in entry.inputs))
-            values |= dict(zip(entry.outputs, (made,) if len(entry.outputs) == 1 else made, strict=True))
+            outputs = stage(*(values[name] for name in entry.inputs))
+            values |= dict(zip(entry.outputs, (outputs,) if len(entry.outputs) == 1 else outputs, strict=True))
         expected = model(x)
         assert values[package.manifest.stages[-1].outputs[0]].shape == expected.shape
         torch.testing.assert_close(values[package.manifest.stages[-1].outputs[0]], expected)

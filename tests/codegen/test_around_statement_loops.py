@@ -112,11 +112,11 @@ class SizesAfterwards(nn.Module):
         for t in range(3):
             h = h * i[:, t : t + 1]
         outputs = x.cos().flatten(1)
-        rest = outputs.sum()
-        made = []
+        total = outputs.sum()
+        expert_outputs = []
         for expert in self.experts:
-            made.append(expert(h))
-        return torch.stack(made).sum(0).unsqueeze(1) * torch.ones(x.shape[0], 1, 1) + rest + x
+            expert_outputs.append(expert(h))
+        return torch.stack(expert_outputs).sum(0).unsqueeze(1) * torch.ones(x.shape[0], 1, 1) + total + x
 
 
 def test_sizes_are_asked_of_tensors(tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def stages(package: Package, weights: Path | bool) -> list[nn.Module]:
 
 def differing(package: Package, weights: Path | bool, model: nn.Module) -> list[str]:
     """The names of ``state_dict()`` whose values are not the model's; those of only one of them count."""
-    found = {name: tensor for stage in stages(package, weights) for name, tensor in stage.state_dict().items()}
+    actual = {name: tensor for stage in stages(package, weights) for name, tensor in stage.state_dict().items()}
     expected = model.state_dict()
     return [
         name
-        for name in sorted({*found, *expected})
-        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+        for name in sorted({*actual, *expected})
+        if name not in actual or name not in expected or not torch.equal(actual[name], expected[name])
     ]
 
 
@@ -130,9 +130,9 @@ def test_only_the_files_of_a_stage_are_needed(llama: Saved, tmp_path: Path) -> N
     for stage in llama.package.manifest.stages:
         folder = tmp_path / str(stage.index)
         folder.mkdir()
-        own = {files[name] for name in stage.parameters}
-        assert own < set(files.values())
-        for file in (*own, LISTING):
+        stage_files = {files[name] for name in stage.parameters}
+        assert stage_files < set(files.values())
+        for file in (*stage_files, LISTING):
             (folder / file).write_bytes((llama.sharded / file).read_bytes())
         llama.package.load_stage(stage.index, weights=folder)
     with pytest.raises(PackageError, match="cannot be read, or is truncated: No such file"):
@@ -173,19 +173,19 @@ def test_weights_take_the_dtype_of_the_stage(llama: Saved, tmp_path: Path) -> No
 def test_weights_are_copied_from_a_checkpoint(gpt2: Saved, tmp_path: Path) -> None:
     """The same files, byte for byte, as from the model with its weights."""
     source = load(f"hf:{gpt2.single}", batch=2, seq=12)
-    whole = pipegraph.write_package(plan_of(source.model, (), source.kwargs, cut=3), tmp_path / "whole")
+    reference = pipegraph.write_package(plan_of(source.model, (), source.kwargs, cut=3), tmp_path / "whole")
     copied = pipegraph.write_package(gpt2.plan, tmp_path / "copied", weights=gpt2.sharded)
     assert {file.name: file.read_bytes() for file in copied.path.iterdir()} == {
-        file.name: file.read_bytes() for file in whole.path.iterdir()
+        file.name: file.read_bytes() for file in reference.path.iterdir()
     }
 
 
 def test_a_package_is_a_checkpoint_too(llama: Saved, tmp_path: Path) -> None:
     """One that was cut elsewhere."""
     plan = pipegraph.plan(llama.plan.captured, points=["model.layers.1.mlp"])
-    other = pipegraph.write_package(plan, tmp_path / "other", weights=llama.sharded)
-    assert differing(other, True, llama.model) == []
-    assert differing(llama.package, other.path, llama.model) == []
+    other_package = pipegraph.write_package(plan, tmp_path / "other", weights=llama.sharded)
+    assert differing(other_package, True, llama.model) == []
+    assert differing(llama.package, other_package.path, llama.model) == []
 
 
 def test_a_copy_that_fails_leaves_nothing(llama: Saved, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_an_index_cannot_leave_its_folder(llama: Saved, tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused_before_anything_is_built(llama: Saved, tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match=r"absent is no folder with a checkpoint.\nTry: the folder that save_pre"):
+    with pytest.raises(PackageError, match=r"absent is not a folder with a checkpoint.\nTry: the folder that save_pre"):
         llama.package.load_stage(0, weights=tmp_path / "absent")
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(PackageError, match=r"json, but pytorch_model.bin. Pickled weights are never read.\nTry: save"):

@@ -157,11 +157,11 @@ class Reassigned(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor] | Tensor:
-        given = bias is not None
+        has_bias = bias is not None
         if bias is None:
             bias = self.linear(x).tanh()
         h = (x + bias).sigmoid() * 2
-        return h if given else (h, bias)
+        return h if has_bias else (h, bias)
 
 
 class Biased(nn.Module):
@@ -228,7 +228,7 @@ def test_a_word_of_the_model_is_compared(tmp_path: Path) -> None:
 def test_modules_that_differ_are_given_to_the_constructor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     inner = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))]
-    model = Row([Residual(each, nn.Linear(8, 8) if i == 1 else None) for i, each in enumerate(inner)])
+    model = Row([Residual(module, nn.Linear(8, 8) if i == 1 else None) for i, module in enumerate(inner)])
     package = split(tmp_path, model, (batch(),))
     assert classes(tmp_path).count("Residual") == 1
     assert "Residual2" not in blocks(tmp_path)
@@ -283,7 +283,7 @@ def test_parts_of_a_class_are_named_after_their_place(tmp_path: Path) -> None:
 def test_kernels_are_those_of_the_branch_that_each_module_takes(tmp_path: Path) -> None:
     model, captured = translator()
     package = write(tmp_path, pipegraph.plan(captured, stages=3, balance="uniform"))
-    inputs = tuple(torch.cat([each, each.flip(0)]) for each in TRANSLATION)
+    inputs = tuple(torch.cat([tensor, tensor.flip(0)]) for tensor in TRANSLATION)
     model.zero_grad()
     F.mse_loss(model(*inputs), target := batch(4, 5, 8)).backward()
     pipe = pipegraph.Pipeline(package, schedule="zb-h1", microbatches=2, loss_fn=F.mse_loss, kernels="eager")

@@ -54,8 +54,8 @@ def test_plain_attributes_keep_their_dtype(dtype: torch.dtype, tmp_path: Path) -
     package = split(tmp_path, model, (tokens,))
     first, last = (package.load_stage(index).to(dtype) for index in range(2))
     assert torch.equal(last(first(tokens)), copy.deepcopy(model).to(dtype)(tokens))
-    held = {name.rpartition(".")[2]: buffer.dtype for name, buffer in last.named_buffers()}
-    assert held == DTYPES
+    dtypes = {name.rpartition(".")[2]: buffer.dtype for name, buffer in last.named_buffers()}
+    assert dtypes == DTYPES
 
 
 def test_plain_attributes_move(tmp_path: Path) -> None:

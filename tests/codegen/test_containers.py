@@ -12,7 +12,7 @@ from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, forward_lines, split
 
 
-class Held(nn.Module):
+class WithContainer(nn.Module):
     """A container of three blocks, and a head behind it."""
 
     def __init__(self, container: nn.Module) -> None:
@@ -66,7 +66,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_container_is_of_the_models_own_kind(case: str, tmp_path: Path) -> None:
     container, constructor, use = CASES[case]
-    model = Held(container)
+    model = WithContainer(container)
     package = split(tmp_path, model, (batch(),), cut="head")
     assert f"        self.held = {constructor}\n" in (package.path / "stage_0.py").read_text()
     assert use in "\n".join(forward_lines(package))
@@ -74,7 +74,7 @@ def test_a_container_is_of_the_models_own_kind(case: str, tmp_path: Path) -> Non
 
 
 def test_a_list_that_starts_in_another_stage_keeps_its_numbers(tmp_path: Path) -> None:
-    model = Held(nn.ModuleList(blocks()))
+    model = WithContainer(nn.ModuleList(blocks()))
     package = split(tmp_path, model, (batch(),), cut="held.1")
     assert '"1": Block(), "2": nn.Linear(8, 8)' in (package.path / "stage_1.py").read_text()
     assert differences(package, model, (batch(),)) == []
@@ -179,7 +179,7 @@ def test_a_sequential_of_two_is_called_as_one(tmp_path: Path) -> None:
     assert differences(package, model, (batch(),), train=True) == []
 
 
-WHOLE = nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(5)), nn.Tanh())
+SEQUENTIAL = nn.Sequential(nn.Linear(8, 8), *(Block() for _ in range(5)), nn.Tanh())
 NAMED_PARTS = nn.Sequential(OrderedDict({"embed": nn.Linear(8, 8), "1": Block(), "norm": nn.LayerNorm(8)}))
 
 
@@ -187,7 +187,7 @@ NAMED_PARTS = nn.Sequential(OrderedDict({"embed": nn.Linear(8, 8), "1": Block(),
     ("model", "cut", "first", "second"),
     [
         (
-            WHOLE,
+            SEQUENTIAL,
             "2",
             "super().__init__(nn.Linear(8, 8), Block())",
             'super().__init__(OrderedDict({**{str(i): Block() for i in range(2, 6)}, "6": nn.Tanh()}))',
@@ -210,10 +210,10 @@ def test_stages_of_a_sequential_are_sequentials(
     model: nn.Module, cut: str, first: str, second: str, tmp_path: Path
 ) -> None:
     package = split(tmp_path, model, (batch(),), cut=cut)
-    for index, made in enumerate((first, second)):
+    for index, constructor in enumerate((first, second)):
         text = (package.path / f"stage_{index}.py").read_text()
         assert f"class Stage{index}(nn.Sequential):" in text
-        assert made in text and "def forward" not in text
+        assert constructor in text and "def forward" not in text
     assert differences(package, model, (batch(),), train=True) == []
     assert [name for index in range(2) for name in package.load_stage(index).state_dict()] == list(model.state_dict())
 
@@ -252,8 +252,8 @@ def test_a_sequential_with_frozen_modules(frozen: str, tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(),), cut="3")
     assert differences(package, model, (batch(),), train=True) == []
     stages = map(package.load_stage, range(2))
-    trained = [name for stage in stages for name, each in stage.named_parameters() if each.requires_grad]
-    assert trained == [name for name, each in model.named_parameters() if each.requires_grad]
+    trained = [name for stage in stages for name, parameter in stage.named_parameters() if parameter.requires_grad]
+    assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 class Two(nn.Module):

@@ -156,11 +156,11 @@ def test_branches_on_the_dtype_that_change_a_cast_or_a_kernel(
     model: type[Normed], captured_in: torch.dtype, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    whole = model().bfloat16()
-    package = split(tmp_path, copy.deepcopy(whole).to(captured_in), (batch().to(captured_in),), cut="norms.2")
+    reference = model().bfloat16()
+    package = split(tmp_path, copy.deepcopy(reference).to(captured_in), (batch().to(captured_in),), cut="norms.2")
     for dtype in (torch.float32, torch.bfloat16):
         x = batch().to(dtype)
-        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(whole).to(dtype)(x))
+        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(reference).to(dtype)(x))
 
 
 def test_a_slice_of_all_is_kept_for_other_lengths(tmp_path: Path) -> None:
@@ -185,8 +185,8 @@ class Masked(Normed):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linears[0](x)
-        kept = torch.arange(x.shape[0]) > 0
-        mask = torch.where(kept, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
+        visible = torch.arange(x.shape[0]) > 0
+        mask = torch.where(visible, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
         positions = torch.arange(x.shape[0]).pow(0.5).to(x.dtype)
         small = torch.full((8,), torch.finfo(x.dtype).eps, dtype=x.dtype)
         return super().forward((x.mean(-1) + mask).softmax(0)[:, None] * x + positions[:, None] + small)
@@ -195,15 +195,15 @@ class Masked(Normed):
 @pytest.mark.parametrize("captured_in", [torch.float32, torch.bfloat16])
 def test_what_is_made_from_nothing_has_the_dtype_of_the_model(captured_in: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    whole = Masked().bfloat16()
+    reference = Masked().bfloat16()
     x = batch().to(captured_in)
-    package = split(tmp_path, copy.deepcopy(whole).to(captured_in), (x,), cut="norms.2")
+    package = split(tmp_path, copy.deepcopy(reference).to(captured_in), (x,), cut="norms.2")
     text = source(package)
     assert "torch.finfo(x.dtype).min" in text and "torch.finfo(x.dtype).eps" in text
     assert "dtype=x.dtype" in text and "e+38" not in text
     for dtype in DTYPES:
         x = batch().to(dtype)
-        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(whole).to(dtype)(x))
+        assert torch.equal(stages_in(package, dtype, x), copy.deepcopy(reference).to(dtype)(x))
 
 
 def test_every_stage_makes_the_mask_in_its_own_dtype(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_every_stage_makes_the_mask_in_its_own_dtype(tmp_path: Path) -> None:
 
     class Shared(Normed):
         def forward(self, x: Tensor) -> Tensor:
-            kept = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).tril()
-            mask = torch.where(kept, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
+            visible = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).tril()
+            mask = torch.where(visible, torch.zeros((), dtype=x.dtype), torch.finfo(x.dtype).min)
             for norm, linear in zip(self.norms, self.linears, strict=True):
                 x = x + (mask + linear(norm(x)) @ x.T).softmax(-1) @ x
             return x
@@ -244,9 +244,9 @@ def test_no_value_crosses_for_its_dtype_alone(tmp_path: Path) -> None:
 def test_the_second_export_leaves_the_model_as_it_was() -> None:
     model = Normed()
     model.register_buffer("table", torch.ones(3))
-    held = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tensor_ids = {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     pipegraph.capture(model, (batch(),))
-    assert {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} == held
+    assert {name: id(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())} == tensor_ids
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
 
 

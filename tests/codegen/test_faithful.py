@@ -52,11 +52,11 @@ def test_stages_train_in_bfloat16_as_the_model_does(architecture: str, tmp_path:
     assert crossing and {value.dtype for value in crossing} == {"bfloat16"}
     logits = model(**source.kwargs).logits
     torch.testing.assert_close(result.outputs["logits"], logits.detach(), rtol=0.05, atol=0.02)
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    found = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
-    assert found.keys() == wanted.keys()
-    both = [torch.cat([each[name].double().flatten() for name in wanted]) for each in (found, wanted)]
-    assert F.cosine_similarity(*both, dim=0) > 0.999
+    reference = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
+    assert gradients.keys() == reference.keys()
+    vectors = [torch.cat([grads[name].double().flatten() for name in reference]) for grads in (gradients, reference)]
+    assert F.cosine_similarity(*vectors, dim=0) > 0.999
 
 
 def test_a_table_follows_its_buffer(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_leaf_modules_initialise_themselves(sequence: tuple[Package, nn.Module])
             torch.manual_seed(7)
             assert callable(module.reset_parameters)
             module.reset_parameters()
-        made = dict(stage.get_submodule(name).named_parameters())
-        assert all(torch.equal(made[each], parameter) for each, parameter in like.named_parameters())
+        parameters = dict(stage.get_submodule(name).named_parameters())
+        assert all(torch.equal(parameters[key], parameter) for key, parameter in like.named_parameters())
 
 
 def test_state_dicts_go_both_ways(sequence: tuple[Package, nn.Module]) -> None:
@@ -152,5 +152,5 @@ def test_a_cast_that_says_something_in_one_layer_stays_in_all(tmp_path: Path) ->
     assert "dim=-1, dtype=torch.float32)" in text
     stages = [package.load_stage(index) for index in range(2)]
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = model(batch()), stages[1](stages[0](batch()))
-    assert torch.equal(found, expected)
+        expected, actual = model(batch()), stages[1](stages[0](batch()))
+    assert torch.equal(actual, expected)

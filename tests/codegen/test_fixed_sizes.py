@@ -40,8 +40,8 @@ class Gathered(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        found = self.first(x).gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
-        return self.second(found)
+        gathered = self.first(x).gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
+        return self.second(gathered)
 
 
 class DividesByWidth(nn.Module):

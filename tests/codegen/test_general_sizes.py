@@ -55,10 +55,10 @@ class FirstOutside(Steps):
 
 class BothWays(Steps):
     def forward(self, x: Tensor) -> Tensor:
-        states, before = self.states(x), x[:, 0]
+        states, state = self.states(x), x[:, 0]
         for step in reversed(range(x.shape[1])):
-            before = self.cell(x[:, step], before)
-        return torch.stack(states, dim=1) + before.unsqueeze(1)
+            state = self.cell(x[:, step], state)
+        return torch.stack(states, dim=1) + state.unsqueeze(1)
 
 
 class OverElements(Steps):
@@ -198,11 +198,11 @@ class Translator(nn.Module):
         state = text.new_zeros(text.shape[0], 8)
         for step in range(text.shape[1]):
             state = self.read(text[:, step], state)
-        made = []
+        outputs = []
         for step in range(translated.shape[1]):
             state = self.write(translated[:, step], state)
-            made.append(state)
-        return self.head(torch.stack(made, dim=1))
+            outputs.append(state)
+        return self.head(torch.stack(outputs, dim=1))
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_two_loops_have_two_lengths(translator: Package) -> None:
 
 def test_two_lengths_that_are_equal_in_the_example_are_two() -> None:
     captured = pipegraph.capture(Translator(), (torch.randn(BATCH, STEPS, 8), torch.randn(BATCH, STEPS, 8)))
-    assert [(each.name, each.places) for each in captured.other_sizes] == [
+    assert [(size.name, size.places) for size in captured.other_sizes] == [
         ("text_1", ("text.shape[1]",)),
         ("translated_1", ("translated.shape[1]",)),
     ]
@@ -234,7 +234,7 @@ class Masked(Steps):
 
 def test_the_steps_of_a_text_and_its_mask_are_one_size() -> None:
     captured = pipegraph.capture(Masked(), (torch.randn(BATCH, STEPS, 8), torch.ones(BATCH, STEPS)))
-    assert [(each.name, each.places) for each in captured.other_sizes] == [("x_1", ("x.shape[1]", "mask.shape[1]"))]
+    assert [(size.name, size.places) for size in captured.other_sizes] == [("x_1", ("x.shape[1]", "mask.shape[1]"))]
 
 
 def test_a_step_takes_other_lengths_than_the_captured_one(translator: Package) -> None:

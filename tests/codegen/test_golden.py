@@ -63,7 +63,7 @@ def test_package_is_as_it_was(name: str, pytestconfig: pytest.Config) -> None:
     for file, text in files.items():
         golden = (folder / file).read_text(encoding="utf-8")
         if file == "pipeline.json" and not is_tested_version():  # torch says what it takes for granted in other words
-            text, golden = (json.dumps(json.loads(each) | {"conditions": []}) for each in (text, golden))
+            text, golden = (json.dumps(json.loads(manifest) | {"conditions": []}) for manifest in (text, golden))
         assert text == golden, f"{name}/{file}"
 
 

@@ -35,7 +35,7 @@ def fresh(package: Package) -> dict[str, Tensor]:
     with warnings.catch_warnings(), memory_filled():
         warnings.simplefilter("ignore", UserWarning)
         stages = [package.load_stage(index, weights=False) for index in range(len(package.manifest.stages))]
-    return {name: each for stage in stages for name, each in stage.state_dict().items()}
+    return {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
 
 
 class Hyper(nn.Module):
@@ -82,9 +82,9 @@ def test_every_tensor_of_a_fresh_stage_was_written(make: type[nn.Module], tmp_pa
     model = nn.Sequential(make(), nn.Linear(8, 8))
     plan = pipegraph.plan(pipegraph.capture(model, (torch.randn(4, 8),)), stages=1, balance="uniform")
     package = pipegraph.write_package(plan, tmp_path)
-    made, state = fresh(package), model.state_dict()
-    assert made.keys() == state.keys()
-    for name, values in made.items():
+    fresh_state, state = fresh(package), model.state_dict()
+    assert fresh_state.keys() == state.keys()
+    for name, values in fresh_state.items():
         assert not values.isnan().any() and values.abs().max() < 1e3, name
 
 
@@ -103,8 +103,8 @@ class Positions(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layers(x + self.positions[: x.shape[0]])
-        return made
+        output: Tensor = self.layers(x + self.positions[: x.shape[0]])
+        return output
 
 
 def test_a_guess_has_the_mean_and_deviation_of_the_values_and_a_warning(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_a_guess_has_the_mean_and_deviation_of_the_values_and_a_warning(tmp_path
     with pytest.warns(UserWarning, match=r"How Positions initialises positions is not known.*Try: correct GUESSES"):
         package = pipegraph.write_package(plan, tmp_path, weights=False)
     with pytest.warns(UserWarning, match=r"positions of Stage0 start from guesses.*move them to INITIALISATION"):
-        made = package.load_stage(0, weights=False).state_dict()["positions"]
-    assert made.std().item() == pytest.approx(0.1, rel=0.2)
-    assert made.mean().item() == pytest.approx(1, rel=0.05)
+        positions = package.load_stage(0, weights=False).state_dict()["positions"]
+    assert positions.std().item() == pytest.approx(0.1, rel=0.2)
+    assert positions.mean().item() == pytest.approx(1, rel=0.05)
     package.load_stage(1, weights=False)  # which has no guess, and warns of none
 
 
@@ -137,12 +137,12 @@ def test_a_model_that_is_built_here_has_no_guess_where_its_making_says_it(tmp_pa
     plan = pipegraph.plan(pipegraph.capture(source.model, source.args), stages=1, balance="uniform")
     package = pipegraph.write_package(plan, tmp_path / "package", source=source)
     text = (package.path / "weights.py").read_text()
-    known, guesses = text.split("GUESSES = {")
-    assert '"parametrizations.weight.original1": partial(nn.init.kaiming_uniform_' in known
+    initialisations, guesses = text.split("GUESSES = {")
+    assert '"parametrizations.weight.original1": partial(nn.init.kaiming_uniform_' in initialisations
     assert "original1" not in guesses
     norms = source.model.state_dict()["parametrizations.weight.original0"]
-    made = fresh(package)["parametrizations.weight.original0"]
-    assert made.mean().item() == pytest.approx(norms.mean().item(), rel=0.3)
+    fresh_norms = fresh(package)["parametrizations.weight.original0"]
+    assert fresh_norms.mean().item() == pytest.approx(norms.mean().item(), rel=0.3)
 
 
 def test_guesses() -> None:

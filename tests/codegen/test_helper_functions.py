@@ -102,8 +102,8 @@ class Shadowed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
-        other = self.smooth(x)
-        return smooth(x) * other + other
+        smoothed = self.smooth(x)
+        return smooth(x) * smoothed + smoothed
 
 
 class Recursive(nn.Module):

@@ -43,37 +43,37 @@ def test_every_split_starts_as_the_model(name: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     source = load(f"hf:{tmp_path}", weights=False, batch=2, seq=8)
     captured = pipegraph.capture(source.model, source.args, source.kwargs)
-    made = {}
+    parameters = {}
     for stages in (1, 2, 4):
         plan = pipegraph.plan(captured, stages=stages, balance="uniform")
         package = pipegraph.write_package(plan, tmp_path / str(stages), weights=False, source=source)
-        made[stages] = started(package.path)
-    assert {*made[1]} == {*made[2]} == {*made[4]}
-    for each, values in made[1].items():
-        assert torch.equal(values, made[2][each]) and torch.equal(values, made[4][each]), each
+        parameters[stages] = started(package.path)
+    assert {*parameters[1]} == {*parameters[2]} == {*parameters[4]}
+    for fqn, values in parameters[1].items():
+        assert torch.equal(values, parameters[2][fqn]) and torch.equal(values, parameters[4][fqn]), fqn
     model = load(f"hf:{tmp_path}", batch=2, seq=8).model
-    for each, parameter in model.named_parameters():
-        check_distribution(each, made[4][each], parameter.detach())
-    norms = [each for each, module in model.named_modules() if "norm" in type(module).__name__.lower()]
-    assert norms and all(made[4][f"{each}.weight"].eq(1).all() for each in norms)
-    other = started(tmp_path / "2", seed=1)
-    random = {each for each, values in made[2].items() if values.unique().numel() > 1}
-    assert {each for each, values in made[2].items() if not torch.equal(values, other[each])} == random
+    for fqn, parameter in model.named_parameters():
+        check_distribution(fqn, parameters[4][fqn], parameter.detach())
+    norms = [path for path, module in model.named_modules() if "norm" in type(module).__name__.lower()]
+    assert norms and all(parameters[4][f"{norm}.weight"].eq(1).all() for norm in norms)
+    reseeded = started(tmp_path / "2", seed=1)
+    random = {key for key, values in parameters[2].items() if values.unique().numel() > 1}
+    assert {key for key, values in parameters[2].items() if not torch.equal(values, reseeded[key])} == random
 
 
 def started(package: Path, seed: int | None = None) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that there are no weights
         pipe = Pipeline(package, "gpipe", kernels="autograd", loss_fn=nn.MSELoss(), seed=seed)
-    return {name: each.detach().clone() for name, each in pipe.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
 
 
-def check_distribution(name: str, own: Tensor, expected: Tensor) -> None:
+def check_distribution(name: str, actual: Tensor, expected: Tensor) -> None:
     """Compare the numbers of two draws: exactly if they are all one number, else by mean and standard deviation."""
     if expected.unique().numel() == 1:
-        assert torch.equal(own, expected), name
+        assert torch.equal(actual, expected), name
         return
-    error = 1 / math.sqrt(own.numel())
+    error = 1 / math.sqrt(actual.numel())
     deviation = expected.std().item()
-    assert own.std().item() == pytest.approx(deviation, rel=max(0.05, 4 * error)), name
-    assert abs(own.mean().item() - expected.mean().item()) < 6 * error * deviation, name
+    assert actual.std().item() == pytest.approx(deviation, rel=max(0.05, 4 * error)), name
+    assert abs(actual.mean().item() - expected.mean().item()) < 6 * error * deviation, name

@@ -92,7 +92,7 @@ def package_of(folder: Path, stages: int, weights: bool) -> Package:
 
 def parameters_of(package: Package) -> dict[str, Tensor]:
     stages = (package.load_stage(index, weights=False) for index in range(len(package.manifest.stages)))
-    return {name: each.detach() for stage in stages for name, each in stage.named_parameters()}
+    return {name: parameter.detach() for stage in stages for name, parameter in stage.named_parameters()}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(True, marks=pytest.mark.slow), False])
@@ -102,31 +102,31 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_stages_without_weights_start_as_the_model(package: Package) -> None:
-    made = parameters_of(package)
+    actual = parameters_of(package)
     model = load(str(package.path.with_name("model.py"))).model
     expected = dict(model.named_parameters(remove_duplicate=False))
-    assert {*made} == {*expected}
+    assert {*actual} == {*expected}
     for name, parameter in expected.items():
-        own, values = made[name], parameter.detach()
+        initial, values = actual[name], parameter.detach()
         if values.unique().numel() == 1:
-            assert torch.equal(own, values), name
+            assert torch.equal(initial, values), name
         else:
-            assert own.std().item() == pytest.approx(values.std().item(), rel=0.15), name
-            assert abs(own.mean().item() - values.mean().item()) < 0.3 * values.std().item(), name
-    assert torch.allclose(made["layers.1.mixing"] @ made["layers.1.mixing"].T, 4 * torch.eye(WIDTH), atol=1e-4)
-    assert torch.equal(made["head.weight"], made["embed.weight"])
+            assert initial.std().item() == pytest.approx(values.std().item(), rel=0.15), name
+            assert abs(initial.mean().item() - values.mean().item()) < 0.3 * values.std().item(), name
+    assert torch.allclose(actual["layers.1.mixing"] @ actual["layers.1.mixing"].T, 4 * torch.eye(WIDTH), atol=1e-4)
+    assert torch.equal(actual["head.weight"], actual["embed.weight"])
 
 
 @pytest.mark.slow
 def test_numbers_do_not_depend_on_the_cut_or_on_earlier_ones(tmp_path: Path) -> None:
     two = parameters_of(package_of(tmp_path, 2, False))
-    before = torch.random.get_rng_state()
+    rng_state = torch.random.get_rng_state()
     torch.rand(3)
     three = parameters_of(package_of(tmp_path, 3, False))
     assert {*two} == {*three}
     assert all(torch.equal(two[name], three[name]) for name in two)
     assert not torch.equal(two["layers.0.memory"], two["layers.1.memory"])
-    torch.random.set_rng_state(before)
+    torch.random.set_rng_state(rng_state)
 
 
 def test_the_source_says_how(package: Package) -> None:
@@ -141,7 +141,7 @@ def test_the_source_says_how(package: Package) -> None:
     assert "self.gamma = nn.Parameter(torch.full((64,), 1e-05))" in blocks
 
 
-class Own(nn.Module):
+class InitialisesChild(nn.Module):
     """Has a ``reset_parameters`` of its own, which initialises what its child holds too."""
 
     def __init__(self) -> None:
@@ -162,17 +162,17 @@ class Own(nn.Module):
 
 def test_a_model_that_is_built_already_is_asked_and_stays_as_it_is() -> None:
     torch.manual_seed(0)
-    model = Own()
+    model = InitialisesChild()
     model.norm.running_mean.fill_(3.0)  # type: ignore[union-attr]
-    before = {name: each.clone() for name, each in model.state_dict().items()}
+    state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.random.get_rng_state()
-    found = initialisation_of(model)
-    named = {name: found.get(id(each)) for name, each in model.named_parameters()}
+    initialisations = initialisation_of(model)
+    named = {name: initialisations.get(id(parameter)) for name, parameter in model.named_parameters()}
     assert named["weight"] == Initialisation("kaiming_uniform_", (("a", math.sqrt(5)),))
     assert named["scale"] == Initialisation("ones_")
     assert named["inner.weight"] == Initialisation("normal_", (("std", 0.5),))
     assert named["inner.bias"].is_usual
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert all(torch.equal(tensor, state_before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), random)
 
 
@@ -189,5 +189,5 @@ def test_what_is_recorded() -> None:
         models = [nn.ParameterList([make()]) for make in (*cases.values(), *unknown)]
         for model in models:
             mark(model)
-    found = [initialisation_of(model).get(id(model[0])) for model in models]
-    assert found == [*cases, None, None]
+    initialisations = [initialisation_of(model).get(id(model[0])) for model in models]
+    assert initialisations == [*cases, None, None]

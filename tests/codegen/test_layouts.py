@@ -33,5 +33,5 @@ def test_every_kernel_of_attention(kernel: SDPBackend, tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(3, 4, 8),), cut="out")
     x = torch.randn(3, 4, 8)
     with sdpa_kernel(kernel):
-        found = package.load_stage(1)(package.load_stage(0)(x))
-        torch.testing.assert_close(found, model(x))
+        actual = package.load_stage(1)(package.load_stage(0)(x))
+        torch.testing.assert_close(actual, model(x))

@@ -28,8 +28,8 @@ from pipegraph.codegen.syntax.loop_index import periodic_test, separating_test
     ],
 )
 def test_the_test_of_a_row(start: int, kinds: str, test: str | None, meant: str | None) -> None:
-    found = separating_test(range(start, start + len(kinds)), kinds)
-    assert (None if found is None else (found[0].expression(Name("i")).text, found[1])) == (
+    separation = separating_test(range(start, start + len(kinds)), kinds)
+    assert (None if separation is None else (separation[0].expression(Name("i")).text, separation[1])) == (
         None if test is None else (test, meant)
     )
 
@@ -38,9 +38,9 @@ def test_the_test_of_a_row(start: int, kinds: str, test: str | None, meant: str 
 def test_a_test_holds_for_the_kind_that_it_is_for(start: int, kinds: str, find: object) -> None:
     assert callable(find)
     numbers = range(start, start + len(kinds))
-    found = find(numbers, kinds)
-    if found is not None:
-        test, meant = found
+    separation = find(numbers, kinds)
+    if separation is not None:
+        test, true_kind = separation
         assert [bool(eval(test.of(Name("i")).text, {"i": number})) for number in numbers] == [
-            kind == meant for kind in kinds
+            kind == true_kind for kind in kinds
         ]

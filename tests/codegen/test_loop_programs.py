@@ -40,8 +40,8 @@ model = nn.Sequential(Body(), Body())
 """
 
 
-def expression(rng: random.Random, known: list[str], in_loop: bool) -> str:
-    a, b = rng.choice(known), rng.choice(known)
+def expression(rng: random.Random, variables: list[str], in_loop: bool) -> str:
+    a, b = rng.choice(variables), rng.choice(variables)
     forms = [
         f"{a}.sin() + {b}",
         f"{a} * {b}.sigmoid()",
@@ -57,7 +57,7 @@ def expression(rng: random.Random, known: list[str], in_loop: bool) -> str:
     return rng.choice(forms)
 
 
-def loop(rng: random.Random, known: list[str], repeats: int, number: int) -> list[str]:
+def loop(rng: random.Random, variables: list[str], repeats: int, number: int) -> list[str]:
     """The lines of a loop, and of what reads its lists. Adds to the known variables."""
     headers = {
         "for i in range(self.repeats):": "",
@@ -72,28 +72,28 @@ def loop(rng: random.Random, known: list[str], repeats: int, number: int) -> lis
     for _ in range(rng.randint(1, 4)):
         target = rng.choice(VARIABLES)
         element = headers[header] if rng.random() < 0.3 else ""
-        value = element.format(rng.choice(known)) if element else expression(rng, known, in_loop=True)
+        value = element.format(rng.choice(variables)) if element else expression(rng, variables, in_loop=True)
         lines.append(f"    {target} = {value}")
-        known += [target] if target not in known else []
+        variables += [target] if target not in variables else []
         if rng.random() < 0.1:
             lines.append(f"    if i == {rng.randint(0, 2)}: {target} = {target} + 1")
-    lines += [f"    {name}.append({rng.choice(known)}{rng.choice(['', ' * 2'])})" for name in lists]
+    lines += [f"    {name}.append({rng.choice(variables)}{rng.choice(['', ' * 2'])})" for name in lists]
     for name in lists:
         forms = ["torch.stack({0}).sum(0)", "torch.stack({0}[::-1])[0]", "sum({0})", "{0}[0] + {0}[-1]"]
-        forms.append(f"torch.stack([*{{0}}[:-1], {rng.choice(known)}]).sum(0)")
-        lines.append(f"{rng.choice(known)} = {rng.choice(forms).format(name)}")
+        forms.append(f"torch.stack([*{{0}}[:-1], {rng.choice(variables)}]).sum(0)")
+        lines.append(f"{rng.choice(variables)} = {rng.choice(forms).format(name)}")
     return lines
 
 
 def program(seed: int) -> str:
     rng = random.Random(seed)
-    repeats, known, lines = rng.randint(3, 5), ["x"], list[str]()
+    repeats, variables, lines = rng.randint(3, 5), ["x"], list[str]()
     for target in rng.sample(VARIABLES[1:], rng.randint(1, 3)):
-        lines.append(f"{target} = {expression(rng, known, in_loop=False)}")
-        known.append(target)
+        lines.append(f"{target} = {expression(rng, variables, in_loop=False)}")
+        variables.append(target)
     for number in range(rng.randint(1, 2)):
-        lines += loop(rng, known, repeats, number)
-    lines.append(f"return {' + '.join(rng.sample(known, min(2, len(known))))}")
+        lines += loop(rng, variables, repeats, number)
+    lines.append(f"return {' + '.join(rng.sample(variables, min(2, len(variables))))}")
     return MODEL.format(seed=seed, repeats=repeats, lines="\n".join(f"        {line}" for line in lines))
 
 

@@ -89,11 +89,11 @@ class SkipOut(Row):
     """One value inside the row is read after it."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        kept = x
+        skip = x
         for index, layer in enumerate(self.layers):
             x = layer(x)
-            kept = x if index == 1 else kept
-        return torch.cat([kept, x, y], -1)
+            skip = x if index == 1 else skip
+        return torch.cat([skip, x, y], -1)
 
 
 class AllOut(Row):

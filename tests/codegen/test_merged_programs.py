@@ -28,29 +28,29 @@ LOCALS = ("h", "y", "mask", "bias")  # a local variable of one class may have th
 
 def program(rng: random.Random, parameters: tuple[str, ...], length: int) -> list[Statement]:
     """Statements that read parameters and what was assigned before."""
-    known = list(parameters)
+    names = list(parameters)
     statements: list[Statement] = []
     for _ in range(length):
-        left, right = Name(rng.choice(known)), rng.choice([Name(rng.choice(known)), literal(rng.randint(2, 5))])
+        left_operand, right = Name(rng.choice(names)), rng.choice([Name(rng.choice(names)), literal(rng.randint(2, 5))])
         target = rng.choice(LOCALS)
-        statements.append(Assign((Name(target),), Binary(rng.choice("+*-"), left, right)))
-        known.append(target)
+        statements.append(Assign((Name(target),), Binary(rng.choice("+*-"), left_operand, right)))
+        names.append(target)
     return statements
 
 
 def variant(rng: random.Random, base: list[Statement], parameters: tuple[str, ...]) -> list[Statement]:
     """A program that is like another one, for other parameters."""
     changed: list[Statement] = []
-    known = set(parameters)
+    names = set(parameters)
     for statement in base:
         if rng.random() < 0.15:
-            changed += program(rng, tuple(sorted(known)), 1)
+            changed += program(rng, tuple(sorted(names)), 1)
         if rng.random() < 0.15:
             continue
 
         def renamed(node: Any) -> Any:
-            if isinstance(node, Name) and node.name not in known:  # noqa: B023 (called at once)
-                return Name(rng.choice(sorted(known)))  # noqa: B023
+            if isinstance(node, Name) and node.name not in names:  # noqa: B023 (called at once)
+                return Name(rng.choice(sorted(names)))  # noqa: B023
             return node.rebuilt(renamed)
 
         assert isinstance(statement, Assign)
@@ -58,10 +58,10 @@ def variant(rng: random.Random, base: list[Statement], parameters: tuple[str, ..
         if rng.random() < 0.1:
             value = Binary("+", value, literal(rng.randint(2, 5)))
         changed.append(Assign(statement.targets, value))
-        known |= {target.text for target in statement.targets}
-        for each in changed:
-            assert isinstance(each, Assign)
-            known |= {target.text for target in each.targets}
+        names |= {target.text for target in statement.targets}
+        for assignment in changed:
+            assert isinstance(assignment, Assign)
+            names |= {target.text for target in assignment.targets}
     return changed
 
 
@@ -77,12 +77,12 @@ def classes(rng: random.Random) -> list[ClassSource]:
         forward=(Return((Binary("*", Name("value"), size),)),),
         model_class="Inner",
     )
-    made = [inner]
+    sources = [inner]
     for index in range(rng.randint(2, 5)):
         parameters = ("x", *(name for name in PARAMETERS[1:] if rng.random() < 0.5))
         body = variant(rng, base, parameters)
-        known = sorted({*parameters, *(target.text for each in body for target in each.targets)})  # type: ignore[attr-defined]
-        result = Return(tuple(Name(name) for name in rng.sample(known, rng.randint(1, min(2, len(known))))))
+        names = sorted({*parameters, *(target.text for statement in body for target in statement.targets)})  # type: ignore[attr-defined]
+        result = Return(tuple(Name(name) for name in rng.sample(names, rng.randint(1, min(2, len(names))))))
         attributes = {
             "is_decoder": literal(rng.random() < 0.5),
             "kind": literal(f"kind {index}"),
@@ -95,7 +95,7 @@ def classes(rng: random.Random) -> list[ClassSource]:
             init.append(Assign((Attribute(SELF, "inner"),), call("Inner", size=literal(rng.randint(2, 4)))))
             called = ModuleInvocation(Attribute(SELF, "inner"), (Argument(Name("x"), "value"),), ("Inner",))
             body.insert(rng.randint(0, len(body)), Assign((Name("h"),), called))
-        made.append(
+        sources.append(
             ClassSource(
                 name=f"Block{index or ''}",
                 docstring="A block.",
@@ -106,7 +106,7 @@ def classes(rng: random.Random) -> list[ClassSource]:
                 attributes=attributes,
             )
         )
-    return made
+    return sources
 
 
 def stage(blocks: list[ClassSource]) -> ClassSource:
@@ -134,10 +134,10 @@ def run(blocks: list[ClassSource], user: ClassSource) -> Any:
 
 
 FOUND_ERRORS = (2143, 3475, 3575, 3867)
-MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 100)]
+SLOW_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 100)]
 
 
-@pytest.mark.parametrize("seed", [*range(30), *FOUND_ERRORS, *MORE])
+@pytest.mark.parametrize("seed", [*range(30), *FOUND_ERRORS, *SLOW_SEEDS])
 def test_merged_classes_compute_the_same(seed: int) -> None:
     blocks = classes(random.Random(seed))
     user = stage(blocks)

@@ -76,7 +76,7 @@ class Detect(Layers):
         maps = [self.b(self.a(x)), self.c(x)]
         if self.training:
             return maps
-        boxes = torch.cat([each.sigmoid() for each in maps], 1)
+        boxes = torch.cat([feature_map.sigmoid() for feature_map in maps], 1)
         return boxes, boxes.argmax(1), maps
 
 
@@ -110,7 +110,7 @@ class Hidden(Layers):
         return {"loss": y.square().mean()} if self.training else {"hidden": h, "y": y}
 
 
-class Shown(Layers):
+class HiddenInTraining(Layers):
     """Returns in training mode alone what both modes make: the modes run the same operations."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class ReadsLater(Layers):
         return self.c(h * gate if gate is not None else h)
 
 
-RIGHT = [OtherOutput, Detect, InnerHead, Hidden, Shown, SumOfLosses, ReadsBranch, ReadsLater]
+RIGHT = [OtherOutput, Detect, InnerHead, Hidden, HiddenInTraining, SumOfLosses, ReadsBranch, ReadsLater]
 
 
 @pytest.mark.parametrize("build", RIGHT)

@@ -119,8 +119,8 @@ def test_any_names(modules: list[str], states: list[str], keys: list[str]) -> No
     model = Hostile(modules, states, keys)
     with tempfile.TemporaryDirectory() as folder:
         package = split(Path(folder), model, (batch(),), cut="head")
-        found = [line for line in differences(package, model, (batch(),)) if "B009" not in line]
-        assert found == []
+        faults = [line for line in differences(package, model, (batch(),)) if "B009" not in line]
+        assert faults == []
         assert all(not line.strip().startswith(PAYLOAD) for line in source(package).splitlines())
     assert builtins.hostile == []  # type: ignore[attr-defined]
 
@@ -181,4 +181,4 @@ def test_a_library_whose_name_begins_like_torch_is_not_torch() -> None:
         SourceStatement(file, 1, 1, ("x",), frozenset(), False, ast.Pass())
         for file in (f"{folder}/nn/functional.py", f"{folder}vision/models/resnet.py")
     ]
-    assert [each.is_of_torch for each in statements] == [True, False]
+    assert [statement.is_of_torch for statement in statements] == [True, False]

@@ -27,65 +27,65 @@ shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 @st.composite
 def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
     """A shape, another of as many elements, and that other as source has it, perhaps with −1."""
-    before = draw(st.lists(st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6]), max_size=4).map(tuple))
-    factors = [prime for size in before for prime in {0: [0], 4: [2, 2], 6: [2, 3]}.get(size, [size])]
+    source = draw(st.lists(st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6]), max_size=4).map(tuple))
+    factors = [prime for size in source for prime in {0: [0], 4: [2, 2], 6: [2, 3]}.get(size, [size])]
     factors = draw(st.permutations(factors)) if draw(st.booleans()) else factors
-    after = [1] * draw(st.integers(0 if torch.Size(before).numel() == 1 else 1, 5))
+    target = [1] * draw(st.integers(0 if torch.Size(source).numel() == 1 else 1, 5))
     for factor, place in zip(factors, sorted(draw(st.lists(st.integers(0, 9), min_size=8, max_size=8))), strict=False):
-        if after:
-            after[place * len(after) // 10] *= factor
-    given = list(after)
-    if after and draw(st.booleans()):
-        place = draw(st.integers(0, len(after) - 1))
-        if torch.Size(after[:place] + after[place + 1 :]).numel():
-            given[place] = -1
-    return before, tuple(after), given
+        if target:
+            target[place * len(target) // 10] *= factor
+    sizes = list(target)
+    if target and draw(st.booleans()):
+        place = draw(st.integers(0, len(target) - 1))
+        if torch.Size(target[:place] + target[place + 1 :]).numel():
+            sizes[place] = -1
+    return source, tuple(target), sizes
 
 
 @given(reshapes())
 def test_words_give_what_a_reshape_gives(case: tuple[tuple[int, ...], tuple[int, ...], list[int]]) -> None:
-    before, after, sizes = case
-    x = torch.arange(torch.Size(before).numel()).reshape(before)
-    words = shortest_reshape(before, after, sizes) or ("reshape", [tuple(reshape_sizes(before, after, sizes))])
+    source, target, sizes = case
+    x = torch.arange(torch.Size(source).numel()).reshape(source)
+    words = shortest_reshape(source, target, sizes) or ("reshape", [tuple(reshape_sizes(source, target, sizes))])
     method, arguments = words
-    found = getattr(x, method)(*arguments)
-    assert found.shape == after
-    assert torch.equal(found, x.reshape(after))
+    actual = getattr(x, method)(*arguments)
+    assert actual.shape == target
+    assert torch.equal(actual, x.reshape(target))
 
 
 @given(reshapes())
 def test_two_methods_give_what_a_reshape_gives(case: tuple[tuple[int, ...], tuple[int, ...], list[int]]) -> None:
-    before, after, sizes = case
-    x = torch.arange(torch.Size(before).numel()).reshape(before)
-    if (found := squeezed_first(before, after, sizes)) is not None:
-        dims, (method, arguments) = found
-        assert torch.equal(getattr(x.squeeze(*dims), method)(*arguments), x.reshape(after))
+    source, target, sizes = case
+    x = torch.arange(torch.Size(source).numel()).reshape(source)
+    if (methods := squeezed_first(source, target, sizes)) is not None:
+        dims, (method, arguments) = methods
+        assert torch.equal(getattr(x.squeeze(*dims), method)(*arguments), x.reshape(target))
 
 
 @given(reshapes(), st.integers(2, 3))
 def test_a_batch_that_stays_may_have_another_size(
     case: tuple[tuple[int, ...], tuple[int, ...], list[int]], factor: int
 ) -> None:
-    before, after, sizes = case
-    words = shortest_reshape((2, *before), (2, *after), [2, *sizes])
-    x = torch.zeros(2 * factor, *before)
-    if words is not None and before and (-1 not in sizes or after[sizes.index(-1)] != 1):
-        assert getattr(x, words[0])(*words[1]).shape == (2 * factor, *after)
+    source, target, sizes = case
+    words = shortest_reshape((2, *source), (2, *target), [2, *sizes])
+    x = torch.zeros(2 * factor, *source)
+    if words is not None and source and (-1 not in sizes or target[sizes.index(-1)] != 1):
+        assert getattr(x, words[0])(*words[1]).shape == (2 * factor, *target)
 
 
 @given(shapes.filter(len), st.data())
-def test_dimensions_that_are_merged(before: tuple[int, ...], data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, len(before) - 1))
-    end = data.draw(st.integers(start, len(before) - 1))
-    x = torch.zeros(before)
-    for last in (end, end - len(before)):
-        assert x.flatten(*flatten_dims(start, last, before)).shape == x.flatten(start, end).shape
+def test_dimensions_that_are_merged(shape: tuple[int, ...], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(shape) - 1))
+    end = data.draw(st.integers(start, len(shape) - 1))
+    x = torch.zeros(shape)
+    for last in (end, end - len(shape)):
+        assert x.flatten(*flatten_dims(start, last, shape)).shape == x.flatten(start, end).shape
 
 
 @given(shapes, shapes, st.data())
 def test_sizes_that_an_expand_leaves(new: tuple[int, ...], old: tuple[int, ...], data: st.DataObject) -> None:
-    before = tuple(1 if data.draw(st.booleans()) else size for size in old)
-    assert torch.zeros(before).expand(expand_sizes(before, new + old)).shape == new + old
+    source = tuple(1 if data.draw(st.booleans()) else size for size in old)
+    assert torch.zeros(source).expand(expand_sizes(source, new + old)).shape == new + old
 
 
 @pytest.mark.parametrize(

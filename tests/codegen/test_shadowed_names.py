@@ -118,7 +118,7 @@ class Holder(nn.Module):
             setattr(self, name, Block())
 
 
-class Held(Around):
+class WithHolder(Around):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         self.held = Holder(names)
@@ -132,7 +132,7 @@ class Held(Around):
 
 @pytest.mark.parametrize("names", [["keys", "values"], ["append", "0"], ["torch", "nn", "F", "self", "super", "range"]])
 def test_layers_with_names_of_what_holds_layers(names: list[str], tmp_path: Path) -> None:
-    equal(tmp_path, Held(names))
+    equal(tmp_path, WithHolder(names))
 
 
 CALLED = "complex, enumerate, len, range, next, getattr, setattr, torch, F, nn, zip, tuple, OrderedDict, Tensor, super"
@@ -169,7 +169,7 @@ def test_no_variable_hides_what_the_source_calls() -> None:
     for file in (ROOT / "pipegraph" / "codegen").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("call", "Name"):
-                texts = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+                texts = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
                 written |= {text.partition(".")[0] for text in texts}
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Template":
                 written |= set(re.findall(r"(\w+)\(", ast.unparse(node.args[0])))

@@ -56,7 +56,7 @@ class Chained(Heads):
         return torch.stack(outs) * torch.stack(gates)
 
 
-class Taken(Heads):
+class Indexed(Heads):
     """One element is read by itself."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ CASES: list[tuple[type[Heads], list[str]]] = [
     (Generated, ["z = torch.cat([head(y) for head in self.heads], dim=-1)"]),
     (Numbered, ["parts = [head(x) * (i + 2) for i, head in enumerate(self.heads)]"]),
     (Chained, ["outs = [head(x) for head in self.heads]", "gates = [self.gate(out).sigmoid() for out in outs]"]),
-    (Taken, ["outs = [head(x) for head in self.heads]", "outs[0]"]),
+    (Indexed, ["outs = [head(x) for head in self.heads]", "outs[0]"]),
     (Appended, ["outs = []", "for head in self.heads:", "outs.append(head(x))"]),
     (Long, ["some = []", "for head in self.heads:", "some.append("]),
     (Added, ["y[:, :1] += self.gate(x)[:, :1]", "y[:, 2:] *= 0.5"]),
@@ -115,7 +115,7 @@ CASES: list[tuple[type[Heads], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("made", "lines"), CASES, ids=[made.__name__ for made, _ in CASES])
+@pytest.mark.parametrize(("made", "lines"), CASES, ids=[model_class.__name__ for model_class, _ in CASES])
 def test_short_forms(made: type[Heads], lines: list[str], tmp_path: Path) -> None:
     model = nn.Sequential(made(), nn.Tanh(), nn.Linear(24 if made in (Assigned, Generated) else 8, 8))
     package = split(tmp_path, model, (batch(),), cut="2")

@@ -62,8 +62,8 @@ class LaterTokens(nn.Module):
     """The last position of one text sees all of another one, the one before it all but the last, and so on."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        own, other = torch.arange(x.shape[1]), torch.arange(y.shape[1])
-        mask = (other[None, :] - own[:, None] <= y.shape[1] - x.shape[1])[None, None].expand(x.shape[0], 1, -1, -1)
+        queries, keys = torch.arange(x.shape[1]), torch.arange(y.shape[1])
+        mask = (keys[None, :] - queries[:, None] <= y.shape[1] - x.shape[1])[None, None].expand(x.shape[0], 1, -1, -1)
         return F.scaled_dot_product_attention(x[:, None], y[:, None], y[:, None], attn_mask=mask)[:, 0]
 
 
@@ -222,9 +222,9 @@ class RelativeShift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
         scores = self.query(x) @ self.place(self.table[48 - length : 47 + length]).T
-        rows, one, other = scores.shape
-        moved = F.pad(scores, (1, 0)).view(rows, other + 1, one)[:, 1:].reshape(rows, one, other)
-        return moved[..., : other // 2 + 1].softmax(-1)
+        rows, queries, distances = scores.shape
+        moved = F.pad(scores, (1, 0)).view(rows, distances + 1, queries)[:, 1:].reshape(rows, queries, distances)
+        return moved[..., : distances // 2 + 1].softmax(-1)
 
 
 def test_a_reshape_names_sizes_and_no_divisions_of_them(tmp_path: Path) -> None:
@@ -283,8 +283,8 @@ class TakesAnyName(nn.Module):
         super().__init__()
         self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 4)
 
-    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
-        return self.outer(self.inner(x).relu() + more["bias"])
+    def forward(self, x: Tensor, **named_inputs: Tensor) -> Tensor:
+        return self.outer(self.inner(x).relu() + named_inputs["bias"])
 
 
 def test_sizes_of_inputs_that_no_signature_names_vary(tmp_path: Path) -> None:
@@ -296,9 +296,9 @@ def test_sizes_of_inputs_that_no_signature_names_vary(tmp_path: Path) -> None:
         inputs, ("batch", "bias_1", 8)
     )
     assert differences(package, model, (), inputs) == []
-    others = {name: torch.randn(2, 5, 8) for name in inputs}
+    other_inputs = {name: torch.randn(2, 5, 8) for name in inputs}
     pipe = pipegraph.Pipeline(package, microbatches=1, kernels="autograd")
-    torch.testing.assert_close(pipe.eval(**others), model(**others))
+    torch.testing.assert_close(pipe.eval(**other_inputs), model(**other_inputs))
 
 
 class Unrolled(nn.Module):
@@ -334,6 +334,6 @@ def test_a_size_is_read_whole_where_no_value_has_its_parts(tmp_path: Path) -> No
     package = split(tmp_path, model, (torch.randn(BATCH, 3, 8, 8),), cut="blocks.1.1")
     assert "size = x.shape[3]" in source(package)
     assert differences(package, model, (torch.randn(BATCH, 3, 8, 8),)) == []
-    other = torch.randn(2, 3, 10, 14)
+    other_input = torch.randn(2, 3, 10, 14)
     pipe = pipegraph.Pipeline(package, microbatches=1, kernels="autograd")
-    torch.testing.assert_close(pipe.eval(other), model(other))
+    torch.testing.assert_close(pipe.eval(other_input), model(other_input))

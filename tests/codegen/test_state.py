@@ -175,11 +175,11 @@ def test_parameters_in_containers_are_in_the_same_containers(tmp_path: Path) -> 
     assert "self.rows=nn.ParameterList([" in first
     assert 'self.rows=nn.ParameterDict({"2":' in second
     names = [name for index in range(2) for name in package.load_stage(index).state_dict()]
-    own = list(model.state_dict())
-    assert sorted(names) == sorted(own)
+    model_names = list(model.state_dict())
+    assert sorted(names) == sorted(model_names)
     for index in range(2):
         names = list(package.load_stage(index).state_dict())
-        assert names == [name for name in own if name in names]
+        assert names == [name for name in model_names if name in names]
 
 
 def test_the_manifest_has_the_names_of_the_model(tmp_path: Path) -> None:

@@ -84,11 +84,11 @@ def test_a_string_literal_is_the_string(text: str) -> None:
 
 @given(st.floats())
 def test_a_float_literal_is_the_float(value: float) -> None:
-    found = eval(literal(value).text, {"float": float})
+    number = eval(literal(value).text, {"float": float})
     assert (
-        math.isnan(found)
+        math.isnan(number)
         if math.isnan(value)
-        else found == value and math.copysign(1, found) == math.copysign(1, value)
+        else number == value and math.copysign(1, number) == math.copysign(1, value)
     )
 
 
@@ -124,7 +124,7 @@ def test_a_row_of_operators_or_methods_goes_into_brackets() -> None:
     assert wrap(f"return {' + '.join(longer)}", 0) == [
         "return (",
         f"    {longer[0]}",
-        *(f"    + {each}" for each in longer[1:]),
+        *(f"    + {operand}" for operand in longer[1:]),
         ")",
     ]
     methods = "values.reshape(1, 12, 128, 16).transpose(1, 2).contiguous().reshape(1, 128, 192).softmax(-1)"

@@ -92,9 +92,9 @@ def test_stages_have_the_modes_of_the_model(change: Any, tmp_path: Path) -> None
                     assert name not in of_model or module.training == of_model[name].training, name
         pipe.stages[0].zero_grad()
         model.zero_grad()
-        for each in (lambda: pipe.eval(X), lambda: model(X)):
+        for forward in (lambda: pipe.eval(X), lambda: model(X)):
             torch.manual_seed(1)
-            outputs.append(each())
+            outputs.append(forward())
         torch.testing.assert_close(outputs[-2], outputs[-1].detach())
 
     outputs: list[Any] = []

@@ -178,9 +178,9 @@ def test_there_are_forty_kinds_of_faults() -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     plan, files = package()
-    file, before, after = FAULTS[fault]
-    assert before in files[file], f"the source no longer has {before!r}"
-    faulty = {**files, file: files[file].replace(before, after, 1)}
+    file, original, replacement = FAULTS[fault]
+    assert original in files[file], f"the source no longer has {original!r}"
+    faulty = {**files, file: files[file].replace(original, replacement, 1)}
     difference = differences_of_text(faulty, [plan])[0]
     assert difference.written or difference.captured
     assert difference.names

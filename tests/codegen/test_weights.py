@@ -135,11 +135,11 @@ def test_a_tensor_of_the_wrong_shape_is_named(package: Package) -> None:
 def test_views_and_strides_are_stored_as_plain_tensors(tmp_path: Path) -> None:
     """Two parameters that share memory without being one, and one that is transposed."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    both = torch.randn(16, 8)
-    model[0].weight = nn.Parameter(both[:8])
-    model[1].weight = nn.Parameter(both[8:].t())
+    matrix = torch.randn(16, 8)
+    model[0].weight = nn.Parameter(matrix[:8])
+    model[1].weight = nn.Parameter(matrix[8:].t())
     package = split(tmp_path, model, (batch(),), cut="1")
-    assert torch.equal(package.load_stage(1).get_parameter("1.weight"), both[8:].t())
+    assert torch.equal(package.load_stage(1).get_parameter("1.weight"), matrix[8:].t())
 
 
 def test_a_parameter_that_an_edit_adds_is_no_meta_tensor(package: Package) -> None:
@@ -150,12 +150,12 @@ def test_a_parameter_that_an_edit_adds_is_no_meta_tensor(package: Package) -> No
     added = "super().__init__()\n        self.scale = nn.Parameter(torch.ones(8))\n"
     stage.write_text("import torch\n" + text.replace("super().__init__()\n", added))
     edited = Package.open(package.path)
-    said = (
+    message = (
         r"stage 1 \(.*stage_1.py\).* cannot be loaded: ValueError: scale of stage 1 has no value: list it in "
         r"pipeline.json and store it in a shard.\nTry: "
     )
     for weights in (True, package.path):
-        with pytest.raises(PackageError, match=said):
+        with pytest.raises(PackageError, match=message):
             edited.load_stage(1, weights=weights)
     assert torch.equal(edited.load_stage(1, weights=False).scale, torch.ones(8))
 
@@ -186,8 +186,8 @@ def test_a_star_in_a_name_is_a_star(tmp_path: Path) -> None:
     model = Starred()
     package = split(tmp_path, model, (batch(),), cut="last")
     stage = package.load_stage(0)
-    assert {name: each.tolist() for name, each in stage.named_parameters() if name.startswith("factors")} == {
-        f"factors.{name}": each.tolist() for name, each in model.factors.items()
+    assert {name: factor.tolist() for name, factor in stage.named_parameters() if name.startswith("factors")} == {
+        f"factors.{name}": factor.tolist() for name, factor in model.factors.items()
     }
 
 

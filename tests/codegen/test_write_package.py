@@ -100,7 +100,7 @@ def test_a_failure_leaves_what_was_there(
 ) -> None:
     if there:
         pipegraph.write_package(plan, tmp_path / "out")
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("on purpose")
@@ -108,7 +108,7 @@ def test_a_failure_leaves_what_was_there(
     monkeypatch.setattr(package_writer, fails, fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == contents_before
     assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if there else [])
 
 
@@ -119,7 +119,7 @@ def test_a_full_disk_leaves_what_was_there(limit: int, there: bool, tmp_path: Pa
     plan = plan_of(nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)), (batch(),), cut="1")
     if there:
         pipegraph.write_package(plan, tmp_path / "out")
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
     least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     try:
@@ -127,11 +127,11 @@ def test_a_full_disk_leaves_what_was_there(limit: int, there: bool, tmp_path: Pa
             pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
-    said = (
+    message = (
         rf"{tmp_path}/out cannot be written: File too large. The disk of {tmp_path} has .* free of .*\.\nTry: make room"
     )
-    assert re.match(said, str(error.value))
-    assert contents(tmp_path) == before
+    assert re.match(message, str(error.value))
+    assert contents(tmp_path) == contents_before
     assert [entry.name for entry in tmp_path.iterdir()] == (["out"] if there else [])
 
 
@@ -140,8 +140,8 @@ def test_of_two_writers_at_once_the_last_one_stays(
     overwrite: bool, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it may replace the other one's package, which it was not there to see when it began."""
-    other = plan_of(Row([Block() for _ in range(4)]), (batch(),), cut=4)
-    monkeypatch.setattr(package_writer, "write_weights", twice := Twice(package_writer.write_weights, other, tmp_path))
+    second = plan_of(Row([Block() for _ in range(4)]), (batch(),), cut=4)
+    monkeypatch.setattr(package_writer, "write_weights", twice := Twice(package_writer.write_weights, second, tmp_path))
     if overwrite:
         assert len(pipegraph.write_package(plan, tmp_path / "out", overwrite=True).manifest.stages) == 2
     else:
@@ -155,8 +155,8 @@ def test_of_two_writers_at_once_the_last_one_stays(
 class Twice:
     """Writes weights, after another package has been written to the same place."""
 
-    def __init__(self, write: Callable[..., None], other: Plan, folder: Path) -> None:
-        self.write, self.other, self.folder = write, other, folder
+    def __init__(self, write: Callable[..., None], plan: Plan, folder: Path) -> None:
+        self.write, self.other, self.folder = write, plan, folder
         self.written: Package | None = None
         self.has_begun = False
 
@@ -168,15 +168,15 @@ class Twice:
 
 
 def test_a_reader_never_gets_parts_of_two_packages(plan: Plan, tmp_path: Path) -> None:
-    before = pipegraph.write_package(plan, tmp_path / "out")
-    before.load_stage(0)
-    after = pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
-    for read in (lambda: before.load_stage(1), lambda: before.check_weights([0])):
+    old_package = pipegraph.write_package(plan, tmp_path / "out")
+    old_package.load_stage(0)
+    new_package = pipegraph.write_package(plan, tmp_path / "out", overwrite=True)
+    for read in (lambda: old_package.load_stage(1), lambda: old_package.check_weights([0])):
         with pytest.raises(
             PackageError, match=r"out was replaced by another package while it was read.\nTry: the same"
         ):
             read()
-    after.load_stage(1)
+    new_package.load_stage(1)
 
 
 def test_a_link_to_a_package_stays(plan: Plan, tmp_path: Path) -> None:
@@ -240,12 +240,12 @@ def test_a_file_is_no_folder(plan: Plan, tmp_path: Path) -> None:
 def test_a_package_can_be_edited(plan: Plan, tmp_path: Path) -> None:
     """What runs is what the source says."""
     package = pipegraph.write_package(plan, tmp_path / "out")
-    before = package.load_stage(0)(batch())
+    output = package.load_stage(0)(batch())
     stage = package.path / "stage_0.py"
     stage.write_text(stage.read_text().replace("return x", "return x * 3"))
     again = Package.open(package.path)
     assert again.edited() == ("stage_0.py",)
-    assert torch.allclose(again.load_stage(0)(batch()), before * 3)
+    assert torch.allclose(again.load_stage(0)(batch()), output * 3)
 
 
 def test_an_operation_of_an_unknown_library_is_refused(tmp_path: Path) -> None:

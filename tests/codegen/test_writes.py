@@ -53,13 +53,13 @@ class Order(Blocks):
 
     def forward(self, x: Tensor) -> Tensor:
         v = self.a(x).clone()
-        before = v * 2
+        doubled = v * 2
         row = v[0]
         v[0] = 0
         flat = v.view(-1)
         total = flat.sum()
         flat[3] = 4.0
-        return self.b(v) * total + before + v + row
+        return self.b(v) * total + doubled + v + row
 
 
 class AcrossTheCut(Blocks):
@@ -148,15 +148,15 @@ class Copies(Blocks):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        kept = (h * 2)[:, 1:]
-        kept += 1
-        kept.clamp_(max=2)
+        columns = (h * 2)[:, 1:]
+        columns += 1
+        columns.clamp_(max=2)
         cast = h.softmax(-1, dtype=torch.float64).to(torch.float32)
         cast += h.double().float().mul_(2)
         turned = h.t().contiguous()
         turned[0] += cast[:, 0]
         noise = torch.zeros(8).bernoulli_(0.3)
-        return self.b(cast + noise) + kept.sum() + turned.sum(0)[:, None]
+        return self.b(cast + noise) + columns.sum() + turned.sum(0)[:, None]
 
 
 class Indexed(Blocks):
@@ -181,7 +181,7 @@ class Empty(Blocks):
         return self.b(h + ones) * padded[:, :8] + row[:8] + ones + zeros
 
 
-class Before(Blocks):
+class CopyBeforeWrite(Blocks):
     """A copy that changes nothing but keeps what was there before a write, and a value without a gradient."""
 
     def __init__(self) -> None:
@@ -191,9 +191,9 @@ class Before(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x) * 2
         h[:, 0] += x.sum() * h[:, 1]
-        mean, before = h.detach().mean(), self.count * 1
+        mean, previous_count = h.detach().mean(), self.count * 1
         self.count += 1
-        return self.b(h) * mean + before
+        return self.b(h) * mean + previous_count
 
 
 class Copied(Blocks):
@@ -212,7 +212,7 @@ class Copied(Blocks):
 @pytest.mark.parametrize(
     "model",
     [
-        Before,
+        CopyBeforeWrite,
         Copies,
         Indexed,
         Empty,

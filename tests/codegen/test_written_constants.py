@@ -76,10 +76,10 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         filled = torch.where(h > 0, h, torch.tensor(float("-inf")))
-        kept = torch.where(torch.tensor(True), filled.softmax(-1).nan_to_num(), h)
-        kept = kept.clone()
-        kept.mul_(torch.tensor(2.0))
-        return self.b(kept)
+        weights = torch.where(torch.tensor(True), filled.softmax(-1).nan_to_num(), h)
+        weights = weights.clone()
+        weights.mul_(torch.tensor(2.0))
+        return self.b(weights)
 
 
 def test_infinities_and_flags_are_written(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_weights_of_the_chain() -> None:
 
 def test_units() -> None:
     captured = model("tests.models.chain")
-    units = {each: price(captured, each).unit for each in ("time", "flops", "parameters", "memory")}
+    units = {method: price(captured, method).unit for method in ("time", "flops", "parameters", "memory")}
     assert units == {"time": "s", "flops": "FLOP", "parameters": "parameters", "memory": "bytes"}
 
 
@@ -67,9 +67,9 @@ def test_every_method_cuts_where_the_larger_stage_is_least(
     widths = [64, 64, 64, 64, 64, 64 * 5]
     stack = nn.Sequential(*(nn.Linear(64, width, bias=False) for width in widths))
     captured = pipegraph.capture(stack, (torch.randn(16, 64),))
-    made = pipegraph.plan(captured, stages=2, balance=balance, hardware=MACHINE, setting=EAGER, cache=Cache(tmp_path))
-    assert points is None or [str(point) for point in made.points] == points
-    assert len(made.stages) == 2
+    plan = pipegraph.plan(captured, stages=2, balance=balance, hardware=MACHINE, setting=EAGER, cache=Cache(tmp_path))
+    assert points is None or [str(point) for point in plan.points] == points
+    assert len(plan.stages) == 2
 
 
 def test_a_tied_weight_counts_where_it_is_used_first_and_in_both_stages() -> None:
@@ -81,8 +81,8 @@ def test_a_tied_weight_counts_where_it_is_used_first_and_in_both_stages() -> Non
     first, last = priced.stage(0, 4), priced.stage(4, len(priced.costs))
     assert first.forward == 50 * 16 + layers / 3
     assert last.forward == 50 * 16 + 2 * layers / 3
-    whole = priced.stage(0, len(priced.costs))
-    assert (whole.forward, whole.parameter_bytes) == (50 * 16 + layers, 4 * (50 * 16 + layers))
+    total = priced.stage(0, len(priced.costs))
+    assert (total.forward, total.parameter_bytes) == (50 * 16 + layers, 4 * (50 * 16 + layers))
 
 
 def test_a_stage_by_memory_is_what_it_holds() -> None:
@@ -106,8 +106,8 @@ class Deep(nn.Module):
 def test_type_cuts_where_a_matching_module_begins_however_deep() -> None:
     captured = pipegraph.capture(Deep(), (TOKENS,))
     assert weights(price(captured, "type:block")) == [0, 1, 1, 1, 1, 1, 1]
-    made = pipegraph.plan(captured, stages=3, balance="type:^Block$")
-    assert [str(point) for point in made.points] == ["body.2", "body.4"]
+    plan = pipegraph.plan(captured, stages=3, balance="type:^Block$")
+    assert [str(point) for point in plan.points] == ["body.2", "body.4"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_type_cuts_where_a_matching_module_begins_however_deep() -> None:
     [
         ("type:Conv", r"type:Conv matches no module that Decoder calls.*matches one of Block, Embedding, .*Linear"),
         ("type:blok", 'Did you mean "Block"'),
-        ("type:(", r"is no regular expression: .*\nTry: type:[A-Z]"),
+        ("type:(", r"is not a regular expression: .*\nTry: type:[A-Z]"),
         ("type:Lin[", "Try: type:Linear"),
         ("type:", "cannot be balanced by"),
         ("type", "type:REGEX"),

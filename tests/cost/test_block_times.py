@@ -39,25 +39,25 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     run = measuring._run
 
-    def counted(blocks: Any, *rest: Any) -> Any:
+    def counted(blocks: Any, *arguments: Any) -> Any:
         counts.append(len(blocks))
-        return run(blocks, *rest)
+        return run(blocks, *arguments)
 
     monkeypatch.setattr(measuring, "_run", counted)
     return counts
 
 
 def test_what_was_measured_once_is_not_measured_again(runs: list[int], tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     every = blocks()
-    with listen(lambda *each: told.append(each)):
+    with listen(lambda *report: reports.append(report)):
         first = measure(every, QUICK, Cache(tmp_path))
-        assert told[0][0].startswith(f"measuring {len(every)} distinct blocks on ")
-        what, done, rounds = told[-1]
-        assert what.startswith(f"measuring {len(every)} distinct blocks, ") and done == rounds >= 5
-        before = len(told)
+        assert reports[0][0].startswith(f"measuring {len(every)} distinct blocks on ")
+        description, done, rounds = reports[-1]
+        assert description.startswith(f"measuring {len(every)} distinct blocks, ") and done == rounds >= 5
+        report_count = len(reports)
         assert measure(every, QUICK, Cache(tmp_path)) == first
-    assert (runs, len(told)) == ([len(every)], before)
+    assert (runs, len(reports)) == ([len(every)], report_count)
 
 
 def test_what_a_measurement_depends_on(runs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +123,16 @@ def test_a_block_takes_the_median_of_its_rounds(monkeypatch: pytest.MonkeyPatch,
     looks = count()
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: (look := next(looks)) * 1e-3 + look // 13 * 5.0)
     (*_, block) = blocks()
-    (found,) = measure([block], QUICK, Cache(tmp_path))
-    assert found.times == pytest.approx((1e-3, 1e-3, 1e-3))
+    (timing,) = measure([block], QUICK, Cache(tmp_path))
+    assert timing.times == pytest.approx((1e-3, 1e-3, 1e-3))
 
 
 def test_measured_segments(tmp_path: Path) -> None:
     priced = price(model("tests.models.chain"), "measured", setting=QUICK, cache=Cache(tmp_path))
     assert (priced.unit, priced.method) == ("s", "measured")
-    whole = priced.stage(0, len(priced.costs))
-    assert 0 < whole.forward < 1 and 0 < whole.weight_grad < 1
-    assert whole.input_grad == 0  # the model's input has no gradient
+    total = priced.stage(0, len(priced.costs))
+    assert 0 < total.forward < 1 and 0 < total.weight_grad < 1
+    assert total.input_grad == 0  # the model's input has no gradient
     assert priced.costs[2].input_grad > 0
     assert priced.costs[1].forward == priced.costs[2].forward  # one block
 

@@ -15,7 +15,7 @@ from pipegraph.cost.busy_ranks import busy_ranks
 
 def children() -> list[int]:
     """The processes that this one has started."""
-    return [int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
 def processor_seconds(process: int) -> float:
@@ -27,22 +27,22 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 
 
 def test_others_compute_meanwhile_and_are_gone_afterwards() -> None:
-    before = children()
+    children_before = children()
     with busy_ranks(1, 1):
-        (other,) = set(children()) - set(before)
-        begun = processor_seconds(other)
+        (child,) = set(children()) - set(children_before)
+        begun = processor_seconds(child)
         deadline = time.monotonic() + 30
-        while processor_seconds(other) < begun + 0.2:
+        while processor_seconds(child) < begun + 0.2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert children() == before
+    assert children() == children_before
 
 
 def test_an_error_leaves_none_behind() -> None:
-    before = children()
+    children_before = children()
     with pytest.raises(KeyError), busy_ranks(1, 1):
         raise KeyError
-    assert children() == before
+    assert children() == children_before
 
 
 def test_none_outlives_the_process_that_started_it() -> None:
@@ -52,10 +52,10 @@ def test_none_outlives_the_process_that_started_it() -> None:
         "print(Path(f'/proc/self/task/{os.getpid()}/children').read_text(), flush=True)\nos._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    (other,) = map(int, done.stdout.split())
+    (child,) = map(int, done.stdout.split())
     deadline = time.monotonic() + 30
     while (
-        Path(f"/proc/{other}").exists() and Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     ):
         assert time.monotonic() < deadline
         time.sleep(0.05)

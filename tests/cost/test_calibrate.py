@@ -56,10 +56,10 @@ def _spin(seconds: float) -> None:
 
 
 def test_rates_over_sizes(quick: None) -> None:
-    found = machine_rates.measure_compute_rates(QUICK, torch.float32)
-    assert set(found) == set(Hardware.load("cpu").attained_flops)
-    assert list(found["matmul"].axes) == ["m", "n", "k"]
-    large, small = (2 * size**3 / found["matmul"].at(m=size, n=size, k=size) for size in (32, 16))
+    rates = machine_rates.measure_compute_rates(QUICK, torch.float32)
+    assert set(rates) == set(Hardware.load("cpu").attained_flops)
+    assert list(rates["matmul"].axes) == ["m", "n", "k"]
+    large, small = (2 * size**3 / rates["matmul"].at(m=size, n=size, k=size) for size in (32, 16))
     assert 0 < small < large * 8 < 1e-2
 
 
@@ -69,19 +69,19 @@ def test_a_loop_is_timed_as_it_is_compiled() -> None:
 
 
 def test_functions_have_rates(quick: None) -> None:
-    found = machine_rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
-    assert found["pow"] < 1e10  # whatever the machine, a power takes longer than a product
-    assert set(found) <= {*Hardware.load("cpu").element_rates, *machine_rates._cases(CPU)}
+    rates = machine_rates.measure_element_rates(Stopwatch(CPU, budget=0.01))
+    assert rates["pow"] < 1e10  # whatever the machine, a power takes longer than a product
+    assert set(rates) <= {*Hardware.load("cpu").element_rates, *machine_rates._cases(CPU)}
 
 
 @pytest.mark.slow
 def test_links_between_processes() -> None:
     rates = machine_links.measure_links(3, "cpu")
-    found = rates.links
-    assert found.name == "gloo"
-    for rank, other in ((0, 1), (1, 0)):
-        assert 0 <= (found.latency[rank][other] or 0.0) < 1
-        assert (found.bandwidth[rank][other] or 0.0) > 1e6
+    links = rates.links
+    assert links.name == "gloo"
+    for rank, peer in ((0, 1), (1, 0)):
+        assert 0 <= (links.latency[rank][peer] or 0.0) < 1
+        assert (links.bandwidth[rank][peer] or 0.0) > 1e6
     assert set(rates.collectives) == {"gather", "reduce", "all_reduce", "all_gather"}
     for table in rates.collectives.values():
         assert table.axes == {"ranks": (2.0, 3.0), "bytes": tuple(map(float, machine_links._SIZES))}
@@ -106,7 +106,7 @@ def test_latency_and_bandwidth_are_those_that_explain_the_times() -> None:
 def test_copies_to_the_host_are_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """10 µs each way, and 2 GB/s, by a clock that counts the bytes."""
     copied = []
-    monkeypatch.setattr(Tensor, "copy_", lambda own, other, **_: copied.append(other.nbytes) or own)
+    monkeypatch.setattr(Tensor, "copy_", lambda tensor, source, **_: copied.append(source.nbytes) or tensor)
     watch = Stopwatch(CPU, budget=0.001)
     watch._clock = lambda: 1e-5 * len(copied) + sum(copied) / 2e9
     link = measure_host_link(watch)
@@ -119,29 +119,29 @@ def test_a_whole_profile(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = MeasuredLinks(((None, 1e-5), (3e-5, None)), ((None, 1e9), (3e9, None)), "gloo")
     gather = SizeTable({"bytes": (1e3, 1e6)}, (1e6, 1e8))
     monkeypatch.setattr(calibrate, "measure_links", lambda ranks, device: LinkRates(measured, {"gather": gather}))
-    before = torch.get_num_threads()
-    found = calibrate.calibrate(threads=1, name="mine")
-    assert torch.get_num_threads() == before
-    assert Hardware.from_json(found.to_json()) == found
-    assert found.name == "mine"
-    assert "1 thread a rank" in found.device
-    assert found.links == Links(2, Link(2e-5, 2e9, "gloo", gather), measured=measured)
-    assert found.attained_flops["matmul"]["float32"].axes["footprint"] == (2.0**20, 2.0**22)
-    assert max(table["float32"].largest for table in found.attained_flops.values()) == 1
-    assert found.attained_bandwidth.largest == 1
-    assert "quartiles" in found.sources["attained_flops"]
-    assert found.host_link is not None and found.host_link.bandwidth > 1e8
-    assert found.sources["host_link"].endswith("copies within memory, with which offload is emulated on a CPU")
+    thread_count = torch.get_num_threads()
+    profile = calibrate.calibrate(threads=1, name="mine")
+    assert torch.get_num_threads() == thread_count
+    assert Hardware.from_json(profile.to_json()) == profile
+    assert profile.name == "mine"
+    assert "1 thread a rank" in profile.device
+    assert profile.links == Links(2, Link(2e-5, 2e9, "gloo", gather), measured=measured)
+    assert profile.attained_flops["matmul"]["float32"].axes["footprint"] == (2.0**20, 2.0**22)
+    assert max(table["float32"].largest for table in profile.attained_flops.values()) == 1
+    assert profile.attained_bandwidth.largest == 1
+    assert "quartiles" in profile.sources["attained_flops"]
+    assert profile.host_link is not None and profile.host_link.bandwidth > 1e8
+    assert profile.sources["host_link"].endswith("copies within memory, with which offload is emulated on a CPU")
 
 
 @pytest.mark.slow
 def test_one_rank_has_links_through_the_host(quick: None) -> None:
-    found = calibrate.calibrate(threads=1, ranks=1)
-    assert found.host_link is not None
-    link = found.link(0, 1)
-    assert link.latency == pytest.approx(2 * found.host_link.latency, rel=1e-3)
-    assert link.bandwidth == pytest.approx(found.host_link.bandwidth / 2, rel=1e-3)
-    assert found.sources["links"].startswith("an assumption")
+    profile = calibrate.calibrate(threads=1, ranks=1)
+    assert profile.host_link is not None
+    link = profile.link(0, 1)
+    assert link.latency == pytest.approx(2 * profile.host_link.latency, rel=1e-3)
+    assert link.bandwidth == pytest.approx(profile.host_link.bandwidth / 2, rel=1e-3)
+    assert profile.sources["links"].startswith("an assumption")
 
 
 def test_a_gpu_is_timed_on_large_layers() -> None:
@@ -151,8 +151,8 @@ def test_a_gpu_is_timed_on_large_layers() -> None:
 
 
 def test_float32_and_tfloat32_are_measured_apart() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32
+    previous_setting = torch.backends.cuda.matmul.allow_tf32
     for allowed in (True, False):
         with calibrate._less_precision(allowed):
             assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == allowed
-    assert torch.backends.cuda.matmul.allow_tf32 == before
+    assert torch.backends.cuda.matmul.allow_tf32 == previous_setting

@@ -29,7 +29,7 @@ LAYERS = ["", "layers.1", "layers.2", "layers.3", "head"]
         ("tests.models.batch_norm", LAYERS),
         ("tests.models.dropout", LAYERS),
         # Not between qkv and attention, nor up and down, where more crosses.
-        ("decoder", ["", *(f"layers.{i}{rest}" for i in range(3) for rest in ("", ".out", ".inner_norm")), "head"]),
+        ("decoder", ["", *(f"layers.{i}{suffix}" for i in range(3) for suffix in ("", ".out", ".inner_norm")), "head"]),
     ],
 )
 def test_points(name: str, points: list[str]) -> None:
@@ -40,7 +40,7 @@ def test_a_chain_has_no_gap_and_its_layers_are_the_models() -> None:
     captured = model("decoder")
     chain = find_chain(captured)
     assert chain.segments[0].start == 0
-    assert all(one.stop == next_.start for one, next_ in zip(chain.segments, chain.segments[1:], strict=False))
+    assert all(segment.stop == next_.start for segment, next_ in zip(chain.segments, chain.segments[1:], strict=False))
     assert chain.nodes(0, len(chain.segments)) == captured.nodes
     assert [len(layer) for layer in chain.layers] == [1, 3, 3, 3, 1]
     assert names(find_chain(captured, inside_layers=False)) == ["", "layers.0", "layers.1", "layers.2", "head"]
@@ -66,9 +66,9 @@ class Skips(nn.Module):
 def test_a_skip_connection_crosses_every_cut_on_its_way() -> None:
     chain = chain_of(Skips(), torch.randn(4, 8))
     assert names(chain) == ["", "layers.1", "layers.2", "layers.3"]
-    one = 4 * 8 * 4
+    tensor_size = 4 * 8 * 4
     # first; first and second; first and their sum; nothing.
-    assert [segment.boundary_bytes for segment in chain.segments] == [one, 2 * one, 2 * one, 0]
+    assert [segment.boundary_bytes for segment in chain.segments] == [tensor_size, 2 * tensor_size, 2 * tensor_size, 0]
 
 
 def test_no_gradient_comes_back_for_what_has_none() -> None:
@@ -82,7 +82,7 @@ def test_no_gradient_comes_back_for_what_has_none() -> None:
             return self.third(self.second(self.first(x)))
 
     chain = chain_of(Frozen(), torch.randn(4, 8))
-    assert [(each.boundary_bytes, each.gradient_bytes) for each in chain.segments] == [(128, 0), (128, 128), (0, 0)]
+    assert [(part.boundary_bytes, part.gradient_bytes) for part in chain.segments] == [(128, 0), (128, 128), (0, 0)]
 
 
 def test_half_precision_halves_what_crosses() -> None:

@@ -22,11 +22,11 @@ HALF = torch.bfloat16
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
-def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor, **more: Any) -> list[str]:
+def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: torch.Tensor, **options: Any) -> list[str]:
     """The kernels of attention in the graph."""
 
-    def function(*given: torch.Tensor) -> torch.Tensor:
-        return fused_attention(*given, **more)
+    def function(*inputs: torch.Tensor) -> torch.Tensor:
+        return fused_attention(*inputs, **options)
 
     graph = trace_aten(function, (query, key, value, *mask)).graph
     (output,) = graph.output_node().args[0]  # type: ignore[misc]

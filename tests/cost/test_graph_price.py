@@ -35,8 +35,8 @@ X = torch.empty(64, 256)
 BYTES = 4 * X.numel()
 
 
-def price(function: Callable[..., Any], *inputs: Tensor, hardware: Hardware = PLAIN, **more: Any) -> GraphPrice:
-    return price_graph(trace_aten(function, inputs), hardware, **more)
+def price(function: Callable[..., Any], *inputs: Tensor, hardware: Hardware = PLAIN, **options: Any) -> GraphPrice:
+    return price_graph(trace_aten(function, inputs), hardware, **options)
 
 
 def count(function: Callable[..., Any], *inputs: Tensor) -> int:
@@ -45,17 +45,17 @@ def count(function: Callable[..., Any], *inputs: Tensor) -> int:
 
 def test_a_product_of_matrices_is_bound_by_its_operations() -> None:
     a, b = torch.empty(512, 1024), torch.empty(1024, 2048)
-    found = price(torch.mm, a, b)
-    assert found.flops == 2 * 512 * 1024 * 2048
-    assert found.bytes == 4 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
-    assert found.seconds == pytest.approx(found.flops / 1e12)
-    assert found.uncounted == ()
+    cost = price(torch.mm, a, b)
+    assert cost.flops == 2 * 512 * 1024 * 2048
+    assert cost.bytes == 4 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+    assert cost.seconds == pytest.approx(cost.flops / 1e12)
+    assert cost.uncounted == ()
 
 
 def test_or_by_its_bytes() -> None:
     a, b = torch.empty(1, 1024), torch.empty(1024, 1024)
-    found = price(torch.mm, a, b)
-    assert found.seconds == pytest.approx(found.bytes / 100e9)
+    cost = price(torch.mm, a, b)
+    assert cost.seconds == pytest.approx(cost.bytes / 100e9)
 
 
 def test_a_dtype_has_its_own_peak_and_an_unknown_one_the_lowest() -> None:
@@ -75,10 +75,10 @@ def test_float32_with_less_precision_is_another_dtype() -> None:
 
 
 def test_neighbours_share_a_kernel_that_reads_and_writes_once() -> None:
-    found = price(lambda x, y: ((x + y) * x).exp() - y, X, X)
+    cost = price(lambda x, y: ((x + y) * x).exp() - y, X, X)
     assert count(lambda x, y: ((x + y) * x).exp() - y, X, X) == 1
-    assert found.bytes == 3 * BYTES
-    assert found.seconds == pytest.approx(3 * BYTES / 100e9)
+    assert cost.bytes == 3 * BYTES
+    assert cost.seconds == pytest.approx(3 * BYTES / 100e9)
 
 
 def test_a_reduction_and_what_follows_share_one() -> None:
@@ -114,8 +114,8 @@ def test_a_scatter_makes_what_it_writes_into() -> None:
     def gradient(x: Tensor, rows: Tensor) -> Tensor:
         return torch.ops.aten.embedding_dense_backward(x, rows, 50_000, -1, False)
 
-    found = price(gradient, X, torch.zeros(64, dtype=torch.int64))
-    assert found.bytes == pytest.approx(4 * 50_000 * 256 + 3 * BYTES, rel=0.01)
+    cost = price(gradient, X, torch.zeros(64, dtype=torch.int64))
+    assert cost.bytes == pytest.approx(4 * 50_000 * 256 + 3 * BYTES, rel=0.01)
 
 
 def test_two_kernels_never_wait_for_each_other() -> None:
@@ -127,9 +127,9 @@ def test_two_kernels_never_wait_for_each_other() -> None:
 def test_a_loop_runs_later_if_nothing_waits_for_it() -> None:
     """exp is computed in the loop behind the second product, and not written before it."""
     a = torch.empty(64, 64)
-    found = price(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a)
+    cost = price(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a)
     assert count(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a) == 3
-    assert found.bytes == (3 + 3 + 3) * 4 * 64 * 64
+    assert cost.bytes == (3 + 3 + 3) * 4 * 64 * 64
     assert count(lambda a: torch.mm(torch.mm(a, a).exp(), a) * torch.mm(a, a).exp(), a) == 5
 
 
@@ -147,8 +147,8 @@ def test_functions_take_time_beyond_their_bytes() -> None:
     plain = 2 * BYTES / 100e9
     assert price(torch.tanh, X, hardware=hardware).seconds == pytest.approx(plain + X.numel() / 1e9)
     assert price(torch.neg, X, hardware=hardware).seconds == pytest.approx(plain + X.numel() / 1e10)
-    found = price(lambda x: x > 0, X, hardware=hardware)
-    assert found.seconds == pytest.approx(found.bytes / 100e9 + X.numel() / 1e10 + X.numel() / 1e8)
+    cost = price(lambda x: x > 0, X, hardware=hardware)
+    assert cost.seconds == pytest.approx(cost.bytes / 100e9 + X.numel() / 1e10 + X.numel() / 1e8)
 
 
 def test_new_memory_takes_time_where_the_system_has_to_provide_it() -> None:
@@ -178,9 +178,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
 def test_attention_is_counted_on_a_cpu_as_well_and_half_of_it_done_if_causal() -> None:
     q = torch.empty(2, 8, 1024, 64)
     flops = 4 * 2 * 8 * 1024 * 1024 * 64
-    whole, causal = (price(lambda *given, of=of: attention(*given, of), q, q, q) for of in (False, True))
-    assert (whole.flops, causal.flops) == (flops, flops)
-    assert causal.seconds == pytest.approx(whole.seconds * (0.5 + 0.5 / 1024))
+    full, causal = (price(lambda *qkv, masked=masked: attention(*qkv, masked), q, q, q) for masked in (False, True))
+    assert (full.flops, causal.flops) == (flops, flops)
+    assert causal.seconds == pytest.approx(full.seconds * (0.5 + 0.5 / 1024))
 
 
 @pytest.mark.parametrize("groups", [1, 4, 64])
@@ -192,20 +192,20 @@ def test_a_convolution_and_its_backward(groups: int) -> None:
     def backward(gradient: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> Any:
         arguments = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], groups, mask)
         return next(
-            each for each in torch.ops.aten.convolution_backward(gradient, x, w, *arguments) if each is not None
+            output for output in torch.ops.aten.convolution_backward(gradient, x, w, *arguments) if output is not None
         )
 
     for mask in ([True, True, False], [False, True, False]):
-        found = price(lambda *given, mask=mask: backward(*given, mask), images, images, weight)
-        assert found.flops == flops * sum(mask)
+        cost = price(lambda *tensors, mask=mask: backward(*tensors, mask), images, images, weight)
+        assert cost.flops == flops * sum(mask)
 
 
 def test_a_transposed_convolution() -> None:
     images, weight = torch.empty(2, 32, 8, 8), torch.empty(32, 16, 2, 2)
     hardware = structs.replace(PLAIN, attained_flops={"matmul": {"any": SizeTable({"n": (1.0, 64.0)}, (0.5, 0.25))}})
-    found = price(lambda x, w: F.conv_transpose2d(x, w, stride=2), images, weight, hardware=hardware)
-    assert found.flops == 2 * 2 * 8 * 8 * 32 * 16 * 4
-    assert found.seconds == pytest.approx(found.flops / 0.5e12)
+    cost = price(lambda x, w: F.conv_transpose2d(x, w, stride=2), images, weight, hardware=hardware)
+    assert cost.flops == 2 * 2 * 8 * 8 * 32 * 16 * 4
+    assert cost.seconds == pytest.approx(cost.flops / 0.5e12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -214,9 +214,9 @@ def test_a_product_for_each_expert_and_its_backward(dtype: torch.dtype) -> None:
     rows, experts = torch.empty(32, 16, dtype=dtype), torch.empty(4, 16, 64, dtype=dtype)
     ends, gradient = torch.tensor([8, 8, 24, 32], dtype=torch.int32), torch.empty(32, 64, dtype=dtype)
     product = torch.nn.functional.grouped_mm
-    for one, other in ((rows, experts), (gradient, experts.mT), (rows.mT, gradient), (experts.mT, rows.mT)):
-        found = price(lambda one, other, ends: product(one, other, offs=ends), one, other, ends)
-        assert found.flops == 2 * 32 * 16 * 64 and found.uncounted == ()
+    for mat_a, mat_b in ((rows, experts), (gradient, experts.mT), (rows.mT, gradient), (experts.mT, rows.mT)):
+        cost = price(lambda a, b, ends: product(a, b, offs=ends), mat_a, mat_b, ends)
+        assert cost.flops == 2 * 32 * 16 * 64 and cost.uncounted == ()
 
 
 def test_a_reduction_of_a_single_number() -> None:
@@ -226,10 +226,10 @@ def test_a_reduction_of_a_single_number() -> None:
 
 
 def test_what_may_compute_a_lot_is_named() -> None:
-    found = price(lambda x: torch.linalg.svd(x)[1] + torch.sort(x[0])[0][:64], X)
-    assert found.uncounted == ("_linalg_svd",)
-    assert found.flops == 0
-    assert found.bytes > BYTES
+    cost = price(lambda x: torch.linalg.svd(x)[1] + torch.sort(x[0])[0][:64], X)
+    assert cost.uncounted == ("_linalg_svd",)
+    assert cost.flops == 0
+    assert cost.bytes > BYTES
 
 
 def test_prices_add_up() -> None:
@@ -261,15 +261,15 @@ FORWARD = 2 * 2 * 16 * 32 * 64  # operations of one block
 
 
 def test_calls_of_blocks_cost_what_the_blocks_do() -> None:
-    three, one = derivative_of(nn.Sequential(Block(), Block(), Block())), derivative_of(Block())
+    three, single = derivative_of(nn.Sequential(Block(), Block(), Block())), derivative_of(Block())
     assert three.forward.module.graph.find_nodes(op="call_function", target=OPERATION)
     assert [price_part(three, kind).flops / FORWARD for kind in "FIWB"] == [3, 3, 3, 6]
-    assert price_part(three, "F").seconds == pytest.approx(3 * price_part(one, "F").seconds)
+    assert price_part(three, "F").seconds == pytest.approx(3 * price_part(single, "F").seconds)
 
 
 def test_both_halves_of_a_block_in_one_graph_run_as_its_whole_backward() -> None:
     """In the first stage, whose input has no gradient: what I and W of the blocks share is computed once."""
     first, block = derivative_of(nn.Sequential(Block(), Block()), input_gradient=False), derivative_of(Block())
-    found, whole = price_part(first, "W"), price_part(block, "B")
-    assert found.bytes < 2 * (price_part(block, "I").bytes + price_part(block, "W").bytes)
-    assert found.bytes == pytest.approx(2 * whole.bytes, rel=0.15)
+    cost, whole_cost = price_part(first, "W"), price_part(block, "B")
+    assert cost.bytes < 2 * (price_part(block, "I").bytes + price_part(block, "W").bytes)
+    assert cost.bytes == pytest.approx(2 * whole_cost.bytes, rel=0.15)

@@ -21,15 +21,15 @@ PLAIN = {"schema_version", "name", "device", "sources"}
 
 def profile(**changes: Any) -> str:
     """The H100's, with top-level figures changed; None leaves one out."""
-    found = Hardware.load("h100").to_dict() | changes
-    return json.dumps({name: value for name, value in found.items() if value is not None})
+    contents = Hardware.load("h100").to_dict() | changes
+    return json.dumps({name: value for name, value in contents.items() if value is not None})
 
 
-def figures(found: Any, *place: str) -> Iterator[tuple[str, ...]]:
-    if isinstance(found, dict) and "axes" not in found:
-        for name, value in found.items():
+def figures(tree: Any, *place: str) -> Iterator[tuple[str, ...]]:
+    if isinstance(tree, dict) and "axes" not in tree:
+        for name, value in tree.items():
             yield from figures(value, *place, name)
-    elif not isinstance(found, str):
+    elif not isinstance(tree, str):
         yield place
 
 
@@ -46,17 +46,17 @@ def test_a_named_profile_is_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_has_a_source(name: str) -> None:
-    found = Hardware.load(name).to_dict()
-    for place in figures({key: value for key, value in found.items() if key not in PLAIN}):
+    contents = Hardware.load(name).to_dict()
+    for place in figures({key: value for key, value in contents.items() if key not in PLAIN}):
         groups = {".".join(place[:end]) for end in range(1, len(place) + 1)}
-        assert groups & set(found["sources"]) or place == ("kernel_overhead",), place
+        assert groups & set(contents["sources"]) or place == ("kernel_overhead",), place
 
 
 def test_every_source_is_of_a_figure() -> None:
     for name in NAMES:
-        found = Hardware.load(name).to_dict()
-        for place in found["sources"]:
-            value: Any = found
+        contents = Hardware.load(name).to_dict()
+        for place in contents["sources"]:
+            value: Any = contents
             for key in place.split("."):
                 value = value[key]
 

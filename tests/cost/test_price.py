@@ -21,14 +21,14 @@ ROWS = 16
 
 
 def linear(*widths: int, bias: bool = False) -> Captured:
-    made = nn.Sequential(*(nn.Linear(one, other, bias) for one, other in pairwise(widths)))
-    return pipegraph.capture(made, (torch.randn(ROWS, widths[0]),))
+    stack = nn.Sequential(*(nn.Linear(fan_in, fan_out, bias) for fan_in, fan_out in pairwise(widths)))
+    return pipegraph.capture(stack, (torch.randn(ROWS, widths[0]),))
 
 
 def test_a_linear_layer_by_hand() -> None:
     first, middle, last = price(linear(32, 64, 48, 8), hardware=MACHINE, recompute="none").costs
     assert (first.flops, middle.flops, last.flops) == (2 * ROWS * 32 * 64, 2 * ROWS * 64 * 48, 2 * ROWS * 48 * 8)
-    assert [each.parameter_bytes for each in (first, middle, last)] == [4 * 32 * 64, 4 * 64 * 48, 4 * 48 * 8]
+    assert [cost.parameter_bytes for cost in (first, middle, last)] == [4 * 32 * 64, 4 * 64 * 48, 4 * 48 * 8]
     assert (first.boundary_bytes, middle.boundary_bytes, last.boundary_bytes) == (4 * ROWS * 64, 4 * ROWS * 48, 0)
     # W needs the input: the caller holds the model's; the loss needs the outputs.
     assert (first.saved_bytes, middle.saved_bytes, last.saved_bytes) == (0, 4 * ROWS * 64, 4 * ROWS * (48 + 8))
@@ -45,7 +45,7 @@ def test_a_transformer_layer_by_hand() -> None:
     assert layer.flops == products + 2 * 2 * (2 * heads * 5 * 5 * size)  # scores and their products with the values
     assert layer.parameter_bytes == 4 * (width * (3 * width + width + 2 * inner) + 4 * width)
     assert layer.boundary_bytes == 4 * tokens * width
-    kept = {
+    saved_numbers = {
         "norms: the normalised values": 2 * tokens * width,
         "… and their weighted ones, which qkv and up read": 2 * tokens * width,
         "… and 1 / deviation / width of each row": 2 * tokens,
@@ -54,21 +54,21 @@ def test_a_transformer_layer_by_hand() -> None:
         "relu: its result, which down reads": tokens * inner,
     }
     where_relu_is_zero = tokens * inner
-    assert layer.saved_bytes == 4 * sum(kept.values()) + where_relu_is_zero
+    assert layer.saved_bytes == 4 * sum(saved_numbers.values()) + where_relu_is_zero
 
 
 def test_each_distinct_block_is_traced_and_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, priced = [], []
     trace, of_block = distinct_blocks._traced, pricing._price
     monkeypatch.setattr(
-        distinct_blocks, "_traced", lambda subgraph, *rest: traced.append(subgraph.key) or trace(subgraph, *rest)
+        distinct_blocks, "_traced", lambda subgraph, *args: traced.append(subgraph.key) or trace(subgraph, *args)
     )
-    monkeypatch.setattr(pricing, "_price", lambda block, *rest: priced.append(block.key) or of_block(block, *rest))
-    found = price(model("decoder"))
+    monkeypatch.setattr(pricing, "_price", lambda block, *args: priced.append(block.key) or of_block(block, *args))
+    model_price = price(model("decoder"))
     # embedding, head; of three equal layers the three segments and the whole. The rest of the graph is one of each.
     assert len(traced) == len(set(traced)) == 6
     assert len(priced) == len(set(priced)) == 6
-    assert found.costs[1:4] == found.costs[4:7] == found.costs[7:10]
+    assert model_price.costs[1:4] == model_price.costs[4:7] == model_price.costs[7:10]
 
 
 def test_a_block_is_traced_once_for_every_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +83,14 @@ def test_a_block_is_traced_once_for_every_recompute(monkeypatch: pytest.MonkeyPa
 def test_stages_add_up() -> None:
     priced = price(model("tests.models.late_input"))
     segments = len(priced.costs)
-    whole = priced.stage(0, segments)
+    total = priced.stage(0, segments)
     for cut in range(1, segments):
-        one, other = priced.stage(0, cut), priced.stage(cut, segments)
-        assert one.flops + other.flops == whole.flops
-        assert one.parameter_bytes + other.parameter_bytes == whole.parameter_bytes
+        first, second = priced.stage(0, cut), priced.stage(cut, segments)
+        assert first.flops + second.flops == total.flops
+        assert first.parameter_bytes + second.parameter_bytes == total.parameter_bytes
         # To hand a value over is never free, and never more than all the rest.
-        assert whole.forward * 0.95 <= one.forward + other.forward <= 1.5 * whole.forward
-        assert min(one.forward, one.weight_grad, other.forward, other.input_grad, one.saved_bytes) >= 0
+        assert total.forward * 0.95 <= first.forward + second.forward <= 1.5 * total.forward
+        assert min(first.forward, first.weight_grad, second.forward, second.input_grad, first.saved_bytes) >= 0
 
 
 class Transformed(nn.Module):
@@ -137,11 +137,11 @@ def test_a_block_that_cannot_be_traced_is_priced_by_its_forward() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         priced = price(captured, "flops")
-    messages = [str(each.message) for each in caught]
-    assert any("The backward of middle cannot be traced by itself" in each and "halved" in each for each in messages)
-    assert all("linear" not in each for each in messages if each.startswith("No formula"))
-    whole, layer = priced.stage(0, 3), 2 * 4 * 8 * 8
-    assert (whole.forward, whole.input_grad, whole.weight_grad) == (3 * layer, 0, pytest.approx(2 * 3 * layer))
+    messages = [str(warning.message) for warning in caught]
+    assert any("The backward of middle cannot be traced by itself" in text and "halved" in text for text in messages)
+    assert all("linear" not in text for text in messages if text.startswith("No formula"))
+    total, layer = priced.stage(0, 3), 2 * 4 * 8 * 8
+    assert (total.forward, total.input_grad, total.weight_grad) == (3 * layer, 0, pytest.approx(2 * 3 * layer))
     assert priced.costs[1].saved_bytes >= 4 * 8 * 4
 
 
@@ -162,9 +162,9 @@ def test_a_model_without_a_gradient_has_no_backward() -> None:
 
 
 def test_frozen_layers_have_no_backward_before_the_first_that_learns() -> None:
-    made = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    made[:2].requires_grad_(False)
-    costs = price(pipegraph.capture(made, (torch.randn(4, 8),))).costs
+    stack = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    stack[:2].requires_grad_(False)
+    costs = price(pipegraph.capture(stack, (torch.randn(4, 8),))).costs
     assert [(cost.input_grad > 0, cost.weight_grad > 0) for cost in costs] == [
         (False, False), (False, False), (False, True), (True, True),
     ]  # fmt: skip
@@ -189,8 +189,8 @@ class Forked(nn.Module):
         self.pair, self.middle, self.head = Pair(), nn.Linear(16, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = self.pair(x)
-        return self.head(torch.relu(self.middle(left)) + right)
+        left_output, right = self.pair(x)
+        return self.head(torch.relu(self.middle(left_output)) + right)
 
 
 def test_a_layer_inside_which_nothing_crosses() -> None:
@@ -202,10 +202,10 @@ def test_a_layer_inside_which_nothing_crosses() -> None:
 
 
 def test_bfloat16_halves_every_byte() -> None:
-    made = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    stack = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     x = torch.randn(ROWS, 64)
-    full = price(pipegraph.capture(made, (x,)), recompute="none").costs[1]
-    half = price(pipegraph.capture(made.bfloat16(), (x.bfloat16(),)), recompute="none").costs[1]
+    full = price(pipegraph.capture(stack, (x,)), recompute="none").costs[1]
+    half = price(pipegraph.capture(stack.bfloat16(), (x.bfloat16(),)), recompute="none").costs[1]
     for name in ("boundary_bytes", "saved_bytes", "parameter_bytes"):
         assert 2 * getattr(half, name) == getattr(full, name)
     assert half.flops == full.flops
@@ -235,5 +235,5 @@ def test_a_mixture_of_experts() -> None:
         priced = price(captured, "flops")
     row = 2 * 4 * 8
     assert sum(cost.forward for cost in priced.costs) == row * 8 * 6 + row * 4
-    made = pipegraph.plan(captured, stages=2)
-    assert made.boundaries and len(made.stages) == 2
+    plan = pipegraph.plan(captured, stages=2)
+    assert plan.boundaries and len(plan.stages) == 2

@@ -24,10 +24,10 @@ from tests.cost.models import model
 ROWS = 16
 
 
-def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> tuple[list[int], list[int]]:
+def kept_by_kernels(plan: pipegraph.Plan, recompute: str, folder: Path) -> tuple[list[int], list[int]]:
     """Bytes that the graphs of each stage of a package keep after F, and after I, the caller's inputs and the stage's
     state aside."""
-    package = pipegraph.write_package(made, folder)
+    package = pipegraph.write_package(plan, folder)
     manifest = package.manifest
     batch = batch_from_manifest(manifest, 1)
     names = pytree.tree_leaves((manifest.args, manifest.kwargs))
@@ -36,7 +36,7 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> tuple
     ran = []
     for stage in manifest.stages:
         module = package.load_stage(stage.index).train()
-        described = [[manifest.values[name] for name in each] for each in (stage.inputs, stage.outputs)]
+        described = [[manifest.values[name] for name in boundary] for boundary in (stage.inputs, stage.outputs)]
         last = stage is manifest.stages[-1]
         kernels = TracedKernels(
             module,
@@ -51,23 +51,23 @@ def kept_by_kernels(made: pipegraph.Plan, recompute: str, folder: Path) -> tuple
         values.update(zip(stage.outputs, forward.outputs, strict=True))
         ran.append((stage, module, kernels, forward))
 
-    def kept() -> list[int]:
-        found = []
+    def saved_sizes() -> list[int]:
+        sums = []
         for _, module, _, forward in ran:
-            own = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers(), *callers]}
-            saved = {each.untyped_storage()._cdata: each for each in forward.saved.values.values()}
-            found.append(sum(each.untyped_storage().nbytes() for memory, each in saved.items() if memory not in own))
-        return found
+            state = {tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers(), *callers]}
+            saved = {value.untyped_storage()._cdata: value for value in forward.saved.values.values()}
+            sums.append(sum(value.untyped_storage().nbytes() for memory, value in saved.items() if memory not in state))
+        return sums
 
-    after_forward = kept()
+    after_forward = saved_sizes()
     gradients: dict[str, Tensor] = {}
     for stage, _, kernels, forward in reversed(ran):
-        wanted = [None if forward.loss is not None else gradients.get(name) for name in stage.outputs]
-        came = kernels.input_backward(forward.saved, [*wanted, *([] if forward.loss is None else [torch.tensor(1.0)])])
-        for name, gradient in zip(stage.inputs, came, strict=True):
+        seeds = [None if forward.loss is not None else gradients.get(name) for name in stage.outputs]
+        grads = kernels.input_backward(forward.saved, [*seeds, *([] if forward.loss is None else [torch.tensor(1.0)])])
+        for name, gradient in zip(stage.inputs, grads, strict=True):
             if gradient is not None:
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return after_forward, kept()
+    return after_forward, saved_sizes()
 
 
 def saved_by(priced: PricedModel, cuts: list[int]) -> tuple[list[int], list[int | None]]:
@@ -98,8 +98,8 @@ def test_saved_bytes_are_those_that_the_kernels_keep(
 ) -> None:
     captured = model(name)
     priced = price(captured, recompute=recompute)
-    made = pipegraph.plan(captured, points=priced.chain.points(cuts))
-    assert saved_by(priced, cuts) == kept_by_kernels(made, recompute, tmp_path / "package")
+    plan = pipegraph.plan(captured, points=priced.chain.points(cuts))
+    assert saved_by(priced, cuts) == kept_by_kernels(plan, recompute, tmp_path / "package")
 
 
 @pytest.mark.slow
@@ -107,22 +107,22 @@ def test_or_nearly(tmp_path: Path) -> None:
     """A segment by itself does not always keep what it does in the middle of a stage."""
     captured = model("tests.models.rotary")
     priced = price(captured)
-    made = pipegraph.plan(captured, points=priced.chain.points([4, 7]))
-    (kept, _), (found, _) = saved_by(priced, [4, 7]), kept_by_kernels(made, "min-cut", tmp_path / "package")
-    assert kept == pytest.approx(found, rel=0.05)
+    plan = pipegraph.plan(captured, points=priced.chain.points([4, 7]))
+    (predicted, _), (actual, _) = saved_by(priced, [4, 7]), kept_by_kernels(plan, "min-cut", tmp_path / "package")
+    assert predicted == pytest.approx(actual, rel=0.05)
 
 
 def test_recomputing_blocks_spares_repeated_layers_and_not_the_head(tmp_path: Path) -> None:
     captured = model("decoder")
-    kept, again = (price(captured, recompute=each) for each in ("min-cut", "block"))
+    min_cut, again = (price(captured, recompute=policy) for policy in ("min-cut", "block"))
     logits, values, sums = 4 * 10 * 50, 4 * 10 * 16, 4 * 10 * 2
-    assert again.costs[-1].saved_bytes == kept.costs[-1].saved_bytes > logits
-    one, other = again.stage(1, 4), kept.stage(1, 4)
+    assert again.costs[-1].saved_bytes == min_cut.costs[-1].saved_bytes > logits
+    block_stage, min_cut_stage = again.stage(1, 4), min_cut.stage(1, 4)
     # The layer's input, and what attention gave, which is not computed again: it may have drawn random numbers.
-    assert one.saved_bytes == values + (values + sums) < other.saved_bytes
-    assert one.input_grad + one.weight_grad > other.input_grad + other.weight_grad
-    made = pipegraph.plan(captured, points=["layers.1"])
-    assert saved_by(again, [4])[0][1] == kept_by_kernels(made, "block", tmp_path / "package")[0][1]
+    assert block_stage.saved_bytes == values + (values + sums) < min_cut_stage.saved_bytes
+    assert block_stage.input_grad + block_stage.weight_grad > min_cut_stage.input_grad + min_cut_stage.weight_grad
+    plan = pipegraph.plan(captured, points=["layers.1"])
+    assert saved_by(again, [4])[0][1] == kept_by_kernels(plan, "block", tmp_path / "package")[0][1]
 
 
 class Normed(nn.Module):
@@ -138,8 +138,8 @@ class Normed(nn.Module):
 
 def test_a_layer_that_is_computed_again_keeps_its_input_alone() -> None:
     """Not what the norm's backward makes of the input again."""
-    made = nn.Sequential(*(Normed() for _ in range(4))).bfloat16()
-    captured = pipegraph.capture(made, (torch.randn(ROWS, 64).bfloat16(),))
+    stack = nn.Sequential(*(Normed() for _ in range(4))).bfloat16()
+    captured = pipegraph.capture(stack, (torch.randn(ROWS, 64).bfloat16(),))
     priced = price(captured, recompute={"*": "block"})
     inside = [priced.stage(layer.start, layer.stop).saved_bytes for layer in priced.chain.layers[1:-1]]
     assert inside == [2 * ROWS * 64] * 2

@@ -75,54 +75,54 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def of_model(found: Split, autocast: torch.dtype | None = None) -> Step:
+def of_model(case: Split, autocast: torch.dtype | None = None) -> Step:
     """A step of the unsplit model on the GPU, one microbatch after the other."""
-    model = copy.deepcopy(found.model).to(DEVICE).train()
-    args, kwargs = found.batch()
+    model = copy.deepcopy(case.model).to(DEVICE).train()
+    args, kwargs = case.batch()
     losses = []
     for number in range(MICROBATCHES):
 
         def rows(value: object, number: int = number) -> object:
             return value.chunk(MICROBATCHES)[number] if isinstance(value, Tensor) else value
 
-        own, named = pytree.tree_map(rows, (args, kwargs))
+        positional, named = pytree.tree_map(rows, (args, kwargs))
         with nullcontext() if autocast is None else torch.autocast(DEVICE, autocast):
-            loss = loss_of(model(*own, **named))
+            loss = loss_of(model(*positional, **named))
         (loss / MICROBATCHES).backward()
         losses.append(loss.detach())
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return Step(torch.stack(losses).mean(), gradients)
 
 
-def of_pipeline(found: Split, schedule: str, kernels: str, autocast: torch.dtype | None = None, **more: Any) -> Step:
+def of_pipeline(case: Split, schedule: str, kernels: str, autocast: torch.dtype | None = None, **options: Any) -> Step:
     """The same step of the pipeline."""
-    pipe = pipegraph.Pipeline(found.package, schedule, MICROBATCHES, loss_of, kernels=kernels, device=DEVICE, **more)
+    pipe = pipegraph.Pipeline(case.package, schedule, MICROBATCHES, loss_of, kernels=kernels, device=DEVICE, **options)
     for stage in pipe.stages.values():
         stage.train()
-    args, kwargs = found.batch()
+    args, kwargs = case.batch()
     with nullcontext() if autocast is None else torch.autocast(DEVICE, autocast):
         result = pipe.step(*args, target=None, **kwargs)
     assert result.loss is not None
-    stored = found.package.manifest.stored_name
+    stored = case.package.manifest.stored_name
     gradients = {
-        stored(name): each.grad
+        stored(name): parameter.grad
         for stage in pipe.stages.values()
-        for name, each in stage.named_parameters()
-        if each.grad is not None
+        for name, parameter in stage.named_parameters()
+        if parameter.grad is not None
     }
-    assert {each.device.type for each in gradients.values()} == {DEVICE}
+    assert {gradient.device.type for gradient in gradients.values()} == {DEVICE}
     return Step(result.loss, gradients)
 
 
-def difference(found: Step, expected: Step) -> float:
+def difference(actual: Step, expected: Step) -> float:
     """The largest difference of the loss or a gradient, relative to the largest value of it.
 
     What is zero but for rounding is compared with a thousandth of the largest gradient.
     """
-    assert found.gradients.keys() == expected.gradients.keys()
-    floor = max(float(each.abs().max()) for each in expected.gradients.values()) / 1000
-    worst = float((found.loss - expected.loss).abs() / expected.loss.abs())
+    assert actual.gradients.keys() == expected.gradients.keys()
+    floor = max(float(tensor.abs().max()) for tensor in expected.gradients.values()) / 1000
+    worst = float((actual.loss - expected.loss).abs() / expected.loss.abs())
     for name, gradient in expected.gradients.items():
         scale = max(float(gradient.abs().max()), floor)
-        worst = max(worst, float((found.gradients[name].float() - gradient.float()).abs().max()) / scale)
+        worst = max(worst, float((actual.gradients[name].float() - gradient.float()).abs().max()) / scale)
     return worst

@@ -10,7 +10,7 @@ from torch.distributed import init_device_mesh
 
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
-from tests.runtime.meshes import LENGTH, WORDS, whole
+from tests.runtime.meshes import LENGTH, WORDS, full_tensor
 from tests.runtime.packages import loss
 
 STEPS = 4
@@ -25,7 +25,7 @@ def start(folder: str, shape: dict[str, int], **options: Any) -> Pipeline:
 def train(pipe: Pipeline, first: int, end: int) -> list[float]:
     """The losses of these steps, each with a clipped norm."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    found = []
+    step_losses = []
     for number in range(first, end):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(WORDS, (8, LENGTH), generator=generator).cuda()
@@ -35,29 +35,29 @@ def train(pipe: Pipeline, first: int, end: int) -> list[float]:
         pipe.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(result.loss.item())
-    return found
+        step_losses.append(result.loss.item())
+    return step_losses
 
 
 def losses(rank: int, folder: str, shape: dict[str, int], options: dict[str, Any]) -> list[float] | list[str]:
     """The losses over a mesh of one rank, or what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = train(start(folder, shape, **options), 0, STEPS)
-    warned = [str(each.message) for each in caught if "traced" in str(each.message)]
-    return warned or found
+        step_losses = train(start(folder, shape, **options), 0, STEPS)
+    warned = [str(warning.message) for warning in caught if "traced" in str(warning.message)]
+    return warned or step_losses
 
 
-def saved_and_resumed(rank: int, folder: str, shape: dict[str, int], own: str) -> tuple[bool, bool]:
+def saved_and_resumed(rank: int, folder: str, shape: dict[str, int], checkpoint: str) -> tuple[bool, bool]:
     """Whether a run that continues from a checkpoint has the state and the random numbers of the one that saved it."""
     pipe = start(folder, shape)
     train(pipe, 0, 2)
-    pipe.save(own, step=2, background=True)
+    pipe.save(checkpoint, step=2, background=True)
     pipe.wait_for_save()
-    drawn = torch.rand(3, device="cuda")
+    numbers = torch.rand(3, device="cuda")
     resumed = start(folder, shape)
-    resumed.load(own)
+    resumed.load(checkpoint)
     again = torch.rand(3, device="cuda")
-    state = {name: whole(each) for name, each in pipe.state_dict().items()}
-    same = all(torch.equal(whole(each), state[name]) for name, each in resumed.state_dict().items())
-    return same, torch.equal(drawn, again)
+    state = {name: full_tensor(tensor) for name, tensor in pipe.state_dict().items()}
+    equal_state = all(torch.equal(full_tensor(tensor), state[name]) for name, tensor in resumed.state_dict().items())
+    return equal_state, torch.equal(numbers, again)

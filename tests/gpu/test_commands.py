@@ -44,8 +44,8 @@ def test_checkpoints_go_on(tmp_path: Path) -> None:
 def test_calibrate(tmp_path: Path) -> None:
     profile = tmp_path / "gpu.json"
     command("calibrate", "--device", "cuda", "-o", profile)
-    found = json.loads(profile.read_text())
-    assert found["peak_flops"]["bfloat16"] > found["peak_flops"]["float32"] > 1e12
+    figures = json.loads(profile.read_text())
+    assert figures["peak_flops"]["bfloat16"] > figures["peak_flops"]["float32"] > 1e12
 
 
 @pytest.mark.parametrize("balance", ["measured", "auto"])

@@ -47,14 +47,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counter
 
 
-def train(found: Split, schedule: str, steps: int = STEPS, evaluates: bool = False, **options: Any) -> list[Tensor]:
+def train(case: Split, schedule: str, steps: int = STEPS, evaluates: bool = False, **options: Any) -> list[Tensor]:
     """What some steps of AdamW lead to: their losses, and the state after them."""
     torch.manual_seed(0)
-    pipe = Pipeline(found.package, schedule, MICROBATCHES, loss_of, device=DEVICE, **options)
+    pipe = Pipeline(case.package, schedule, MICROBATCHES, loss_of, device=DEVICE, **options)
     for stage in pipe.stages.values():
         stage.train()
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    args, kwargs = found.batch()
+    args, kwargs = case.batch()
     losses = []
     for _ in range(steps):
         losses.append(pipe.step(*args, target=None, **kwargs).loss)
@@ -63,12 +63,12 @@ def train(found: Split, schedule: str, steps: int = STEPS, evaluates: bool = Fal
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    state = [each for each in pipe.state_dict().values() if isinstance(each, Tensor)]
-    return [torch.stack(losses), *(each.detach().clone() for each in state)]
+    state = [tensor for tensor in pipe.state_dict().values() if isinstance(tensor, Tensor)]
+    return [torch.stack(losses), *(tensor.detach().clone() for tensor in state)]
 
 
-def assert_alike(found: Split, schedule: str, tolerance: float = 2e-5, **options: Any) -> None:
-    launched, recorded = (train(found, schedule, cuda_graphs=own, **options) for own in (False, True))
+def assert_alike(case: Split, schedule: str, tolerance: float = 2e-5, **options: Any) -> None:
+    launched, recorded = (train(case, schedule, cuda_graphs=enabled, **options) for enabled in (False, True))
     assert_close(recorded, launched, rtol=tolerance, atol=tolerance)
 
 
@@ -97,18 +97,18 @@ def test_schedules(schedule: str, counted: Counter, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])
 def test_dropout_of_a_seed(kernels: str, counted: Counter, tmp_path: Path) -> None:
-    found = split(tmp_path, "tests/models/dropout.py", points="layers.1,layers.2,layers.3")
-    assert_alike(found, "1f1b", kernels=kernels, seed=3)
+    case = split(tmp_path, "tests/models/dropout.py", points="layers.1,layers.2,layers.3")
+    assert_alike(case, "1f1b", kernels=kernels, seed=3)
     assert counted.replayed > counted.recorded > 0
 
 
 @pytest.mark.parametrize("kernels", ["eager", "inductor"])
 def test_dropout_of_torchs_generator_differs_from_step_to_step(kernels: str, tmp_path: Path) -> None:
-    found = split(tmp_path, "tests/models/dropout.py", points="layers.1,layers.2,layers.3")
-    pipe = Pipeline(found.package, "1f1b", 1, loss_of, device=DEVICE, kernels=kernels, cuda_graphs=True)
+    case = split(tmp_path, "tests/models/dropout.py", points="layers.1,layers.2,layers.3")
+    pipe = Pipeline(case.package, "1f1b", 1, loss_of, device=DEVICE, kernels=kernels, cuda_graphs=True)
     for stage in pipe.stages.values():
         stage.train()
-    args, kwargs = (copy.copy(each) for each in found.batch())
+    args, kwargs = (copy.copy(inputs) for inputs in case.batch())
     losses = [float(pipe.step(*args, target=None, **kwargs).loss) for _ in range(6)]
     assert len(set(losses)) == 6
 
@@ -120,9 +120,9 @@ def test_options(options: dict[str, Any], counted: Counter, tmp_path: Path) -> N
 
 
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    found = split(tmp_path, "tests/models/llama.py")
-    pipe = Pipeline(found.package, "zb-v", MICROBATCHES, loss_of, device=DEVICE, kernels="eager", cuda_graphs=True)
-    args, kwargs = found.batch()
+    case = split(tmp_path, "tests/models/llama.py")
+    pipe = Pipeline(case.package, "zb-v", MICROBATCHES, loss_of, device=DEVICE, kernels="eager", cuda_graphs=True)
+    args, kwargs = case.batch()
     used = []
     for _ in range(8):
         pipe.step(*args, target=None, **kwargs)
@@ -156,9 +156,9 @@ def test_what_waits_for_the_gpu_is_launched(tmp_path: Path) -> None:
     args = (torch.randn(4, 8),)
     model = Waiting()
     plan = pipegraph.plan(pipegraph.capture(model, args), points=["second"])
-    found = Split(model, pipegraph.write_package(plan, tmp_path / "package"), args, {})
+    case = Split(model, pipegraph.write_package(plan, tmp_path / "package"), args, {})
     with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph"):
-        assert_alike(found, "zb-h1", kernels="eager")
+        assert_alike(case, "zb-h1", kernels="eager")
 
 
 def test_one_rank_over_nccl(tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_one_rank_over_nccl(tmp_path: Path) -> None:
 
     folder = str(write(meshes.perceptrons(1), tmp_path / "perceptrons"))
     cases = ({"pp": 1}, {}), ({"pp": 1}, {"cuda_graphs": True}), ({"pp": 1, "dp_replicate": 1}, {"cuda_graphs": True})
-    said = []
+    runs = []
     for case in cases:
         arguments = folder, *case
-        said += ranks.run(nccl_rank.losses, 1, *arguments, timeout=100.0, backend="cpu:gloo,cuda:nccl", method="spawn")
-    assert isinstance(said[0], list) and len(said[0]) == nccl_rank.STEPS, said
-    assert said[1] == pytest.approx(said[0], rel=1e-5)
-    assert said[2] == pytest.approx(said[0], rel=1e-5)
+        runs += ranks.run(nccl_rank.losses, 1, *arguments, timeout=100.0, backend="cpu:gloo,cuda:nccl", method="spawn")
+    assert isinstance(runs[0], list) and len(runs[0]) == nccl_rank.STEPS, runs
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    assert runs[2] == pytest.approx(runs[0], rel=1e-5)

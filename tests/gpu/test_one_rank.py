@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_meshes_train_alike(folder: str, shape: dict[str, int], options: dict[str, object]) -> None:
-    expected, found = (run(nccl_rank.losses, folder, *case) for case in (({"pp": 1}, {}), (shape, options)))
-    assert isinstance(found, list) and len(found) == nccl_rank.STEPS, found
-    assert found == pytest.approx(expected, rel=1e-5)
+    expected, actual = (run(nccl_rank.losses, folder, *case) for case in (({"pp": 1}, {}), (shape, options)))
+    assert isinstance(actual, list) and len(actual) == nccl_rank.STEPS, actual
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_checkpoint_has_the_random_numbers_of_the_gpu(folder: str, tmp_path: Path) -> None:
@@ -43,5 +43,5 @@ def test_a_checkpoint_has_the_random_numbers_of_the_gpu(folder: str, tmp_path: P
 def run(function: Any, *arguments: Any) -> Any:
     """What the rank says."""
     backend = "cpu:gloo,cuda:nccl"
-    (said,) = ranks.run(function, 1, *arguments, timeout=SECONDS, backend=backend, method="spawn")
-    return said
+    (answer,) = ranks.run(function, 1, *arguments, timeout=SECONDS, backend=backend, method="spawn")
+    return answer

@@ -29,8 +29,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_they_are_the_same(packages: Path, cut: str, schedule: str, recompute: str, kernels: str) -> None:
     expected = models.train(models.start(packages / "one", device="cuda", kernels="eager"))
     assert len({*expected}) == len(expected)
-    found = models.train(models.start(packages / cut, schedule, device="cuda", recompute=recompute, kernels=kernels))
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual = models.train(models.start(packages / cut, schedule, device="cuda", recompute=recompute, kernels=kernels))
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_device_draws_no_others_of_the_user(packages: Path) -> None:

@@ -19,13 +19,13 @@ def test_pipelines(schedule: str, kernels: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = mesh_transformers.write(tmp_path / "package", "llama, tied", 4)
     arguments = folder, {"pp": 2}, schedule, kernels, "llama, tied", "cuda:0", TOLERANCE
-    said = ranks.run(mesh_transformers.train, 2, *arguments, timeout=280, method="spawn")
-    assert said == ["equal", "equal"], said
+    outcomes = ranks.run(mesh_transformers.train, 2, *arguments, timeout=280, method="spawn")
+    assert outcomes == ["equal", "equal"], outcomes
 
 
 def test_other_dimensions_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = mesh_transformers.write(tmp_path / "package", "llama", 2)
     arguments = folder, {"pp": 1, "dp_shard": 2}, "1f1b", "eager", "llama", "cuda:0"
-    for said in ranks.run(mesh_transformers.train, 2, *arguments, timeout=280, method="spawn"):
-        assert "does not serve tensors on a GPU along dp_shard" in said
+    for message in ranks.run(mesh_transformers.train, 2, *arguments, timeout=280, method="spawn"):
+        assert "does not serve tensors on a GPU along dp_shard" in message

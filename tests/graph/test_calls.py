@@ -19,16 +19,16 @@ from pipegraph.graph.nodes import path_of
 class Result:
     second: Tensor
     first: Tensor
-    nothing: None = None
+    empty: None = None
 
 
 class Inner(nn.Module):
     """Reads its second argument first, and makes its second result first."""
 
-    def forward(self, x: Tensor, *parts: Any, skip: Tensor, pair: Any = None, **others: Tensor) -> Any:
+    def forward(self, x: Tensor, *parts: Any, skip: Tensor, pair: Any = None, **named_parts: Tensor) -> Any:
         b = skip.sin()
         a = x.cos() + b
-        for part in (*parts, *(pair or ()), *others.values()):
+        for part in (*parts, *(pair or ()), *named_parts.values()):
             a = a * part
         return a, None, b
 
@@ -41,8 +41,8 @@ class AsDataclass(Inner):
 
 class AsNest(Inner):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, nothing, second = super().forward(*args, **kwargs)
-        return {"both": (first, [second])}, nothing
+        first, empty, second = super().forward(*args, **kwargs)
+        return {"both": (first, [second])}, empty
 
 
 class Outer(nn.Module):
@@ -54,8 +54,8 @@ class Outer(nn.Module):
         return self.inner(x.exp(), skip=x.tanh())
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.call(x)
-        leaves = pytree.tree_leaves(vars(made) if isinstance(made, Result) else made)
+        output = self.call(x)
+        leaves = pytree.tree_leaves(vars(output) if isinstance(output, Result) else output)
         return torch.stack([leaf for leaf in leaves if leaf is not None])
 
 
@@ -70,16 +70,16 @@ class Twice(Outer):
         return first, self.inner(x.sqrt(), skip=first[0])
 
 
-def seen(model: nn.Module, name: str = "inner") -> tuple[dict[str, Any], dict[str, Any]]:
+def call_places(model: nn.Module, name: str = "inner") -> tuple[dict[str, Any], dict[str, Any]]:
     """What a module's call was handed, operation → (order, name), and what it returned, → (order, index, count)."""
     captured = pipegraph.capture(model, (torch.rand(3) + 1,))
-    calls = {each for node in captured.nodes for each, _ in path_of(node)}
-    (call,) = [each for each in calls if each.endswith(name)]
-    taken = {_operation(node): place for node in captured.nodes if (place := argument_place(node, call))}
-    given = {_operation(node): place for node in captured.nodes if (place := result_place(node, call))}
+    calls = {path for node in captured.nodes for path, _ in path_of(node)}
+    (call,) = [path for path in calls if path.endswith(name)]
+    argument_places = {_operation(node): place for node in captured.nodes if (place := argument_place(node, call))}
+    result_places = {_operation(node): place for node in captured.nodes if (place := result_place(node, call))}
     return (
-        {name: (place.order, place.name) for name, place in taken.items()},
-        {name: (place.order, place.index, place.count) for name, place in given.items()},
+        {name: (place.order, place.name) for name, place in argument_places.items()},
+        {name: (place.order, place.index, place.count) for name, place in result_places.items()},
     )
 
 
@@ -88,8 +88,8 @@ def _operation(node: fx.Node) -> str:
 
 
 def test_arguments_have_the_names_and_the_order_of_the_signature() -> None:
-    taken, given = seen(WithEverything(Inner()))
-    assert taken == {
+    argument_places, result_places = call_places(WithEverything(Inner()))
+    assert argument_places == {
         "exp": (0, "x"),
         "sinh": (1, None),
         "tanh": (2, "skip"),
@@ -97,7 +97,7 @@ def test_arguments_have_the_names_and_the_order_of_the_signature() -> None:
         "neg": (4, None),
         "sqrt": (5, "other"),
     }
-    assert given == {"mul": (0, 0, 3), "sin": (1, 2, 3)}
+    assert result_places == {"mul": (0, 0, 3), "sin": (1, 2, 3)}
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_arguments_have_the_names_and_the_order_of_the_signature() -> None:
     ],
 )
 def test_results_have_the_order_in_which_they_are_returned(inner: type[nn.Module], given: dict[str, Any]) -> None:
-    assert seen(Outer(inner()))[1] == given
+    assert call_places(Outer(inner()))[1] == given
 
 
 def test_two_calls_of_one_module_are_told_apart() -> None:
-    assert seen(Twice(Inner()), "inner")[0] == {"exp": (0, "x"), "tanh": (1, "skip")}
-    assert seen(Twice(Inner()), "inner@1")[0] == {"sqrt": (0, "x"), "add": (1, "skip")}
+    assert call_places(Twice(Inner()), "inner")[0] == {"exp": (0, "x"), "tanh": (1, "skip")}
+    assert call_places(Twice(Inner()), "inner@1")[0] == {"sqrt": (0, "x"), "add": (1, "skip")}
 
 
 def test_a_cast_that_does_nothing_hands_its_place_on() -> None:
@@ -122,11 +122,11 @@ def test_a_cast_that_does_nothing_hands_its_place_on() -> None:
         def call(self, x: Tensor) -> Any:
             return self.inner(x.exp().to(torch.float32), skip=x.tanh().contiguous())
 
-    assert seen(Casting(Inner()))[0]["exp"] == (0, "x")
+    assert call_places(Casting(Inner()))[0]["exp"] == (0, "x")
 
 
 def test_no_module_is_left_changed() -> None:
     model = Outer(Inner())
-    before = nn.Module.__call__, model.inner.forward, dict(vars(model.inner))
-    seen(model)
-    assert (nn.Module.__call__, model.inner.forward, dict(vars(model.inner))) == before
+    state_before = nn.Module.__call__, model.inner.forward, dict(vars(model.inner))
+    call_places(model)
+    assert (nn.Module.__call__, model.inner.forward, dict(vars(model.inner))) == state_before

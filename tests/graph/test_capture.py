@@ -64,21 +64,21 @@ def with_weights(name: str) -> WithWeights:
 @pytest.mark.parametrize("name", cases(MODELS, slow=LARGER))
 def test_state_is_the_models(name: str) -> None:
     """Names in the order of ``state_dict()``, shapes, dtypes, persistence and ties; and nothing is changed."""
-    source, values, modes, parameters, found = with_weights(name)
+    source, values, modes, parameters, capture = with_weights(name)
     model = source.model
-    own = [entry for entry in found.state.values() if entry.kind != "constant"]
-    assert [entry.fqn for entry in own if entry.persistent] == list(values)
+    entries = [entry for entry in capture.state.values() if entry.kind != "constant"]
+    assert [entry.fqn for entry in entries if entry.persistent] == list(values)
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    assert {entry.fqn: (entry.shape, entry.dtype, entry.requires_grad) for entry in own} == {
+    assert {entry.fqn: (entry.shape, entry.dtype, entry.requires_grad) for entry in entries} == {
         fqn: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for fqn, tensor in named.items()
     }
-    assert all((named[one] is named[two]) for group in found.tied for one in group for two in group)
-    assert len({id(tensor) for tensor in named.values()}) == len({entry.canonical for entry in own})
+    assert all((named[first_name] is named[two]) for group in capture.tied for first_name in group for two in group)
+    assert len({id(tensor) for tensor in named.values()}) == len({entry.canonical for entry in entries})
     assert [module.training for module in model.modules()] == modes
-    assert all(before is after for before, after in zip(parameters, model.parameters(), strict=True))
+    assert all(original is current for original, current in zip(parameters, model.parameters(), strict=True))
     assert all(torch.equal(values[key], tensor) for key, tensor in model.state_dict().items())
 
 
@@ -86,22 +86,22 @@ def test_a_model_can_be_captured_and_split_twice(tmp_path: Path) -> None:
     """torch.distributed.pipelining changes the model, and recurses for ever the second time."""
     source, values, *_, first = with_weights("chain.py")
     folders = []
-    for name, found in (("one", first), ("two", captured(source.model, *source.args))):
+    for name, capture in (("one", first), ("two", captured(source.model, *source.args))):
         for points in (["layers.2"], ["layers.1", "layers.3"]):
-            plan = pipegraph.plan(found, points=points)
+            plan = pipegraph.plan(capture, points=points)
             folders.append(pipegraph.write_package(plan, tmp_path / name / str(len(points))).path)
     for file in folders[0].iterdir():
         assert file.read_bytes() == (folders[2] / file.name).read_bytes()
-    before = load(str(ROOT / "tests/models/chain.py")).model
-    before.load_state_dict(values)
-    assert torch.equal(before(*source.args), source.model(*source.args))
+    fresh_model = load(str(ROOT / "tests/models/chain.py")).model
+    fresh_model.load_state_dict(values)
+    assert torch.equal(fresh_model(*source.args), source.model(*source.args))
 
 
 def test_a_graph_is_not_changed_by_a_plan() -> None:
-    found = captured_once("tests/models/chain.py")
-    before = str(found.graph)
-    pipegraph.plan(found, stages=3, balance="uniform")
-    assert str(found.graph) == before
+    capture = captured_once("tests/models/chain.py")
+    graph_before = str(capture.graph)
+    pipegraph.plan(capture, stages=3, balance="uniform")
+    assert str(capture.graph) == graph_before
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_empty_parameters_give_the_same_package(name: str) -> None:
     from pipegraph.codegen.package_files import generate
 
     texts = []
-    for weights, found in ((True, with_weights(name).captured), (False, captured_once(f"tests/models/{name}"))):
+    for weights, capture in ((True, with_weights(name).captured), (False, captured_once(f"tests/models/{name}"))):
         empty = {kind: set[bool]() for kind in ("parameter", "buffer", "constant")}
-        for entry in found.state.values():
-            empty[entry.kind].add(found.tensors[entry.fqn].is_meta)
+        for entry in capture.state.values():
+            empty[entry.kind].add(capture.tensors[entry.fqn].is_meta)
         assert empty["parameter"] == {not weights}
         assert True not in empty["buffer"] | empty["constant"]
-        package = generate(pipegraph.plan(found, stages=3, balance="uniform"), weights=True)
+        package = generate(pipegraph.plan(capture, stages=3, balance="uniform"), weights=True)
         files, manifest = package.files, package.manifest
         texts.append({**files, "pipeline.json": manifest.to_json()})
     assert texts[0] == texts[1]
@@ -131,8 +131,8 @@ def test_what_export_adds_is_dropped() -> None:
             h = self.a(x).float().to(torch.float32).to(x.device).type_as(x).to(x)
             return self.b(h[:, :] + 0)
 
-    found = operations(captured(Casts(), torch.ones(2, 4)))
-    assert found == ["linear.default", "to.dtype", "type_as.default", "linear.default"]
+    targets = operations(captured(Casts(), torch.ones(2, 4)))
+    assert targets == ["linear.default", "to.dtype", "type_as.default", "linear.default"]
 
 
 def test_casts_that_do_something_stay() -> None:
@@ -211,8 +211,8 @@ def test_gradients_are_marked() -> None:
             with torch.no_grad():
                 cut = h * 2
                 with torch.enable_grad():
-                    kept = h * 3
-            return h, h.detach(), cut, kept, x.cos(), h.argmax(-1), torch.stack([h, cut])
+                    attached = h * 3
+            return h, h.detach(), cut, attached, x.cos(), h.argmax(-1), torch.stack([h, cut])
 
     outputs = captured(Marked(), torch.ones(2, 4)).returned
     assert [node.meta["requires_grad"] for node in outputs] == [True, False, False, True, False, False, True]
@@ -223,9 +223,9 @@ def test_arguments_that_are_no_tensors_are_constants() -> None:
         def forward(self, x: Tensor, mode: str, *, scale: float = 1.0, flag: bool = False, none: None = None) -> Tensor:
             return self.b(self.a(x)) * scale if mode == "scale" and flag else x
 
-    found = captured(Arguments(), torch.ones(2, 4), "scale", scale=2.5, flag=True, none=None)
-    assert (found.args, found.kwargs) == (("x", "mode"), {"scale": "scale", "flag": "flag", "none": "none"})
-    assert found.constants == {"mode": "scale", "scale": 2.5, "flag": True, "none": None}
+    capture = captured(Arguments(), torch.ones(2, 4), "scale", scale=2.5, flag=True, none=None)
+    assert (capture.args, capture.kwargs) == (("x", "mode"), {"scale": "scale", "flag": "flag", "none": "none"})
+    assert capture.constants == {"mode": "scale", "scale": 2.5, "flag": True, "none": None}
 
 
 def test_nested_arguments_and_results() -> None:
@@ -235,9 +235,9 @@ def test_nested_arguments_and_results() -> None:
             return {"h": h, "rest": [self.b(h), None, (pair[0], h)], "empty": {}}
 
     x = torch.ones(2, 4)
-    found = captured(Nested(), (x, {"k": x}), x, x)
-    assert found.args == (("pair_0", {"k": "pair_1_k"}), "more_0", "more_1")
-    assert found.outputs == {"h": "add_1", "rest": ["linear_1", None, ("pair_0", "add_1")], "empty": {}}
+    capture = captured(Nested(), (x, {"k": x}), x, x)
+    assert capture.args == (("pair_0", {"k": "pair_1_k"}), "more_0", "more_1")
+    assert capture.outputs == {"h": "add_1", "rest": ["linear_1", None, ("pair_0", "add_1")], "empty": {}}
 
 
 def test_constants_of_the_code_become_state() -> None:
@@ -249,28 +249,28 @@ def test_constants_of_the_code_become_state() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x) * self.table + torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
-    found = captured(Constants(), torch.ones(2, 4))
+    capture = captured(Constants(), torch.ones(2, 4))
     constants = {
-        entry.fqn: (entry.shape, entry.persistent) for entry in found.state.values() if entry.kind == "constant"
+        entry.fqn: (entry.shape, entry.persistent) for entry in capture.state.values() if entry.kind == "constant"
     }
     assert constants == {"table": ((4,), False), "constant": ((4,), False)}
-    assert found.tensors["constant"].tolist() == [1, 2, 3, 4]
+    assert capture.tensors["constant"].tolist() == [1, 2, 3, 4]
 
 
 def test_modules_and_where_they_are_written() -> None:
-    found = captured_once("tests/models/chain.py")
+    capture = captured_once("tests/models/chain.py")
     line = next(
         i for i, text in enumerate((ROOT / "tests/models/chain.py").read_text().splitlines(), 1) if "class" in text
     )
-    assert (found.modules[""].class_name, found.modules[""].source) == ("Chain", f"chain.py:{line}")
-    assert (found.modules["layers.0.1"].class_name, found.modules["layers.0.1"].source) == ("Tanh", "")
+    assert (capture.modules[""].class_name, capture.modules[""].source) == ("Chain", f"chain.py:{line}")
+    assert (capture.modules["layers.0.1"].class_name, capture.modules["layers.0.1"].source) == ("Tanh", "")
 
 
 def test_an_evaluated_model_is_captured_in_training_and_left_evaluated() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
-    found = captured(model, torch.ones(2, 4))
-    assert found.training and not found.modules["1"].training and not model.training
-    assert "dropout.default" in operations(found)
+    capture = captured(model, torch.ones(2, 4))
+    assert capture.training and not capture.modules["1"].training and not model.training
+    assert "dropout.default" in operations(capture)
 
 
 class Sampled(Linears):
@@ -289,9 +289,9 @@ def test_a_model_that_traces_in_evaluation_alone_is_captured_if_it_is_in_that_mo
     with pytest.warns(
         UserWarning, match="Sampled is captured in evaluation mode alone, .* refuse training mode: .*rand"
     ):
-        found = captured(Sampled().eval(), torch.ones(2, 4))
-    assert not found.training
-    package = pipegraph.write_package(pipegraph.plan(found, stages=2), tmp_path / "package")
+        capture = captured(Sampled().eval(), torch.ones(2, 4))
+    assert not capture.training
+    package = pipegraph.write_package(pipegraph.plan(capture, stages=2), tmp_path / "package")
     stage = package.load_stage(1)
     assert stage(torch.ones(2, 4)).shape == (2, 4)
     with pytest.raises(NotImplementedError, match="Sampled was captured in evaluation mode alone"):
@@ -335,12 +335,12 @@ def test_attributes_that_forward_sets_are_left_as_they_were(
     build: type[Remembers], capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = build()
-    before = [set(vars(module)) for module in model.modules()]
+    attributes_before = [set(vars(module)) for module in model.modules()]
     values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with pytest.raises(CaptureError):
         pipegraph.capture(model, (torch.randn(3, 4),))
     assert (model.calls, model.last, model.shapes, model.sums.tolist()) == (0, None, {"seen": [1]}, [0.0] * 4)
     torch.testing.assert_close(dict(model.named_buffers()), values, rtol=0, atol=0)
     assert not model.linear._forward_hooks
-    assert [set(vars(module)) for module in model.modules()] == before
+    assert [set(vars(module)) for module in model.modules()] == attributes_before
     assert "aten" not in "".join(capfd.readouterr())  # torch would print the graph

@@ -67,9 +67,9 @@ def test_the_package_says_which(every: int, expected: str, reentrant: bool, tmp_
 
         def begin(self, rank: int, action: Any) -> None: ...
 
-        def end(self, rank: int, action: Any, kept: Any) -> None:
+        def end(self, rank: int, action: Any, saved_values: Any) -> None:
             if action.kind is Kind.F:
-                saved[action.stage] = sum(tensor.shape == (6, 24) for tensor in held_tensors(kept) or ())
+                saved[action.stage] = sum(tensor.shape == (6, 24) for tensor in held_tensors(saved_values) or ())
 
     pipe.observe(Wide())
     pipe.step(x)

@@ -88,11 +88,11 @@ def test_the_derivative_is_taken_if_it_is_allowed() -> None:
 
 def test_a_backward_that_is_the_derivative_is_captured_in_silence(tmp_path: Path) -> None:
     model, x = Apply(Squared, 0.5), torch.randn(2, 4)
-    before = torch.random.get_rng_state()
+    rng_state = torch.random.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         package = split(tmp_path, model, (x,), cut="b")
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(torch.random.get_rng_state(), rng_state)
     assert differences(package, model, (x,)) == []
 
 

@@ -35,10 +35,10 @@ def test_integers_are_rolled() -> None:
 
 
 def test_a_mask_of_ones_gets_tails() -> None:
-    for ones in (torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.bool), torch.ones(2, 6)):
-        batch = batch_of(ones, rows=4)
+    for mask in (torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.bool), torch.ones(2, 6)):
+        batch = batch_of(mask, rows=4)
         assert batch.sum(1).tolist() == [6, 5, 4, 3]
-        assert bool((batch[:, 0] == 1).all()) and batch.dtype == ones.dtype
+        assert bool((batch[:, 0] == 1).all()) and batch.dtype == mask.dtype
 
 
 def test_a_long_mask_gets_long_tails() -> None:
@@ -79,10 +79,10 @@ def test_labels_keep_their_values() -> None:
 def test_rows_of_all_tensors_belong_together() -> None:
     """Some are along another dimension, have several entries for a row, or have none."""
     time_first, heads = torch.randn(6, 2, 4), torch.randn(4, 3)
-    whole = torch.randn(3)
-    first, second, third, text = distinct_rows([time_first, heads, whole, "text"], [1, 0, None, None], 3)
+    table = torch.randn(3)
+    first, second, third, text = distinct_rows([time_first, heads, table, "text"], [1, 0, None, None], 3)
     assert first.shape == (6, 3, 4) and second.shape == (6, 3) and first.is_contiguous()
-    assert torch.equal(third, whole) and third.data_ptr() != whole.data_ptr() and text == "text"
+    assert torch.equal(third, table) and third.data_ptr() != table.data_ptr() and text == "text"
 
 
 def test_the_same_arguments_give_the_same_rows() -> None:

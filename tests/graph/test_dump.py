@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_forms_are_numbered_in_order(folder: Path) -> None:
     captured = pipegraph.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.ones(2, 4),))
     pipegraph.plan(captured, points=["2"])
-    names = ["export", *(each.__name__ for each in PASSES), "settle_fixed_modes", "segments", "marked", "stages"]
+    names = ["export", *(rewrite.__name__ for rewrite in PASSES), "settle_fixed_modes", "segments", "marked", "stages"]
     assert sorted(file.name for file in folder.iterdir()) == [f"{i:02d}_{name}.txt" for i, name in enumerate(names)]
     name = "follow_created_dtypes"
     first, *lines = (folder / f"{names.index(name):02d}_{name}.txt").read_text().splitlines()
@@ -44,10 +44,10 @@ def test_forms_are_numbered_in_order(folder: Path) -> None:
 
 def test_two_captures_differ_only_in_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
-    for other in (folder, folder.with_name("again")):
-        monkeypatch.setenv("PIPEGRAPH_DUMP", str(other))
+    for directory in (folder, folder.with_name("again")):
+        monkeypatch.setenv("PIPEGRAPH_DUMP", str(directory))
         pipegraph.capture(nn.Linear(4, 4), (torch.ones(2, 4),))
-        texts.append([re.sub(r": [\d.]+ [mµn]?s\n", "\n", file.read_text()) for file in sorted(other.iterdir())])
+        texts.append([re.sub(r": [\d.]+ [mµn]?s\n", "\n", file.read_text()) for file in sorted(directory.iterdir())])
     assert texts[0] == texts[1]
 
 

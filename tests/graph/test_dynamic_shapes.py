@@ -114,7 +114,7 @@ def test_nested_arguments_are_described_as_they_are_nested() -> None:
         (Scaled(), (FRAMES,), {"frame": {1: "length"}}, r"'frame'.*Did you mean \"frames\""),
         (Scaled(), (FRAMES,), {"frames": {3: "length"}}, "has 3 dimensions"),
         (Scaled(), (FRAMES,), ({}, {}), "each of 1 arguments"),
-        (Scaled(), (FRAMES,), {"frames": {0: "a b"}}, "no name in Python"),
+        (Scaled(), (FRAMES,), {"frames": {0: "a b"}}, "not a Python identifier"),
         (Scaled(), (FRAMES,), {"frames": {0: Dim("rows", max=4)}}, "from 1 to 4, but the example has 5"),
     ],
 )
@@ -128,18 +128,18 @@ def test_what_does_not_fit_is_refused(
 
 def test_the_batch_varies_where_torch_cannot_let_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative positions of a Conformer end in an assertion of torch's own; its batch is none of them."""
-    own = torch_export._export
+    original_export = torch_export._export
 
     def export(mode: Any, model: Any, args: Any, kwargs: Any, dtype: Any, fixed: Any, *options: bool) -> Any:
         if fixed is not None and (0, 1) not in fixed:
             raise AssertionError("Expected an equality constraint for s27")
-        return own(mode, model, args, kwargs, dtype, fixed, *options)
+        return original_export(mode, model, args, kwargs, dtype, fixed, *options)
 
     monkeypatch.setattr(torch_export, "_export", export)
     captured = pipegraph.capture(Scaled(), (FRAMES,))
     assert captured.sizes.captured == {"batch": 5}
-    reasons = [each.reason for each in captured.sizes.fixed]
-    assert reasons and all(each.startswith("no size but the batch varies: AssertionError: Exp") for each in reasons)
+    reasons = [size.reason for size in captured.sizes.fixed]
+    assert reasons and all(reason.startswith("no size but the batch varies: AssertionError: Exp") for reason in reasons)
     with pytest.raises(CaptureError):  # what has to vary is not fixed
         pipegraph.capture(Scaled(), (FRAMES,), dynamic_shapes={"frames": {0: "batch", 1: "length"}})
 
@@ -186,11 +186,11 @@ class Halvings(nn.Module):
         self.downs = nn.ModuleList(nn.Conv2d(3, 3, 3, 2, 1) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = []
+        feature_maps = []
         for down in self.downs:
             x = down(x)
-            found.append(x.flatten(2))
-        return torch.cat(found, 2)
+            feature_maps.append(x.flatten(2))
+        return torch.cat(feature_maps, 2)
 
 
 def test_a_package_holds_every_expression_that_is_written(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_size_is_fixed_whose_expression_it_could_not_hold(monkeypatch: pytest.
 def test_an_expression_is_too_long_by_the_number_of_its_parts() -> None:
     symbols = sympy.symbols("a:300", integer=True, positive=True)
     assert not is_long(sympy.Add(*symbols))
-    assert is_long(sympy.Add(*(each * 2 for each in symbols)))
+    assert is_long(sympy.Add(*(symbol * 2 for symbol in symbols)))
 
 
 def test_a_line_that_fixes_a_size_is_one_of_the_model_and_not_of_who_captures_it() -> None:

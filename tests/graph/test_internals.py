@@ -64,47 +64,47 @@ class Captures(nn.Module):
 
 
 def test_torch_is_as_it_was_after_an_error() -> None:
-    before = of_torch()
+    original_methods = of_torch()
     with (
         pytest.raises(ValueError, match="stop"),
         autograd_functions_wrapped(apply_as_ever),
         module_calls_wrapped(lambda *args: None, lambda *args: ""),
     ):
         raise ValueError("stop")
-    assert of_torch() == before
+    assert of_torch() == original_methods
 
 
 def test_replacements_nest() -> None:
-    before, outer, inner = of_torch(), [], []
+    original_methods, outer, inner = of_torch(), [], []
     with autograd_functions_wrapped(recorder(outer)):
         with autograd_functions_wrapped(recorder(inner)):
             Double.apply(torch.ones(1))
         Double.apply(torch.ones(1))
     Double.apply(torch.ones(1))
     assert (outer, inner) == ([Double, Double], [Double])
-    assert of_torch() == before
+    assert of_torch() == original_methods
 
 
 def test_a_capture_within_which_methods_are_replaced_still_sees_what_follows() -> None:
-    before = of_torch()
+    original_methods = of_torch()
     with pytest.raises(CaptureError, match="the backward of Double is not the derivative"):
         pipegraph.capture(Captures(), (torch.ones(2, 4),))
     captured = pipegraph.capture(Captures(), (torch.ones(2, 4),), allow_derivative=True)
     assert captured.nodes[0].meta["path"][-1][1] == "linear"
-    assert of_torch() == before
+    assert of_torch() == original_methods
 
 
 def test_other_threads_keep_torchs_own() -> None:
-    seen: list[type] = []
-    with autograd_functions_wrapped(recorder(seen)):
+    functions: list[type] = []
+    with autograd_functions_wrapped(recorder(functions)):
         thread = threading.Thread(target=lambda: Double.apply(torch.ones(1)))
         thread.start()
         thread.join()
-    assert seen == []
+    assert functions == []
 
 
 def test_captures_in_two_threads_follow_each_other() -> None:
-    before = of_torch()
+    original_methods = of_torch()
     operations: dict[int, list[str]] = {}
 
     def capture(index: int) -> None:
@@ -117,4 +117,4 @@ def test_captures_in_two_threads_follow_each_other() -> None:
     for thread in threads:
         thread.join()
     assert operations == {0: ["0"], 1: ["0", "1"]}
-    assert of_torch() == before
+    assert of_torch() == original_methods

@@ -119,8 +119,8 @@ def test_the_length_varies(kind: type[Part], length: int, tmp_path: Path) -> Non
     package = pipegraph.write_package(pipegraph.plan(captured(model, length), points=["last"]), tmp_path / "out")
     assert SOURCE[kind] in (tmp_path / "out" / "stage_0.py").read_text()
     pipe = pipegraph.Pipeline(package, kernels="eager", microbatches=2, loss_fn=lambda y, _: y.square().mean())
-    for other in {12: (12, 13), 13: (13, 12, 29)}[length]:
-        x = torch.randn(4, other, 8)
+    for new_length in {12: (12, 13), 13: (13, 12, 29)}[length]:
+        x = torch.randn(4, new_length, 8)
         model.zero_grad()
         for stage in pipe.stages.values():
             stage.zero_grad()
@@ -129,7 +129,7 @@ def test_the_length_varies(kind: type[Part], length: int, tmp_path: Path) -> Non
         pipe.step(x)
         expected.square().mean().backward()
         for name, parameter in model.named_parameters():
-            gradient = next(each[name] for each in map(dict, _parameters(pipe)) if name in each).grad
+            gradient = next(tensors[name] for tensors in map(dict, _parameters(pipe)) if name in tensors).grad
             assert gradient is not None and parameter.grad is not None
             assert torch.allclose(gradient, parameter.grad, atol=1e-5), name
 

@@ -15,15 +15,15 @@ SIZES = st.integers(2, 6)
 def test_a_band_and_what_is_none(rows: int, columns: int, lowest: int, highest: int, spoilt: int) -> None:
     offsets = torch.arange(columns) - torch.arange(rows)[:, None]
     mask = (offsets >= lowest) & (offsets <= highest)
-    held = offsets[mask]
-    found = _ends(mask.expand(2, 1, rows, columns))
-    assert (found is None) == (not held.numel())
-    if found is not None:
-        lowest, highest = int(held.min()), int(held.max())
-        assert found == (None if lowest == 1 - rows else lowest, None if highest == columns - 1 else highest)
-    other = mask.clone()
-    other.view(-1)[spoilt % mask.numel()] ^= True
-    held = offsets[other]
-    is_band = bool(held.numel()) and torch.equal(other, (offsets >= held.min()) & (offsets <= held.max()))
-    assert (_ends(other) is not None) == is_band
-    assert _ends(torch.stack([mask, other])) is None
+    band = offsets[mask]
+    ends = _ends(mask.expand(2, 1, rows, columns))
+    assert (ends is None) == (not band.numel())
+    if ends is not None:
+        lowest, highest = int(band.min()), int(band.max())
+        assert ends == (None if lowest == 1 - rows else lowest, None if highest == columns - 1 else highest)
+    spoilt_mask = mask.clone()
+    spoilt_mask.view(-1)[spoilt % mask.numel()] ^= True
+    band = offsets[spoilt_mask]
+    is_band = bool(band.numel()) and torch.equal(spoilt_mask, (offsets >= band.min()) & (offsets <= band.max()))
+    assert (_ends(spoilt_mask) is not None) == is_band
+    assert _ends(torch.stack([mask, spoilt_mask])) is None

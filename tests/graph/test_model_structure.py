@@ -34,10 +34,10 @@ def local() -> type:
 @pytest.mark.parametrize("cls", [Outer, Outer.Inner, Outer.Conditional, local(), nn.Linear, nn.MultiheadAttention])
 def test_it_is_what_inspect_finds(cls: type) -> None:
     lines, first = inspect.getsourcelines(cls)
-    found = class_text(cls)
-    assert found is not None
-    assert (found.file, found.line) == (Path(inspect.getsourcefile(cls) or ""), first)
-    assert found.text.rstrip() == "".join(lines).rstrip()
+    source = class_text(cls)
+    assert source is not None
+    assert (source.file, source.line) == (Path(inspect.getsourcefile(cls) or ""), first)
+    assert source.text.rstrip() == "".join(lines).rstrip()
 
 
 @pytest.mark.parametrize("cls", [type("Made", (), {}), int, Enum("Called", "A B")])

@@ -61,10 +61,10 @@ def test_what_counts_in_a_buffer_is_left_as_it_was() -> None:
             return F.dropout(super().forward(x), 0.0, self.training)
 
     model = Counts(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     captured = capture(model, X)
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    torch.testing.assert_close(captured.tensors["1.num_batches_tracked"], before["1.num_batches_tracked"])
+    torch.testing.assert_close(dict(model.state_dict()), state_before, rtol=0, atol=0)
+    torch.testing.assert_close(captured.tensors["1.num_batches_tracked"], state_before["1.num_batches_tracked"])
 
 
 def test_what_cannot_run_without_values_is_not_alike() -> None:
@@ -75,7 +75,7 @@ def test_what_cannot_run_without_values_is_not_alike() -> None:
     assert not same_in_both_modes(Branches(), X, {})
 
 
-class Alike(nn.Module):
+class EqualDropouts(nn.Module):
     """Asks for its mode and drops in both."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def test_equal_modes_are_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("exported a second time")
 
     monkeypatch.setattr(evaluation_mode, "_evaluation_graph", refuse)
-    dropout = capture(Alike(), X).nodes[-1]
+    dropout = capture(EqualDropouts(), X).nodes[-1]
     assert dropout.meta["in_every_mode"]
 
 
@@ -162,7 +162,7 @@ class Unmasked(Half):
         return h
 
 
-class Same(Half):
+class Branchless(Half):
     """What torch itself chooses by the device is no branch; nor is a question without consequences."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,13 +185,13 @@ class Moves(Half):
     [
         (Half, r"calls relu at {file}:\d+ on cpu, and calls half at {file}:\d+ on cuda"),
         (Unmasked, r"calls \S+ at {file}:\d+ on cpu, and ends on cuda"),
-        (Same, ""),
+        (Branchless, ""),
         (Moves, ""),
     ],
 )
 def test_a_branch_is_shown_with_its_lines(model: type[nn.Module], shown: str) -> None:
-    found = pipegraph.capture(model(), (batch(),)).device_branch
-    assert re.fullmatch(shown.format(file=r"test_operation_record\.py"), found)
+    branch = pipegraph.capture(model(), (batch(),)).device_branch
+    assert re.fullmatch(shown.format(file=r"test_operation_record\.py"), branch)
 
 
 def test_split_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

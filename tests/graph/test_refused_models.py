@@ -74,8 +74,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("draw", DRAWS)
 def test_stochastic_depth_that_is_switched_off_is_captured(draw: str) -> None:
     state = random.getstate(), np.random.get_state()[1].tolist()
-    found = captured(Stochastic(0, DRAWS[draw]), torch.ones(2, 4))
-    assert [str(node.target) for node in found.nodes] == ["aten.linear.default"] * 2
+    capture = captured(Stochastic(0, DRAWS[draw]), torch.ones(2, 4))
+    assert [str(node.target) for node in capture.nodes] == ["aten.linear.default"] * 2
     assert (random.getstate(), np.random.get_state()[1].tolist()) == state
 
 
@@ -114,8 +114,8 @@ def test_a_random_number_in_the_graph_is_refused() -> None:
 
 def test_what_draws_in_training_mode_alone_is_captured_in_evaluation_mode() -> None:
     with pytest.warns(UserWarning, match="evaluation mode alone.*: It draws random numbers of Python"):
-        found = captured(Stochastic(0.5, random.random).eval(), torch.ones(2, 4))
-    assert len(found.nodes) == 2 and not found.training
+        capture = captured(Stochastic(0.5, random.random).eval(), torch.ones(2, 4))
+    assert len(capture.nodes) == 2 and not capture.training
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_comparisons_of_a_random_number_that_have_one_outcome(
         with pytest.raises(CaptureError, match="depends on the values of a tensor"):
             captured(Branches(), torch.ones(2, 4))
     else:
-        found = captured(Branches(), torch.ones(2, 4))
-        assert [fqn for node in found.nodes for _, fqn in path_of(node)] == ["a" if expected else "b"]
+        capture = captured(Branches(), torch.ones(2, 4))
+        assert [fqn for node in capture.nodes for _, fqn in path_of(node)] == ["a" if expected else "b"]
 
 
 def test_torch_vmap_is_named() -> None:
@@ -265,9 +265,9 @@ def test_bags_at_offsets_are_given_as_lists() -> None:
 
 def test_a_failure_leaves_the_model_as_it_was() -> None:
     source = load(str(ROOT / "tests/models/data_dependent.py"))
-    before = {key: tensor.clone() for key, tensor in source.model.state_dict().items()}
+    state_before = {key: tensor.clone() for key, tensor in source.model.state_dict().items()}
     source.model.second.eval()
     with pytest.raises(CaptureError):
         pipegraph.capture(source.model, source.args)
     assert [module.training for module in source.model.modules()] == [True, True, False]
-    assert all(torch.equal(before[key], tensor) for key, tensor in source.model.state_dict().items())
+    assert all(torch.equal(state_before[key], tensor) for key, tensor in source.model.state_dict().items())

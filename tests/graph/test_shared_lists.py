@@ -56,6 +56,6 @@ class SlicedSequential(nn.Module):
 def test_names(kind: type[nn.Module], called: set[str], cut: str, tmp_path: Path) -> None:
     model, x = kind(), torch.randn(2, 4)
     captured = pipegraph.capture(model, (x,))
-    found = {fqn for node in captured.nodes for _, fqn in node.meta["path"]}
-    assert called <= found <= {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names = {fqn for node in captured.nodes for _, fqn in node.meta["path"]}
+    assert called <= names <= {name for name, _ in model.named_modules(remove_duplicate=False)}
     assert differences(split(tmp_path, model, (x,), cut=cut), model, (x,)) == []

@@ -90,10 +90,10 @@ def test_what_torch_refuses_in_training_alone_is_no_limit() -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pipegraph.capture(model, (torch.randn(2, 3, 8, 8),))
-    after = model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    state_after = model.state_dict()
+    assert all(torch.equal(state_after[name], tensor) for name, tensor in state_before.items())
     assert all(module.training for module in model.modules())
 
 

@@ -75,9 +75,9 @@ def test_loss_and_target_come_along(tmp_path: Path) -> None:
 def test_a_file_beside_the_model_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "beside_the_model.py").write_text("WIDTH = 3\n")
     body = "from beside_the_model import WIDTH\nmodel = nn.Linear(WIDTH, 1)\nexample_inputs = (torch.ones(2, 3),)\n"
-    before = list(sys.path)
+    search_path = list(sys.path)
     assert load(write(tmp_path, body)).model.in_features == 3
-    assert sys.path == before
+    assert sys.path == search_path
 
 
 def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:

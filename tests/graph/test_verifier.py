@@ -33,19 +33,19 @@ def _node(graph: fx.Graph, name: str) -> fx.Node:
     return next(node for node in graph.nodes if node.name == name)
 
 
-def _call(graph: fx.Graph, before: fx.Node, like: fx.Node) -> fx.Node:
-    with graph.inserting_before(before):
-        made = graph.call_function(like.target, like.args)
-    made.meta = dict(like.meta)
-    return made
+def _call(graph: fx.Graph, successor: fx.Node, like: fx.Node) -> fx.Node:
+    with graph.inserting_before(successor):
+        node = graph.call_function(like.target, like.args)
+    node.meta = dict(like.meta)
+    return node
 
 
 def _read_erased(graph: fx.Graph) -> None:
     mul = _node(graph, "mul")
-    kept = dict(mul.users)
+    users = dict(mul.users)
     mul.users.clear()
     graph.erase_node(mul)
-    mul.users.update(kept)
+    mul.users.update(users)
 
 
 def _move_up(graph: fx.Graph) -> None:

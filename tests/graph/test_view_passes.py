@@ -28,9 +28,9 @@ def operations(function: Function) -> list[str]:
     x = torch.arange(24.0).view(2, 3, 4)
     captured = pipegraph.capture(Model(function), (x.clone(),))
     values: dict[torch.fx.Node, Tensor] = {captured.inputs[0]: x}
-    held = {node: captured.tensors[str(node.target)] for node in captured.graph.nodes if node.op == "get_attr"}
+    constants = {node: captured.tensors[str(node.target)] for node in captured.graph.nodes if node.op == "get_attr"}
     for node in captured.nodes:
-        arguments, named = torch.fx.map_arg((node.args, node.kwargs), lambda node: (values | held)[node])
+        arguments, named = torch.fx.map_arg((node.args, node.kwargs), lambda node: (values | constants)[node])
         values[node] = node.target(*arguments, **named)  # type: ignore[operator]
         assert values[node].shape == node.meta["val"].shape
     torch.testing.assert_close(values[captured.returned[0]], function(x.clone()))

@@ -32,33 +32,33 @@ class CallRecorder:
         self._recorded.append("recorded")
         if self._fails is not None and self._fails(len(self._recorded)):
             raise RuntimeError("operation not permitted when stream is capturing\nand a second line")
-        held = [*self._stage.buffers(), *(each.grad for each in self._stage.parameters() if each.grad is not None)]
-        before = [each.detach().clone() for each in held]
+        state = [*self._stage.buffers(), *(leaf.grad for leaf in self._stage.parameters() if leaf.grad is not None)]
+        state_before = [tensor.detach().clone() for tensor in state]
         generator = torch.get_rng_state()
         result = call()
-        own = _memory(result)
+        outputs = _memory(result)
         torch.set_rng_state(generator)
         with torch.no_grad():
-            for each, value in zip(held, before, strict=True):
-                each.copy_(value)
-        outside = {*map(_address, held), *map(_address, self._stage.parameters())}
+            for target, value in zip(state, state_before, strict=True):
+                target.copy_(value)
+        outside = {*map(_address, state), *map(_address, self._stage.parameters())}
 
         def replay() -> None:
             self._recorded.append("replayed")
-            for to, value in zip(own, _memory(call()), strict=True):
+            for to, value in zip(outputs, _memory(call()), strict=True):
                 if _address(to) not in outside:
                     to.untyped_storage().copy_(value.untyped_storage())
 
         return result, replay
 
 
-def recorded_kernels(stage: nn.Module, *given: Any) -> StageKernels:
+def recorded_kernels(stage: nn.Module, *arguments: Any) -> StageKernels:
     """A maker of kernels for a `Pipeline`."""
-    return maker("eager", recorder=partial(CallRecorder, stage))(stage, *given)
+    return maker("eager", recorder=partial(CallRecorder, stage))(stage, *arguments)
 
 
 def _memory(result: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -64,8 +64,8 @@ def assert_as_autograd(
     stage: nn.Module,
     inputs: Sequence[Any],
     *,
-    wanted: Sequence[bool] | None = None,
-    given: Sequence[bool] | None = None,
+    needs_grad: Sequence[bool] | None = None,
+    has_gradients: Sequence[bool] | None = None,
     kernels: str = "eager",
     recompute: str = "min-cut",
     divided: bool | None = None,
@@ -75,14 +75,15 @@ def assert_as_autograd(
 ) -> StageKernels:
     """Outputs, gradients and buffers equal autograd's, all microbatches in flight before the first backward.
 
-    `wanted` says of each input whether its gradient is (by default, of floating-point ones), `given` of each output
-    whether one comes. The backward is I and W if `divided`, else B; by default each for some of the microbatches.
+    `needs_grad` says of each input whether its gradient is (by default, of floating-point ones), `has_gradients` of
+    each output whether one comes. The backward is I and W if `divided`, else B; by default
+    each for some of the microbatches.
     Random numbers are the same for both.
     """
-    wanted = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs] if wanted is None else wanted
+    needs_grad = [isinstance(x, Tensor) and x.is_floating_point() for x in inputs] if needs_grad is None else needs_grad
     reference = copy.deepcopy(stage)
-    found, expected = (
-        make(name, module, wanted, (True,) * 8, **extra)
+    stage_kernels, expected = (
+        make(name, module, needs_grad, (True,) * 8, **extra)
         for name, module, extra in (
             (kernels, stage, {"recompute": recompute}),
             ("autograd", reference, {}),
@@ -95,34 +96,34 @@ def assert_as_autograd(
     forwards = []
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
-        ours = found.forward(batch)
+        forward = stage_kernels.forward(batch)
         torch.manual_seed(number)
-        forwards.append((ours, expected.forward(batch)))
-    for number, (ours, theirs) in enumerate(forwards):
-        assert not any(isinstance(x, Tensor) and x.requires_grad for x in ours.outputs)
-        assert_close(ours.outputs, theirs.outputs, rtol=tolerance, atol=tolerance)
+        forwards.append((forward, expected.forward(batch)))
+    for number, (forward, reference_forward) in enumerate(forwards):
+        assert not any(isinstance(x, Tensor) and x.requires_grad for x in forward.outputs)
+        assert_close(forward.outputs, reference_forward.outputs, rtol=tolerance, atol=tolerance)
         gradients = [
-            torch.randn_like(output) if isinstance(output, Tensor) and output.is_floating_point() and comes else None
-            for output, comes in zip(theirs.outputs, given or [True] * 8, strict=False)
+            torch.randn_like(output) if isinstance(output, Tensor) and output.is_floating_point() and has_grad else None
+            for output, has_grad in zip(reference_forward.outputs, has_gradients or [True] * 8, strict=False)
         ]
-        for_inputs = expected.backward(theirs.saved, gradients)
+        for_inputs = expected.backward(reference_forward.saved, gradients)
         if number % 2 == 0 if divided is None else divided:
-            got = found.input_backward(ours.saved, gradients)
-            found.weight_backward(ours.saved)
+            got = stage_kernels.input_backward(forward.saved, gradients)
+            stage_kernels.weight_backward(forward.saved)
         else:
-            got = found.backward(ours.saved, gradients)
+            got = stage_kernels.backward(forward.saved, gradients)
         assert [x is None for x in got] == [x is None for x in for_inputs]
         assert_close(got, for_inputs, rtol=tolerance, atol=tolerance)
-    own, theirs_ = dict(stage.named_parameters()), dict(reference.named_parameters())
-    assert {n: p.grad is None for n, p in own.items()} == {n: p.grad is None for n, p in theirs_.items()}
-    for name, parameter in own.items():
+    parameters, references = dict(stage.named_parameters()), dict(reference.named_parameters())
+    assert {n: p.grad is None for n, p in parameters.items()} == {n: p.grad is None for n, p in references.items()}
+    for name, parameter in parameters.items():
         assert_close(
-            parameter.grad, theirs_[name].grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            parameter.grad, references[name].grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert_close(dict(stage.named_buffers()), dict(reference.named_buffers()), rtol=tolerance, atol=tolerance)
     if traced:
-        assert None not in found.variants  # type: ignore[attr-defined]
-    return found
+        assert None not in stage_kernels.variants  # type: ignore[attr-defined]
+    return stage_kernels
 
 
 def step(kernels: Any, target: Any = None) -> Tensor:

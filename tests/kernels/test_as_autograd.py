@@ -46,7 +46,7 @@ def test_recomputation(name: str, recompute: str) -> None:
 )  # which is left to autograd
 def test_without_gradients_of_inputs(name: str) -> None:
     stage, inputs = build(name)
-    assert_as_autograd(stage, inputs, wanted=[False] * len(inputs))
+    assert_as_autograd(stage, inputs, needs_grad=[False] * len(inputs))
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_inductor(name: str) -> None:
 
 def test_a_gradient_that_does_not_come() -> None:
     stage = Function(lambda s, x: (s.a(x), s.b(x)), **linear("a", "b"))
-    for given in ((True, False), (False, True)):
+    for has_gradients in ((True, False), (False, True)):
         for divided in (True, False):
-            assert_as_autograd(copy.deepcopy(stage), (x,), given=given, divided=divided)
+            assert_as_autograd(copy.deepcopy(stage), (x,), has_gradients=has_gradients, divided=divided)
 
 
 def test_a_gradient_that_does_not_come_to_a_block() -> None:
@@ -106,26 +106,26 @@ def test_layers_in_a_checkpoint() -> None:
 def test_dropout_in_a_checkpoint_has_the_same_mask_in_the_backward(layers: int) -> None:
     stage = nn.Sequential(*(Checkpointed(Layer(0.5)) for _ in range(layers))).double()
     kernels = make("eager", stage, (True,), (True,))
-    given, gradient, direction = torch.randn(3, 4, 8, dtype=torch.float64).unbind()
+    features, gradient, direction = torch.randn(3, 4, 8, dtype=torch.float64).unbind()
 
     def at(step: float) -> Any:
         torch.manual_seed(0)
-        return kernels.forward((given + step * direction,))
+        return kernels.forward((features + step * direction,))
 
     with pytest.warns(UserWarning, match="random numbers"):
         saved = at(0).saved
-    (found,) = kernels.backward(saved, (gradient,))
+    (input_gradient,) = kernels.backward(saved, (gradient,))
     slope = sum(sign * (at(sign * 1e-6).outputs[0] * gradient).sum() for sign in (1, -1)) / 2e-6
-    assert_close((found * direction).sum(), slope, rtol=1e-6, atol=1e-6)
+    assert_close((input_gradient * direction).sum(), slope, rtol=1e-6, atol=1e-6)
 
 
 def test_the_gradient_of_a_convolutions_weight_waits_for_w() -> None:
     divided = assert_as_autograd(*build("convolutions")).variants[-1].divided
     backward = divided.backward(divided.full_mask)
-    for part, wanted in ((backward.input, [True, False]), (backward.weight, [False, True])):
+    for part, expected_mask in ((backward.input, [True, False]), (backward.weight, [False, True])):
         assert part is not None
         masks = [list(node.args[-1][:2]) for node in part.module.graph.nodes if "convolution_back" in str(node.target)]
-        assert masks == [wanted] * 2
+        assert masks == [expected_mask] * 2
 
 
 def test_a_gradient_has_the_strides_of_its_parameter() -> None:

@@ -58,17 +58,17 @@ SETTING: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", SETTING)
 def test_a_forward_that_sets_attributes_is_left_to_autograd(name: str, layers: int) -> None:
-    made, message = SETTING[name]
-    stage = nn.Sequential(*(made() for _ in range(layers)))
+    make_layer, message = SETTING[name]
+    stage = nn.Sequential(*(make_layer() for _ in range(layers)))
     reference = copy.deepcopy(stage)
     with pytest.warns(UserWarning, match=f"cannot be traced.*{message}"):
         assert_as_autograd(stage, (x,), traced=False)
     for _ in range(3):
         reference(x)
-    for own, expected in zip(stage, reference, strict=True):
-        assert getattr(own, "count", None) == getattr(expected, "count", None)
-        assert len(getattr(own, "kept", ())) == len(getattr(expected, "kept", ()))
-        assert all(type(value) is not torch._subclasses.FakeTensor for value in getattr(own, "kept", ()))
+    for layer, expected in zip(stage, reference, strict=True):
+        assert getattr(layer, "count", None) == getattr(expected, "count", None)
+        assert len(getattr(layer, "kept", ())) == len(getattr(expected, "kept", ()))
+        assert all(type(value) is not torch._subclasses.FakeTensor for value in getattr(layer, "kept", ()))
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -78,20 +78,20 @@ def test_a_cache_that_the_first_call_fills_is_filled_before_the_stage_is_traced(
     stage = nn.Sequential(*(Setting(cache, cached=None) for _ in range(layers)))
     kernels: Any = make("eager", stage, (True,), (True,))
     kernels.prepare([x], target=None, with_loss=False, differentiable=True, kinds="FIW")
-    assert all(each.cached is None for each in stage)
+    assert all(layer.cached is None for layer in stage)
     outputs = [kernels.forward((x,)).outputs[0] for _ in range(2)]
-    assert all(type(each.cached) is Tensor for each in stage)
+    assert all(type(layer.cached) is Tensor for layer in stage)
     assert_close(outputs, [stage(x).detach()] * 2)
     assert [variant is not None for variant in kernels.variants] == [True]
     assert not recwarn
 
 
 def test_a_tensor_that_a_closure_keeps_is_left_to_autograd() -> None:
-    kept: list[Tensor] = []
+    closure_tensors: list[Tensor] = []
 
     def forward(stage: Any, x: Tensor) -> Tensor:
-        total = x + kept[0] if kept else x
-        kept[:] = [x.detach()]
+        total = x + closure_tensors[0] if closure_tensors else x
+        closure_tensors[:] = [x.detach()]
         return total
 
     kernels = make("eager", Setting(lambda s, x: forward(s, x)), (True,), (True,))

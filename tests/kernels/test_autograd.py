@@ -40,13 +40,13 @@ def test_gradients_are_autograds_and_accumulate(divided: bool) -> None:
         forward = kernels.forward((x, y))
         gradients = (first, second, None)
         if divided:
-            found = kernels.input_backward(forward.saved, gradients)
+            input_gradients = kernels.input_backward(forward.saved, gradients)
             kernels.weight_backward(forward.saved)
         else:
-            found = kernels.backward(forward.saved, gradients)
+            input_gradients = kernels.backward(forward.saved, gradients)
         of_input, weight, bias = expected(stage, x, y, first, second)
-        assert_close(found[0], of_input)
-        assert found[1] is None
+        assert_close(input_gradients[0], of_input)
+        assert input_gradients[1] is None
         assert_close(stage.layer.weight.grad, times * weight)
         assert_close(stage.layer.bias.grad, times * bias)
     assert x.grad is None

@@ -79,7 +79,7 @@ def test_stages_that_are_made_together_share_blocks() -> None:
     stages = [make_stage(Layers(), (True,), (True,), None) for _ in range(2)]
     for kernels in stages:
         kernels.forward((x,))
-    (left,), (right,) = ([variant.divided.blocks for variant in each.variants] for each in stages)
+    (left,), (right,) = ([variant.divided.blocks for variant in stage.variants] for stage in stages)
     assert left == right and len(left) == 1
 
 
@@ -94,13 +94,13 @@ def test_a_block_that_cannot_be_traced_is_a_part_of_what_is_around_it(monkeypatc
 
 
 def test_a_closure_that_refers_to_itself() -> None:
-    def made() -> Callable[[Any, Tensor], Tensor]:
+    def recursive_function() -> Callable[[Any, Tensor], Tensor]:
         def again(stage: Any, x: Tensor, times: int = 2) -> Tensor:
             return again(stage, stage.a(x), times - 1) if times else x
 
         return again
 
-    stage = nn.Sequential(*(Function(made(), **linear("a")) for _ in range(2)))
+    stage = nn.Sequential(*(Function(recursive_function(), **linear("a")) for _ in range(2)))
     assert len(assert_as_autograd(stage, (x,)).variants[-1].divided.blocks) == 1
 
 
@@ -114,12 +114,12 @@ def test_an_attribute_that_holds_itself() -> None:
 def test_dropout_differs_between_microbatches_and_layers_and_is_the_same_in_backward() -> None:
     stage = nn.Sequential(*(nn.Sequential(nn.Identity(), Scaled(), nn.Dropout(0.5)) for _ in range(2)))
     kernels = make("eager", stage, (True,), (True,))
-    ones = torch.ones(64, 8)
+    inputs = torch.ones(64, 8)
     masks = []
     for _ in range(2):
-        forward = kernels.forward((ones,))
+        forward = kernels.forward((inputs,))
         mask = forward.outputs[0]
-        (gradient,) = kernels.input_backward(forward.saved, (ones,))
+        (gradient,) = kernels.input_backward(forward.saved, (inputs,))
         assert_close(gradient, mask)
         masks.append(mask)
     assert not torch.equal(*masks)
@@ -155,11 +155,11 @@ class Streams(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
-        for given in (a, b):
+        for stream in (a, b):
             noise = torch.rand(4)
             for layer in self.layers:
-                given = layer(given)
-            outputs.append(given + noise)
+                stream = layer(stream)
+            outputs.append(stream + noise)
         return outputs[0], outputs[1]
 
 
@@ -172,6 +172,6 @@ def test_blocks_draw_in_the_order_of_the_module() -> None:
         expected = stage(*inputs)
         torch.manual_seed(number)
         outputs = kernels.forward(inputs).outputs
-        assert_close(outputs, tuple(each.detach() for each in expected))
+        assert_close(outputs, tuple(output.detach() for output in expected))
     (variant,) = kernels.variants  # type: ignore[attr-defined]
     assert len(variant.divided.blocks) > 1

@@ -67,10 +67,10 @@ def test_convolutions_on_a_cpu_are_compiled_in_the_layout_that_was_traced(monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Inductor uses deprecated parts of torch
         from torch._inductor import compile_fx, config
-    asked: list[bool] = []
+    layout_optimizations: list[bool] = []
 
     def compile_fx_inner(*args: Any, **options: Any) -> Any:
-        asked.append(config.layout_optimization)
+        layout_optimizations.append(config.layout_optimization)
         return lambda inputs: inputs
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
@@ -78,4 +78,4 @@ def test_convolutions_on_a_cpu_are_compiled_in_the_layout_that_was_traced(monkey
         with fake_tensors():
             module = trace(lambda x: [x + 1], (torch.empty(2, device=device),), None)
         compile_graphs([module])
-    assert asked == [False, True]
+    assert layout_optimizations == [False, True]

@@ -35,8 +35,8 @@ def numbers(key: int = 0x9E3779B97F4A7C15 - 2**64) -> CounterGenerator:
 
 def test_every_bit_of_the_numbers_of_two_keys_is_independent() -> None:
     numbers_of = RandomNumbers(seed=0)
-    drawn = torch.stack([numbers(numbers_of.key(f"dropout#{number}", 0)).bits([COUNT]) for number in range(2)])
-    bits = torch.stack([(drawn >> place) & 1 for place in range(32)], 1).reshape(64, -1).double()
+    samples = torch.stack([numbers(numbers_of.key(f"dropout#{number}", 0)).bits([COUNT]) for number in range(2)])
+    bits = torch.stack([(samples >> place) & 1 for place in range(32)], 1).reshape(64, -1).double()
     correlation = torch.corrcoef(bits)
     following = torch.corrcoef(torch.cat([bits[:, 1:], bits[:, :-1]]))[:64, 64:]
     limit = 6 / math.sqrt(COUNT)
@@ -47,9 +47,9 @@ def test_every_bit_of_the_numbers_of_two_keys_is_independent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_uniform_numbers_lie_between_0_and_1(dtype: torch.dtype) -> None:
-    drawn = numbers().uniform([COUNT], dtype)
-    assert drawn.dtype == dtype and drawn.min() > 0 and drawn.max() < 1
-    counts = torch.histc(drawn.float(), 64, 0, 1)
+    samples = numbers().uniform([COUNT], dtype)
+    assert samples.dtype == dtype and samples.min() > 0 and samples.max() < 1
+    counts = torch.histc(samples.float(), 64, 0, 1)
     assert ((counts - COUNT / 64).square() / (COUNT / 64)).sum() < 63 + 6 * math.sqrt(126)
 
 
@@ -90,51 +90,51 @@ def test_every_operation_draws_from_its_key(name: str) -> None:
         stage = Function(lambda self, x: self.scale * draw(x) + draw(x), scale=nn.Identity())
         stage.scale = nn.Parameter(torch.zeros(()))
         results.append(run(stage, kernels, torch.zeros(COUNT)))
-    drawn, outside, again = results
-    assert torch.equal(drawn, again) and torch.equal(drawn, outside)
+    samples, outside, again = results
+    assert torch.equal(samples, again) and torch.equal(samples, outside)
     limit = 6 / math.sqrt(COUNT)
-    assert drawn.mean().item() == pytest.approx(mean, abs=limit * deviation + 1e-3)
-    assert drawn.std().item() == pytest.approx(deviation, rel=0.03)
+    assert samples.mean().item() == pytest.approx(mean, abs=limit * deviation + 1e-3)
+    assert samples.std().item() == pytest.approx(deviation, rel=0.03)
 
 
 def run(stage: nn.Module, kernels: str, *inputs: Tensor) -> Any:
-    made = make(kernels, stage, [False] * len(inputs), [True])
-    assert isinstance(made, SeededKernels)
-    made.draw_from(Keys())
-    (output,) = made.forward(inputs).outputs
+    stage_kernels = make(kernels, stage, [False] * len(inputs), [True])
+    assert isinstance(stage_kernels, SeededKernels)
+    stage_kernels.draw_from(Keys())
+    (output,) = stage_kernels.forward(inputs).outputs
     return output
 
 
 def test_what_is_drawn_without_replacement_comes_once() -> None:
     weights = torch.tensor([0.1, 0.2, 0.0, 0.7]).expand(1000, 4)
-    drawn = run(Function(lambda self, x: torch.multinomial(x, 3)), "eager", weights)
-    assert {tuple(sorted(row)) for row in drawn.tolist()} == {(0, 1, 3)}
-    assert (drawn[:, 0] == 3).float().mean().item() == pytest.approx(0.7, abs=0.06)
+    samples = run(Function(lambda self, x: torch.multinomial(x, 3)), "eager", weights)
+    assert {tuple(sorted(row)) for row in samples.tolist()} == {(0, 1, 3)}
+    assert (samples[:, 0] == 3).float().mean().item() == pytest.approx(0.7, abs=0.06)
 
 
 def test_the_mask_of_a_dropout_is_its_gradients() -> None:
     stage = Function(lambda self, x: F.dropout(x, 0.25))
-    made = make("eager", stage, [True], [True], recompute="block")
-    assert isinstance(made, SeededKernels)
-    made.draw_from(Keys())
-    forward = made.forward([torch.ones(1000)])
-    (gradient,) = made.backward(forward.saved, [torch.ones(1000)])
+    kernels = make("eager", stage, [True], [True], recompute="block")
+    assert isinstance(kernels, SeededKernels)
+    kernels.draw_from(Keys())
+    forward = kernels.forward([torch.ones(1000)])
+    (gradient,) = kernels.backward(forward.saved, [torch.ones(1000)])
     assert torch.equal(gradient, forward.outputs[0])
 
 
 def test_compiled_kernels_draw_the_same_in_layers_that_share_them() -> None:
     stage, results = Layers(2, p=0.5), {}
     for kernels in ("eager", "inductor"):
-        made = make(kernels, stage, [True], [True])
-        assert isinstance(made, SeededKernels)
-        made.draw_from(Keys())
-        forward = made.forward([torch.ones(4, 8)])
-        results[kernels] = forward.outputs[0], *made.backward(forward.saved, [torch.ones(4, 4)])
+        stage_kernels = make(kernels, stage, [True], [True])
+        assert isinstance(stage_kernels, SeededKernels)
+        stage_kernels.draw_from(Keys())
+        forward = stage_kernels.forward([torch.ones(4, 8)])
+        results[kernels] = forward.outputs[0], *stage_kernels.backward(forward.saved, [torch.ones(4, 4)])
     assert_close(results["inductor"], results["eager"], rtol=1e-5, atol=1e-4)  # sums in another order
 
 
 def test_an_own_generator_stays_the_users() -> None:
     generator = torch.Generator().manual_seed(3)
     stage = Function(lambda self, x: x + torch.rand(4, generator=generator))
-    drawn = run(stage, "autograd", torch.zeros(4))
-    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    samples = run(stage, "autograd", torch.zeros(4))
+    assert torch.equal(samples, torch.rand(4, generator=torch.Generator().manual_seed(3)))

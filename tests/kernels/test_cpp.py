@@ -60,7 +60,7 @@ def test_a_library_has_eight_kernels_at_most(monkeypatch: pytest.MonkeyPatch) ->
 
     def library(kernels: Sequence[Kernel]) -> list[Callable[[], Kernel]]:
         counts.append(len(kernels))
-        return [partial(Kernel, each.argument_types, each.source) for each in kernels]
+        return [partial(Kernel, kernel.argument_types, kernel.source) for kernel in kernels]
 
     monkeypatch.setattr(internals, "_load_library", library)
     kernels = [Kernel(TYPES, str(index)) for index in range(17)]
@@ -80,8 +80,8 @@ def test_joined_kernels_may_define_the_same_names(threads: int, monkeypatch: pyt
 
 
 def test_kernels_that_do_not_compile_together_compile_alone() -> None:
-    other = SCALED.format(factor=5).replace("extern", "#define factor 7\nextern").replace("factor(x", "factor * (x")
-    kernels = [Kernel(TYPES, other), Kernel(TYPES, SCALED.format(factor=3))]
+    source = SCALED.format(factor=5).replace("extern", "#define factor 7\nextern").replace("factor(x", "factor * (x")
+    kernels = [Kernel(TYPES, source), Kernel(TYPES, SCALED.format(factor=3))]
     x, results = torch.arange(4.0), [torch.empty(4), torch.empty(4)]
     for load, result in zip(load_kernels(kernels), results, strict=True):
         load()(x, result)
@@ -90,11 +90,11 @@ def test_kernels_that_do_not_compile_together_compile_alone() -> None:
 
 def test_a_kernel_that_does_not_compile_says_so() -> None:
     kernels = [Kernel(TYPES, SCALED.format(factor="unknown")), Kernel(TYPES, SCALED.format(factor=3))]
-    broken, whole = load_kernels(kernels)
+    broken, working_loader = load_kernels(kernels)
     with pytest.raises(Exception, match="unknown"):
         broken()
     result = torch.empty(4)
-    whole()(torch.ones(4), result)
+    working_loader()(torch.ones(4), result)
     assert result.eq(3).all()
 
 

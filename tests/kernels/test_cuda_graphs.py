@@ -29,35 +29,35 @@ class Recorded:
     """
 
     def __init__(
-        self, stage: nn.Module, inputs: Sequence[Any], fails: Callable[[int], bool] | None = None, **more: Any
+        self, stage: nn.Module, inputs: Sequence[Any], fails: Callable[[int], bool] | None = None, **options: Any
     ) -> None:
         self.events: list[str] = []
         self.stage, self.reference = stage, copy.deepcopy(stage)
-        wanted = [isinstance(each, Tensor) and each.is_floating_point() for each in inputs]
+        needs_grad = [isinstance(argument, Tensor) and argument.is_floating_point() for argument in inputs]
         recorder = partial(CallRecorder, stage, self.events, fails)
-        self.kernels: StageKernels = maker("eager", recorder=recorder, **more)(stage, wanted, (True,) * 8, None)
-        self.autograd = make("autograd", self.reference, wanted, (True,) * 8)
+        self.kernels: StageKernels = maker("eager", recorder=recorder, **options)(stage, needs_grad, (True,) * 8, None)
+        self.autograd = make("autograd", self.reference, needs_grad, (True,) * 8)
         self.inputs = inputs
 
     def step(self, kinds: str = "IB", inputs: Sequence[Any] | None = None) -> None:
         """Compare a step with autograd's: all microbatches are in flight at a time, one for each of `kinds`."""
-        batches = [[_other(each) for each in (inputs or self.inputs)] for _ in kinds]
+        batches = [[_random_like(argument) for argument in (inputs or self.inputs)] for _ in kinds]
         self.kernels.begin()
         seeds = torch.randint(2**31, (len(kinds),)).tolist()
-        ours, theirs = (self._forwards(kernels, batches, seeds) for kernels in (self.kernels, self.autograd))
-        for kind, found, expected in zip(kinds, ours, theirs, strict=True):
-            assert_close(found.outputs, expected.outputs)
+        forwards, references = (self._forwards(kernels, batches, seeds) for kernels in (self.kernels, self.autograd))
+        for kind, forward, expected in zip(kinds, forwards, references, strict=True):
+            assert_close(forward.outputs, expected.outputs)
             gradients = [
-                torch.randn_like(each) if isinstance(each, Tensor) and each.is_floating_point() else None
-                for each in expected.outputs
+                torch.randn_like(output) if isinstance(output, Tensor) and output.is_floating_point() else None
+                for output in expected.outputs
             ]
-            wanted = self.autograd.backward(expected.saved, gradients)
+            expected_gradients = self.autograd.backward(expected.saved, gradients)
             if kind == "I":
-                got = self.kernels.input_backward(found.saved, gradients)
-                self.kernels.weight_backward(found.saved)
+                got = self.kernels.input_backward(forward.saved, gradients)
+                self.kernels.weight_backward(forward.saved)
             else:
-                got = self.kernels.backward(found.saved, gradients)
-            assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+                got = self.kernels.backward(forward.saved, gradients)
+            assert_close(got, expected_gradients, rtol=1e-5, atol=1e-5)
         self.compare()
 
     def steps(self, count: int) -> None:
@@ -78,9 +78,9 @@ class Recorded:
 
     def counted(self) -> tuple[int, int]:
         """How often was recorded, and how often replayed, since the last call."""
-        found = self.events.count("recorded"), self.events.count("replayed")
+        counts = self.events.count("recorded"), self.events.count("replayed")
         self.events.clear()
-        return found
+        return counts
 
     def _forwards(self, kernels: StageKernels, batches: Sequence[Sequence[Any]], seeds: Sequence[int]) -> list[Any]:
         forwards = []
@@ -90,7 +90,7 @@ class Recorded:
         return forwards
 
 
-def _other(value: Any) -> Any:
+def _random_like(value: Any) -> Any:
     return torch.randn_like(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -149,11 +149,11 @@ def test_a_gradient_that_someone_keeps_is_not_written_to() -> None:
         recorded.zero_grad()
     recorded.step()
     weight = recorded.stage.head.weight  # type: ignore[union-attr]
-    kept = weight.grad.flatten()  # type: ignore[union-attr]
-    before = kept.clone()
+    gradient = weight.grad.flatten()  # type: ignore[union-attr]
+    gradient_before = gradient.clone()
     recorded.zero_grad()
     recorded.step()
-    assert_close(kept, before, rtol=0, atol=0)
+    assert_close(gradient, gradient_before, rtol=0, atol=0)
 
 
 def test_accumulation_over_steps_and_a_gradient_of_the_users_own() -> None:
@@ -172,7 +172,7 @@ def test_what_w_reads_lies_where_i_left_it() -> None:
     recorded.steps(3)
     for _ in range(3):
         recorded.step("II")
-        moved = [each for each in recorded.stage.parameters() if each.dim() == 1]
+        moved = [bias for bias in recorded.stage.parameters() if bias.dim() == 1]
         for parameter in moved:
             parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
     recorded.counted()
@@ -195,9 +195,9 @@ def test_tensors_that_are_replaced_are_recorded_anew() -> None:
         recorded.step()
     recorded.zero_grad()
     with torch.no_grad():
-        for ours, theirs in zip(recorded.stage.parameters(), recorded.reference.parameters(), strict=True):
-            theirs.mul_(2)
-            ours.data = ours.data * 2
+        for parameter, reference in zip(recorded.stage.parameters(), recorded.reference.parameters(), strict=True):
+            reference.mul_(2)
+            parameter.data = parameter.data * 2
     for _ in range(3):
         recorded.step()
     recorded.stage.layers[0].requires_grad_(False)  # type: ignore[index,union-attr]
@@ -248,8 +248,8 @@ def test_what_is_in_the_memory_of_the_host_is_launched(name: str) -> None:
     kernels = maker("eager", recorder=partial(OfAGpu, stage))(stage, (True,), (True,), None)
     kernels.forward(inputs)
     with pytest.warns(UserWarning, match=r"cannot be recorded as a CUDA graph.* is not on the GPU"):
-        found = kernels.forward(inputs)
-    assert_close(found.outputs[0], stage(*inputs).detach())
+        forward = kernels.forward(inputs)
+    assert_close(forward.outputs[0], stage(*inputs).detach())
 
 
 def test_inputs_whose_elements_share_memory() -> None:
@@ -257,9 +257,9 @@ def test_inputs_whose_elements_share_memory() -> None:
     for _ in range(3):
         rows = torch.randn(8)
         recorded.kernels.begin()
-        found = recorded.kernels.forward((rows.expand(4, 8),))
-        assert_close(found.outputs[0], recorded.reference(rows.expand(4, 8)).detach(), rtol=1e-5, atol=1e-5)
-        del found
+        forward = recorded.kernels.forward((rows.expand(4, 8),))
+        assert_close(forward.outputs[0], recorded.reference(rows.expand(4, 8)).detach(), rtol=1e-5, atol=1e-5)
+        del forward
     assert recorded.counted() == (1, 2)
 
 
@@ -277,9 +277,9 @@ def test_evaluation_has_graphs_of_its_own() -> None:
     for number in range(4):
         with torch.inference_mode(number % 2 == 0):
             recorded.kernels.begin()
-            found = recorded.kernels.forward((x,), differentiable=False)
+            forward = recorded.kernels.forward((x,), differentiable=False)
             again = recorded.kernels.forward((x + 1,), differentiable=False)
-        assert_close(found.outputs[0], recorded.reference(x).detach(), rtol=1e-5, atol=1e-5)
+        assert_close(forward.outputs[0], recorded.reference(x).detach(), rtol=1e-5, atol=1e-5)
         assert_close(again.outputs[0], recorded.reference(x + 1).detach(), rtol=1e-5, atol=1e-5)
         recorded.step()
         recorded.zero_grad()
@@ -291,8 +291,8 @@ def test_memory_is_used_again_only_when_its_microbatch_is_gone() -> None:
     recorded.step("I")
     recorded.kernels.begin()
     saved = [recorded.kernels.forward((x,)).saved for _ in range(3)]
-    assert all(isinstance(each, SavedValues) for each in saved)
-    assert len({id(each.graphs) for each in saved}) == 3
+    assert all(isinstance(values, SavedValues) for values in saved)
+    assert len({id(values.graphs) for values in saved}) == 3
     first = saved.pop(0).graphs
     assert recorded.kernels.forward((x,)).saved.graphs is first
 
@@ -303,11 +303,11 @@ def test_outputs_are_not_overwritten() -> None:
     recorded.step("I")
     recorded.kernels.begin()
     first = recorded.kernels.forward((x,))
-    outputs, before = first.outputs, [each.clone() for each in first.outputs]
+    outputs, outputs_before = first.outputs, [output.clone() for output in first.outputs]
     del first  # and what it has saved
     recorded.kernels.forward((x + 1,))
     assert recorded.counted() == (3, 5)
-    assert_close(list(outputs), before, rtol=0, atol=0)
+    assert_close(list(outputs), outputs_before, rtol=0, atol=0)
 
 
 def test_a_step_after_retrace_and_in_another_mode() -> None:

@@ -43,18 +43,18 @@ class Weight(nn.Module):
 
 def operations(stage: nn.Module, divided: bool, microbatches: int = 2, kernels: str = "eager") -> Counter[str]:
     """The operations in the backward of a last microbatch."""
-    made = make(kernels, stage, (True,), (True,))
+    stage_kernels = make(kernels, stage, (True,), (True,))
     for _ in range(microbatches):
-        made.begin()
-        forward = made.forward((x,))
+        stage_kernels.begin()
+        forward = stage_kernels.forward((x,))
         gradients = [torch.ones_like(forward.outputs[0])]
-        with Operations() as found:
+        with Operations() as counter:
             if divided:
-                made.input_backward(forward.saved, gradients)
-                made.weight_backward(forward.saved)
+                stage_kernels.input_backward(forward.saved, gradients)
+                stage_kernels.weight_backward(forward.saved)
             else:
-                made.backward(forward.saved, gradients)
-    return found.counts
+                stage_kernels.backward(forward.saved, gradients)
+    return counter.counts
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -62,11 +62,11 @@ def test_products_are_added_to_what_is_there(divided: bool) -> None:
     stage = Layers(2)
     counts = operations(stage, divided)
     assert counts["addmm_"] == 5  # two weights of each layer, and that of the head
-    held = [parameter.grad for parameter in stage.parameters()]
-    first = [gradient.clone() for gradient in held if gradient is not None]
+    gradients = [parameter.grad for parameter in stage.parameters()]
+    first = [gradient.clone() for gradient in gradients if gradient is not None]
     assert operations(stage, divided, 1)["addmm_"] == 5
-    assert all(parameter.grad is gradient for parameter, gradient in zip(stage.parameters(), held, strict=True))
-    assert_close([parameter.grad for parameter in stage.parameters()], [1.5 * each for each in first])
+    assert all(parameter.grad is gradient for parameter, gradient in zip(stage.parameters(), gradients, strict=True))
+    assert_close([parameter.grad for parameter in stage.parameters()], [1.5 * gradient for gradient in first])
 
 
 def test_the_first_gradient_is_not_added() -> None:

@@ -28,9 +28,9 @@ def test_the_loss_is_a_segment() -> None:
     loss = F.cross_entropy(stage(leaf), target["y"])
     assert_close(forward.loss, loss.detach())
     expected = torch.autograd.grad(loss / 2, [leaf, *stage.parameters()])
-    (found,) = kernels.input_backward(forward.saved, (None, torch.tensor(0.5)))
+    (input_gradient,) = kernels.input_backward(forward.saved, (None, torch.tensor(0.5)))
     kernels.weight_backward(forward.saved)
-    assert_close([found, *(parameter.grad for parameter in stage.parameters())], list(expected))
+    assert_close([input_gradient, *(parameter.grad for parameter in stage.parameters())], list(expected))
     assert kernels.forward((x,)).loss is None
 
 
@@ -67,7 +67,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("held", ["in a closure", "in an attribute", "in a list", "in an object", "itself"])
 def test_a_loss_that_is_a_module(held: str) -> None:
     stage, loss = nn.Linear(8, 8), Scaled()
-    other, reference = copy.deepcopy(stage), copy.deepcopy(loss)
+    plain_stage, reference = copy.deepcopy(stage), copy.deepcopy(loss)
     loss.holder = loss if held == "in an attribute" else None  # a module that holds itself
     hidden, namespace = nn.Module(), SimpleNamespace(criterion=loss)
     hidden.criteria = [loss]
@@ -80,7 +80,7 @@ def test_a_loss_that_is_a_module(held: str) -> None:
         loss.forward = lambda outputs, target: Scaled.forward(loss, outputs[0], target)  # type: ignore[method-assign]
     function = functions.get(held, lambda outputs, target: loss(outputs[0], target))
     kernels = make("eager", stage, (False,), (True,), function)
-    plain = make("autograd", other, (False,), (True,), lambda outputs, target: reference(outputs[0], target))
+    plain = make("autograd", plain_stage, (False,), (True,), lambda outputs, target: reference(outputs[0], target))
     for value in (1.0, 1.0, 5.0):
         with torch.no_grad():
             loss.scale.fill_(value)
@@ -88,7 +88,7 @@ def test_a_loss_that_is_a_module(held: str) -> None:
         assert_close(step(kernels), step(plain))
     assert_close(loss.scale.grad, reference.scale.grad)
     assert_close(loss.average, reference.average)
-    assert_close(stage.weight.grad, other.weight.grad)
+    assert_close(stage.weight.grad, plain_stage.weight.grad)
     assert None not in kernels.variants  # type: ignore[attr-defined]
 
 
@@ -117,27 +117,27 @@ def test_a_tensor_that_is_written_to_is_left_to_autograd() -> None:
     average = torch.zeros(())
 
     def loss(outputs: Any, target: Any) -> Tensor:
-        found = outputs[0].sum()
-        average.add_(found.detach())
-        return found
+        total = outputs[0].sum()
+        average.add_(total.detach())
+        return total
 
     kernels = make("eager", nn.Linear(8, 8), (True,), (True,), loss)
     with pytest.warns(UserWarning, match=r"cannot be traced.*at .*test_loss.py:\d+: average.add_"):
-        found = sum(step(kernels) for _ in range(3))
-    assert_close(average, found)
+        total_loss = sum(step(kernels) for _ in range(3))
+    assert_close(average, total_loss)
 
 
 def test_a_loss_that_keeps_what_it_found() -> None:
-    found: list[Tensor] = []
+    recorded_losses: list[Tensor] = []
 
     def loss(outputs: Any, target: Any) -> Tensor:
-        found.append(outputs[0].sum())
-        return found[-1]
+        recorded_losses.append(outputs[0].sum())
+        return recorded_losses[-1]
 
     kernels = make("eager", nn.Linear(8, 8), (True,), (True,), loss)
     with pytest.warns(UserWarning, match="sets a list"):
         losses = [step(kernels) for _ in range(3)]
-    assert_close(found, losses)
+    assert_close(recorded_losses, losses)
 
 
 def test_what_is_wrong_with_a_loss_is_not_announced_as_tracing() -> None:
@@ -180,13 +180,13 @@ class Weighted(Criterion):
         return self.held.get()
 
 
-KEPT: dict[str, Tensor] = {}
+CACHE: dict[str, Tensor] = {}
 
 
 def keeping(outputs: Any, target: Any) -> Tensor:
-    if "weight" not in KEPT:
-        KEPT["weight"] = torch.full((), 2.0)
-    return outputs[0].square().mean() * KEPT["weight"]
+    if "weight" not in CACHE:
+        CACHE["weight"] = torch.full((), 2.0)
+    return outputs[0].square().mean() * CACHE["weight"]
 
 
 _weight: Tensor | None = None
@@ -214,9 +214,9 @@ def test_a_tensor_that_a_loss_makes_at_its_first_call_is_real(loss: Any, recwarn
     expected = 2 * stage(x).square().mean()
     for _ in range(3):
         kernels.begin()
-        found = kernels.forward((x,), with_loss=True)
-        assert_close(found.loss, expected.detach())
-        kernels.backward(found.saved, (None, torch.ones(())))
+        forward = kernels.forward((x,), with_loss=True)
+        assert_close(forward.loss, expected.detach())
+        kernels.backward(forward.saved, (None, torch.ones(())))
     assert kernels.variants[-1] is not None  # it is traced once the tensor is there
     assert not recwarn
 

@@ -54,13 +54,13 @@ class Stage(nn.Module):
         return self.head(x)
 
 
-def kept(recompute: Any, stage: nn.Module | None = None) -> Counter[int]:
+def saved_widths(recompute: Any, stage: nn.Module | None = None) -> Counter[int]:
     """How many tensors of each width are kept for the backward, without the parameters."""
     stage = stage or Stage()
     saved = make("eager", stage, (True,), (True,), recompute=recompute).forward([x]).saved
     parameters = {parameter.data_ptr() for parameter in stage.parameters()}
-    tensors = {each.data_ptr(): each for each in held_tensors(saved) or ()}
-    return Counter(each.shape[-1] for pointer, each in tensors.items() if pointer not in parameters)
+    tensors = {tensor.data_ptr(): tensor for tensor in held_tensors(saved) or ()}
+    return Counter(tensor.shape[-1] for pointer, tensor in tensors.items() if pointer not in parameters)
 
 
 WIDE = {"none": 2, "block": 0}  # of an Mlp: what goes into gelu and what comes out of it
@@ -70,12 +70,12 @@ WIDE = {"none": 2, "block": 0}  # of an Mlp: what goes into gelu and what comes 
 def test_a_module_inside_another_one_has_a_choice_of_its_own(layers: int) -> None:
     """Whether a layer is traced as a block or, being alone, as a part of the stage."""
     for choice, wide in WIDE.items():
-        found = kept({"layers.*": "block", "*.mlp": choice}, Stage(layers))
-        assert found[32] == wide * layers
-        assert found[16] == 0  # of the mixer
-        assert found[8] == 2 * layers + 1  # into the layer, the mlp and the head
-    alone = kept({"layers.*": "block"}, Stage(layers))
-    assert kept({"": "none", "layers.*": "block"}, Stage(layers)) == alone == {8: layers + 1}
+        widths = saved_widths({"layers.*": "block", "*.mlp": choice}, Stage(layers))
+        assert widths[32] == wide * layers
+        assert widths[16] == 0  # of the mixer
+        assert widths[8] == 2 * layers + 1  # into the layer, the mlp and the head
+    alone = saved_widths({"layers.*": "block"}, Stage(layers))
+    assert saved_widths({"": "none", "layers.*": "block"}, Stage(layers)) == alone == {8: layers + 1}
 
 
 class Split(nn.Module):
@@ -97,16 +97,16 @@ class Split(nn.Module):
 )
 def test_what_layers_have_in_common_is_no_block_of_its_own(recompute: Any, wide: int) -> None:
     """Else the layers around it would be kept."""
-    found = kept(recompute, Split())
-    assert found[32] == wide
-    assert found[16] == (recompute == "none")  # of the mixer
+    widths = saved_widths(recompute, Split())
+    assert widths[32] == wide
+    assert widths[16] == (recompute == "none")  # of the mixer
     assert_as_autograd(Split(), [x], recompute=recompute)
 
 
 def test_layers_by_a_slice() -> None:
-    whole, none = kept("none"), kept({"": "none", "layers.*": "block"})
-    some = kept({"": "none", "layers[::2]": "block"})
-    assert (whole[32], some[32], none[32]) == (6, 2, 0)
+    full_widths, none = saved_widths("none"), saved_widths({"": "none", "layers.*": "block"})
+    sliced_widths = saved_widths({"": "none", "layers[::2]": "block"})
+    assert (full_widths[32], sliced_widths[32], none[32]) == (6, 2, 0)
 
 
 @pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -130,10 +130,10 @@ def save_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def test_a_policy_answers_for_each_operation() -> None:
-    found = kept(save_products)
-    assert found[32] == 3  # of each mlp what up returns; gelu is computed again
+    widths = saved_widths(save_products)
+    assert widths[32] == 3  # of each mlp what up returns; gelu is computed again
     assert_as_autograd(Stage(), [x], recompute=save_products)
-    mixed = kept({"layers.*": "none", "layers.1": save_products})
+    mixed = saved_widths({"layers.*": "none", "layers.1": save_products})
     assert mixed[32] == 2 + 1 + 2
 
 
@@ -147,11 +147,11 @@ def test_a_policy_that_offloads_is_refused() -> None:
 
 def test_equal_choices_share_kernels() -> None:
     def traced(choices: Sequence[Any]) -> int:
-        made = makers("eager", [Recompute.parse(each) for each in choices])
-        kernels: list[Any] = [make_stage(Stage(), (True,), (True,), None) for make_stage in made]
-        for each in kernels:
-            each.forward([x])
-        return len({block for each in kernels for variant in each.variants for block in variant.divided.blocks})
+        stage_makers = makers("eager", [Recompute.parse(choice) for choice in choices])
+        kernels: list[Any] = [make_stage(Stage(), (True,), (True,), None) for make_stage in stage_makers]
+        for stage_kernels in kernels:
+            stage_kernels.forward([x])
+        return len({block for stage in kernels for variant in stage.variants for block in variant.divided.blocks})
 
     assert traced(["none", "none"]) == 1
     assert traced(["none", "block", "none"]) == 2

@@ -32,21 +32,21 @@ class Comparison:
         )
 
     def __call__(self, x: Tensor, target: Any = None) -> None:
-        given = {"target": target, "with_loss": self.loss is not None}
-        both: list[Any] = []
+        options = {"target": target, "with_loss": self.loss is not None}
+        outcomes: list[Any] = []
         for kernels in (self.kernels, self.expected):
             torch.manual_seed(0)
             kernels.begin()
-            forward = kernels.forward((x,), **given)
-            gradients = [torch.ones_like(each) if is_differentiable(each) else None for each in forward.outputs]
+            forward = kernels.forward((x,), **options)
+            gradients = [torch.ones_like(output) if is_differentiable(output) else None for output in forward.outputs]
             gradients = gradients if self.loss is None else [None] * len(gradients)
             gradients += [] if self.loss is None else [torch.ones(())]
             of_inputs = kernels.input_backward(forward.saved, gradients)
             kernels.weight_backward(forward.saved)
-            both.append((forward.outputs, forward.loss, of_inputs))
-        assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)
-        for own, other in zip(self.stage.parameters(), self.reference.parameters(), strict=True):
-            assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-4)
+            outcomes.append((forward.outputs, forward.loss, of_inputs))
+        assert_close(outcomes[0], outcomes[1], rtol=1e-4, atol=1e-5)
+        for parameter, reference in zip(self.stage.parameters(), self.reference.parameters(), strict=True):
+            assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-4)
         assert_close(dict(self.stage.named_buffers()), dict(self.reference.named_buffers()), rtol=1e-4, atol=1e-4)
 
     @property
@@ -83,8 +83,8 @@ def test_the_third_shape_and_all_others_have_one_kernel(name: str, dim: int, mon
     monkeypatch.setenv("PIPEGRAPH_VERIFY", "1")
     stage, (x,) = build(name)
     compare = Comparison(stage)
-    for more in (0, 2, 4, 1, 6, 2):
-        compare(torch.randn([size + more * (index == dim) for index, size in enumerate(x.shape)]))
+    for increment in (0, 2, 4, 1, 6, 2):
+        compare(torch.randn([size + increment * (index == dim) for index, size in enumerate(x.shape)]))
     symbolic = 2 if name == "convolutions" and TORCH < (2, 13) else 1  # torch 2.11 asks whether a size is even
     assert all((count.static, count.symbolic, count.autograd) == (2, symbolic, 0) for count in compare.counts)
 
@@ -164,9 +164,9 @@ class Filter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         frequencies = torch.fft.rfft(self.norm(x), dim=1, norm="ortho")
-        kept = torch.zeros_like(frequencies)
-        kept[:, :4] = frequencies[:, :4] * torch.view_as_complex(self.weight)
-        return x + torch.fft.irfft(kept, n=x.shape[1], dim=1, norm="ortho")
+        spectrum = torch.zeros_like(frequencies)
+        spectrum[:, :4] = frequencies[:, :4] * torch.view_as_complex(self.weight)
+        return x + torch.fft.irfft(spectrum, n=x.shape[1], dim=1, norm="ortho")
 
 
 @pytest.mark.parametrize("filters", [1, 2])

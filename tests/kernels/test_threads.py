@@ -77,4 +77,4 @@ def test_torch_logs_as_before() -> None:
         first.leave()
         second.leave()
         logger.warning("after both")
-    assert [each.getMessage() for each in logged.records] == ["of a thread that is in none", "after both"]
+    assert [record.getMessage() for record in logged.records] == ["of a thread that is in none", "after both"]

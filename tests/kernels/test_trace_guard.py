@@ -57,10 +57,10 @@ def test_what_changes_between_steps(name: str) -> None:
         with pytest.warns(UserWarning, match="has a hook"):
             kernels.forward((x,), differentiable=False)
         reference(x)
-    given = x.double() if name == "the dtype" else x
+    batch = x.double() if name == "the dtype" else x
     kernels.begin()
-    forward = kernels.forward((given,))
-    expected = reference(given)
+    forward = kernels.forward((batch,))
+    expected = reference(batch)
     assert_close(forward.outputs[0], expected.detach())
     assert_close(dict(stage.named_buffers()), dict(reference.named_buffers()))
     kernels.backward(forward.saved, (torch.ones_like(expected),))
@@ -162,12 +162,12 @@ def test_another_module_or_tensor_of_a_loss_is_noticed() -> None:
 def test_the_dtype_of_compiled_kernels() -> None:
     stage = Function(lambda s, x: torch.tanh(x * s.a.weight + s.a.bias), **linear("a"))
     kernels = make("inductor", stage, (False,), (True,))
-    ones = torch.ones(8, 8)
-    kernels.forward((ones,))
+    inputs = torch.ones(8, 8)
+    kernels.forward((inputs,))
     kernels.begin()
     stage.to(torch.bfloat16)
     kernels.begin()
-    assert_close(kernels.forward((ones,)).outputs[0], stage(ones).detach(), rtol=1e-2, atol=1e-2)
+    assert_close(kernels.forward((inputs,)).outputs[0], stage(inputs).detach(), rtol=1e-2, atol=1e-2)
 
 
 def test_variants_beyond_the_most_are_left_to_autograd() -> None:

@@ -84,7 +84,7 @@ def test_a_stage_that_cannot_be_traced_is_left_to_autograd(divided: bool) -> Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_as_autograd(stage, (x,), divided=divided, traced=False)
-    assert len([each for each in caught if "Function cannot be traced" in str(each.message)]) == 1
+    assert len([warning for warning in caught if "Function cannot be traced" in str(warning.message)]) == 1
 
 
 def test_evaluation_without_gradients() -> None:

@@ -14,7 +14,7 @@ def prediction(stages: int, ranks: int | None = None, boundary_bytes: int = MIB,
     """A step of 0.1 s of 1F1B, a stage or more on each rank."""
     ranks = ranks or stages
     cuts = tuple(Cut(f"layers.{at}", boundary_bytes, None, None) for at in range(1, stages))
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "balance": "time",
         "recompute": "min-cut",
         "hardware": "here",
@@ -28,7 +28,7 @@ def prediction(stages: int, ranks: int | None = None, boundary_bytes: int = MIB,
         "memory": (MIB,) * ranks,
         "cuts": cuts,
     }
-    return Prediction(**given | changes)
+    return Prediction(**defaults | changes)
 
 
 def plan(stages: int, **changes: Any) -> PlanEntry:

@@ -28,12 +28,12 @@ def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
 
 def test_a_stage_runs_as_its_source_stands_now(folder: Path) -> None:
     """Also right after an edit of the same length, in the same second, when Python would trust an old .pyc."""
-    before = Package.open(folder).load_stage(0)
+    original_stage = Package.open(folder).load_stage(0)
     source = (folder / "stage_0.py").read_text()
     (folder / "stage_0.py").write_text(source.replace("torch.tanh", "torch.cosh"))
-    after = Package.open(folder).load_stage(0)
+    edited_stage = Package.open(folder).load_stage(0)
     x = torch.ones(2, 8)
-    assert torch.allclose(after(x), torch.cosh(torch.atanh(before(x))))
+    assert torch.allclose(edited_stage(x), torch.cosh(torch.atanh(original_stage(x))))
     assert not (folder / "__pycache__").exists()
 
 

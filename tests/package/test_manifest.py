@@ -189,14 +189,14 @@ def test_shapes_are_expressions_of_sizes() -> None:
     assert Manifest.from_json(manifest.to_json(), "pipeline.json") == manifest
     assert value.shape_at({"batch": 2, "seq": 10}) == (2, 3, 16)
     assert replace(value, shape=("12 + -1 * (seq // 2) // 2",)).shape_at({"seq": 10}) == (9,)
-    for dimension, said in (
+    for dimension, message in (
         ("bach", 'values.h.shape: there is no size "bach". Did you mean "batch"'),
-        ("batch ** 9", "no expression of sizes"),
-        ("batch // 0", "no expression of sizes"),
+        ("batch ** 9", "not an expression of sizes"),
+        ("batch // 0", "not an expression of sizes"),
         ("batch - 9", '"batch - 9" is -1'),
-        ("(" * 150, "no expression of sizes"),
+        ("(" * 150, "not an expression of sizes"),
     ):
-        with pytest.raises(PackageError, match=re.escape(said)):
+        with pytest.raises(PackageError, match=re.escape(message)):
             replace(manifest, values=manifest.values | {"h": replace(value, shape=(dimension,))})
 
 

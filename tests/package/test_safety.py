@@ -132,7 +132,7 @@ def test_a_name_that_no_file_has(where: str, path: str, package: Package) -> Non
     else:
         entry["weight_map"]["layers.2.linear.bias"] = path
     file.write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match=r"json: .*is no name of a file: it has a null character, or too many"):
+    with pytest.raises(PackageError, match=r"json: .*is not a file name: it has a null character, or too many"):
         Package.open(package.path).load_stage(1)
 
 
@@ -182,7 +182,7 @@ def test_shards_may_stand_elsewhere_by_a_link(package: Package, tmp_path: Path) 
 
 
 def test_reading_a_package_writes_nothing_into_it(package: Package) -> None:
-    before = {file.name: file.read_bytes() for file in package.path.iterdir()}
+    files_before = {file.name: file.read_bytes() for file in package.path.iterdir()}
     pipe = pipegraph.Pipeline(package.path, microbatches=2, kernels="autograd", loss_fn=lambda out, _: out.mean())
     pipe.step(torch.cat([batch(), batch()]))
-    assert {file.name: file.read_bytes() for file in package.path.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in package.path.iterdir()} == files_before

@@ -54,20 +54,20 @@ def test_nothing_stays_of_a_package_that_nobody_uses(folder: Path) -> None:
     for _ in range(2):  # the first one imports what stays
         Pipeline(folder, kernels="autograd")
     gc.collect()
-    before = modules()
+    modules_before = modules()
     Pipeline(folder, kernels="autograd")
     gc.collect()
-    assert modules() == before
+    assert modules() == modules_before
     package = Package.open(folder)
     stage = package.load_stage(0)
-    assert len(modules()) == len(before) + 3
+    assert len(modules()) == len(modules_before) + 3
     del package
     gc.collect()
-    assert len(modules()) == len(before) + 3
+    assert len(modules()) == len(modules_before) + 3
     assert sys.modules[type(stage).__module__].Stage0 is type(stage)
     del stage
     gc.collect()
-    assert modules() == before
+    assert modules() == modules_before
 
 
 def test_the_sources_of_its_graphs_go_with_a_pipeline(folder: Path) -> None:
@@ -77,9 +77,9 @@ def test_the_sources_of_its_graphs_go_with_a_pipeline(folder: Path) -> None:
         gc.collect()
         return [name for name in linecache.cache if name.startswith("<eval_with_key>")]
 
-    before = sources()
+    sources_before = sources()
     pipe = Pipeline(folder, kernels="eager", loss_fn=lambda output, target: output.mean())
     pipe.step(torch.ones(2, 8))
-    assert len(sources()) > len(before)
+    assert len(sources()) > len(sources_before)
     del pipe
-    assert sources() == before
+    assert sources() == sources_before

@@ -46,7 +46,7 @@ def test_a_reader_finds_a_folder_at_any_moment(tmp_path: Path) -> None:
 def test_of_many_writers_one_stays_whole(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a file system cannot swap folders."""
     if not swaps:
-        monkeypatch.setattr(module, "_swap", lambda one, other: False)
+        monkeypatch.setattr(module, "_swap", lambda first, second: False)
     folder = tmp_path / "out"
     writers = [threading.Thread(target=lambda text=str(number): [write(folder, text) for _ in range(10)])
                for number in range(4)]  # fmt: skip
@@ -54,8 +54,8 @@ def test_of_many_writers_one_stays_whole(swaps: bool, tmp_path: Path, monkeypatc
         writer.start()
     for writer in writers:
         writer.join()
-    one, other = read(folder)
-    assert one == other
+    first_text, second_text = read(folder)
+    assert first_text == second_text
     assert list(tmp_path.iterdir()) == [folder]
 
 

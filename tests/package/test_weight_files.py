@@ -60,8 +60,8 @@ def pipeline(folder: Path, **options: object) -> pipegraph.Pipeline:
 
 def test_a_flipped_bit_is_an_error(folder: Path) -> None:
     flip_a_bit(folder / SECOND)
-    said = rf"{SECOND} is damaged, or was changed: its content is not .*\nTry: restore the file.*check_weights=False"
-    with pytest.raises(PackageError, match=said):
+    message = rf"{SECOND} is damaged, or was changed: its content is not .*\nTry: restore the file.*check_weights=False"
+    with pytest.raises(PackageError, match=message):
         pipeline(folder)
     assert sorted(pipeline(folder, check_weights=False).stages) == [0, 1]
     assert Package.open(folder).damaged() == (SECOND,)

@@ -11,7 +11,7 @@ from tests.parity import workshop
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workshop.Workshop]:
+def shared_workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workshop.Workshop]:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # a worker's own folder lies in its session's
     with workshop.workshop(shared / "parity") as opened:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.parity.cases import CASES, schedule_of
-from tests.parity.training import Found, train
+from tests.parity.training import Report, train
 
 
 def train_all(rank: int, folder: Path, stages: int, out: Path) -> str:
@@ -18,8 +18,8 @@ def train_all(rank: int, folder: Path, stages: int, out: Path) -> str:
         reference = torch.load(folder / case.model / f"{name}.pt", mmap=True)
         try:
             schedule = schedule_of(name, stages)
-            found: Found = train(folder / case.model / str(stages), name, schedule, reference)
+            report: Report = train(folder / case.model / str(stages), name, schedule, reference)
         except Exception:
-            found = {"error": traceback.format_exc()}
-        (out / f"{name} {rank}.json").write_text(json.dumps(found))
+            report = {"error": traceback.format_exc()}
+        (out / f"{name} {rank}.json").write_text(json.dumps(report))
     return "done"

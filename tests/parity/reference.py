@@ -110,9 +110,9 @@ def _backward(model: nn.Module, loss_fn: Any, batch: Any, case: Case) -> tuple[T
         losses.append(loss_fn(output, target))
         (losses[-1] / pieces).backward()
         outputs.append(named_tensors(output))
-    joined = {name: torch.cat([each[name] for each in outputs]).detach() for name in outputs[0]}
+    joined = {name: torch.cat([tensors[name] for tensors in outputs]).detach() for name in outputs[0]}
     return torch.stack(losses).mean().detach(), joined
 
 
 def _piece(batch: Any, index: int, pieces: int) -> Any:
-    return pytree.tree_map_only(Tensor, lambda whole: whole.chunk(pieces)[index], batch)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.chunk(pieces)[index], batch)

@@ -27,28 +27,28 @@ COMPILED = [
     "schedule",
     cases([name for name in TRAINING if name not in SCHEDULES], slow=LIKE_OTHERS),
 )
-def test_every_schedule(made: Workshop, schedule: str) -> None:
-    assert_equal(made, "unet", schedule, "eager", TOLERANCE, stages=4)
+def test_every_schedule(shared_workshop: Workshop, schedule: str) -> None:
+    assert_equal(shared_workshop, "unet", schedule, "eager", TOLERANCE, stages=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
-def test_tied_weights_on_ranks_with_several_stages(made: Workshop, schedule: str) -> None:
-    assert_equal(made, "llama", schedule, "eager", TOLERANCE, stages=4)
+def test_tied_weights_on_ranks_with_several_stages(shared_workshop: Workshop, schedule: str) -> None:
+    assert_equal(shared_workshop, "llama", schedule, "eager", TOLERANCE, stages=4)
 
 
 @pytest.mark.parametrize(("case", "schedule", "tolerance"), COMPILED)
-def test_inductor(made: Workshop, case: str, schedule: str, tolerance: float) -> None:
-    assert_equal(made, case, schedule, "inductor", tolerance, stages=4 if schedule == "zb-v" else 2)
+def test_inductor(shared_workshop: Workshop, case: str, schedule: str, tolerance: float) -> None:
+    assert_equal(shared_workshop, case, schedule, "inductor", tolerance, stages=4 if schedule == "zb-v" else 2)
 
 
 @pytest.mark.parametrize("case", cases(["llama", "dropout in evaluation mode"], slow=["llama"]))
-def test_autograd(made: Workshop, case: str) -> None:
-    assert_equal(made, case, "zb-h1", "autograd", TOLERANCE)
+def test_autograd(shared_workshop: Workshop, case: str) -> None:
+    assert_equal(shared_workshop, case, "zb-h1", "autograd", TOLERANCE)
 
 
-def assert_equal(made: Workshop, case: str, schedule: str, kernels: str, tolerance: float, stages: int = 2) -> None:
-    (found,) = made.in_one_process(case, schedule, stages, kernels)
-    differences = found["differences"]
-    assert differences.keys() == expected_names(made.reference(case))
+def assert_equal(workshop: Workshop, case: str, schedule: str, kernels: str, tolerance: float, stages: int = 2) -> None:
+    (report,) = workshop.in_one_process(case, schedule, stages, kernels)
+    differences = report["differences"]
+    assert differences.keys() == expected_names(workshop.reference(case))
     assert [item for item in differences.items() if not item[1] <= tolerance] == []

@@ -28,19 +28,19 @@ CELLS = [
 
 @pytest.mark.timeout(300)  # the first one in processes writes all packages and waits for all cases
 @pytest.mark.parametrize(("case", "stages", "schedule"), CELLS)
-def test_training_equals_the_unsplit_model(made: Workshop, case: str, stages: int, schedule: str) -> None:
+def test_training_equals_the_unsplit_model(shared_workshop: Workshop, case: str, stages: int, schedule: str) -> None:
     if stages in IN_PROCESSES:
-        found = made.in_processes(case, stages)
+        reports = shared_workshop.in_processes(case, stages)
     else:
-        found = made.in_one_process(case, schedule, stages)
-    assert [rank["error"] for rank in found if "error" in rank] == []
+        reports = shared_workshop.in_one_process(case, schedule, stages)
+    assert [rank["error"] for rank in reports if "error" in rank] == []
 
-    compared = {name: difference for rank in found for name, difference in rank["differences"].items()}
-    assert compared.keys() == expected_names(made.reference(case))
+    compared = {name: difference for rank in reports for name, difference in rank["differences"].items()}
+    assert compared.keys() == expected_names(shared_workshop.reference(case))
     allowed = CASES[case].rounding * TOLERANCE
-    different = [item for rank in found for item in rank["differences"].items() if not item[1] <= allowed]
+    different = [item for rank in reports for item in rank["differences"].items() if not item[1] <= allowed]
     assert different == []
 
-    for name in {name for rank in found for name in rank["copies"]}:
-        copies = [digest for rank in found for digest in rank["copies"].get(name, [])]
+    for name in {name for rank in reports for name in rank["copies"]}:
+        copies = [digest for rank in reports for digest in rank["copies"].get(name, [])]
         assert len(copies) > 1 and len(set(copies)) == 1, f"the copies of {name} differ"

@@ -38,25 +38,25 @@ class Scale:
         """The most that one microbatch of each stage held."""
         self._placement = placement
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
-        self._made = 0
+        self._stage_count = 0
 
-    def __call__(self, *given: Any) -> Kernels:
-        self._made += 1
-        return Kernels(self, self._made - 1, *given)
+    def __call__(self, *arguments: Any) -> Kernels:
+        self._stage_count += 1
+        return Kernels(self, self._stage_count - 1, *arguments)
 
     def weigh(self, saved: Saved, state: set[int]) -> None:
         self._saved.add(saved)
         tensors = {tensor.untyped_storage()._cdata: tensor for tensor in saved.content.values.values()}
         saved.count = sum(tensor.nbytes for memory, tensor in tensors.items() if memory not in state)
         rank = self._placement[saved.stage]
-        held = sum(each.count for each in self._saved if self._placement[each.stage] == rank)
-        self.most[rank] = max(self.most[rank], held)
+        rank_bytes = sum(microbatch.count for microbatch in self._saved if self._placement[microbatch.stage] == rank)
+        self.most[rank] = max(self.most[rank], rank_bytes)
         self.of_one[saved.stage] = max(self.of_one[saved.stage], saved.count)
 
 
 class Kernels:
-    def __init__(self, scale: Scale, stage: int, module: torch.nn.Module, *given: Any) -> None:
-        self._kernels = make("eager", module, *given)
+    def __init__(self, scale: Scale, stage: int, module: torch.nn.Module, *arguments: Any) -> None:
+        self._kernels = make("eager", module, *arguments)
         self._scale, self._stage = scale, stage
         self._state = {tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers()]}
 
@@ -66,32 +66,32 @@ class Kernels:
     def retrace(self) -> None:
         pass
 
-    def prepare(self, *given: Any, **options: Any) -> None:
-        self._kernels.prepare(*given, **options)
+    def prepare(self, *arguments: Any, **options: Any) -> None:
+        self._kernels.prepare(*arguments, **options)
 
     def forward(self, inputs: Sequence[Any], **options: Any) -> Forward:
-        made = self._kernels.forward(inputs, **options)
-        saved = Saved(self._stage, made.saved)
+        forward = self._kernels.forward(inputs, **options)
+        saved = Saved(self._stage, forward.saved)
         self._scale.weigh(saved, self._state)
-        return Forward(made.outputs, made.loss, saved)
+        return Forward(forward.outputs, forward.loss, saved)
 
     def backward(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return self._kernels.backward(saved.content, gradients)
 
     def input_backward(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        found = self._kernels.input_backward(saved.content, gradients)
+        input_gradients = self._kernels.input_backward(saved.content, gradients)
         self._scale.weigh(saved, self._state)
-        return found
+        return input_gradients
 
     def weight_backward(self, saved: Saved) -> None:
         self._kernels.weight_backward(saved.content)
 
 
 @pytest.mark.parametrize("name", cases(["1f1b", "zb-v", "v-min"], slow=["v-min"]))
-def test_peak_of_what_is_saved(made: Workshop, name: str) -> None:
+def test_peak_of_what_is_saved(shared_workshop: Workshop, name: str) -> None:
     model = MODELS["llama"]
     chunks = 1 if name == "1f1b" else 2
-    package = Package.open(made.package("llama", STAGES))
+    package = Package.open(shared_workshop.package("llama", STAGES))
     schedule = build(name, STAGES // chunks, MICROBATCHES)
     scale = Scale(schedule.placement)
     pipe = Pipeline(package, schedule, loss_fn=model.loss, kernels=scale)
@@ -101,10 +101,10 @@ def test_peak_of_what_is_saved(made: Workshop, name: str) -> None:
     assert scale.most == pytest.approx(_expected(scale.of_one, schedule), rel=0.1)
 
 
-def _expected(of_one: Sequence[int], schedule: Schedule) -> list[int]:
+def _expected(sizes: Sequence[int], schedule: Schedule) -> list[int]:
     """Of each rank the most that its stages' microbatches hold at one time, by the schedule's own lifetimes."""
     most = []
     for row, actions in zip(lifetimes(schedule), schedule.actions, strict=True):
-        saved = [(held.made, held.last_read, of_one[held.stages[0]]) for held in row if held.what is What.SAVED]
-        most.append(max(sum(size for made, last, size in saved if made <= at <= last) for at in range(len(actions))))
+        saved = [(span.made, span.last_read, sizes[span.stages[0]]) for span in row if span.what is What.SAVED]
+        most.append(max(sum(size for start, last, size in saved if start <= at <= last) for at in range(len(actions))))
     return most

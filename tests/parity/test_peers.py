@@ -46,9 +46,9 @@ def gradients(holder: nn.Module | pipegraph.Pipeline) -> dict[str, Tensor]:
 
 @pytest.mark.slow  # tests/runtime/test_ties.py has smaller models
 @pytest.mark.timeout(300)  # as of the matrix, whose work it may be the first to need
-def test_item_2_tied_weights_stay_one_weight(made: Workshop) -> None:
+def test_item_2_tied_weights_stay_one_weight(shared_workshop: Workshop) -> None:
     """Elsewhere each stage trains a copy of its own, and the copies drift apart."""
-    ranks = made.in_processes("llama", 2)
+    ranks = shared_workshop.in_processes("llama", 2)
     assert all(rank["differences"][f"gradient {name} 1"] <= TOLERANCE for rank, name in zip(ranks, NAMES, strict=True))
     first, last = (rank["copies"]["model.embed_tokens.weight"] for rank in ranks)
     assert first == last
@@ -128,9 +128,9 @@ def test_item_6_the_state_dict_has_the_keys_of_the_model(tmp_path: Path) -> None
     """Elsewhere non-persistent buffers become persistent."""
     model = buffers.build_model()
     pipe = pipeline(write(model, tmp_path / "buffers", buffers.example_inputs, stages=3), microbatches=1)
-    own, expected = pipe.state_dict(), model.state_dict()
-    assert own.keys() == expected.keys()
-    assert_close(own, dict(expected))
+    state, expected = pipe.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    assert_close(state, dict(expected))
     named = {name: buffer for stage in pipe.stages.values() for name, buffer in stage.named_buffers()}
     assert_close(named["layers.3.table"], model.get_buffer("layers.3.table"))  # which is no part of the state
 
@@ -138,15 +138,15 @@ def test_item_6_the_state_dict_has_the_keys_of_the_model(tmp_path: Path) -> None
 def test_item_7_a_model_can_be_split_again(tmp_path: Path) -> None:
     """Elsewhere the split changes the user's module, and the next one recurses for ever."""
     model = chain.build_model()
-    before = copy.deepcopy(model)
+    original = copy.deepcopy(model)
     captured = pipegraph.capture(model, chain.example_inputs)
     for name, points in (("first", ["layers.2"]), ("other", ["layers.1", "layers.3"]), ("again", ["layers.2"])):
         pipegraph.write_package(pipegraph.plan(captured, points=points), tmp_path / name)
     write(model, tmp_path / "last", chain.example_inputs, points=["layers.2"])
     assert contents(tmp_path / "first") == contents(tmp_path / "again") == contents(tmp_path / "last")
-    assert repr(model) == repr(before)
-    assert_close(dict(model.state_dict()), dict(before.state_dict()), rtol=0, atol=0)
-    assert_close(model(*chain.example_inputs), before(*chain.example_inputs), rtol=0, atol=0)
+    assert repr(model) == repr(original)
+    assert_close(dict(model.state_dict()), dict(original.state_dict()), rtol=0, atol=0)
+    assert_close(model(*chain.example_inputs), original(*chain.example_inputs), rtol=0, atol=0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -202,7 +202,7 @@ def test_item_10_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "stepped\n"
         ranks[1].kill()
-        said = [rank.communicate(timeout=20)[1] for rank in ranks]  # 10 seconds, and those of a busy machine
+        errors = [rank.communicate(timeout=20)[1] for rank in ranks]  # 10 seconds, and those of a busy machine
     finally:
         for rank in ranks:
             rank.kill()
@@ -211,7 +211,7 @@ def test_item_10_a_rank_that_dies_is_named_by_the_others(tmp_path: Path) -> None
         assert ranks[index].returncode > 0
         # In an action, or, where its own part of a step was done, in the next one's first.
         where = rf"rank {index} stopped in stage {index}, action {index}\w+, microbatch \d, waiting for rank 1: "
-        assert re.search(f"{where}rank 1 is gone \\(", said[index]), said[index]
+        assert re.search(f"{where}rank 1 is gone \\(", errors[index]), errors[index]
 
 
 def test_item_11_gradients_accumulate_over_steps(tmp_path: Path) -> None:

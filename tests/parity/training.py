@@ -17,11 +17,11 @@ TOLERANCE = 1e-5
 
 KERNELS = "eager"
 
-Found = dict[str, Any]
+Report = dict[str, Any]
 """`differences` (what → relative difference) and `copies` (tied weight → a digest for each of its names)."""
 
 
-def train(package: Path, case_name: str, schedule: str, reference: dict[str, Any], kernels: str = KERNELS) -> Found:
+def train(package: Path, case_name: str, schedule: str, reference: dict[str, Any], kernels: str = KERNELS) -> Report:
     """Train as the reference was trained, on the same batches, and compare all that this process holds."""
     case = CASES[case_name]
     loss_fn = MODELS[case.model].loss
@@ -63,12 +63,12 @@ def expected_names(reference: dict[str, Any]) -> set[str]:
 def _gradients(pipe: Pipeline, expected: dict[str, Tensor | None]) -> dict[str, float]:
     """Differences by name; of several copies in this process the largest one."""
     floor = _floor(expected)
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     for stage in pipe.stages.values():
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             difference = _difference(parameter.grad, expected[name], floor)
-            found[name] = max(found.get(name, 0.0), difference)
-    return found
+            differences[name] = max(differences.get(name, 0.0), difference)
+    return differences
 
 
 def _copies(pipe: Pipeline, state: dict[str, Tensor]) -> dict[str, list[str]]:
@@ -81,13 +81,13 @@ def _copies(pipe: Pipeline, state: dict[str, Tensor]) -> dict[str, list[str]]:
     return copies
 
 
-def _difference(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
-    if found is None or expected is None:
-        return 0.0 if found is expected else float("inf")
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def _difference(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
     largest = max(_largest(expected), floor)
-    difference = _largest(found.detach() - expected)
+    difference = _largest(actual.detach() - expected)
     return difference / largest if difference != 0 else 0.0
 
 

@@ -17,7 +17,7 @@ import torch
 from tests.parity.cases import CASES, MODELS
 from tests.parity.rank import train_all
 from tests.parity.reference import prepare
-from tests.parity.training import KERNELS, Found, train
+from tests.parity.training import KERNELS, Report, train
 from tests.runtime import ranks
 
 SECONDS = 150
@@ -39,11 +39,11 @@ class Workshop:
         reference: dict[str, Any] = torch.load(self._model(model) / f"{case}.pt", mmap=True)
         return reference
 
-    def in_one_process(self, case: str, schedule: str, stages: int, kernels: str = KERNELS) -> list[Found]:
+    def in_one_process(self, case: str, schedule: str, stages: int, kernels: str = KERNELS) -> list[Report]:
         """What training finds with all stages in this process."""
         return [train(self.package(CASES[case].model, stages), case, schedule, self.reference(case), kernels)]
 
-    def in_processes(self, case: str, stages: int) -> list[Found]:
+    def in_processes(self, case: str, stages: int) -> list[Report]:
         """What each rank found. All cases of so many stages run in the same processes, when the first is asked for."""
         folder = self._once(f"{stages} processes", lambda out: self._run(stages, out))
         return [json.loads((folder / f"{case} {rank}.json").read_text()) for rank in range(stages)]
@@ -54,9 +54,9 @@ class Workshop:
     def _run(self, stages: int, out: Path) -> None:
         for name in MODELS:
             self._model(name)
-        said = ranks.run(train_all, stages, self._folder, stages, out, timeout=SECONDS)
-        if said != ["done"] * stages:
-            raise RuntimeError(f"the ranks ended with {said}")
+        results = ranks.run(train_all, stages, self._folder, stages, out, timeout=SECONDS)
+        if results != ["done"] * stages:
+            raise RuntimeError(f"the ranks ended with {results}")
 
     def _once(self, name: str, make: Callable[[Path], None]) -> Path:
         """The folder `name`, filled by `make`. What `make` raised the first time is raised each time."""
@@ -83,13 +83,13 @@ def workshop(folder: Path) -> Iterator[Workshop]:
     lock, users = folder.with_suffix(".lock"), folder / "users"
     with locked(lock):
         users.mkdir(parents=True, exist_ok=True)
-        own = users / str(os.getpid())
-        own.touch()
+        user_file = users / str(os.getpid())
+        user_file.touch()
     try:
         yield Workshop(folder)
     finally:
         with locked(lock):
-            own.unlink()
+            user_file.unlink()
             if not any(users.iterdir()):
                 shutil.rmtree(folder)
 
@@ -97,6 +97,6 @@ def workshop(folder: Path) -> Iterator[Workshop]:
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
     """Hold `file`, against other processes; the system lets it go when a process dies."""
-    with file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with file.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         yield

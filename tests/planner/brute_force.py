@@ -14,7 +14,7 @@ from pipegraph.schedule.recipes import find_recipe
 
 Cuts = tuple[int, ...]
 Link = tuple[float, float] | None
-WHOLE = st.integers(0, 20).map(float)
+WHOLE_NUMBERS = st.integers(0, 20).map(float)
 
 
 def every_cut(segments: int, stages: int) -> list[Cuts]:
@@ -35,7 +35,7 @@ def makespan(costs: Sequence[SegmentCost], cuts: Cuts, schedule: Schedule, link:
     stages = staged(costs, cuts)
     forward, back, weight = (total(stages, name) for name in ("forward", "input_grad", "weight_grad"))
     back[0], weight[0] = 0.0, back[0] + weight[0]
-    crosses = [rank != other for rank, other in pairwise(schedule.placement)]
+    crosses = [rank != next_rank for rank, next_rank in pairwise(schedule.placement)]
     latency, bandwidth = link or (0.0, float("inf"))
     hop = [latency if crossed else 0.0 for crossed in crosses]
     sent = [
@@ -64,42 +64,42 @@ def memory(
     offloaded = total(stages, "offloaded_bytes")
     weights[0] = saved[0] + (costs[cuts[0] - 1].boundary_bytes if cuts else 0)
     buffers = receive_buffers(lower(schedule), ahead, saved=False)
-    found = []
+    rank_bytes = []
     for rank, order in enumerate(schedule.actions):
-        held = peak = 0.0
+        usage = peak = 0.0
         away = offload_windows(order)
         for position, action in enumerate(order):
             # What leaves behind this action is gone when it ends, and what comes before it is there when it begins.
-            held += sum(offloaded[each.stage] for each in away if each.back == position)
-            one, other = saved[action.stage], weights[action.stage]
-            changes = {Kind.F: one if schedule.trains else 0, Kind.B: -one, Kind.I: other - one, Kind.W: -other}
-            left = sum(offloaded[each.stage] for each in away if each.departure == position)
-            before, held = held, held + changes[action.kind] - left
-            peak = max(peak, held, _while_it_runs(action, before, held, stages[action.stage], added[action.stage]))
-        own = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
-        states = sum(parameters[stage] + buffered[stage] for stage in own)
-        states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in own)
+            usage += sum(offloaded[window.stage] for window in away if window.back == position)
+            full, weight = saved[action.stage], weights[action.stage]
+            changes = {Kind.F: full if schedule.trains else 0, Kind.B: -full, Kind.I: weight - full, Kind.W: -weight}
+            outgoing = sum(offloaded[window.stage] for window in away if window.departure == position)
+            previous, usage = usage, usage + changes[action.kind] - outgoing
+            peak = max(peak, usage, _while_it_runs(action, previous, usage, stages[action.stage], added[action.stage]))
+        resident = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
+        states = sum(parameters[stage] + buffered[stage] for stage in resident)
+        states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in resident)
         received = [
-            count * costs[cuts[min(edge)] - 1].boundary_bytes for edge, count in buffers.items() if edge[1] in own
+            count * costs[cuts[min(edge)] - 1].boundary_bytes for edge, count in buffers.items() if edge[1] in resident
         ]
-        found.append(peak + states + sum(received))
-    return found
+        rank_bytes.append(peak + states + sum(received))
+    return rank_bytes
 
 
 def _while_it_runs(
-    action: Action, before: float, after: float, segments: Sequence[SegmentCost], gradients: float
+    action: Action, usage_before: float, usage_after: float, segments: Sequence[SegmentCost], gradients: float
 ) -> float:
     """The first stage's I has nothing to do, and its W does all of the backward."""
     kind = Kind.B if action.kind is Kind.W and action.stage == 0 else action.kind
     if kind is Kind.I and action.stage == 0:
-        return after
+        return usage_after
     need = max(cost.transient_bytes[(Kind.F, Kind.I, Kind.W, Kind.B).index(kind)] for cost in segments)
-    made = gradients if action.kind in (Kind.W, Kind.B) else 0.0
-    return need + max(after + made, 0.0 if kind is Kind.F else before)
+    new_gradients = gradients if action.kind in (Kind.W, Kind.B) else 0.0
+    return need + max(usage_after + new_gradients, 0.0 if kind is Kind.F else usage_before)
 
 
-def _or(figure: float | None, other: float) -> float:
-    return other if figure is None else figure
+def _or(figure: float | None, default: float) -> float:
+    return default if figure is None else figure
 
 
 @st.composite
@@ -107,15 +107,15 @@ def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost
     """A segment; its latter figures are given, or left to follow from the others."""
     sizes = st.integers(0, 50)
     parameters = draw(sizes)
-    trained, kept = draw(st.none() | st.integers(0, parameters)), draw(st.none() | sizes)
+    trained, weight_saved = draw(st.none() | st.integers(0, parameters)), draw(st.none() | sizes)
     seconds = [draw(figures) for _ in range(3)]
-    others = parameters, 0, kept, trained, draw(st.just(0) | sizes)
+    byte_counts = parameters, 0, weight_saved, trained, draw(st.just(0) | sizes)
     transient = draw(st.just(TransientBytes()) | st.builds(TransientBytes, sizes, sizes, sizes, sizes))
     added = draw(st.none() | st.integers(0, parameters if trained is None else trained))
-    return SegmentCost(*seconds, draw(sizes), draw(sizes), *others, transient_bytes=transient, added_bytes=added)
+    return SegmentCost(*seconds, draw(sizes), draw(sizes), *byte_counts, transient_bytes=transient, added_bytes=added)
 
 
-def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE) -> st.SearchStrategy[list[SegmentCost]]:
+def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE_NUMBERS) -> st.SearchStrategy[list[SegmentCost]]:
     """Chains of so many segments."""
     return st.lists(_segments(figures), min_size=segments, max_size=segments)
 

@@ -10,16 +10,16 @@ from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.graph.captured import Captured
 
-ONE = SizeTable({}, 1.0)
+FULL_RATE = SizeTable({}, 1.0)
 
 MACHINE = Hardware(
     name="machine",
     device="one that attains 1 TFLOP/s, where nothing else takes time",
     memory_bytes=2**30,
     peak_flops={"float32": 1e12},
-    attained_flops={"matmul": {"any": ONE}},
+    attained_flops={"matmul": {"any": FULL_RATE}},
     memory_bandwidth=1e18,
-    attained_bandwidth=ONE,
+    attained_bandwidth=FULL_RATE,
     kernel_floor=0.0,
     links=Links(8, Link(0.0, 1e18, "none")),
 )

@@ -27,7 +27,7 @@ def of_file(name: str, cut: str) -> list[Crossing]:
 
 def of_capture(model: Captured, cut: str) -> list[Crossing]:
     plan = pipegraph.plan(model, points=cut.split(","))
-    return [(each.producer, each.consumers, each.requires_grad) for each in plan.boundaries]
+    return [(boundary.producer, boundary.consumers, boundary.requires_grad) for boundary in plan.boundaries]
 
 
 @pytest.mark.parametrize(
@@ -160,17 +160,17 @@ def test_random_numbers_are_drawn_once() -> None:
 
 def test_costs_count_what_is_held_and_sent() -> None:
     plan = pipegraph.plan(captured("tests/models/chain.py"), points=["layers.2"])
-    held = [
+    figures = [
         {"flops": 1024, "parameters": 144, "parameter_bytes": 576, "input_bytes": 0, "output_bytes": 128},
         {"flops": 1152, "parameters": 162, "parameter_bytes": 648, "input_bytes": 128, "output_bytes": 0},
     ]
-    expected = [StageCost(**each, trained_bytes=each["parameter_bytes"], buffer_bytes=0) for each in held]
+    expected = [StageCost(**counts, trained_bytes=counts["parameter_bytes"], buffer_bytes=0) for counts in figures]
     assert list(plan.costs) == expected
 
 
 def test_frozen_parameters_and_buffers_are_told_apart() -> None:
-    made = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
-    made[0].requires_grad_(False)
-    costs = pipegraph.plan(pipegraph.capture(made, (torch.ones(4, 8),)), points=["2"]).costs
-    assert [(each.parameter_bytes, each.trained_bytes) for each in costs] == [(4 * (72 + 16), 4 * 16), (256, 256)]
-    assert [each.buffer_bytes for each in costs] == [4 * 16 + 8, 0]  # means, variances, and how many batches there were
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
+    model[0].requires_grad_(False)
+    costs = pipegraph.plan(pipegraph.capture(model, (torch.ones(4, 8),)), points=["2"]).costs
+    assert [(cost.parameter_bytes, cost.trained_bytes) for cost in costs] == [(4 * (72 + 16), 4 * 16), (256, 256)]
+    assert [cost.buffer_bytes for cost in costs] == [4 * 16 + 8, 0]  # means, variances, and how many batches there were

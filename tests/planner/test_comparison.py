@@ -98,11 +98,11 @@ def test_what_no_schedule_can_have_is_left_out_and_told() -> None:
 
 
 def test_the_file_of_a_plan(tmp_path: Path) -> None:
-    made = plan_of(compared(schedules=["zb-h1"], microbatches=[6]).best)
+    plan = plan_of(compared(schedules=["zb-h1"], microbatches=[6]).best)
     file = tmp_path / "plan.json"
-    file.write_text(PlanFile.from_plan(made).to_json())
+    file.write_text(PlanFile.from_plan(plan).to_json())
     again = PlanFile.read(file).apply(MODEL)
-    assert again.points == made.points
+    assert again.points == plan.points
     assert PlanFile.from_plan(again).to_json() == file.read_text()
     with pytest.raises(PlanError, match="The plan is of a model with 49,152 parameters, and this one has 8,192"):
         PlanFile.read(file).apply(linears(64, 64))
@@ -127,8 +127,8 @@ def test_what_is_no_plan(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_plan_with_a_point_too_few(tmp_path: Path) -> None:
-    made = PlanFile.from_plan(pipegraph.plan(MODEL, stages=2, hardware=MACHINE))
+    plan_file = PlanFile.from_plan(pipegraph.plan(MODEL, stages=2, hardware=MACHINE))
     file = tmp_path / "plan.json"
-    file.write_text(json.dumps(made.to_dict() | {"points": []}))
+    file.write_text(json.dumps(plan_file.to_dict() | {"points": []}))
     with pytest.raises(SourceError, match="costs: it has 2 stages, and 0 points make one more"):
         PlanFile.read(file)

@@ -46,38 +46,38 @@ def test_two_stages(options: dict[str, Any], points: list[str]) -> None:
 
 
 def test_a_step_is_predicted_as_it_is_simulated() -> None:
-    made = plan(stages=3, schedule="zb-h1", microbatches=5).prediction
-    assert made is not None
+    prediction = plan(stages=3, schedule="zb-h1", microbatches=5).prediction
+    assert prediction is not None
     times = Times(
-        [stage.forward for stage in made.stages],
-        [stage.input_grad for stage in made.stages],
-        [stage.weight_grad for stage in made.stages],
+        [stage.forward for stage in prediction.stages],
+        [stage.input_grad for stage in prediction.stages],
+        [stage.weight_grad for stage in prediction.stages],
     )
-    assert made.value == pytest.approx(simulate(build("zb-h1", 3, 5), times).makespan, rel=1e-5)
-    assert made.lower_bound == made.value
-    assert made.gap == 0
+    assert prediction.value == pytest.approx(simulate(build("zb-h1", 3, 5), times).makespan, rel=1e-5)
+    assert prediction.lower_bound == prediction.value
+    assert prediction.gap == 0
 
 
 def test_times_and_bytes_of_stages() -> None:
-    made = plan(stages=2)
-    first, last = made.prediction.stages
+    cut_plan = plan(stages=2)
+    first, last = cut_plan.prediction.stages
     assert first.forward == about(6)
     assert (first.input_grad, first.weight_grad) == (0.0, about(11))  # none for the model's input
     assert (last.forward, last.input_grad, last.weight_grad) == (about(6), about(6), about(6))
     assert (first.parameter_bytes, last.parameter_bytes) == (6 * 64 * 64 * 4, 64 * 384 * 4)
-    cost = made.costs[1].to_dict()
+    cost = cut_plan.costs[1].to_dict()
     assert cost["forward"] == pytest.approx(last.forward)
     assert cost["saved_bytes"] == last.saved_bytes
 
 
 def test_given_points_are_predicted_where_that_is_asked_for() -> None:
     assert pipegraph.plan(HEAVY_HEAD, points=["3"]).prediction is None
-    given, best = plan(points=["3"]).prediction, plan(stages=2).prediction
-    assert given is not None and best is not None
-    assert given.lower_bound is None and given.gap is None
-    assert given.value > best.value
-    (cut,) = given.cuts
-    assert cut.later is not None and (cut.later.point, cut.later.value < given.value) == ("4", True)
+    prediction, best = plan(points=["3"]).prediction, plan(stages=2).prediction
+    assert prediction is not None and best is not None
+    assert prediction.lower_bound is None and prediction.gap is None
+    assert prediction.value > best.value
+    (cut,) = prediction.cuts
+    assert cut.later is not None and (cut.later.point, cut.later.value < prediction.value) == ("4", True)
     with pytest.raises(PlanError, match='balance="flops" chooses points, and they were given'):
         plan(points=["3"], balance="flops")
 
@@ -86,8 +86,8 @@ def test_given_points_are_predicted_where_that_is_asked_for() -> None:
 def test_any_option_of_a_step_asks_for_a_prediction(option: dict[str, Any]) -> None:
     assert pipegraph.plan(HEAVY_HEAD, points=["3"], **option).prediction is not None
     assert pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform").prediction is None
-    made = pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform", **option).prediction
-    assert made is not None and (made.balance, made.unit, made.cuts[0].point) == ("uniform", "s", "4")
+    estimate = pipegraph.plan(HEAVY_HEAD, stages=2, balance="uniform", **option).prediction
+    assert estimate is not None and (estimate.balance, estimate.unit, estimate.cuts[0].point) == ("uniform", "s", "4")
 
 
 def test_of_equal_weights_the_most_even_are_taken() -> None:
@@ -95,12 +95,12 @@ def test_of_equal_weights_the_most_even_are_taken() -> None:
         pass
 
     def layers(*wide: int) -> nn.Module:
-        return nn.Sequential(*(Wide(16, 16) if each else nn.Linear(16, 16) for each in wide))
+        return nn.Sequential(*(Wide(16, 16) if is_wide else nn.Linear(16, 16) for is_wide in wide))
 
     captured = pipegraph.capture(layers(0, 0, 1, 1, 0, 1, 1, 0), (torch.ones(4, 16),))
-    made = pipegraph.plan(captured, stages=3, balance="type:Wide", hardware=MACHINE)
-    assert [stage.forward for stage in made.prediction.stages] == [1, 1, 2]  # type: ignore[union-attr]
-    assert [str(point) for point in made.points] == ["3", "5"]  # 3, 2 and 3 layers
+    cut_plan = pipegraph.plan(captured, stages=3, balance="type:Wide", hardware=MACHINE)
+    assert [stage.forward for stage in cut_plan.prediction.stages] == [1, 1, 2]  # type: ignore[union-attr]
+    assert [str(point) for point in cut_plan.points] == ["3", "5"]  # 3, 2 and 3 layers
 
 
 def test_what_equal_segments_lack() -> None:
@@ -112,14 +112,14 @@ def test_what_equal_segments_lack() -> None:
 
 
 def test_each_cut_has_a_reason() -> None:
-    made = plan(stages=2).prediction
-    assert made is not None
-    (cut,) = made.cuts
+    prediction = plan(stages=2).prediction
+    assert prediction is not None
+    (cut,) = prediction.cuts
     assert (cut.point, cut.boundary_bytes, cut.later) == ("6", 16 * 64 * 4, None)  # no stage behind the last layer
-    assert cut.earlier is not None and cut.earlier.value > made.value
-    assert made.cuts[0].reason == (
+    assert cut.earlier is not None and cut.earlier.value > prediction.value
+    assert prediction.cuts[0].reason == (
         "stages 0 and 1 take 2.228 µs and 2.359 µs; 4.0 KiB cross; one segment earlier, at 5, "
-        f"{made.change(cut.earlier)}"
+        f"{prediction.change(cut.earlier)}"
     )
 
 
@@ -135,26 +135,26 @@ def test_a_tied_weight_counts_in_both_stages() -> None:
             return self.head(self.middle(self.embed(tokens)))
 
     captured = pipegraph.capture(Tied(), (torch.zeros(2, 4, dtype=torch.long),))
-    made = pipegraph.plan(captured, stages=2, hardware=MACHINE).prediction
-    assert made is not None
-    assert all(stage.parameter_bytes >= 1000 * 16 * 4 for stage in made.stages)
+    prediction = pipegraph.plan(captured, stages=2, hardware=MACHINE).prediction
+    assert prediction is not None
+    assert all(stage.parameter_bytes >= 1000 * 16 * 4 for stage in prediction.stages)
     with pytest.raises(MemoryShortage) as caught:  # which a weight that counts once would hide
         pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.05 * 4 * 1000 * 16 * 4)
-    needed = caught.value.needed
-    assert needed > 1.05 * 4 * 1000 * 16 * 4
-    told = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=needed).prediction
-    assert told is not None and told.peak == needed
+    required_bytes = caught.value.needed
+    assert required_bytes > 1.05 * 4 * 1000 * 16 * 4
+    tight_prediction = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=required_bytes).prediction
+    assert tight_prediction is not None and tight_prediction.peak == required_bytes
     with pytest.raises(MemoryShortage, match="with what several stages hold: rank") as caught:
-        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=needed - 1)
-    assert caught.value.needed == needed
+        pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=required_bytes - 1)
+    assert caught.value.needed == required_bytes
 
 
 def test_a_frozen_parameter_needs_no_more_than_itself() -> None:
-    made = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(8, 8))
-    captured = pipegraph.capture(made.requires_grad_(False), (torch.randn(2, 256),))
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8), nn.Linear(8, 8))
+    captured = pipegraph.capture(model.requires_grad_(False), (torch.randn(2, 256),))
     layer = 4 * (256 * 256 + 256)
-    found = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.2 * layer).prediction
-    assert found is not None and layer <= found.memory[0] < 1.2 * layer
+    prediction = pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=1.2 * layer).prediction
+    assert prediction is not None and layer <= prediction.memory[0] < 1.2 * layer
     with pytest.raises(PlanError, match=r"parameter, 0.weight, takes 256.0 KiB, and a rank has 100.0 KiB"):
         pipegraph.plan(captured, stages=2, hardware=MACHINE, memory_bytes=100 * 2**10)
 
@@ -220,23 +220,23 @@ def test_a_schedule_is_refused_before_anything_is_priced(monkeypatch: pytest.Mon
 
 
 def test_the_manifest_tells_why() -> None:
-    made = plan(stages=3)
-    manifest = generate(made).manifest
-    assert manifest.plan.points == tuple(str(point) for point in made.points)
-    assert made.prediction is not None and manifest.prediction is not None
+    cut_plan = plan(stages=3)
+    manifest = generate(cut_plan).manifest
+    assert manifest.plan.points == tuple(str(point) for point in cut_plan.points)
+    assert cut_plan.prediction is not None and manifest.prediction is not None
     entry = manifest.prediction.to_dict()
     expected = {"balance": "time", "schedule": "1f1b", "microbatches": 8, "hardware": "machine", "recompute": "min-cut"}
     assert entry | expected == entry
-    assert entry["value"] == made.prediction.value
+    assert entry["value"] == cut_plan.prediction.value
     assert entry["gap"] == 0
-    assert manifest.prediction.cuts == made.prediction.cuts
+    assert manifest.prediction.cuts == cut_plan.prediction.cuts
     assert manifest.stages[0].cost.times is not None and manifest.stages[0].cost.saved_bytes
     assert generate(plan(stages=3)).manifest.to_json() == manifest.to_json()
 
 
 def test_a_prediction_is_read_as_it_was_written() -> None:
-    made = plan(stages=3, memory_bytes=2**30).prediction
-    assert made is not None
-    found = made.to_dict()
-    assert found.pop("gap") == 0
-    assert msgspec.convert(found, Prediction) == made
+    prediction = plan(stages=3, memory_bytes=2**30).prediction
+    assert prediction is not None
+    fields = prediction.to_dict()
+    assert fields.pop("gap") == 0
+    assert msgspec.convert(fields, Prediction) == prediction

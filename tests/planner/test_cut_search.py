@@ -39,13 +39,13 @@ def test_a_network_times_many_cuts_as_simulate_does_each(data: st.DataObject, sc
     crosses = np.diff(schedule.placement) != 0
     hop, transfers = crosses * data.draw(st.sampled_from([0.0, 0.5])), transfers * crosses[:, None]
     network = ActionGraph(schedule, queued=bool(transfers.any()))
-    found = network.makespans(times, hop, transfers)
+    makespans = network.makespans(times, hop, transfers)
     for number in (0, 1):
         given_times = Times(*times[..., number].tolist(), hop.tolist(), transfers[:, number].tolist())
-        assert found[number] == pytest.approx(simulate(schedule, given_times).makespan, rel=1e-12)
+        assert makespans[number] == pytest.approx(simulate(schedule, given_times).makespan, rel=1e-12)
         path = network.longest_path(times[..., number], hop, transfers[:, number])
         length = (path.work * times[..., number]).sum() + path.hops @ hop + path.transfers @ transfers[:, number]
-        assert length == pytest.approx(found[number], rel=1e-12)
+        assert length == pytest.approx(makespans[number], rel=1e-12)
 
 
 @settings(max_examples=60)
@@ -55,20 +55,20 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
     chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3)), st.floats(0, 10))), data.draw(links)
     sums = PrefixSums(chain)
     full = Makespan(sums, schedule, link)
-    needed = MemoryNeed(sums, schedule, 4.0, 2)
+    need = MemoryNeed(sums, schedule, 4.0, 2)
     every = every_cut(len(chain), schedule.stages)
     cuts = np.array(every, np.int64).reshape(len(every), schedule.stages - 1)
-    limit = float(np.median(needed.values(cuts)))
+    limit = float(np.median(need.values(cuts)))
     limited = MemoryLimited(full, MemoryNeed(sums, schedule, 4.0, 2, [limit] * schedule.ranks), 10.0)
-    objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.trains), needed, limited]
-    one = np.ones(1)
+    objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.trains), need, limited]
+    weight = np.ones(1)
     for objective in objectives:
         values = objective.values(cuts)
         slack = 1e-9 * (1 + values)
         for linear in [*objective.initial_bounds(), objective.tightest_bound(cuts, np.full(len(cuts), 1 / len(cuts)))]:
             assert (linear.at(cuts) <= values + slack).all()
         for value, chosen in zip(values, cuts, strict=True):
-            tightest = objective.tightest_bound(chosen[None], one).at(chosen[None])[0]
+            tightest = objective.tightest_bound(chosen[None], weight).at(chosen[None])[0]
             if objective in (full, objectives[1]) or not any(any(cost.transient_bytes) for cost in chain):
                 assert tightest == pytest.approx(value, rel=1e-9, abs=1e-9)
             assert tightest <= value + 1e-9 * (1 + value)  # of what is transient it counts the least of any cuts
@@ -86,9 +86,9 @@ def test_no_cuts_are_below_the_bound(data: st.DataObject, schedule: Schedule, ef
     chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(1, 4)))), data.draw(links)
     limit, every = None, every_cut(len(chain), schedule.stages)
     if data.draw(st.booleans()):
-        needed = {cuts: max(memory(chain, cuts, schedule)) for cuts in every}
-        limit = max(needed[data.draw(st.sampled_from(every))], 1.02 * min(needed.values()))
-        every = [cuts for cuts in every if needed[cuts] <= limit]
+        peaks = {cuts: max(memory(chain, cuts, schedule)) for cuts in every}
+        limit = max(peaks[data.draw(st.sampled_from(every))], 1.02 * min(peaks.values()))
+        every = [cuts for cuts in every if peaks[cuts] <= limit]
     bottleneck = schedule.trains and data.draw(st.booleans())
     solution = solve(
         chain,

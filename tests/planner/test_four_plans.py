@@ -16,8 +16,8 @@ def test_each_runs_and_holds_what_was_predicted() -> None:
     """The times of such small steps say nothing. `python -m benchmarks.joint_plan` compares those of a Llama."""
     plans, measured = compare("layers", Hardware.load("cpu"), "time", "eager", 64, 4, None, rounds=1)
     assert [plan.name for plan in plans] == list(LAYOUTS)
-    for plan, found in zip(plans, measured, strict=True):
-        per_rank = len(found.memory) // len(plan.memory)  # processes that hold the same
-        held = [max(found.memory[per_rank * rank : per_rank * (rank + 1)]) for rank in range(len(plan.memory))]
-        assert held == [pytest.approx(expected, rel=0.05) for expected in plan.memory], plan.name
-        assert median(found.steps) > 0 and all(min(seconds) > 0 for seconds in found.seconds)
+    for plan, run in zip(plans, measured, strict=True):
+        per_rank = len(run.memory) // len(plan.memory)  # processes that hold the same
+        peaks = [max(run.memory[per_rank * rank : per_rank * (rank + 1)]) for rank in range(len(plan.memory))]
+        assert peaks == [pytest.approx(expected, rel=0.05) for expected in plan.memory], plan.name
+        assert median(run.steps) > 0 and all(min(seconds) > 0 for seconds in run.seconds)

@@ -97,9 +97,9 @@ def test_a_collective_that_was_measured_takes_what_it_took() -> None:
 
 
 def test_layouts_use_every_device() -> None:
-    found = list(layouts(8, 4, 2))
-    assert all(each.pp * each.copies * each.tp == 8 and each.pp <= 4 and each.tp <= 2 for each in found)
-    assert len(found) == len(set(found)) == 4 + 3 + 2 + 3 + 2 + 1
+    choices = list(layouts(8, 4, 2))
+    assert all(layout.pp * layout.copies * layout.tp == 8 and layout.pp <= 4 and layout.tp <= 2 for layout in choices)
+    assert len(choices) == len(set(choices)) == 4 + 3 + 2 + 3 + 2 + 1
     assert [Layout(1, 1, shards, 1).state_factor for shards in (1, 2, 4, 8)] == [4, 4, 3, 2.5]
 
 
@@ -111,12 +111,12 @@ def test_copies_agree_on_each_step() -> None:
 
 def test_tp_divides_what_each_choice_keeps(costs: LayoutCosts) -> None:
     """The input of a layer, which "block" keeps alone, is whole on each rank."""
-    kept = {}
+    saved = {}
     for index, recompute in enumerate(costs.recompute[:3]):
-        whole, halves = (costs.options(Layout(1, 1, 1, tp), 2)[index] for tp in (1, 2))
-        kept[str(recompute)] = [sum(cost.saved_bytes for cost in each.segments) for each in (whole, halves)]
+        full, halves = (costs.options(Layout(1, 1, 1, tp), 2)[index] for tp in (1, 2))
+        saved[str(recompute)] = [sum(cost.saved_bytes for cost in option.segments) for option in (full, halves)]
     boundary, inside = 2 * 512 * 256 * 4, 2 * 512 * 1024 * 4
-    of_block, of_min_cut = kept["layers.*=block"], kept["min-cut"]
+    of_block, of_min_cut = saved["layers.*=block"], saved["min-cut"]
     assert of_block[0] == of_block[1] >= 5 * boundary
     assert of_min_cut[0] - of_min_cut[1] == 6 * inside / 2  # what tanh makes
 
@@ -131,11 +131,11 @@ def test_tp_divides_experts_embeddings_and_heads() -> None:
     divided = 0.0
     for index, share in enumerate(shares):
         nodes = chain.nodes(index, index + 1)
-        state = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each.op == "get_attr")
-        divided += share.parameters * sum(value_bytes(each) for each in state)
-    whole = ("norm", "router", "out.bias", "scale")
+        state = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source.op == "get_attr")
+        divided += share.parameters * sum(value_bytes(attribute) for attribute in state)
+    unsplit = ("norm", "router", "out.bias", "scale")
     assert divided == pytest.approx(
-        4 * sum(each.numel() for name, each in model.named_parameters() if not any(part in name for part in whole))
+        4 * sum(leaf.numel() for name, leaf in model.named_parameters() if not any(part in name for part in unsplit))
     )
     hidden = 2 * 8 * mesh_mixture.WIDTH * 4
     assert sum(sum(share.forward) for share in shares) == 5 * hidden  # an embedding, two layers of two
@@ -145,23 +145,23 @@ def test_tp_divides_experts_embeddings_and_heads() -> None:
 
 
 def test_tp_divides_what_its_plan_says(costs: LayoutCosts) -> None:
-    whole, halves = (costs.options(Layout(1, 1, 1, tp), 2)[0] for tp in (1, 2))
+    full, halves = (costs.options(Layout(1, 1, 1, tp), 2)[0] for tp in (1, 2))
     layer = sum(parameter.numel() for parameter in Layer().parameters()) * 4
     divided = (2 * 256 * 1024 + 1024) * 4  # but not the norm, and the bias after the sum
-    assert sum(cost.parameter_bytes for cost in whole.segments) == 6 * layer
-    held = sum(cost.parameter_bytes for cost in halves.segments)
-    assert 6 * (layer - divided / 2) == pytest.approx(held, rel=0.01)
+    assert sum(cost.parameter_bytes for cost in full.segments) == 6 * layer
+    sharded_bytes = sum(cost.parameter_bytes for cost in halves.segments)
+    assert 6 * (layer - divided / 2) == pytest.approx(sharded_bytes, rel=0.01)
     exchanged = collective_seconds(A100.links, ALL_REDUCE, 2 * 512 * 256 * 4, 2)
     assert sum(sum(share.forward) for share in costs.shares) == 6 * 2 * 512 * 256 * 4
     for name in ("forward", "input_grad"):
-        took = [sum(getattr(cost, name) for cost in each.segments) for each in (whole, halves)]
+        took = [sum(getattr(cost, name) for cost in option.segments) for option in (full, halves)]
         assert took[0] / 2 + 6 * exchanged < took[1] < took[0] + 6 * exchanged
 
 
 def test_rows_scale(costs: LayoutCosts) -> None:
     two, four, eight = (costs.options(Layout(1, 1, 1, 1), rows)[0].segments for rows in (2, 4, 8))
     assert four == costs.double.costs[0].segments
-    saved = [sum(cost.saved_bytes for cost in each) for each in (two, four, eight)]
+    saved = [sum(cost.saved_bytes for cost in segments) for segments in (two, four, eight)]
     assert saved == [saved[0], 2 * saved[0], 4 * saved[0]]
 
 
@@ -186,7 +186,7 @@ def test_no_cuts_take_less_than_the_least_makespan(costs: LayoutCosts, name: str
     for _ in range(20):
         edges = [0, *sorted(random.sample(range(1, costs.segments), ranks - 1)), costs.segments]
         stages = [random.choice(options).stage(*edge) for edge in pairwise(edges)]
-        figures = ([getattr(each, name) for each in stages] for name in ("forward", "input_grad", "weight_grad"))
+        figures = ([getattr(stage, name) for stage in stages] for name in ("forward", "input_grad", "weight_grad"))
         assert simulate(build(name, ranks, microbatches), Times(*figures)).makespan >= bound * (1 - 1e-9)
 
 
@@ -199,12 +199,12 @@ def test_what_bounds_rule_out_is_not_better(costs: LayoutCosts, part: float | No
     free = search(None).run()
     memory = None if part is None else part * free.best.peak
     comparison, every = search(memory).run(), search(memory)
-    found = [every.search(candidate) for candidate in every.candidates]
-    assert all(each is None or every._problems.bound(each.candidate) <= each.step * (1 + 1e-9) for each in found)
-    assert min(each.step for each in found if each is not None) >= comparison.best.step * (1 - 1e-3)
+    plans = [every.search(candidate) for candidate in every.candidates]
+    assert all(plan is None or every._problems.bound(plan.candidate) <= plan.step * (1 + 1e-9) for plan in plans)
+    assert min(plan.step for plan in plans if plan is not None) >= comparison.best.step * (1 - 1e-3)
     assert comparison.lower_bound <= comparison.best.step and comparison.searched <= comparison.considered
-    assert all(memory is None or each.peak <= memory for each in comparison.choices)
-    steps, peaks = [each.step for each in comparison.choices], [each.peak for each in comparison.choices]
+    assert all(memory is None or choice.peak <= memory for choice in comparison.choices)
+    steps, peaks = [choice.step for choice in comparison.choices], [choice.peak for choice in comparison.choices]
     assert steps == sorted(steps) and peaks == sorted(peaks, reverse=True)
     if part is not None:
         assert comparison.best.step >= free.best.step * (1 - 1e-3)
@@ -217,71 +217,71 @@ def test_what_the_slowest_stage_rules_out_is_not_better(costs: LayoutCosts, monk
     """As in a model of many layers, which is cut between layers first."""
     monkeypatch.setattr(joint_search, "_FEW_LAYERS", len(costs.layers))
     memory = 0.6 * JointSearch(costs, 4, 32, None, ["1f1b"]).run().best.peak
-    made, every = (JointSearch(costs, 4, 32, memory, ["1f1b", "interleaved-1f1b"]) for _ in range(2))
-    comparison, found = made.run(), [every.search(candidate) for candidate in every.candidates]
-    for choice in found:
+    search, every = (JointSearch(costs, 4, 32, memory, ["1f1b", "interleaved-1f1b"]) for _ in range(2))
+    comparison, choices = search.run(), [every.search(candidate) for candidate in every.candidates]
+    for choice in choices:
         if choice is not None:
             bound = every._problems.slowest_stage(choice.candidate) + every._problems.least_exposed(choice.candidate)
             assert bound <= choice.step * (1 + 1e-9)
-    assert comparison.best.step <= min(choice.step for choice in found if choice is not None) * (1 + 1e-3)
+    assert comparison.best.step <= min(choice.step for choice in choices if choice is not None) * (1 + 1e-3)
     assert comparison.searched < sum(map(every._problems.may_fit, every.candidates))
 
 
 def test_divisions_of_copies_share_what_was_found_where_it_fits(costs: LayoutCosts) -> None:
     """A pipeline is searched for once, with the memory that its leanest division leaves."""
 
-    def made(memory: float) -> tuple[JointSearch, JointCandidate, JointCandidate]:
+    def search_and_candidates(memory: float) -> tuple[JointSearch, JointCandidate, JointCandidate]:
         search = JointSearch(costs, 8, 64, memory, ["1f1b"])
-        alike = [each for each in search.candidates if (each.layout.pp, each.layout.tp, each.rows) == (2, 1, 2)]
-        replicated, sharded = (next(each for each in alike if each.layout.dp_shard == count) for count in (1, 4))
+        plans = [plan for plan in search.candidates if (plan.layout.pp, plan.layout.tp, plan.rows) == (2, 1, 2)]
+        replicated, sharded = (next(plan for plan in plans if plan.layout.dp_shard == count) for count in (1, 4))
         return search, replicated, sharded
 
-    search, replicated, sharded = made(2**40)
-    found, leanest = search.search(replicated), search.search(sharded)
+    search, replicated, sharded = search_and_candidates(2**40)
+    choice, leanest = search.search(replicated), search.search(sharded)
     alone = search.search(replicated, effort=0.02)
-    assert found is not None and leanest is not None and alone is not None
-    assert (found.solution.cuts, found.solution.options) == (leanest.solution.cuts, leanest.solution.options)
-    assert found.solution.value == leanest.solution.value == alone.solution.value
-    assert found.peak == alone.peak > leanest.peak
-    assert search._least_found(replicated, whole_layers=False) <= found.step * (1 + 1e-9)
-    tight, replicated, sharded = made(found.peak - 1)
-    other, leanest = tight.search(replicated), tight.search(sharded)
-    assert other is not None and leanest is not None
-    assert other.peak < found.peak and other.step >= found.step and leanest.peak < found.peak
-    assert (other.solution.cuts, other.solution.options) != (found.solution.cuts, found.solution.options)
-    nothing, replicated, sharded = made(1024)
-    assert nothing.search(replicated) is None and nothing._least_found(replicated, whole_layers=False) == math.inf
+    assert choice is not None and leanest is not None and alone is not None
+    assert (choice.solution.cuts, choice.solution.options) == (leanest.solution.cuts, leanest.solution.options)
+    assert choice.solution.value == leanest.solution.value == alone.solution.value
+    assert choice.peak == alone.peak > leanest.peak
+    assert search._least_found(replicated, whole_layers=False) <= choice.step * (1 + 1e-9)
+    tight, replicated, sharded = search_and_candidates(choice.peak - 1)
+    tighter, leanest = tight.search(replicated), tight.search(sharded)
+    assert tighter is not None and leanest is not None
+    assert tighter.peak < choice.peak and tighter.step >= choice.step and leanest.peak < choice.peak
+    assert (tighter.solution.cuts, tighter.solution.options) != (choice.solution.cuts, choice.solution.options)
+    starved, replicated, sharded = search_and_candidates(1024)
+    assert starved.search(replicated) is None and starved._least_found(replicated, whole_layers=False) == math.inf
 
 
 def test_fewer_stages_are_whole_where_that_saves_memory(costs: LayoutCosts) -> None:
     """They are gathered more often, and a run takes their number from the plan's file."""
     search = JointSearch(costs, 4, 32, 2**40, ["interleaved-1f1b"])
-    every = [each for each in search.candidates if each.layout == Layout(2, 1, 2, 1) and each.rows == 2]
-    assert [each.resident for each in every] == [None, 1]
-    whole, resident = map(search.search, every)
-    assert whole is not None and resident is not None
-    assert resident.step > whole.step and resident.peak < whole.peak
-    made = plan_of_choice(captured(2), resident, PlanOptions(hardware=A100), 0.0)
-    again = PlanFile.from_json(PlanFile.from_plan(made).to_json(), "it")
+    every = [option for option in search.candidates if option.layout == Layout(2, 1, 2, 1) and option.rows == 2]
+    assert [option.resident for option in every] == [None, 1]
+    default_choice, resident = map(search.search, every)
+    assert default_choice is not None and resident is not None
+    assert resident.step > default_choice.step and resident.peak < default_choice.peak
+    plan = plan_of_choice(captured(2), resident, PlanOptions(hardware=A100), 0.0)
+    again = PlanFile.from_json(PlanFile.from_plan(plan).to_json(), "it")
     assert again.prediction.mesh_text == "pp 2 × dp_shard 2, with 1 stage of a rank whole at a time"
     assert resident_stages(None, None, again.prediction) == 1 and resident_stages(None, 2, again.prediction) == 2
-    assert {each.resident for each in JointSearch(costs, 4, 32, None, ["interleaved-1f1b"]).candidates} == {None}
+    assert {option.resident for option in JointSearch(costs, 4, 32, None, ["interleaved-1f1b"]).candidates} == {None}
 
 
 def test_a_package_holds_what_a_rank_along_tp_has(costs: LayoutCosts) -> None:
     """So that a run is compared with the parameters of one rank."""
     search = JointSearch(costs, 4, 32, None, ["1f1b"])
-    candidate = next(each for each in search.candidates if each.layout == Layout(2, 1, 1, 2) and each.rows == 2)
+    candidate = next(option for option in search.candidates if option.layout == Layout(2, 1, 1, 2) and option.rows == 2)
     choice = search.search(candidate)
     assert choice is not None
-    made = plan_of_choice(captured(2), choice, PlanOptions(hardware=A100), 0.0)
-    assert made.prediction is not None
-    held = [each.parameter_bytes for each in made.costs]
+    plan = plan_of_choice(captured(2), choice, PlanOptions(hardware=A100), 0.0)
+    assert plan.prediction is not None
+    sums = [cost.parameter_bytes for cost in plan.costs]
     assert (
-        held == [each.parameter_bytes for each in made.prediction.stages] == [each.trained_bytes for each in made.costs]
+        sums == [cost.parameter_bytes for cost in plan.prediction.stages] == [cost.trained_bytes for cost in plan.costs]
     )
-    whole = sum(parameter.numel() for parameter in Model().parameters()) * 4
-    assert whole / 2 <= sum(each or 0 for each in held) < 0.6 * whole
+    model_bytes = sum(parameter.numel() for parameter in Model().parameters()) * 4
+    assert model_bytes / 2 <= sum(size or 0 for size in sums) < 0.6 * model_bytes
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_copies_to_the_host_have_to_hide_in_each_layout() -> None:
     single, double = (RecomputeOptions.price(captured(rows), PlanOptions(hardware=fast)) for rows in (2, 4))
     shares = tensor_shares(single.costs[0].priced.chain, TP_PLAN)
     with_copies, every = LayoutCosts(fast, 2, single, double, shares), [*range(len(single.recompute))]
-    offloads = [OFFLOAD in str(each) for each in single.recompute]
+    offloads = [OFFLOAD in str(choice) for choice in single.recompute]
     assert sum(offloads) == 1
     for layout in (Layout(4, 1, 1, 1), Layout(2, 1, 1, 2)):
         assert with_copies.hidden(layout, 2) == every
@@ -308,11 +308,11 @@ def test_what_cannot_be_is_refused(costs: LayoutCosts) -> None:
 
 def test_its_file_is_taken_as_it_is(tmp_path: Path) -> None:
     options = PlanOptions(hardware=A100, memory_bytes=36 * 2**20)
-    comparison, made = joint_plan(lambda rows: (captured(rows), None), 2, options, 4, 32, ["1f1b"], TP_PLAN)
-    assert made.prediction is not None and made.prediction.peak <= 36 * 2**20
+    comparison, plan = joint_plan(lambda rows: (captured(rows), None), 2, options, 4, 32, ["1f1b"], TP_PLAN)
+    assert plan.prediction is not None and plan.prediction.peak <= 36 * 2**20
     file = tmp_path / "plan.json"
-    file.write_text(PlanFile.from_plan(made).to_json())
+    file.write_text(PlanFile.from_plan(plan).to_json())
     mesh, layout = json.loads(file.read_text()).get("mesh", {}), comparison.best.candidate.layout
     assert layout.pp * math.prod(mesh.values()) == 4
     again = PlanFile.read(file).apply(captured(comparison.best.candidate.rows))
-    assert again.prediction == made.prediction and again.points == made.points
+    assert again.prediction == plan.prediction and again.points == plan.points

@@ -157,8 +157,8 @@ def test_only_one_row_of_layers_has_a_layout(model: nn.Module, example: Tensor, 
 
 def test_a_stage_with_nothing_to_compute_is_refused() -> None:
     small = pipegraph.capture(Headless(), (torch.randn(2, 8),), dynamic_shapes=False)
-    for layout, which in (("E|tttt", "first"), ("tttt|L", "last")):
-        with pytest.raises(PlanError, match=f"The {which} stage of the layout .* has nothing to compute"):
+    for layout, position in (("E|tttt", "first"), ("tttt|L", "last")):
+        with pytest.raises(PlanError, match=f"The {position} stage of the layout .* has nothing to compute"):
             pipegraph.plan(small, points=layout)
 
 

@@ -48,8 +48,8 @@ def test_what_actions_need_while_they_run(transient: TransientBytes, needed: lis
     solution = solve(chain, 2, "1f1b", 4)
     assert list(solution.memory) == memory(chain, (2,), solution.schedule) == needed
     # The gradients of parameters are there once more at the end of a backward that leaves nothing behind.
-    held = [SegmentCost(1.0, 1.0, 1.0, 0, 50, 80)] * 2
-    assert solve(held, 2, "1f1b", 4).memory == (100 + 4 * 80 + 30, 4 * 80 + 80)
+    equal_chain = [SegmentCost(1.0, 1.0, 1.0, 0, 50, 80)] * 2
+    assert solve(equal_chain, 2, "1f1b", 4).memory == (100 + 4 * 80 + 30, 4 * 80 + 80)
 
 
 PARTED = from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n")
@@ -87,9 +87,9 @@ def test_where_nothing_crosses_no_bytes_are_counted() -> None:
 
 
 @given(st.integers(1, 2**45))
-def test_a_limit_that_is_told_does_and_is_close(needed: int) -> None:
-    limit = parse_bytes(bytes_option(needed))
-    assert needed <= limit <= max(2**20, 1.001 * needed)
+def test_a_limit_that_is_told_does_and_is_close(required_bytes: int) -> None:
+    limit = parse_bytes(bytes_option(required_bytes))
+    assert required_bytes <= limit <= max(2**20, 1.001 * required_bytes)
 
 
 def test_buffers_to_receive_into() -> None:
@@ -103,7 +103,7 @@ def test_less_memory_moves_the_cut() -> None:
     tight = solve(SAVES, stages=2, memory_bytes=800)
     assert tight.cuts == (3,) and tight.memory == (720, 700) and tight.value > solve(SAVES, stages=2).value
     assert solve(SAVES, stages=2, memory_bytes=[480, 10**6]).cuts == (2,)
-    assert all(max(other.memory) <= 800 for other in tight.alternatives)
+    assert all(max(alternative.memory) <= 800 for alternative in tight.alternatives)
     assert tight.moved == ((math.inf, math.inf),)
 
 
@@ -112,9 +112,9 @@ def test_less_memory_moves_the_cut() -> None:
 def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, room: float, bottleneck: bool) -> None:
     stages = schedule.stages
     chain = data.draw(costs(stages + data.draw(st.integers(0, 3))))
-    needed = {cuts: memory(chain, cuts, schedule) for cuts in every_cut(len(chain), stages)}
-    limit = room * min(map(max, needed.values()))
-    fitting = [cuts for cuts, ranks in needed.items() if max(ranks) <= limit]
+    needs = {cuts: memory(chain, cuts, schedule) for cuts in every_cut(len(chain), stages)}
+    limit = room * min(map(max, needs.values()))
+    fitting = [cuts for cuts, ranks in needs.items() if max(ranks) <= limit]
     solution = solve(
         chain,
         stages,
@@ -122,7 +122,7 @@ def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, ro
         memory_bytes=limit,
         objective="bottleneck" if bottleneck and schedule.trains else "makespan",
     )
-    assert solution.memory == tuple(map(math.ceil, needed[solution.cuts])) and solution.cuts in fitting
+    assert solution.memory == tuple(map(math.ceil, needs[solution.cuts])) and solution.cuts in fitting
     if bottleneck and schedule.trains:
         best = min(slowest_stage(chain, cuts) for cuts in fitting)
     else:
@@ -158,7 +158,7 @@ def test_too_little_memory_says_what_to_do() -> None:
 def test_ranks_with_different_memory() -> None:
     with pytest.raises(PlanError) as caught:
         solve(SAVES, stages=2, memory_bytes=[100, 300])
-    more = int(re.search(r"\((\d+) bytes\) more on each would be enough, and no less", str(caught.value))[1])
-    assert solve(SAVES, stages=2, memory_bytes=[100 + more, 300 + more])
+    shortage = int(re.search(r"\((\d+) bytes\) more on each would be enough, and no less", str(caught.value))[1])
+    assert solve(SAVES, stages=2, memory_bytes=[100 + shortage, 300 + shortage])
     with pytest.raises(PlanError):
-        solve(SAVES, stages=2, memory_bytes=[99 + more, 299 + more])
+        solve(SAVES, stages=2, memory_bytes=[99 + shortage, 299 + shortage])

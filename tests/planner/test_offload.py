@@ -86,11 +86,11 @@ def test_it_is_chosen_where_its_copies_hide_and_memory_is_short(captured: Any) -
 def test_auto_never_offloads_on_a_cpu_which_only_emulates_it(captured: Any) -> None:
     cpu = structs.replace(Hardware.load("cpu"), host_link=Link(0.0, 1e15))
     chosen = {
-        each.device: [str(one) for one in RecomputeOptions.price(captured, PlanOptions(hardware=each)).recompute]
-        for each in (cpu, structs.replace(cpu, device="a GPU", first_touch=None))
+        host.device: [str(choice) for choice in RecomputeOptions.price(captured, PlanOptions(hardware=host)).recompute]
+        for host in (cpu, structs.replace(cpu, device="a GPU", first_touch=None))
     }
     assert f"layers.*={OFFLOAD}" in chosen["a GPU"]
-    assert not any(OFFLOAD in each for each in chosen[cpu.device])
+    assert not any(OFFLOAD in choice for choice in chosen[cpu.device])
 
 
 def test_asked_for_by_name_it_takes_the_time_of_its_link(captured: Any) -> None:
@@ -113,19 +113,19 @@ def test_a_rank_waits_for_copies_that_do_not_hide() -> None:
 def test_what_is_measured_is_what_was_predicted(layer: type[Layer], tmp_path: Path) -> None:
     """Of what each rank keeps, as a rank in one process counts it."""
     captured = pipegraph.capture(Model(layer), (torch.randn(ROWS, WIDTH),))
-    made = pipegraph.plan(captured, stages=4, microbatches=MICROBATCHES, hardware=A100, recompute=OFFLOAD)
-    assert made.prediction is not None
-    package = pipegraph.write_package(made, tmp_path / "package")
+    plan = pipegraph.plan(captured, stages=4, microbatches=MICROBATCHES, hardware=A100, recompute=OFFLOAD)
+    assert plan.prediction is not None
+    package = pipegraph.write_package(plan, tmp_path / "package")
     assert package.manifest.stages[0].cost.offloaded_bytes
     target = torch.zeros(MICROBATCHES * ROWS, WIDTH)
     peaks = {}
     for recompute in ("min-cut", OFFLOAD):
         pipe = pipegraph.Pipeline(package, "1f1b", MICROBATCHES, nn.MSELoss(), kernels="eager", recompute=recompute)
         x = torch.randn(MICROBATCHES * ROWS, WIDTH)
-        held = SavedBytes([*pipe.parameters(), x, target])
-        with pipe.observe(held):
+        saved_bytes = SavedBytes([*pipe.parameters(), x, target])
+        with pipe.observe(saved_bytes):
             pipe.step(x, target=target)
-        peaks[recompute] = [held.peak(rank) for rank in range(4)]
+        peaks[recompute] = [saved_bytes.peak(rank) for rank in range(4)]
     memory = predict_step(package.manifest, build("1f1b", 4, MICROBATCHES)).memory
     assert memory is not None
     assert peaks[OFFLOAD] == [pytest.approx(rank.saved, rel=0.05) for rank in memory]

@@ -46,14 +46,14 @@ def random_case(random: Random) -> Case:
     offloads = random.random() < 0.5
     for _ in range(segments):
         f, i, w = (float(random.randint(0, 20)) for _ in range(3))
-        saved, crossing, held = (random.randint(0, 50) for _ in range(3))
+        saved, crossing, params = (random.randint(0, 50) for _ in range(3))
         for costs in options:
-            kept, away = random.randint(0, saved), saved // 2 if offloads and costs is options[-1] else 0
+            reads, away = random.randint(0, saved), saved // 2 if offloads and costs is options[-1] else 0
             transient = TransientBytes(*(random.randint(0, 30) for _ in range(4)))
             costs.append(
                 SegmentCost(
-                    f, i, w, crossing, saved, held,
-                    weight_saved_bytes=kept, offloaded_bytes=away, transient_bytes=transient, added_bytes=held // 2,
+                    f, i, w, crossing, saved, params,
+                    weight_saved_bytes=reads, offloaded_bytes=away, transient_bytes=transient, added_bytes=params // 2,
                 )
             )  # fmt: skip
             i, saved = i + random.randint(0, 9), random.randint(0, saved)
@@ -69,12 +69,12 @@ def flattened(options: Sequence[Chain], cuts: Sequence[int], chosen: Sequence[in
 
 def all_values(case: Case) -> list[tuple[float, float]]:
     """(the value, what the fullest rank needs) of every combination."""
-    stages, found = case.schedule.stages, []
+    stages, values = case.schedule.stages, []
     for cuts in every_cut(len(case.options[0]), stages):
         for chosen in product(range(len(case.options)), repeat=stages):
             costs = flattened(case.options, cuts, chosen)
-            found.append((makespan(costs, cuts, case.schedule, case.link), max(memory(costs, cuts, case.schedule))))
-    return found
+            values.append((makespan(costs, cuts, case.schedule, case.link), max(memory(costs, cuts, case.schedule))))
+    return values
 
 
 def check_against_brute_force(seed: int) -> OptionSolution | None:
@@ -96,20 +96,20 @@ def check_against_brute_force(seed: int) -> OptionSolution | None:
     improved = problem.solve(effort=0.01, proves=False)
     assert max(improved.memory) <= limit and improved.lower_bound <= min(fitting) * (1 + 1e-9)
     assert min(fitting) * (1 - 1e-9) <= improved.value
-    found = solve_options(*arguments, memory_bytes=limit, link=case.link)
-    costs = flattened(case.options, found.cuts, found.options)
-    assert makespan(costs, found.cuts, case.schedule, case.link) == pytest.approx(found.value, rel=1e-12)
-    assert [math.ceil(need) for need in memory(costs, found.cuts, case.schedule)] == list(found.memory)
-    assert max(found.memory) <= limit
-    assert found.value == pytest.approx(min(fitting), rel=1e-9)
-    assert found.lower_bound <= found.value * (1 + 1e-9) and found.value <= found.uniform * (1 + 1e-9)
-    return found
+    solution = solve_options(*arguments, memory_bytes=limit, link=case.link)
+    costs = flattened(case.options, solution.cuts, solution.options)
+    assert makespan(costs, solution.cuts, case.schedule, case.link) == pytest.approx(solution.value, rel=1e-12)
+    assert [math.ceil(need) for need in memory(costs, solution.cuts, case.schedule)] == list(solution.memory)
+    assert max(solution.memory) <= limit
+    assert solution.value == pytest.approx(min(fitting), rel=1e-9)
+    assert solution.lower_bound <= solution.value * (1 + 1e-9) and solution.value <= solution.uniform * (1 + 1e-9)
+    return solution
 
 
 @pytest.mark.parametrize("seed", cases(range(30), slow=range(5, 30)))
 def test_all_are_valued_if_they_are_few(seed: int) -> None:
-    found = check_against_brute_force(seed)
-    assert found is None or found.gap == 0
+    solution = check_against_brute_force(seed)
+    assert solution is None or solution.gap == 0
 
 
 @pytest.mark.parametrize("seed", cases(range(100, 130), slow=range(105, 130)))
@@ -126,14 +126,14 @@ def test_early_stages_recompute_more() -> None:
     """Of 1F1B on four ranks the first holds four microbatches, the last one."""
     options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
     limit = 4 * 8 * 10 + 2.5 * 8 * 16
-    found = solve_options(options, 4, "1f1b", 16, memory_bytes=limit)
-    assert (found.options, found.cuts, found.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
-    alike = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
-    assert (found.value, found.uniform) == (553, min(alike)) == (553, 591)
+    solution = solve_options(options, 4, "1f1b", 16, memory_bytes=limit)
+    assert (solution.options, solution.cuts, solution.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
+    uniform_values = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
+    assert (solution.value, solution.uniform) == (553, min(uniform_values)) == (553, 591)
     problem = OptionProblem(options, build("1f1b", 4, 16), memory_bytes=limit)
     assert 0.85 * 553 <= problem.fractional_bound() <= 553  # parts of a stage may have options of their own
-    assert problem.take(found) == found
-    assert OptionProblem(options, build("1f1b", 4, 16), memory_bytes=0.9 * limit).take(found) is None
+    assert problem.take(solution) == solution
+    assert OptionProblem(options, build("1f1b", 4, 16), memory_bytes=0.9 * limit).take(solution) is None
     assert problem.solve(effort=0.05, proves=False).value == 553
 
 
@@ -143,8 +143,8 @@ def test_stages_of_parts_of_segments_bound_every_order(name: str) -> None:
     options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
     chunks = find_recipe(name).chunks
     problem = OptionProblem(options, build(name, 4, 16, chunks), memory_bytes=700)
-    found = problem.solve(effort=0.2)
-    assert 16 * 32 * 3 / 4 < problem.fractional_bound() <= found.value <= 1.3 * problem.fractional_bound()
+    solution = problem.solve(effort=0.2)
+    assert 16 * 32 * 3 / 4 < problem.fractional_bound() <= solution.value <= 1.3 * problem.fractional_bound()
     impossible = OptionProblem(options, build(name, 4, 16, chunks), memory_bytes=8 * 10 * 4)
     assert math.isinf(impossible.fractional_bound())
     with pytest.raises(MemoryShortage):
@@ -157,18 +157,18 @@ def test_a_quick_search_fills_the_memory_of_each_rank(name: str) -> None:
     option for all stages: here nothing fits without recompute everywhere, and some stages can do without."""
     options = [layers(40, 16, 0.0), layers(40, 9, 0.4), layers(40, 2, 1.0)]
     schedule = build(name, 4, 16, find_recipe(name).chunks)
-    alike = [OptionProblem([costs], schedule).solve(effort=0.0, proves=False) for costs in options]
-    fastest, _, leanest = alike
+    uniform_solutions = [OptionProblem([costs], schedule).solve(effort=0.0, proves=False) for costs in options]
+    fastest, _, leanest = uniform_solutions
     limit = max(leanest.memory) + 0.3 * (max(fastest.memory) - max(leanest.memory))
-    found = OptionProblem(options, schedule, memory_bytes=limit).solve(effort=0.0, proves=False)
-    assert max(found.memory) <= limit and len({*found.options}) > 1
-    assert fastest.value <= found.value < leanest.value
+    solution = OptionProblem(options, schedule, memory_bytes=limit).solve(effort=0.0, proves=False)
+    assert max(solution.memory) <= limit and len({*solution.options}) > 1
+    assert fastest.value <= solution.value < leanest.value
 
 
 def test_stages_may_have_options_of_their_own() -> None:
     options = [layers(8, 16, 0.0), layers(8, 2, 1.0)]
-    found = solve_options(options, 2, "1f1b", 4, allowed=[[1], [0, 1]])
-    assert found.options == (1, 0) and found.uniform > found.value
+    solution = solve_options(options, 2, "1f1b", 4, allowed=[[1], [0, 1]])
+    assert solution.options == (1, 0) and solution.uniform > solution.value
 
 
 @pytest.mark.parametrize(

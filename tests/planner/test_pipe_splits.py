@@ -17,11 +17,11 @@ from tests.codegen.parity import differences
 
 
 class Cut(nn.Module):
-    """Calls ``pipe_split()`` before the layers ``before``, and inside a layer if ``inside``."""
+    """Calls ``pipe_split()`` before the layers ``indices``, and inside a layer if ``inside``."""
 
-    def __init__(self, before: tuple[int, ...], inside: bool = False) -> None:
+    def __init__(self, indices: tuple[int, ...], inside: bool = False) -> None:
         super().__init__()
-        self.layers, self.before, self.inside = nn.ModuleList(Block() for _ in range(4)), before, inside
+        self.layers, self.before, self.inside = nn.ModuleList(Block() for _ in range(4)), indices, inside
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):

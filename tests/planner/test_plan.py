@@ -249,5 +249,5 @@ class Fan(nn.Module):
 
 
 def test_layers_whose_parts_hand_nothing_over_are_priced() -> None:
-    made = pipegraph.plan(pipegraph.capture(Fan(), (torch.randn(2, 8),)), stages=3)
-    assert len(made.stages) == 3
+    plan = pipegraph.plan(pipegraph.capture(Fan(), (torch.randn(2, 8),)), stages=3)
+    assert len(plan.stages) == 3

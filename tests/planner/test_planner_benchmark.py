@@ -27,9 +27,9 @@ def cut() -> dict[str, Any]:
 
 
 def test_errors_are_parts_of_what_was_measured(cut: dict[str, Any]) -> None:
-    single, whole, steps = _errors([cut], "time")
+    single, stage_errors, steps = _errors([cut], "time")
     assert single == pytest.approx([0.5, 1.0] * 2)
-    assert len(whole) == 2 and all(0 <= each < 1 for each in whole)
+    assert len(stage_errors) == 2 and all(0 <= error < 1 for error in stage_errors)
     assert steps == pytest.approx([0.5])
     assert _errors([cut], "measured") == ([], [], [])
 

@@ -56,17 +56,17 @@ def captured() -> Captured:
 
 
 def at_points(recompute: object, memory: float | None = None) -> Prediction:
-    made = pipegraph.plan(
+    plan = pipegraph.plan(
         captured(), POINTS, microbatches=MICROBATCHES, hardware=A100, recompute=recompute, memory_bytes=memory
     )
-    assert [str(point) for point in made.points] == list(POINTS) and made.prediction is not None
-    return made.prediction
+    assert [str(point) for point in plan.points] == list(POINTS) and plan.prediction is not None
+    return plan.prediction
 
 
 @cache
 def limits() -> tuple[int, ...]:
     """What no recompute needs, what the leanest needs, and between them."""
-    most, least = (at_points(each).peak for each in ("none", {"layers.*": "block"}))
+    most, least = (at_points(recompute).peak for recompute in ("none", {"layers.*": "block"}))
     assert least < most
     return most, least + (most - least) * 2 // 3, least + (most - least) // 4, least
 
@@ -83,10 +83,10 @@ def test_at_given_points_no_choices_are_better() -> None:
     assert len(every) > 100
     values = []
     for memory in limits():
-        fitting = [replace(each, options=replace(options, memory_bytes=memory)) for each in every]
-        best = min(each.value for each in fitting if each.fits)
-        found = at_points("auto", memory)
-        assert found.value == pytest.approx(best, rel=1e-5) and found.peak <= memory
+        fitting = [replace(choice, options=replace(options, memory_bytes=memory)) for choice in every]
+        best = min(choice.value for choice in fitting if choice.fits)
+        prediction = at_points("auto", memory)
+        assert prediction.value == pytest.approx(best, rel=1e-5) and prediction.peak <= memory
         values.append(best)
     assert values == sorted(values) and values[0] < values[-1]
 
@@ -100,10 +100,10 @@ def test_given_points_need_not_be_where_a_search_would_cut() -> None:
     """Behind an activation, also for the choice that offloads."""
     point = "layers.3.act:end"
     hardware = structs.replace(A100, host_link=Link(0.0, 1e15))
-    made = pipegraph.plan(captured(), [point], microbatches=MICROBATCHES, hardware=hardware, recompute="auto")
-    assert [str(each) for each in made.points] == [point] and made.priced is not None
+    plan = pipegraph.plan(captured(), [point], microbatches=MICROBATCHES, hardware=hardware, recompute="auto")
+    assert [str(split_point) for split_point in plan.points] == [point] and plan.priced is not None
     free = RecomputeOptions.price(captured(), PlanOptions(hardware=hardware))
-    assert len(made.priced.chain.segments) == 1 + len(free.costs[0].segments)
+    assert len(plan.priced.chain.segments) == 1 + len(free.costs[0].segments)
     assert f"layers.*={OFFLOAD}" in map(str, free.recompute)
 
 
@@ -115,13 +115,13 @@ def compared(memory: float | None, *recompute: str) -> PlanComparison:
 @pytest.mark.slow
 def test_for_ranks_the_best_is_never_worse_than_one_choice_for_all_stages() -> None:
     for memory in limits():
-        alike = compared(memory, "none", "min-cut", "layers.*=block")
+        uniform = compared(memory, "none", "min-cut", "layers.*=block")
         free = compared(memory, "auto")
-        assert free.best.value <= alike.best.value * (1 + 1e-9)
+        assert free.best.value <= uniform.best.value * (1 + 1e-9)
         assert all(choice.peak <= memory for choice in free.choices)
-        assert free.considered == 2 and alike.considered == 6
-        made = plan_of(free.best)
-        assert made.prediction is not None and made.prediction.recompute == free.best.predict().recompute
+        assert free.considered == 2 and uniform.considered == 6
+        plan = plan_of(free.best)
+        assert plan.prediction is not None and plan.prediction.recompute == free.best.predict().recompute
     between = compared(limits()[2], "auto").best
     assert between.value < compared(limits()[2], "none", "min-cut", "layers.*=block").best.value
     assert isinstance(between.options.recompute, tuple)
@@ -129,6 +129,6 @@ def test_for_ranks_the_best_is_never_worse_than_one_choice_for_all_stages() -> N
 
 def test_for_ranks_free_and_given_choices_are_compared_together() -> None:
     memory = limits()[2]
-    both, free = compared(memory, "layers.*=block", "auto"), compared(memory, "auto")
-    assert both.considered == 4
-    assert both.best.value == free.best.value
+    mixture, free = compared(memory, "layers.*=block", "auto"), compared(memory, "auto")
+    assert mixture.considered == 4
+    assert mixture.best.value == free.best.value

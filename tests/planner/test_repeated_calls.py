@@ -80,7 +80,7 @@ def test_a_call_that_there_is_not(captured: Captured, point: str, message: str) 
 def test_the_points_of_a_plan_are_where_it_cuts(captured: Captured, stages: int, balance: str) -> None:
     plan = pipegraph.plan(captured, stages=stages, balance=balance)
     again = pipegraph.plan(captured, points=[str(point) for point in plan.points])
-    names = [[[node.name for node in stage.nodes] for stage in each.stages] for each in (plan, again)]
+    names = [[[node.name for node in stage.nodes] for stage in cut_plan.stages] for cut_plan in (plan, again)]
     assert names[0] == names[1]
     sizes = [len(stage.nodes) for stage in plan.stages]
     assert max(sizes) - min(sizes) <= 3
@@ -105,10 +105,10 @@ def test_stages_that_share_all_layers_are_the_model(captured: Captured, tmp_path
     package = pipegraph.write_package(plan, tmp_path / "package")
     assert differences(package, model, (batch(),)) == []
     pipe = pipeline(package, "zb-h1", "eager", microbatches=2, loss_fn=nn.MSELoss())
-    x, whole = torch.randn(2 * len(batch()), 8), copy.deepcopy(model)
+    x, reference = torch.randn(2 * len(batch()), 8), copy.deepcopy(model)
     pipe.step(x, target=x)
-    nn.MSELoss()(whole(x), x).backward()
-    expected = dict(whole.named_parameters())
+    nn.MSELoss()(reference(x), x).backward()
+    expected = dict(reference.named_parameters())
     assert dict(pipe.named_parameters()).keys() == expected.keys()
     for name, parameter in pipe.named_parameters():
         assert_close(parameter.grad, expected[name].grad)

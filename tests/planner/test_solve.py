@@ -27,7 +27,7 @@ def transformer(layers: int, spread: float = 0.0) -> list[SegmentCost]:
     """Embedding, halves of layers, norm and head: (2 · layers + 3) segments."""
     random = np.random.default_rng(0)
     seconds = [0.05, *[0.4, 0.6] * layers, 0.02, 1.8]
-    seconds = [one * (1 + spread * random.uniform(-1, 1)) for one in seconds]
+    seconds = [duration * (1 + spread * random.uniform(-1, 1)) for duration in seconds]
     return [SegmentCost(f, 1.1 * f, 0.9 * f, 100, int(1000 * f), int(500 * f)) for f in seconds]
 
 
@@ -37,17 +37,17 @@ def check_best(solution: Solution, chain: list[SegmentCost], schedule: Schedule,
     best = min(values.values())
     assert solution.value == pytest.approx(best, rel=1e-9)
     assert solution.lower_bound == solution.value and solution.gap == 0
-    others = [other.cuts for other in solution.alternatives]
-    assert len({solution.cuts, *others}) == 1 + len(others)
-    for one in (solution, *solution.alternatives):
-        assert one.value == pytest.approx(values[one.cuts], rel=1e-9)
+    alternative_cuts = [alternative.cuts for alternative in solution.alternatives]
+    assert len({solution.cuts, *alternative_cuts}) == 1 + len(alternative_cuts)
+    for candidate in (solution, *solution.alternatives):
+        assert candidate.value == pytest.approx(values[candidate.cuts], rel=1e-9)
 
 
 def test_a_chain_for_which_closed_forms_miss_the_best() -> None:
     solution = solve(PUBLISHED, stages=4, schedule="1f1b", microbatches=8)
     assert (solution.cuts, solution.value, solution.lower_bound, solution.gap) == ((3, 5, 7), 573, 573, 0)
     assert solution.schedule.name == "1f1b" and simulate(solution.schedule, solution.times).makespan == 573
-    assert [(one.cuts, one.value) for one in solution.alternatives[:3]] == [
+    assert [(alternative.cuts, alternative.value) for alternative in solution.alternatives[:3]] == [
         ((3, 5, 6), 573),
         ((2, 5, 6), 579),
         ((2, 5, 7), 579),
@@ -86,14 +86,14 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 
 
 def test_a_link_that_depends_on_the_ranks() -> None:
-    asked = []
+    rank_pairs = []
 
-    def between(rank: int, other: int) -> HardwareLink:
-        asked.append((rank, other))
+    def between(rank: int, other_rank: int) -> HardwareLink:
+        rank_pairs.append((rank, other_rank))
         return HardwareLink(latency=0.5, bandwidth=math.inf)
 
     solution = solve(FOUR, stages=4, schedule="zb-v", microbatches=4, link=between)
-    assert asked == [(0, 1), (1, 0)]  # stages 1 and 2 are both on rank 1
+    assert rank_pairs == [(0, 1), (1, 0)]  # stages 1 and 2 are both on rank 1
     assert solution.times.hop == (0.5, 0.0, 0.5)
 
 
@@ -135,8 +135,8 @@ def test_names_of_torch_and_ready_schedules() -> None:
     assert solve(PUBLISHED, 4, "ScheduleZBVZeroBubble", 6) == by_name
     assert solve(PUBLISHED, 4, build("zb-v", 2, 6)).cuts == by_name.cuts
     assert solve(PUBLISHED, 4, lower(build("zb-v", 2, 6))).value == by_name.value
-    own = from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n")
-    check_best(solve(PUBLISHED, 2, own), PUBLISHED, own)
+    schedule = from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B1,1B0\n")
+    check_best(solve(PUBLISHED, 2, schedule), PUBLISHED, schedule)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_importing_it_loads_no_torch() -> None:
         ({"link": (1e-5, 0.0)}, "between ranks 0 and 1"),
         ({"link": (-1.0, 1.0)}, "a latency of -1.0"),
         ({"memory_bytes": [1, 2]}, "one for each rank: 4, and 2 were given"),
-        ({"memory_bytes": "80 boxes"}, "no amount of memory: write 80GiB"),
+        ({"memory_bytes": "80 boxes"}, "not an amount of memory: write 80GiB"),
         ({"effort": -1.0}, "effort is a number from 0 on, not -1.0"),
         ({"alternatives": -1}, "alternatives is a whole number from 0 on"),
         ({"names": ["embed"]}, "4 segments, and 1 names"),

@@ -144,11 +144,11 @@ class Runner:
         if words[0] == "make":
             code, *printed = self._process([*words, "--dry-run", "--directory", str(ROOT)])
             return "" if code == 0 else printed[1]
-        code, *printed = self._here(words) if words[0] in ("pipegraph", "python") else self._process(words)
+        code, *printed = self._run_in_process(words) if words[0] in ("pipegraph", "python") else self._process(words)
         assert bool(code) == fails, f"{command}\n{''.join(printed)}"
         return printed[fails]
 
-    def _here(self, words: list[str]) -> tuple[int, str, str]:
+    def _run_in_process(self, words: list[str]) -> tuple[int, str, str]:
         self._printed()
         code: Any = 0
         try:

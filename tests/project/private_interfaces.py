@@ -13,18 +13,18 @@ SOURCE = ROOT / "pipegraph"
 
 def uses_outside_internals() -> list[str]:
     """``file:line name`` of each private name that is used outside the ``internals.py`` of a folder."""
-    known = _defined_names()
+    defined_names = _defined_names()
     return [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in sorted(SOURCE.rglob("*.py"))
         if path.name != "internals.py"
-        for line, name in _private_names(ast.parse(path.read_text()), known)
+        for line, name in _private_names(ast.parse(path.read_text()), defined_names)
     ]
 
 
 def table() -> str:
     """A Markdown table of the functions of every ``internals.py`` and the private names that each uses."""
-    known = _defined_names()
+    defined_names = _defined_names()
     rows = ["| interface of torch | used by | 2.11 | 2.13 | 2.15 |", "|---|---|---|---|---|"]
     for path in sorted(SOURCE.rglob("internals.py")):
         tree = ast.parse(path.read_text())
@@ -40,14 +40,14 @@ def table() -> str:
             name = _name(node)
             if not name:
                 continue
-            read = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-            found = {each for _, each in _private_names(node, known)} | {
-                imported[each] for each in read & set(imported)
+            read = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+            interfaces = {private_name for _, private_name in _private_names(node, defined_names)} | {
+                imported[local_name] for local_name in read & set(imported)
             }
-            for each in found:
-                users[each].append(name)
-        for each in set(imported.values()) - set(users):
-            users[each].append("names of its own")
+            for private_interface in interfaces:
+                users[private_interface].append(name)
+        for unused_interface in set(imported.values()) - set(users):
+            users[unused_interface].append("names of its own")
         place = path.parent.name
         for interface, names in sorted(users.items(), key=lambda item: item[0].lstrip("….")):
             who = ", ".join(f"`{name}`" if name.isidentifier() else name for name in names)
@@ -60,36 +60,36 @@ def _name(node: ast.stmt) -> str:
         return node.name
     if isinstance(node, ast.Assign):
         target = node.targets[0]
-        return ", ".join(each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+        return ", ".join(child.id for child in ast.walk(target) if isinstance(child, ast.Name))
     return ""
 
 
 def _defined_names() -> set[str]:
     """Names that pipegraph itself defines: its own private ones are no interface of others."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
+                names.add(node.name)
             elif (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name)
                 and node.value.id in ("self", "cls")
             ):
-                found.add(node.attr)
+                names.add(node.attr)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-    return found
+                names.add(node.id)
+    return names
 
 
-def _private_names(tree: ast.AST, known: set[str]) -> Iterator[tuple[int, str]]:
+def _private_names(tree: ast.AST, defined_names: set[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of each private import and attribute. Names of operators, and of namedtuples, are public."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if _is_private_import(f"{node.module}.{alias.name}"):
                     yield node.lineno, f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in known:
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in defined_names:
             name = _dotted(node)
             if not name.startswith(("torch.ops.", "aten.")) and node.attr not in ("_exit", "_replace", "_fields"):
                 yield node.lineno, name

@@ -23,9 +23,9 @@ def test_private_interfaces_stand_in_internals_alone() -> None:
 def test_the_page_lists_every_private_interface(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("renew_golden"):
         PAGE.write_text(TABLE.sub(lambda _: table() + "\n", PAGE.read_text()))
-    found = TABLE.search(PAGE.read_text())
-    assert found is not None
-    assert found[0].strip() == table()
+    match = TABLE.search(PAGE.read_text())
+    assert match is not None
+    assert match[0].strip() == table()
 
 
 def test_every_folder_has_a_paragraph() -> None:

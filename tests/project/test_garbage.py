@@ -8,12 +8,12 @@ from pipegraph.garbage import rare_collection
 
 
 def test_two_users_that_overlap_leave_the_thresholds_as_they_were() -> None:
-    before = gc.get_threshold()
+    thresholds = gc.get_threshold()
     first, second = rare_collection(), rare_collection()
     first.__enter__()
     second.__enter__()
-    assert gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold()[0] > thresholds[0]
     first.__exit__(None, None, None)
-    assert gc.get_threshold()[0] > before[0]
+    assert gc.get_threshold()[0] > thresholds[0]
     second.__exit__(None, None, None)
-    assert gc.get_threshold() == before
+    assert gc.get_threshold() == thresholds

@@ -34,9 +34,9 @@ def test_a_report_has_every_table(setting: Setting) -> None:
 
 @pytest.mark.slow
 def test_what_f_keeps_is_what_was_predicted(setting: Setting) -> None:
-    found = kernels.saved_memory(setting)
-    assert found.allocated is None
-    assert found.counted == pytest.approx(found.predicted, rel=0.05)
+    saved_memory = kernels.saved_memory(setting)
+    assert saved_memory.allocated is None
+    assert saved_memory.counted == pytest.approx(saved_memory.predicted, rel=0.05)
 
 
 def test_without_a_gpu_it_says_what_to_try() -> None:

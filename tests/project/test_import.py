@@ -13,8 +13,8 @@ from pipegraph import errors
 
 
 def test_all_names_everything_public() -> None:
-    known = {*vars(pipegraph), *pipegraph.__all__}
-    public = {name for name in known if not name.startswith("_")}
+    names = {*vars(pipegraph), *pipegraph.__all__}
+    public = {name for name in names if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(pipegraph, name))}
     imported = {"TYPE_CHECKING", "annotations"}
     assert public - (modules - {"schedule"}) - imported | {"__version__"} == set(pipegraph.__all__)

@@ -15,6 +15,6 @@ def test_an_orphan_is_found_until_it_ends() -> None:
     start = f"import subprocess, sys; print({sleep}.pid)"
     done = subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE, check=True, timeout=60)
     orphan = int(done.stdout)
-    assert [each.partition(":")[0] for each in left_processes(patience=0)] == [str(orphan)]
+    assert [process.partition(":")[0] for process in left_processes(patience=0)] == [str(orphan)]
     os.kill(orphan, signal.SIGKILL)
     assert left_processes() == []

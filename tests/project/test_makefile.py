@@ -34,8 +34,8 @@ def test_make_alone_lists_what_can_be_done() -> None:
 def test_every_dependency_has_a_tested_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(name for extra in extras.values() for name in extra)]
-    names = {re.split(r"[><=\[]", requirement)[0].lower() for requirement in asked} - {"pipegraph"}
+    requirements = [*project["dependencies"], *(name for extra in extras.values() for name in extra)]
+    names = {re.split(r"[><=\[]", requirement)[0].lower() for requirement in requirements} - {"pipegraph"}
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert names <= {name.lower() for name in pinned}
 

@@ -25,12 +25,12 @@ def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def _shown(value: object) -> dict[str, list[str]]:
+def _bundle(value: object) -> dict[str, list[str]]:
     """What Jupyter shows of the value of a cell: a picture or a table if it has one, else its repr."""
     for form, method in FORMS.items():
-        drawn = getattr(value, method, lambda: None)()
-        if drawn is not None:
-            return {form: _lines(drawn)}
+        rendering = getattr(value, method, lambda: None)()
+        if rendering is not None:
+            return {form: _lines(rendering)}
     return {"text/plain": _lines(repr(value))}
 
 
@@ -46,7 +46,7 @@ def _run(source: str, number: int, names: dict[str, Any]) -> list[dict[str, Any]
     if printed.getvalue():
         outputs.append({"name": "stdout", "output_type": "stream", "text": _lines(printed.getvalue())})
     if value is not None:
-        result = {"data": _shown(value), "execution_count": number, "metadata": {}, "output_type": "execute_result"}
+        result = {"data": _bundle(value), "execution_count": number, "metadata": {}, "output_type": "execute_result"}
         outputs.append(result)
     return outputs
 
@@ -64,8 +64,8 @@ def test_the_notebook_runs_and_shows_what_it_holds(
         outputs = _run("".join(cell["source"]), number, names)
         wrong += [number] if outputs != cell["outputs"] else []
         cell |= {"outputs": outputs, "execution_count": number}
-    shown = {form for cell in cells for output in cell["outputs"] for form in output.get("data", ())}
-    assert shown == {*FORMS, "text/plain"}
+    forms = {form for cell in cells for output in cell["outputs"] for form in output.get("data", ())}
+    assert forms == {*FORMS, "text/plain"}
     text = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
     assert str(tmp_path) not in text and len(text) < 200_000
     if request.config.getoption("renew_golden"):

@@ -46,10 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     with equal_work_shared():
         yield folder
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - modules_before:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).is_relative_to(folder):
             del sys.modules[name]
@@ -60,8 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(*each.values, id=each.id, marks=[pytest.mark.slow] if each.id in SLOW else [])
-        for each in read_pages()
+        pytest.param(*parameter.values, id=parameter.id, marks=[pytest.mark.slow] if parameter.id in SLOW else [])
+        for parameter in read_pages()
     ],
 )
 def test_page(page: Page, folder: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
@@ -85,8 +85,8 @@ def test_the_list_of_what_is_not_run_is_whole() -> None:
 @pytest.mark.parametrize("page", read_pages())
 def test_every_block_says_what_it_is(page: Page) -> None:
     assert {block.language for block in page.blocks} <= LANGUAGES
-    shown = [block for block in page.blocks if block.language == "text"]
-    assert not [block for block in shown if re.search(r"^(\$|pipegraph|python|torchrun|import) ", block.text, re.M)]
+    texts = [block for block in page.blocks if block.language == "text"]
+    assert not [block for block in texts if re.search(r"^(\$|pipegraph|python|torchrun|import) ", block.text, re.M)]
 
 
 @pytest.mark.parametrize("page", read_pages())
@@ -95,12 +95,12 @@ def test_nothing_is_left_to_fill_in(page: Page) -> None:
 
 
 def test_the_pictures_are_there_and_say_nothing_of_a_machine() -> None:
-    shown = [
+    pictures = [
         (page.parent / path).resolve()
         for page in PAGES
         for path in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text())
     ]
-    assert set(shown) == set(IMAGES.iterdir())
+    assert set(pictures) == set(IMAGES.iterdir())
     for path in IMAGES.iterdir():
         data = path.read_bytes()
         assert len(data) < 200_000
@@ -138,21 +138,21 @@ def test_the_table_of_schedules_says_what_the_simulator_says() -> None:
         schedule = build(name, ranks=4, microbatches=8)
         timeline = simulate(schedule, Times.equal(schedule.stages))
         scale = schedule.stages / 4
-        held = [f"{peak / scale:g}" for peak in timeline.peak_activations]
-        shown = ", ".join(held if len(set(held)) > 1 else held[:1])
+        peaks = [f"{peak / scale:g}" for peak in timeline.peak_activations]
+        peak_text = ", ".join(peaks if len(set(peaks)) > 1 else peaks[:1])
         assert row[1:] == [
             str(schedule.stages),
             f"{timeline.makespan / scale:g}",
             f"{100 * timeline.bubble:.1f} %",
-            shown,
+            peak_text,
         ]
         assert f"\n## `{name}`\n" in text
 
 
 def test_every_public_name_is_on_the_page_of_the_python_api() -> None:
     page = (ROOT / "docs" / "python-api.md").read_text()
-    shown = set(re.findall(r"^\.\. auto\w+:: (?:\w+\.)*(\w+)$", page, re.MULTILINE))
-    assert {*pipegraph.__all__, *pipegraph.schedule.__all__, "SegmentCost", "solve"} - shown == {
+    documented_names = set(re.findall(r"^\.\. auto\w+:: (?:\w+\.)*(\w+)$", page, re.MULTILINE))
+    assert {*pipegraph.__all__, *pipegraph.schedule.__all__, "SegmentCost", "solve"} - documented_names == {
         "schedule",
         "__version__",
     }

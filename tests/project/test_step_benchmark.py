@@ -31,8 +31,8 @@ class ScaledGradient(Reference):
     """Adds a hundredth to one gradient."""
 
     def gradients(self) -> dict[str, Tensor | None]:
-        found = super().gradients()
-        return found | {"head.weight": found["head.weight"] * 1.01}
+        gradients = super().gradients()
+        return gradients | {"head.weight": gradients["head.weight"] * 1.01}
 
 
 class MissingGradient(Reference):
@@ -56,9 +56,9 @@ class TwoCuts(CutSearch):
 
 
 def _run_with_wrong_contenders(rank: int, folder: str) -> dict[str, Any]:
-    wanted = "torch Interleaved1F1B", "pipegraph zb-v"
-    known = {"pipegraph zb-v": Candidate("zb-v", ("down.1", "bottom", "up.1"))}
-    bench = Bench(Options(CASE, CORES, Path(folder), "eager", rounds=2, only=wanted, known=known, account=True))
+    names = "torch Interleaved1F1B", "pipegraph zb-v"
+    cuts = {"pipegraph zb-v": Candidate("zb-v", ("down.1", "bottom", "up.1"))}
+    bench = Bench(Options(CASE, CORES, Path(folder), "eager", rounds=2, only=names, known_cuts=cuts, account=True))
     bench.search = TwoCuts() if rank == 0 else None
     bench.prepare()
     for kind in (ScaledGradient, MissingGradient, OtherLoss):
@@ -75,14 +75,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_run_has_figures_of_all_and_accounts_that_add_up(measured: dict[str, Any]) -> None:
-    found = results.figures(measured)
-    assert set(found["contenders"]) == {"torch Interleaved1F1B", "torch Interleaved1F1B, even", "pipegraph zb-v"}
-    assert found["best"] == "pipegraph zb-v"
-    assert found["contenders"]["pipegraph zb-v"]["over_best"] == [1.0, 1.0, 1.0]
-    assert found["contenders"]["torch Interleaved1F1B, even"]["at"] == CASE.even(4)
-    chosen = found["contenders"]["torch Interleaved1F1B"]
+    figures = results.figures(measured)
+    assert set(figures["contenders"]) == {"torch Interleaved1F1B", "torch Interleaved1F1B, even", "pipegraph zb-v"}
+    assert figures["best"] == "pipegraph zb-v"
+    assert figures["contenders"]["pipegraph zb-v"]["over_best"] == [1.0, 1.0, 1.0]
+    assert figures["contenders"]["torch Interleaved1F1B, even"]["at"] == CASE.even(4)
+    chosen = figures["contenders"]["torch Interleaved1F1B"]
     assert chosen["at"][:2] == ("down.1", "bottom") and "fastest of 2" in chosen["found"]
-    account = found["accounts"]["pipegraph zb-v"]
+    account = figures["accounts"]["pipegraph zb-v"]
     assert len(account["ranks"]) == 2
     for rank in account["ranks"]:
         assert set(rank) == set(CAUSES)
@@ -96,7 +96,7 @@ def test_a_contender_with_wrong_gradients_is_named_and_not_timed(measured: dict[
     assert "head.weight is off by 1.0e-02" in wrong["ScaledGradient"]
     assert "no rank has bottom.0.weight" in wrong["MissingGradient"]
     assert "the loss is" in wrong["OtherLoss"]
-    assert not any(each["seconds"].keys() & wrong.keys() for each in measured["rounds"])
+    assert not any(timed_round["seconds"].keys() & wrong.keys() for timed_round in measured["rounds"])
 
 
 @pytest.mark.slow
@@ -105,12 +105,12 @@ def test_cuts_are_proposed_between_layers_and_inside() -> None:
     search = CutSearch(CASE, captured, measured=False)
     between, anywhere = (search.shortlist("zb-v", inside, 2) for inside in (False, True))
     assert len(between) == 2 and len(anywhere) == 4
-    assert all(set(each.cuts) <= set(CASE.places) for each in between)
-    assert any(not set(each.cuts) <= set(CASE.places) for each in anywhere)
+    assert all(set(proposal.cuts) <= set(CASE.places) for proposal in between)
+    assert any(not set(proposal.cuts) <= set(CASE.places) for proposal in anywhere)
     assert between[0].makespan <= between[1].makespan
     assert between[0].makespan >= anywhere[0].makespan
-    for each in search.shortlist("searched", False, 2):
-        assert isinstance(each.schedule, Schedule) and each.schedule.stages == len(each.cuts) + 1
+    for candidate in search.shortlist("searched", False, 2):
+        assert isinstance(candidate.schedule, Schedule) and candidate.schedule.stages == len(candidate.cuts) + 1
 
 
 def test_an_account_finds_each_cause() -> None:
@@ -124,13 +124,13 @@ def test_an_account_finds_each_cause() -> None:
         RankMeasured(second, 0.25, alone[1], alone[1], alone[2], has_loss=True),
     ]
     limit = LimitMeasured(Cost(4.4, 4.3, 2), Cost(4.2, 4.2, 0), Cost(4.0, 4.0, 0))
-    found = accounts(9.0, limit, measured, schedule, hop=0.125, fault=0.01)
-    mean = mean_account(found)
-    assert all(each.beyond == pytest.approx(9.0 - 4.4) for each in found)
-    assert [each.page_faults for each in found] == pytest.approx([0.08, -0.02])
-    assert [each.preempted for each in found] == pytest.approx([0.3 - 0.1, 0.2 - 0.1])
-    assert [each.divided_backward for each in found] == [0.0, 0.0]
-    assert [each.loss for each in found] == pytest.approx([0.0, 0.5 - 2 * 0.2])
+    rank_accounts = accounts(9.0, limit, measured, schedule, hop=0.125, fault=0.01)
+    mean = mean_account(rank_accounts)
+    assert all(account.beyond == pytest.approx(9.0 - 4.4) for account in rank_accounts)
+    assert [account.page_faults for account in rank_accounts] == pytest.approx([0.08, -0.02])
+    assert [account.preempted for account in rank_accounts] == pytest.approx([0.3 - 0.1, 0.2 - 0.1])
+    assert [account.divided_backward for account in rank_accounts] == [0.0, 0.0]
+    assert [account.loss for account in rank_accounts] == pytest.approx([0.0, 0.5 - 2 * 0.2])
     assert mean.cuts == pytest.approx((3.5 + 5.0) / 2 - 4.0)
     assert mean.imbalance == pytest.approx(6.0 - 5.0)
     assert mean.busiest_rank_idle == pytest.approx((0.5 + 6.0 + 1.5) - 6.0)
@@ -151,11 +151,11 @@ def test_ratios_are_taken_within_a_round() -> None:
         "wrong": {"bad": "…"},
         "accounts": {},
     }
-    found = results.figures(measured)
-    assert found["best"] == "first" and [*found["contenders"]] == ["first", "slow"]
-    assert found["contenders"]["slow"]["over_limit"] == pytest.approx([1.525, 1.55, 1.575])
-    assert found["contenders"]["first"]["over_limit"] == pytest.approx([1.1, 1.1, 1.1])
-    assert found["contenders"]["slow"]["over_best"][1] == pytest.approx((3 / 2.2 + 6.4 / 4.4) / 2)
+    figures = results.figures(measured)
+    assert figures["best"] == "first" and [*figures["contenders"]] == ["first", "slow"]
+    assert figures["contenders"]["slow"]["over_limit"] == pytest.approx([1.525, 1.55, 1.575])
+    assert figures["contenders"]["first"]["over_limit"] == pytest.approx([1.1, 1.1, 1.1])
+    assert figures["contenders"]["slow"]["over_best"][1] == pytest.approx((3 / 2.2 + 6.4 / 4.4) / 2)
 
 
 def test_a_ratio_is_worse_if_the_middle_halves_lie_apart(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_a_ratio_is_worse_if_the_middle_halves_lie_apart(tmp_path: Path) -> None
 def test_what_is_kept_brings_back_its_cuts_and_its_account(tmp_path: Path) -> None:
     file, order = tmp_path / "kept.json", build("zb-v", 2, 4)
     results.keep(_run([1.0, 1.0, 1.0], schedule=to_csv(order), accounts={"pipegraph zb-v": {}}), file)
-    known = results.kept_cuts(_run([1.0, 1.0, 1.0]), file)["pipegraph zb-v"]
-    assert isinstance(known, Candidate) and known.cuts == ("a", "b", "c")
-    assert not isinstance(known.schedule, str) and known.schedule.actions == order.actions
+    candidate = results.kept_cuts(_run([1.0, 1.0, 1.0]), file)["pipegraph zb-v"]
+    assert isinstance(candidate, Candidate) and candidate.cuts == ("a", "b", "c")
+    assert not isinstance(candidate.schedule, str) and candidate.schedule.actions == order.actions
     results.keep(_run([1.1, 1.1, 1.1]), file)
     (run,) = results.load_kept(file)
     assert run["contenders"]["pipegraph zb-v"]["over_limit"] == [1.1, 1.1, 1.1]
@@ -184,22 +184,22 @@ def test_what_is_kept_brings_back_its_cuts_and_its_account(tmp_path: Path) -> No
 def test_runs_are_put_together() -> None:
     """Of each run the fastest of a kind counts, and of these the median."""
     runs = []
-    for own, torch_ratio in ((1.1, 1.2), (1.0, 1.3), (1.2, 1.25)):
-        run = _run([own, own, own]) | {"best": "pipegraph zb-v"}
+    for pipegraph_ratio, torch_ratio in ((1.1, 1.2), (1.0, 1.3), (1.2, 1.25)):
+        run = _run([pipegraph_ratio, pipegraph_ratio, pipegraph_ratio]) | {"best": "pipegraph zb-v"}
         run["contenders"]["pipegraph zb-v"]["over_best"] = [1.0, 1.0, 1.0]
         for name, ratio in (("torch 1F1B", torch_ratio), ("torch slow", 9.0), ("torch 1F1B, even", 2.0)):
             run["contenders"][name] = {"over_best": [ratio, ratio, ratio]}
         runs.append(run)
-    other = {**runs[0], "torch": "2.15.0"}
-    _, _, first, second = repeats.markdown([runs[0], other, *runs[1:]]).splitlines()
+    newer_run = {**runs[0], "torch": "2.15.0"}
+    _, _, first, second = repeats.markdown([runs[0], newer_run, *runs[1:]]).splitlines()
     ratios = "1.100 (1.000 – 1.200) | 1.250 (1.200 – 1.300) | – | 2.000 (2.000 – 2.000)"
     assert first == f"| llama | 2.13.0 | 3 | {ratios} |"
     assert second.startswith("| llama | 2.15.0 | 1 | 1.100 (1.100 – 1.100) |")
 
 
 def test_the_page_shows_what_is_kept() -> None:
-    shown = tables.PAGE.read_text().split(tables.BEGIN)[1].split(tables.END)[0].strip()
-    assert shown == tables.markdown(results.load_kept()).strip(), "run: python -m benchmarks.step --keep"
+    page_table = tables.PAGE.read_text().split(tables.BEGIN)[1].split(tables.END)[0].strip()
+    assert page_table == tables.markdown(results.load_kept()).strip(), "run: python -m benchmarks.step --keep"
 
 
 @pytest.mark.parametrize("case", [CASE, LlamaCase(2, 1, vocabulary=16, layers=4, width=32, sequence=4)])
@@ -217,6 +217,6 @@ def test_parts_one_after_the_other_are_the_model(case: Any) -> None:
 
 
 def _run(ratio: list[float], schedule: str = "zb-v", accounts: dict[str, Any] | None = None) -> dict[str, Any]:
-    own = {"at": ["a", "b", "c"], "schedule": schedule, "found": "by trying", "over_limit": ratio, "seconds": 1.0}
+    contender = {"at": ["a", "b", "c"], "schedule": schedule, "found": "by trying", "over_limit": ratio, "seconds": 1.0}
     names = {"case": "llama", "table": "peers", "torch": "2.13.0", "machine": "one", "kernels": "inductor"}
-    return names | {"contenders": {"pipegraph zb-v": own}, "accounts": accounts or {}}
+    return names | {"contenders": {"pipegraph zb-v": contender}, "accounts": accounts or {}}

@@ -52,7 +52,7 @@ def opened(
     ]
     address = f"{file.as_uri()}#{fragment}" if fragment else file.as_uri()
     done = subprocess.run([CHROMIUM, *switches, address], capture_output=True, text=True, timeout=90, check=False)
-    found = Opened(done.stdout, tuple(re.findall(r"CONSOLE[^\n]*", done.stderr)))
-    if until in found.dom or tries == 1:
-        return found
+    page = Opened(done.stdout, tuple(re.findall(r"CONSOLE[^\n]*", done.stderr)))
+    if until in page.dom or tries == 1:
+        return page
     return opened(file, width, height, profile, until, tries - 1, fragment, dark)

@@ -47,7 +47,7 @@ class Texts(HTMLParser):
 def test_a_repr_is_a_line(plan: Plan, tmp_path: Path) -> None:
     pipe = pipegraph.Pipeline(write(chain(2), tmp_path / "small"), "1f1b", 4, kernels="eager")
     timeline = simulate(build("1f1b", 2, 3), Times.equal(2))
-    found = [repr(each) for each in (plan.captured, plan, pipe.package, pipe, timeline)]
+    texts = [repr(subject) for subject in (plan.captured, plan, pipe.package, pipe, timeline)]
     expected = [
         r"Captured\(\w+: \d+ segments, [\d.]+ k? ?parameters, sizes batch\)",
         r"Plan\(\w+ in 2 stages, cut at layers\.\d+; [\d.]+ [mµ]s a step of 1f1b with 4 microbatches\)",
@@ -55,40 +55,40 @@ def test_a_repr_is_a_line(plan: Plan, tmp_path: Path) -> None:
         r"Pipeline\(small: 1f1b with 4 microbatches; all 2 stages on 2 ranks in one process, cpu, kernels eager\)",
         r"Timeline\(makespan 12, bubble 25\.0 %, 12 actions on 2 ranks, at most 2 saved activations\)",
     ]
-    for text, pattern in zip(found, expected, strict=True):
+    for text, pattern in zip(texts, expected, strict=True):
         assert re.fullmatch(pattern, text), text
 
 
 def test_a_plan_is_a_table_with_its_reasons(plan: Plan) -> None:
-    drawn = Texts(plan._repr_html_() or "")
-    assert drawn.tags.count("table") == 1 and drawn.tags.count("tr") == 3
-    assert {"stage", "holds", "parameters", "F", "I", "W"} <= {*drawn.texts}
-    assert any(text.startswith("predicted ") for text in drawn.texts)
-    assert any(text.startswith("stage 1 begins at layers.") for text in drawn.texts)
+    page = Texts(plan._repr_html_() or "")
+    assert page.tags.count("table") == 1 and page.tags.count("tr") == 3
+    assert {"stage", "holds", "parameters", "F", "I", "W"} <= {*page.texts}
+    assert any(text.startswith("predicted ") for text in page.texts)
+    assert any(text.startswith("stage 1 begins at layers.") for text in page.texts)
     unpriced = Texts(pipegraph.plan(plan.captured, points=["layers.2"])._repr_html_() or "")
     assert "forward" in unpriced.texts and "li" not in unpriced.tags
 
 
 def test_a_package_has_its_tables_and_its_step() -> None:
-    drawn = Texts(package(3, PRICED, skips=((0, 2),))._repr_html_() or "")
-    assert drawn.tags.count("table") == 2 and drawn.tags.count("svg") == 1
-    assert "stage 0 → stage 2" in drawn.texts
+    page = Texts(package(3, PRICED, skips=((0, 2),))._repr_html_() or "")
+    assert page.tags.count("table") == 2 and page.tags.count("svg") == 1
+    assert "stage 0 → stage 2" in page.texts
 
 
 @pytest.mark.parametrize("made", [package(2, PRICED, name=HOSTILE), package(2, SIZES, name=HOSTILE)])
 def test_names_stay_text(made: Package) -> None:
-    drawn = Texts(made._repr_html_() or "")
-    assert "script" not in drawn.tags
-    assert any("<script>" in text for text in drawn.texts)
+    page = Texts(made._repr_html_() or "")
+    assert "script" not in page.tags
+    assert any("<script>" in text for text in page.texts)
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_schedule_has_a_picture(name: str) -> None:
     schedule = build(name, 2, 4)
     timeline = simulate(lower(schedule), Times.equal(schedule.stages))
-    for drawn in (schedule._repr_svg_(), timeline._repr_svg_()):
-        picture = ElementTree.fromstring(drawn or "")
-        boxes = [each for each in picture.iter() if re.match(r"\d+[FIWB]\d+:", each.text or "")]
+    for svg in (schedule._repr_svg_(), timeline._repr_svg_()):
+        picture = ElementTree.fromstring(svg or "")
+        boxes = [element for element in picture.iter() if re.match(r"\d+[FIWB]\d+:", element.text or "")]
         assert len(boxes) == sum(map(len, schedule.actions))
 
 
@@ -99,8 +99,8 @@ def test_what_is_too_large_or_wrong_has_no_picture(monkeypatch: pytest.MonkeyPat
     timeline = simulate(schedule, Times.equal(2))
     monkeypatch.setattr(notebook_pictures, "_MOST", 11)
     assert schedule._repr_svg_() is None and timeline._repr_svg_() is None
-    drawn = Texts(package(4, PRICED)._repr_html_() or "")
-    assert "svg" not in drawn.tags and "table" in drawn.tags
+    page = Texts(package(4, PRICED)._repr_html_() or "")
+    assert "svg" not in page.tags and "table" in page.tags
 
 
 def test_memory_has_two_names() -> None:
@@ -110,6 +110,6 @@ def test_memory_has_two_names() -> None:
     )
     costs = [SegmentCost(1.0, 1.0, 1.0)] * 4
     assert solve(costs, 2, memory="1GiB") == solve(costs, 2, memory_bytes="1GiB")
-    for call in (lambda **both: pipegraph.plan(model, stages=2, **both), lambda **both: solve(costs, 2, **both)):
+    for call in (lambda **sizes: pipegraph.plan(model, stages=2, **sizes), lambda **sizes: solve(costs, 2, **sizes)):
         with pytest.raises(ArgumentError, match="memory and memory_bytes mean the same"):
             call(memory="1GiB", memory_bytes=2**30)

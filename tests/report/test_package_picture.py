@@ -30,23 +30,23 @@ HOSTILE = '</svg><script>alert("1")</script>\x00 &amp; \n' + "long" * 50
 
 def package(stages: int, cost: StageCost, skips: tuple[tuple[int, int], ...] = (), name: str = "h") -> Package:
     values = {"x": Value("x", "int64", (8, 128), -1, (0,))}
-    taken: list[list[str]] = [["x"], *([] for _ in range(stages - 1))]
-    given: list[list[str]] = [[] for _ in range(stages)]
+    inputs: list[list[str]] = [["x"], *([] for _ in range(stages - 1))]
+    outputs: list[list[str]] = [[] for _ in range(stages)]
     edges = [*((at, at + 1) for at in range(stages - 1)), *skips]
     for number, (producer, consumer) in enumerate(edges):
-        made = f"{name}{number}"
-        values[made] = Value(made, "float32", (8, 128, 512), producer, (consumer,), requires_grad=True)
-        given[producer].append(made)
-        taken[consumer].append(made)
+        value_name = f"{name}{number}"
+        values[value_name] = Value(value_name, "float32", (8, 128, 512), producer, (consumer,), requires_grad=True)
+        outputs[producer].append(value_name)
+        inputs[consumer].append(value_name)
     values["y"] = Value("y", "float32", (8, 10), stages - 1, ())
-    given[-1].append("y")
+    outputs[-1].append("y")
     cuts = (Cut("layers.1", MIB, None, None, REASON),) * (stages - 1)
     plan = PlanEntry(
         stages=tuple(f"{name}.{at}" for at in range(stages)),
         prediction=prediction(stages, cuts=cuts) if cost.forward is not None else None,
     )
     entries = (
-        StageEntry(at, f"stage_{at}", f"Stage{at}", tuple(taken[at]), tuple(given[at]), cost=cost)
+        StageEntry(at, f"stage_{at}", f"Stage{at}", tuple(inputs[at]), tuple(outputs[at]), cost=cost)
         for at in range(stages)
     )
     manifest = Manifest(
@@ -62,43 +62,43 @@ def package(stages: int, cost: StageCost, skips: tuple[tuple[int, int], ...] = (
     return Package(Path("package"), manifest)
 
 
-def drawn(made: Package, schedule: str = "1f1b", ranks: int | None = None) -> Element:
-    return ElementTree.fromstring(package_picture(made, build(schedule, ranks or len(made.manifest.stages), 4)).package)
+def picture(pkg: Package, schedule: str = "1f1b", ranks: int | None = None) -> Element:
+    return ElementTree.fromstring(package_picture(pkg, build(schedule, ranks or len(pkg.manifest.stages), 4)).package)
 
 
-def said(root: Element) -> list[str]:
+def visible_texts(root: Element) -> list[str]:
     """The text in the picture, without titles that a browser shows on hover."""
     texts = root.iter(f"{SVG}text")
-    return ["".join(each.itertext()).removeprefix(each.findtext(f"{SVG}title") or "") for each in texts]
+    return ["".join(element.itertext()).removeprefix(element.findtext(f"{SVG}title") or "") for element in texts]
 
 
 def test_stages_and_what_crosses() -> None:
-    root = drawn(package(3, PRICED, skips=((0, 2),)))
-    texts = said(root)
+    root = picture(package(3, PRICED, skips=((0, 2),)))
+    texts = visible_texts(root)
     assert [text for text in texts if re.fullmatch(r"stage \d", text)] == ["stage 0", "stage 1", "stage 2"]
-    titles = [each.text for each in root.iter(f"{SVG}title")]
+    titles = [title.text for title in root.iter(f"{SVG}title")]
     assert "stage 0 to stage 2: h2 float32[8, 128, 512]" in titles
-    assert any("2.0 MiB, as much back" in text for text in texts)
+    assert any("2.0 MiB, the same back" in text for text in texts)
     assert "2.0 MiB" in texts  # beside the line that goes around stage 1
     assert any(text.endswith("x  int64[8, 128]  ·  8.0 KiB") for text in texts)
     assert any(text.endswith("the model's output") for text in texts)
 
 
 def test_costs_are_bars_in_one_scale() -> None:
-    root = drawn(package(2, PRICED))
+    root = picture(package(2, PRICED))
     bars: dict[str, list[float]] = {}
     for box in root.iter(f"{SVG}rect"):
-        if found := re.fullmatch(r"([FIW]) \d\.\d+ ms", box.findtext(f"{SVG}title") or ""):
-            bars.setdefault(found[1], []).append(float(box.get("width", "")))
+        if match := re.fullmatch(r"([FIW]) \d\.\d+ ms", box.findtext(f"{SVG}title") or ""):
+            bars.setdefault(match[1], []).append(float(box.get("width", "")))
     assert {kind: len(widths) for kind, widths in bars.items()} == {"F": 2, "I": 2, "W": 2}
     assert bars["I"][0] == pytest.approx(2 * bars["F"][0], abs=0.02)
     assert bars["W"][1] == pytest.approx(3 * bars["F"][1], abs=0.02)
-    assert said(root).count("6.000 ms") == 2
+    assert visible_texts(root).count("6.000 ms") == 2
 
 
 def test_memory_by_kind() -> None:
-    made = package(4, PRICED)
-    ranks = memory_by_kind(made.manifest, build("zb-v", 2, 4))
+    priced_package = package(4, PRICED)
+    ranks = memory_by_kind(priced_package.manifest, build("zb-v", 2, 4))
     assert [rank.by_kind()["parameters"] for rank in ranks] == [8 * MIB] * 2
     assert [rank.by_kind()["gradients"] for rank in ranks] == [6 * MIB] * 2
     assert [rank.by_kind()["optimizer state"] for rank in ranks] == [12 * MIB] * 2
@@ -110,11 +110,11 @@ def test_memory_by_kind() -> None:
 
 
 def test_without_costs_it_is_said_what_would_give_them() -> None:
-    texts = said(drawn(package(2, SIZES)))
+    texts = visible_texts(picture(package(2, SIZES)))
     assert "No times were predicted: pipegraph split … --balance time predicts them." in texts
     assert "saved activations are not known: --balance time predicts them" in texts
     assert texts.count("5.0 GFLOP") == 2
-    texts = said(drawn(package(2, StageCost())))
+    texts = visible_texts(picture(package(2, StageCost())))
     assert "the costs of the stages are not known" in texts
     assert any(text.startswith("not known: this package has no sizes") for text in texts)
 
@@ -122,26 +122,26 @@ def test_without_costs_it_is_said_what_would_give_them() -> None:
 @pytest.mark.parametrize(("stages", "schedule", "ranks"), [(1, "gpipe", 1), (16, "1f1b", 16), (16, "zb-v", 8)])
 @pytest.mark.parametrize("cost", [StageCost(), SIZES, PRICED], ids=["bare", "sizes", "priced"])
 def test_nothing_lies_outside(stages: int, schedule: str, ranks: int, cost: StageCost) -> None:
-    made = package(stages, cost, tuple((0, last) for last in range(2, stages, 3)), name="layer")
+    skip_package = package(stages, cost, tuple((0, last) for last in range(2, stages, 3)), name="layer")
     order = build(schedule, ranks, 16)
-    root = ElementTree.fromstring(package_picture(made, order).package)
+    root = ElementTree.fromstring(package_picture(skip_package, order).package)
     width = float(root.get("width", ""))
     assert width < 1700
     for box in root.iter(f"{SVG}rect"):
         if box.get("width") != "100%":
             assert float(box.get("x", "0")) + float(box.get("width", "")) <= width
-    lanes = [each.get("d", "") for each in root.iter(f"{SVG}path") if each.findtext(f"{SVG}title") is not None]
+    lanes = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.findtext(f"{SVG}title") is not None]
     assert len(lanes) == len(range(2, stages, 3))
     corners = [float(lane.split("L")[1].split(" ")[0]) for lane in lanes]
     assert len(set(corners)) == len(corners) and min(corners, default=1.0) > 0
 
 
 def test_a_name_breaks_neither_picture_nor_page() -> None:
-    made = package(3, PRICED, skips=((0, 2),), name=HOSTILE)
-    root = drawn(made)
+    hostile_package = package(3, PRICED, skips=((0, 2),), name=HOSTILE)
+    root = picture(hostile_package)
     assert root.find(f".//{SVG}script") is None
-    assert not any("long" * 30 in text for text in said(root))  # clipped everywhere
-    page = package_page(made, build("1f1b", 3, 4))
+    assert not any("long" * 30 in text for text in visible_texts(root))  # clipped everywhere
+    page = package_page(hostile_package, build("1f1b", 3, 4))
     assert _Page(page).tags.count("script") == 2
     assert "alert(" not in page.replace("&lt;script&gt;alert(&#34;1&#34;)", "")
     assert "\x00" not in page
@@ -160,8 +160,8 @@ class _Page(HTMLParser):
 
 
 def test_the_page_holds_cards_timeline_and_tables_and_loads_nothing() -> None:
-    made = package(2, PRICED)
-    text = package_page(made, build("1f1b", 2, 4))
+    priced_package = package(2, PRICED)
+    text = package_page(priced_package, build("1f1b", 2, 4))
     page = _Page(text)
     assert page.loaded == ["data:,"] and not re.search(r"url\(|@import|https?://", text)
     assert "default-src 'none'" in text
@@ -170,13 +170,13 @@ def test_the_page_holds_cards_timeline_and_tables_and_loads_nothing() -> None:
     assert "<b>rank 0 to rank 1</b>: h0 float32[8, 128, 512] → stage 1 · 2.0 MiB, 2.0 MiB back" in text
     assert f"stage 1 begins at layers.1: {REASON}" in text
     assert "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3" in text
-    assert text == package_page(made, build("1f1b", 2, 4))
+    assert text == package_page(priced_package, build("1f1b", 2, 4))
 
 
 def test_what_stays_on_a_rank_says_so_first() -> None:
-    made, order = package(4, PRICED), build("zb-v", 2, 4)
-    assert "<b>same rank, no transfer</b>: h1 float32[8, 128, 512] → stage 2" in package_page(made, order)
-    texts = said(ElementTree.fromstring(package_picture(made, order).package))
+    priced_package, order = package(4, PRICED), build("zb-v", 2, 4)
+    assert "<b>same rank, no transfer</b>: h1 float32[8, 128, 512] → stage 2" in package_page(priced_package, order)
+    texts = visible_texts(ElementTree.fromstring(package_picture(priced_package, order).package))
     (stays,) = (text for text in texts if "same rank" in text)
     assert stays == "same rank, no transfer  ·  h1  ·  2.0 MiB"
 
@@ -185,7 +185,7 @@ def test_a_timeline_that_would_shrink_has_a_picture_of_its_own() -> None:
     narrow, wide = (package_picture(package(4, PRICED), build("1f1b", 4, count)) for count in (4, 64))
     assert narrow.timeline is None and "time in ms" in narrow.package
     assert wide.timeline is not None and "time in ms" in wide.timeline
-    assert "time in ms" not in wide.package and "in a picture of its own" in wide.package
+    assert "time in ms" not in wide.package and "in a separate picture" in wide.package
     assert float(ElementTree.fromstring(wide.timeline).get("width", "")) > 1900
 
 
@@ -199,6 +199,6 @@ def test_times_that_are_not_known_are_no_seconds() -> None:
 def test_a_browser_draws_the_page(width: int, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(package_page(package(4, PRICED, skips=((0, 2),)), build("zb-v", 2, 4)))
-    found = opened(file, width, until=' data-drawn="')
-    assert found.console == ()
-    assert 'data-drawn="48"' in found.dom  # F, I and W of 4 stages and 4 microbatches
+    page = opened(file, width, until=' data-drawn="')
+    assert page.console == ()
+    assert 'data-drawn="48"' in page.dom  # F, I and W of 4 stages and 4 microbatches

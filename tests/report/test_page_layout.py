@@ -75,17 +75,17 @@ addEventListener("message", (event) => {
 def frames(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page that shows every page in every width."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {
+    pages = {
         "run": trace_page(analysed(folder, "zb-v", 2, 4)),
         "one": package_page(package(1, PRICED, name=LONG), build("1f1b", 1, 4)),
         "many": package_page(
             package(64, PRICED, skips=((0, 63), (3, 9)), name=LONG), build("interleaved-1f1b", 32, 32)
         ),
     }
-    for name, page in made.items():
+    for name, page in pages.items():
         (folder / f"{name}.html").write_text(page.replace("</body>", f"{PROBE}</body>"))
-    shown = (f'<iframe src="{name}.html" width="{width}" height="900"></iframe>' for name in made for width in WIDTHS)
-    (folder / "frames.html").write_text(f"<!doctype html><body>{FRAMES}{''.join(shown)}")
+    embeds = (f'<iframe src="{name}.html" width="{width}" height="900"></iframe>' for name in pages for width in WIDTHS)
+    (folder / "frames.html").write_text(f"<!doctype html><body>{FRAMES}{''.join(embeds)}")
     return folder / "frames.html"
 
 
@@ -94,10 +94,10 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pages_fit_and_can_be_read(dark: bool, frames: Path) -> None:
     page = opened(frames, 1400, until=' data-found="', dark=dark)
     assert page.console == ()
-    (said,) = re.findall(r'data-found="([^"]*)"', page.dom)
-    found: list[dict[str, Any]] = json.loads(html.unescape(said))
-    assert sorted(each["width"] for each in found) == sorted(3 * WIDTHS)
-    for each in found:
-        assert each["theme"] == dark
-        assert (each["scrolls"], each["beyond"], each["faint"]) == (0, [], []), each["width"]
-        assert each["tips"] > 5 and each["lost"] == 0
+    (attribute,) = re.findall(r'data-found="([^"]*)"', page.dom)
+    findings: list[dict[str, Any]] = json.loads(html.unescape(attribute))
+    assert sorted(finding["width"] for finding in findings) == sorted(3 * WIDTHS)
+    for finding in findings:
+        assert finding["theme"] == dark
+        assert (finding["scrolls"], finding["beyond"], finding["faint"]) == (0, [], []), finding["width"]
+        assert finding["tips"] > 5 and finding["lost"] == 0

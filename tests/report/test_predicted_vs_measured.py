@@ -47,7 +47,7 @@ def manifest(*costs: StageCost, **plan: Any) -> Manifest:
 
 
 PRICED = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
-HERE = structs.replace(Hardware.load("h100"), name="here", links=Links(8, Link(0.001, 1e9)))
+MACHINE = structs.replace(Hardware.load("h100"), name="here", links=Links(8, Link(0.001, 1e9)))
 MEASURED = MeasuredRun(
     steps=3,
     times={(0, Kind.F): 0.005, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.012},
@@ -94,27 +94,27 @@ def test_another_schedule_is_simulated_with_the_links() -> None:
         GPIPE + PLANNED,
         "The links of here are not known here and were left out. Try: --hardware with the profile's file",
     )
-    found = compare_run(PRICED, schedule, MEASURED, HERE)
-    assert found.hints == (GPIPE + PLANNED,)
+    comparison = compare_run(PRICED, schedule, MEASURED, MACHINE)
+    assert comparison.hints == (GPIPE + PLANNED,)
     # The first forward, 2 of 15 ms on the other rank, and the last backward; between them 1 MiB crosses and returns.
     assert without.step.predicted == pytest.approx(0.004 + 0.030 + 0.008)
-    assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
+    assert comparison.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
 
 
 def test_named_links_hold_for_the_planned_step_too() -> None:
     """In all of them ranks compute for 27 ms, the mean of 24 and 30."""
     schedule = build("1f1b", 2, 2)
-    planned, found = compare_run(PRICED, schedule, MEASURED), compare_run(PRICED, schedule, MEASURED, HERE)
-    slow = structs.replace(HERE, links=Links(8, Link(1.0, 1e9)))
+    planned, linked = compare_run(PRICED, schedule, MEASURED), compare_run(PRICED, schedule, MEASURED, MACHINE)
+    slow = structs.replace(MACHINE, links=Links(8, Link(1.0, 1e9)))
     slower = compare_run(PRICED, schedule, MEASURED, slow)
     assert planned.step.predicted == 0.05
-    assert found.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
+    assert linked.step.predicted == pytest.approx(0.042 + 2 * (0.001 + MIB / 1e9))
     assert slower.step.predicted == pytest.approx(0.042 + 2 * (1.0 + MIB / 1e9))
-    for each in (planned, found, slower):
-        assert each.bubble is not None
-        assert each.step.predicted is not None
-        assert each.bubble.predicted == pytest.approx(1 - 0.027 / each.step.predicted)
-        assert each.hints == ()
+    for comparison in (planned, linked, slower):
+        assert comparison.bubble is not None
+        assert comparison.step.predicted is not None
+        assert comparison.bubble.predicted == pytest.approx(1 - 0.027 / comparison.step.predicted)
+        assert comparison.hints == ()
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_named_links_hold_for_the_planned_step_too() -> None:
 )
 def test_what_runs_differs_from_the_plan(schedule: str, microbatches: int, plan: dict[str, Any], said: str) -> None:
     costs = (cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005))
-    found = compare_run(manifest(*costs, **plan), build(schedule, 2, microbatches), MEASURED, HERE)
-    assert re.match(said, found.hints[0])
+    comparison = compare_run(manifest(*costs, **plan), build(schedule, 2, microbatches), MEASURED, MACHINE)
+    assert re.match(said, comparison.hints[0])
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.2, ""), (2.6, "2.6"), (0.5, "0.5"), (1300.0, "1300")])
 def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     times = {(0, Kind.F): 0.004, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.01}
-    took = replace(MEASURED, times={key: factor * each for key, each in times.items()})
+    took = replace(MEASURED, times={key: factor * seconds for key, seconds in times.items()})
     hints = compare_run(PRICED, build("1f1b", 2, 2), took).hints
     assert hints == (() if not said else (
         f"Stages took {said} times what was predicted. Try, while nothing else runs: pipegraph calibrate -o "
@@ -151,27 +151,27 @@ def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     assert half == ("Times and bytes were predicted for the package's own dtypes, and this run used --precision bf16.",)
     by_runs = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), balance="measured")
     hints = compare_run(by_runs, build("1f1b", 2, 2), took).hints
-    assert ["was nothing else running" in each for each in hints] == [True] * bool(said)
+    assert ["was nothing else running" in hint for hint in hints] == [True] * bool(said)
 
 
 def test_kinds_are_those_of_the_schedule() -> None:
     times = {(0, Kind.F): 0.004, (0, Kind.I): 1e-6, (0, Kind.W): 0.004, (1, Kind.F): 0.005, (1, Kind.I): 0.005}
-    found = compare_run(PRICED, build("zb-h1", 2, 4), replace(MEASURED, times=times), HERE)
-    assert [list(stage) for stage in found.stages] == [[Kind.F, Kind.I, Kind.W]] * 2
-    assert (found.stages[0][Kind.I].predicted, found.stages[0][Kind.I].error) == (0.0, None)
-    assert (found.stages[1][Kind.W].measured, found.stages[1][Kind.W].predicted) == (None, 0.005)
+    comparison = compare_run(PRICED, build("zb-h1", 2, 4), replace(MEASURED, times=times), MACHINE)
+    assert [list(stage) for stage in comparison.stages] == [[Kind.F, Kind.I, Kind.W]] * 2
+    assert (comparison.stages[0][Kind.I].predicted, comparison.stages[0][Kind.I].error) == (0.0, None)
+    assert (comparison.stages[1][Kind.W].measured, comparison.stages[1][Kind.W].predicted) == (None, 0.005)
 
 
 def test_ranks_in_one_process_take_turns() -> None:
-    found = compare_run(PRICED, build("1f1b", 2, 4), replace(MEASURED, processes=1))
-    assert found.step.predicted == pytest.approx(4 * (0.012 + 0.015))
-    assert found.bubble is None
-    assert found.hints == (
+    comparison = compare_run(PRICED, build("1f1b", 2, 4), replace(MEASURED, processes=1))
+    assert comparison.step.predicted == pytest.approx(4 * (0.012 + 0.015))
+    assert comparison.bubble is None
+    assert comparison.hints == (
         "The plan was 1f1b with 2 microbatches on 2 ranks, and this was 1f1b with 4 microbatches on 2 ranks. Try: "
         + PLANNED,
     )
-    assert "step, 2 ranks in turn   108.0 ms   40.0 ms  +170.0 %" in render_run_comparison(found)
-    assert "bubble" not in render_run_comparison(found)
+    assert "step, 2 ranks in turn   108.0 ms   40.0 ms  +170.0 %" in render_run_comparison(comparison)
+    assert "bubble" not in render_run_comparison(comparison)
 
 
 def test_a_package_without_prices() -> None:
@@ -197,9 +197,9 @@ def test_a_package_without_prices() -> None:
 
 
 def test_bytes_are_compared_if_only_they_were_priced() -> None:
-    found = compare_run(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
-    assert (found.basis, found.step.predicted) == ("", None)
-    assert [pair.predicted for pair in found.saved] == [6 * MIB, 3 * MIB]
+    comparison = compare_run(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
+    assert (comparison.basis, comparison.step.predicted) == ("", None)
+    assert [pair.predicted for pair in comparison.saved] == [6 * MIB, 3 * MIB]
 
 
 def test_a_single_step_has_no_times() -> None:
@@ -226,23 +226,23 @@ def test_gpus_tell_what_torch_allocated() -> None:
         ["12.0", "MiB"],
         ["10.0", "MiB"],
     ]
-    one = render_run_comparison(compare_run(PRICED, schedule, replace(MEASURED, allocated=(22 * MIB,), processes=1)))
-    assert "allocated on the GPU by all ranks together, at the most: 22.0 MiB" in one
+    single = render_run_comparison(compare_run(PRICED, schedule, replace(MEASURED, allocated=(22 * MIB,), processes=1)))
+    assert "allocated on the GPU by all ranks together, at the most: 22.0 MiB" in single
 
 
 def test_data() -> None:
-    found = run_comparison_dict(compare_run(PRICED, build("1f1b", 2, 2), MEASURED))
-    assert found["stages"][1] == {
+    comparison = run_comparison_dict(compare_run(PRICED, build("1f1b", 2, 2), MEASURED))
+    assert comparison["stages"][1] == {
         "stage": 1,
         "rank": 1,
         "F": {"predicted": 0.005, "measured": 0.005},
         "B": {"predicted": 0.01, "measured": 0.012},
     }
-    assert (found["priced_by"], found["measured_steps"], found["processes"]) == ("time on here", 3, 2)
-    assert (found["step"], found["allocated"]) == ({"predicted": 0.05, "measured": 0.04}, None)
-    assert (found["bubble"]["measured"], found["hints"]) == (0.15, [])
-    assert found["memory"][0]["saved"] == {"predicted": 6 * MIB, "measured": 6 * MIB}
-    assert found["memory"][0]["all"] == {"predicted": 12 * MIB, "measured": None}
+    assert (comparison["priced_by"], comparison["measured_steps"], comparison["processes"]) == ("time on here", 3, 2)
+    assert (comparison["step"], comparison["allocated"]) == ({"predicted": 0.05, "measured": 0.04}, None)
+    assert (comparison["bubble"]["measured"], comparison["hints"]) == (0.15, [])
+    assert comparison["memory"][0]["saved"] == {"predicted": 6 * MIB, "measured": 6 * MIB}
+    assert comparison["memory"][0]["all"] == {"predicted": 12 * MIB, "measured": None}
 
 
 def test_collectives_are_priced_by_their_messages() -> None:
@@ -250,22 +250,22 @@ def test_collectives_are_priced_by_their_messages() -> None:
     plain = build("1f1b", 2, 2)
     collectives = without_transfers(lower(plain, sharded=range(2))).collectives
     gather, reduce = Message("gather", MIB, (0, 1)), Message("all_reduce", MIB, (0, 1))
-    taken = {
+    measured_collectives = {
         (0, CollectiveKind.UNSHARD): MeasuredCollective(0.004, (gather, gather)),
         (0, CollectiveKind.REDUCE_GRAD): MeasuredCollective(0.001, (reduce,)),
         (0, CollectiveKind.RESHARD): MeasuredCollective(0.0, ()),
     }
-    measured = replace(MEASURED, collectives=taken, parts=(0.5, 0.5))
-    found = compare_run(PRICED, plain.changed(collectives=collectives), measured, HERE)
+    measured = replace(MEASURED, collectives=measured_collectives, parts=(0.5, 0.5))
+    shared = compare_run(PRICED, plain.changed(collectives=collectives), measured, MACHINE)
     half = 0.001 + MIB / 2 / 1e9
-    (first, second) = found.collectives
+    (first, second) = shared.collectives
     assert first[CollectiveKind.UNSHARD].predicted == pytest.approx(2 * half)
     assert first[CollectiveKind.REDUCE_GRAD].predicted == pytest.approx(2 * half)
     assert CollectiveKind.RESHARD not in first and second == {}
-    unshared = compare_run(PRICED, plain, MEASURED, HERE)
-    assert (found.step.predicted or 0) > (unshared.step.predicted or 0)  # it waits for the first gather
-    assert [2 * (each.predicted or 0) for each in found.state] == [each.predicted for each in unshared.state]
-    text = render_run_comparison(found)
+    unshared = compare_run(PRICED, plain, MEASURED, MACHINE)
+    assert (shared.step.predicted or 0) > (unshared.step.predicted or 0)  # it waits for the first gather
+    assert [2 * (pair.predicted or 0) for pair in shared.state] == [pair.predicted for pair in unshared.state]
+    text = render_run_comparison(shared)
     assert "collectives, in ms" in text
     row = next(line.split() for line in text.splitlines() if line.split()[-2:] == ["+204.9", "%"])
     assert row == ["0", "0", "3.049", "4.000", "−23.8", "%", "3.049", "1.000", "+204.9", "%"]

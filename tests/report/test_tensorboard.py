@@ -47,20 +47,20 @@ def run(_tensorboard: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(rank: int, package: str, folder: str) -> str:
-    pipe = made(package)
+    pipe = make_pipeline(package)
     with pipegraph.profile(pipe, folder, wait=1, warmup=1, active=1) as profiler:
         for _ in range(STEPS):
             profiler.step(pipe.step(inputs(pipe)))
     return str(profiler.folder)
 
 
-def made(package: str | Path) -> Pipeline:
+def make_pipeline(package: str | Path) -> Pipeline:
     schedule = build("1f1b", 2, 4)
     return Pipeline(package, schedule, loss_fn=lambda output, target: output.square().mean(), kernels="eager")
 
 
 def inputs(pipe: Pipeline) -> torch.Tensor:
-    (value,) = (each for each in pipe.package.manifest.at_capture().values.values() if each.producer < 0)
+    (value,) = (candidate for candidate in pipe.package.manifest.at_capture().values.values() if candidate.producer < 0)
     return torch.ones(4 * value.shape[0], *value.shape[1:])
 
 
@@ -93,19 +93,19 @@ def test_scalars_of_every_step(run: Path) -> None:
             "rank_01/memory/peak_MiB",
         ]
     )
-    found = {name: [each.value for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    by_every_step = {name for name in found if name == "loss" or "memory" in name}
-    for name, values in found.items():
+    series = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    by_every_step = {name for name in series if name == "loss" or "memory" in name}
+    for name, values in series.items():
         assert len(values) == (STEPS if name in by_every_step else 1 if "first_step" in name else STEPS - 1)
-    assert [each.step for each in events.Scalars("loss")] == [0, 1, 2]
-    assert [each.step for each in events.Scalars("time/step")] == [1, 2]
+    assert [event.step for event in events.Scalars("loss")] == [0, 1, 2]
+    assert [event.step for event in events.Scalars("time/step")] == [1, 2]
     for index in range(STEPS - 1):
-        step = found["time/step"][index]
-        of = {name: values[index] for name, values in found.items() if "first_step" not in name}
-        busy = [of[f"rank_0{rank}/time/forward"] + of[f"rank_0{rank}/time/backward"] for rank in (0, 1)]
-        assert of["bubble"] == pytest.approx(1 - sum(busy) / 2 / step, abs=1e-4)
-        assert 0 < step <= of["time/iteration"] + 1e-6
-        assert of["rank_01/memory/peak_MiB"] > 10
+        step = series["time/step"][index]
+        scalars = {name: values[index] for name, values in series.items() if "first_step" not in name}
+        busy = [scalars[f"rank_0{rank}/time/forward"] + scalars[f"rank_0{rank}/time/backward"] for rank in (0, 1)]
+        assert scalars["bubble"] == pytest.approx(1 - sum(busy) / 2 / step, abs=1e-4)
+        assert 0 < step <= scalars["time/iteration"] + 1e-6
+        assert scalars["rank_01/memory/peak_MiB"] > 10
 
 
 def test_the_plan_and_the_timeline(run: Path) -> None:
@@ -128,7 +128,7 @@ def test_the_plan_and_the_timeline(run: Path) -> None:
 
 @needs_tensorboard
 def test_predicted_times_are_written_too(priced: Path, tmp_path: Path) -> None:
-    pipe = made(priced)
+    pipe = make_pipeline(priced)
     with pipegraph.profile(pipe, tmp_path, warmup=1, active=1) as profiler:
         for _ in range(2):
             profiler.step(pipe.step(inputs(pipe)))
@@ -149,7 +149,7 @@ def test_the_links_that_are_given_are_predicted_with(priced: Path, tmp_path: Pat
 
 
 def train_far_apart(rank: int, package: str, folder: str) -> str:
-    pipe, links = made(package), Links(1, Link(FAR, 1e9), Link(FAR, 1e9))
+    pipe, links = make_pipeline(package), Links(1, Link(FAR, 1e9), Link(FAR, 1e9))
     hardware = structs.replace(Hardware.load("cpu"), links=links)
     with pipegraph.profile(pipe, folder, warmup=0, active=1, hardware=hardware) as profiler:
         profiler.step(pipe.step(inputs(pipe)))
@@ -173,17 +173,17 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_real_tensorboard_shows_it(served: str, run: Path) -> None:
-    def ask(what: str, data: Any = None) -> Any:
+    def ask(route: str, data: Any = None) -> Any:
         body = None if data is None else json.dumps(data).encode()
-        request = urllib.request.Request(f"{served}data/{what}", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{served}data/{route}", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=20) as answer:
             return json.loads(answer.read())
 
-    def waited(what: str) -> Any:
+    def waited(route: str) -> Any:
         deadline = time.monotonic() + 60
-        while not (found := ask(what)) and time.monotonic() < deadline:
+        while not (reply := ask(route)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return found
+        return reply
 
     name = run.name
     assert waited("runs") == [name]  # one run: hyper-parameters have made none of their own

@@ -28,11 +28,11 @@ def picture(schedule: Schedule, times: Times | None = None) -> tuple[SimulatedSc
 
 def boxes(root: Element) -> dict[str, tuple[Element, str]]:
     """action → (its box, its colour)"""
-    found = {}
+    action_boxes = {}
     for box in root.iter(f"{SVG}rect"):
         if (title := box.findtext(f"{SVG}title")) is not None:
-            found[title.partition(":")[0]] = box, box.get("fill", "")
-    return found
+            action_boxes[title.partition(":")[0]] = box, box.get("fill", "")
+    return action_boxes
 
 
 def test_kinds_differ_without_colour() -> None:
@@ -55,16 +55,16 @@ def test_a_small_schedule_looks_as_it_did(pytestconfig: pytest.Config) -> None:
 def test_collectives_lie_below_the_actions_of_their_rank() -> None:
     schedule = lower(build("1f1b", 2, 2), sharded=[0, 1])
     simulation, root = picture(schedule, replace(TIMES_OF_TWO, unshard=0.02, reduce_grad=0.01))
-    found = boxes(root)
+    action_boxes = boxes(root)
     for rank, collectives in enumerate(simulation.timeline.collectives):
-        forward = _numbers(found[f"{rank}F0"][0])
+        forward = _numbers(action_boxes[f"{rank}F0"][0])
         for event in collectives.events:
-            box, fill = found[str(event.collective)]
+            box, fill = action_boxes[str(event.collective)]
             assert fill == COLLECTIVES[event.collective.kind]
             assert forward["y"] + forward["height"] < _numbers(box)["y"]
-        gather = _numbers(found[f"{rank}UNSHARD"][0])
-        assert gather["width"] == pytest.approx(2 * _numbers(found["0F0"][0])["width"], abs=1)
-    assert _numbers(found["1UNSHARD"][0])["y"] < _numbers(found["1F0"][0])["y"] + 34
+        gather = _numbers(action_boxes[f"{rank}UNSHARD"][0])
+        assert gather["width"] == pytest.approx(2 * _numbers(action_boxes["0F0"][0])["width"], abs=1)
+    assert _numbers(action_boxes["1UNSHARD"][0])["y"] < _numbers(action_boxes["1F0"][0])["y"] + 34
     assert "that stage gathered" in ElementTree.tostring(root, encoding="unicode")
 
 
@@ -74,28 +74,28 @@ def test_every_action_has_a_box_as_long_as_it_lasts(name: str) -> None:
     chunks = schedule.stages // 3
     times = Times(TIMES.forward * chunks, TIMES.input_grad * chunks, TIMES.weight_grad * chunks, TIMES.hop)
     simulation, root = picture(schedule, times)
-    found = {action: _numbers(box) for action, (box, _) in boxes(root).items()}
+    rectangles = {action: _numbers(box) for action, (box, _) in boxes(root).items()}
     events = [event for row in simulation.timeline.events for event in row]
-    assert len(found) == len(events)
+    assert len(rectangles) == len(events)
     latest = max(events, key=lambda event: event.start)
-    left = found["0F0"]["x"]
-    scale = (found[str(latest.action)]["x"] - left) / latest.start
+    origin = rectangles["0F0"]["x"]
+    scale = (rectangles[str(latest.action)]["x"] - origin) / latest.start
     for event in events:
-        box = found[str(event.action)]
-        assert box["x"] == pytest.approx(left + event.start * scale, abs=0.02)
+        box = rectangles[str(event.action)]
+        assert box["x"] == pytest.approx(origin + event.start * scale, abs=0.02)
         assert (event.end - event.start) * scale - 1 < box["width"] < (event.end - event.start) * scale
-    lanes = [{found[str(event.action)]["y"] for event in row} for row in simulation.timeline.events]
+    lanes = [{rectangles[str(event.action)]["y"] for event in row} for row in simulation.timeline.events]
     assert [len(lane) for lane in lanes] == [1, 1, 1]
     assert len(set.union(*lanes)) == 3
 
 
 def test_kinds_and_stages_have_their_colours() -> None:
     _, root = picture(build("zb-v", 2, 4))
-    found = boxes(root)
-    assert found["0F0"][1] == colour(Kind.F, 0, 2)
-    assert found["3F0"][1] == colour(Kind.F, 1, 2)
-    assert found["1I2"][1] == colour(Kind.I, 0, 2)
-    assert found["2W2"][1] == colour(Kind.W, 1, 2)
+    action_boxes = boxes(root)
+    assert action_boxes["0F0"][1] == colour(Kind.F, 0, 2)
+    assert action_boxes["3F0"][1] == colour(Kind.F, 1, 2)
+    assert action_boxes["1I2"][1] == colour(Kind.I, 0, 2)
+    assert action_boxes["2W2"][1] == colour(Kind.W, 1, 2)
 
 
 def test_numbers_stand_in_boxes_that_have_room() -> None:
@@ -112,10 +112,10 @@ def test_only_hops_take_time() -> None:
 
 def test_the_head_shows_the_figures() -> None:
     _, root = picture(build("1f1b", 2, 2))
-    said = "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))
-    assert "1f1b: 2 ranks, 2 stages, 2 microbatches" in said
-    assert "makespan 9 (bubble 33.3 %)" in said
-    assert "lower bound 7 (gap 28.6 %)" in said
+    captions = "\n".join(text.text or "" for text in root.iter(f"{SVG}text"))
+    assert "1f1b: 2 ranks, 2 stages, 2 microbatches" in captions
+    assert "makespan 9 (bubble 33.3 %)" in captions
+    assert "lower bound 7 (gap 28.6 %)" in captions
 
 
 def test_messages_are_drawn_if_they_are_few() -> None:

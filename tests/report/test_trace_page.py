@@ -38,8 +38,8 @@ def analysed(
     schedule = build(name, ranks, microbatches)
     times = Times.equal(schedule.stages, 0.001, 0.001, 0.001, hop=0.0002)
     rows: Sequence[Sequence[Event]] = rows_of(schedule, times)
-    made = manifest(schedule.stages, times, name=layer)
-    return analyse_run(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, made)))
+    run_manifest = manifest(schedule.stages, times, name=layer)
+    return analyse_run(read_run(write_run(folder / "run", schedule, {4: rows, 5: rows, 6: rows}, run_manifest)))
 
 
 def analysed_with_collectives(folder: Path, messages: Sequence[Mapping[str, Any]] = ()) -> RunAnalysis:
@@ -47,10 +47,10 @@ def analysed_with_collectives(folder: Path, messages: Sequence[Mapping[str, Any]
     schedule = without_transfers(lower(SCHEDULE, sharded=range(2)))
     schedule = SCHEDULE.changed(collectives=schedule.collectives)
     times = replace(TIMES, unshard=0.0005, reduce_grad=0.0004)
-    beside = [each.events for each in simulate(schedule, times).collectives]
+    events = [lane.events for lane in simulate(schedule, times).collectives]
     rows = rows_of(schedule, times)
-    made = manifest(2, TIMES, plan={"hardware": "h100"})
-    run = write_run(folder / "run", schedule, {4: rows, 5: rows}, made, beside=beside, messages=messages)
+    run_manifest = manifest(2, TIMES, plan={"hardware": "h100"})
+    run = write_run(folder / "run", schedule, {4: rows, 5: rows}, run_manifest, spans=events, messages=messages)
     return analyse_run(read_run(run))
 
 
@@ -86,13 +86,13 @@ def test_the_page_says_what_the_timeline_shows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["folder", "schedule", "run", "layer", "class"])
 def test_no_name_gets_out_of_its_place(where: str, tmp_path: Path) -> None:
-    made = manifest(2, TIMES, name=f"{HOSTILE}.layers" if where == "layer" else "layers")
+    run_manifest = manifest(2, TIMES, name=f"{HOSTILE}.layers" if where == "layer" else "layers")
     if where == "class":
-        force_setattr(made.model, "class_name", HOSTILE)
-    folder = write_run(tmp_path / "run", SCHEDULE, {1: rows_of(SCHEDULE, TIMES)}, made)
-    said = json.loads((folder / "run.json").read_text())
-    said |= {"schedule": {"schedule": HOSTILE, "run": "1f1b"}.get(where, "1f1b"), "device": HOSTILE, "kernels": HOSTILE}
-    (folder / "run.json").write_text(json.dumps(said))
+        force_setattr(run_manifest.model, "class_name", HOSTILE)
+    folder = write_run(tmp_path / "run", SCHEDULE, {1: rows_of(SCHEDULE, TIMES)}, run_manifest)
+    run = json.loads((folder / "run.json").read_text())
+    run |= {"schedule": {"schedule": HOSTILE, "run": "1f1b"}.get(where, "1f1b"), "device": HOSTILE, "kernels": HOSTILE}
+    (folder / "run.json").write_text(json.dumps(run))
     if where == "run":
         (folder / f"rank_00.{DIGITS + 1}.pt.trace.json.gz").write_bytes(b"{" + HOSTILE.encode())
     if where == "folder":
@@ -113,19 +113,19 @@ def test_data_in_a_script_cannot_end_it() -> None:
 def test_the_data_are_the_actions_and_messages_of_each_step(tmp_path: Path) -> None:
     data = page_data(analysed(tmp_path))
     step = data["steps"][data["shown"]]
-    assert [each["number"] for each in data["steps"]] == [4, 5, 6]
+    assert [recorded_step["number"] for recorded_step in data["steps"]] == [4, 5, 6]
     assert step["rows"][0][:2] == [["F", 0, 0, 0.0, 1000.0], ["F", 0, 1, 1000.0, 2000.0]]
     assert step["messages"][0] == [0, 1, 1000.0, 0.0, 1200.0, "SEND_F", 0, 1, 0, 65536]
     assert step["critical"][:2] == [(0, 0), (1, 0)]
-    assert [each["short"] for each in data["below"]] == ["predicted", "simulated"]
+    assert [timeline["short"] for timeline in data["below"]] == ["predicted", "simulated"]
 
 
 def test_collectives_lie_beside_the_actions_of_their_rank(tmp_path: Path) -> None:
     analysis = analysed_with_collectives(tmp_path)
     data = page_data(analysis)
     assert set(data["collectives"]) == {"UNSHARD", "REDUCE_GRAD"}
-    for shown in (data["steps"][0], next(each for each in data["below"] if each["short"] == "simulated")):
-        gather, reduction = shown["beside"][0]
+    for timeline in (data["steps"][0], next(row for row in data["below"] if row["short"] == "simulated")):
+        gather, reduction = timeline["beside"][0]
         assert (gather[:3], reduction[:3]) == (["UNSHARD", 0, None], ["REDUCE_GRAD", 0, None])
         assert reduction[4] - reduction[3] == pytest.approx(400)
     last = data["steps"][0]["rows"][0][-1]
@@ -153,8 +153,8 @@ def test_collectives_are_predicted_by_the_links_of_the_profile(tmp_path: Path) -
     error = prediction_error(unshard)
     assert "UNSHARD predicted" in text and error in text
     assert "UNSHARD predicted" in page and f"<td>{error}</td>" in page
-    said = {"stage": 0, "kind": "UNSHARD", "predicted": unshard.predicted, "measured": unshard.measured}
-    assert said in trace_report_dict(analysis)["collectives"]
+    collective = {"stage": 0, "kind": "UNSHARD", "predicted": unshard.predicted, "measured": unshard.measured}
+    assert collective in trace_report_dict(analysis)["collectives"]
     damaged = analysed_with_collectives(tmp_path / "damaged", [{"0UNSHARD": [["throw", 1, [0]]]}, {}])
     assert any("entry of pipegraph is damaged" in problem for problem in damaged.run.problems)
 
@@ -213,9 +213,9 @@ def test_a_browser_draws_it_and_its_controls_work(tmp_path: Path) -> None:
     page = trace_page(analysed(tmp_path, "zb-v", 2, 4))
     file = tmp_path / "page.html"
     file.write_text(page.replace("</body>", f"{PROBE}</body>"))
-    found = opened(file, until=' data-done="')
-    assert found.console == ()
-    body = dict(re.findall(r'data-(\w+)="([^"]*)"', found.dom))
+    opened_page = opened(file, until=' data-done="')
+    assert opened_page.console == ()
+    body = dict(re.findall(r'data-(\w+)="([^"]*)"', opened_page.dom))
     assert body["drawn"] == "48"  # F, I and W of 4 stages and 4 microbatches
     assert body["said"].startswith("Rank 1, forward: stage 1, microbatch 0; from 1.200 ms to 2.200 ms")
     assert body["tip"].startswith(("forward", "input gradient", "weight gradient"))
@@ -245,9 +245,9 @@ HOVER = """
 def test_a_browser_draws_collectives(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(trace_page(analysed_with_collectives(tmp_path)).replace("</body>", f"{HOVER}</body>"))
-    found = opened(file, until=' data-done="')
-    assert found.console == ()
-    body = dict(re.findall(r'data-(\w+)="([^"]*)"', found.dom))
+    opened_page = opened(file, until=' data-done="')
+    assert opened_page.console == ()
+    body = dict(re.findall(r'data-(\w+)="([^"]*)"', opened_page.dom))
     assert (body["drawn"], body["beside"]) == ("12", "4")
     assert body["tip"].startswith("parameters gathered: stage 0")
     assert "parameters gathered" in body["legend"] and "gradients reduced" in body["legend"]
@@ -257,9 +257,9 @@ def test_a_browser_draws_collectives(tmp_path: Path) -> None:
 def test_what_is_seen_stands_in_the_address(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(trace_page(analysed(tmp_path, "zb-v", 2, 4)))
-    found = opened(file, until=' data-drawn="', fragment="view=1000.000-3000.000&critical=1&action=1-0")
-    assert 'data-shown="1000.000 3000.000"' in found.dom
-    assert "Rank 1, forward: stage 1, microbatch 0" in found.dom
+    opened_page = opened(file, until=' data-drawn="', fragment="view=1000.000-3000.000&critical=1&action=1-0")
+    assert 'data-shown="1000.000 3000.000"' in opened_page.dom
+    assert "Rank 1, forward: stage 1, microbatch 0" in opened_page.dom
 
 
 @needs_chromium
@@ -269,9 +269,9 @@ def test_a_large_run_is_drawn_as_well(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(page)
     assert len(page) < 2_000_000
-    found = opened(file, until=' data-drawn="')
-    assert found.console == ()
-    assert 'data-drawn="2048"' in found.dom
+    opened_page = opened(file, until=' data-drawn="')
+    assert opened_page.console == ()
+    assert 'data-drawn="2048"' in opened_page.dom
 
 
 @needs_chromium
@@ -280,9 +280,9 @@ def test_a_hostile_name_does_not_run_in_a_browser(width: int, tmp_path: Path) ->
     page = trace_page(analysed(tmp_path, layer=f"{HOSTILE}.layers"))
     file = tmp_path / "page.html"
     file.write_text(page)
-    found = opened(file, width, until=' data-drawn="')
-    assert found.console == ()
-    assert 'data-drawn="12"' in found.dom
+    opened_page = opened(file, width, until=' data-drawn="')
+    assert opened_page.console == ()
+    assert 'data-drawn="12"' in opened_page.dom
 
 
 @needs_chromium
@@ -294,13 +294,13 @@ def test_a_broken_script_fails_the_check(tmp_path: Path) -> None:
 
 def _luminance(colour: str) -> float:
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(first_colour: str, second_colour: str) -> float:
     """As WCAG 2 has it."""
-    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    darker, lighter = sorted((_luminance(first_colour), _luminance(second_colour)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
@@ -329,9 +329,9 @@ def test_causes_and_kinds_are_told_apart_without_colour(tmp_path: Path) -> None:
 
 
 def test_wide_tables_scroll_by_themselves(tmp_path: Path) -> None:
-    regions = [each for tag, each in Outline(trace_page(analysed(tmp_path))).elements if each.get("class") == "scroll"]
-    assert len([each for each in regions if each.get("role") == "region"]) == 3
-    assert all(each["tabindex"] == "0" for each in regions)
+    regions = [node for tag, node in Outline(trace_page(analysed(tmp_path))).elements if node.get("class") == "scroll"]
+    assert len([region for region in regions if region.get("role") == "region"]) == 3
+    assert all(region["tabindex"] == "0" for region in regions)
 
 
 def test_the_page_has_the_commands_of_the_advice(tmp_path: Path) -> None:

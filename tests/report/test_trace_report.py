@@ -51,15 +51,15 @@ note: the links of the profile that priced the package are not known: predicted 
 
 
 def test_data_add_up(tmp_path: Path) -> None:
-    found = trace_report_dict(
+    report = trace_report_dict(
         analyse_run(read_run(write_run(tmp_path / "run", SCHEDULE, {3: FAR, 4: UNEVEN}, manifest(2, PREDICTED))))
     )
-    assert json.loads(json.dumps(found)) == found
+    assert json.loads(json.dumps(report)) == report
     causes = ("warmup_and_drain", "imbalance", "transfers", "overhead")
-    for bubble in [*found["bubble"], *(each for step in found["steps"] for each in step["bubble"])]:
+    for bubble in [*report["bubble"], *(rank_bubble for step in report["steps"] for rank_bubble in step["bubble"])]:
         assert abs(bubble["busy"] + sum(bubble[cause] for cause in causes) - bubble["makespan"]) < 1e-12
-    assert found["advice"]["candidates"][0]["gain"] >= found["advice"]["candidates"][-1]["gain"]
-    assert found["step"]["with_data_and_optimizer"] > found["step"]["measured"]
+    assert report["advice"]["candidates"][0]["gain"] >= report["advice"]["candidates"][-1]["gain"]
+    assert report["step"]["with_data_and_optimizer"] > report["step"]["measured"]
 
 
 def test_ranks_in_turn_have_the_bubble_of_the_simulated_step(tmp_path: Path) -> None:

@@ -101,15 +101,15 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("report", REPORTS)
 def test_a_report_fits(report: Callable[[int | None, Path], str], width: int, tmp_path: Path) -> None:
     (tmp_path / "wide").mkdir(), (tmp_path / "narrow").mkdir()
-    whole, laid_out = report(None, tmp_path / "wide"), report(width, tmp_path / "narrow")
+    wide_report, laid_out = report(None, tmp_path / "wide"), report(width, tmp_path / "narrow")
     too_long = [line for line in laid_out.split("\n") if len(line) > width]
     assert not [line for line in too_long if len(re.findall(r"\S  +\S", line)) > 1]  # prose, and no row of a table
-    shown = wrap(laid_out, width)
-    commands = [line for line in shown.split("\n") if line.startswith("    pipegraph ")]  # to be copied as they are
-    assert max(len(line) for line in shown.split("\n") if line not in commands) <= width
+    wrapped = wrap(laid_out, width)
+    commands = [line for line in wrapped.split("\n") if line.startswith("    pipegraph ")]  # to be copied as they are
+    assert max(len(line) for line in wrapped.split("\n") if line not in commands) <= width
     notes = words("\n".join(line for line in laid_out.split("\n") if line.startswith("left out: ")))
     headers = {"stage", "rank", "predicted", "measured", "error", "F", "I", "W", "B"}
-    broken = {word for word in words(shown) - words(whole) - notes - headers if not word.endswith("…")}
+    broken = {word for word in words(wrapped) - words(wide_report) - notes - headers if not word.endswith("…")}
     assert not {word for word in broken if not re.fullmatch(r"\d[FIWB]\d+|[−+]?[\d.]+", word)}
 
 
@@ -119,8 +119,8 @@ def test_a_report_fits(report: Callable[[int | None, Path], str], width: int, tm
 def test_a_schedule_fits(name: str, coloured: bool, width: int) -> None:
     schedule = build(name, 4, 8)
     simulated = SimulatedSchedule(schedule, Times.equal(schedule.stages))
-    shown = wrap(render_schedule(simulated, width, coloured).plain, width)
-    assert max(map(len, shown.split("\n"))) <= width
+    wrapped = wrap(render_schedule(simulated, width, coloured).plain, width)
+    assert max(map(len, wrapped.split("\n"))) <= width
 
 
 HEADERS = ["stage", "holds", "bytes", "file"]

@@ -37,7 +37,7 @@ def message(rank: int, folders: list[str], mesh: tuple[str, ...], weights: list[
     return ""
 
 
-def of_others(rank: int, folders: list[str], checkpoint: str, out: str) -> list[str]:
+def joint_errors(rank: int, folders: list[str], checkpoint: str, out: str) -> list[str]:
     """The errors of what else ranks do with a package together."""
     package, errors = Package.open(folders[rank]), []
     for work in (

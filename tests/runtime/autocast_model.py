@@ -20,7 +20,7 @@ class Crossing:
             pipe.stages[1].register_forward_pre_hook(self._note)
 
     def _note(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.dtypes += [str(each.dtype).removeprefix("torch.") for each in args]
+        self.dtypes += [str(tensor.dtype).removeprefix("torch.") for tensor in args]
 
 
 def step(package: str, kernels: str, **options: Any) -> tuple[float | None, dict[str, Tensor], list[str]]:
@@ -34,7 +34,7 @@ def step(package: str, kernels: str, **options: Any) -> tuple[float | None, dict
     with torch.autocast("cpu", torch.bfloat16):
         loss = pipe.step(x, target=target).loss
         pipe.evaluate(x, target=target)
-    gradients = {name: each.grad for name, each in pipe.named_parameters() if each.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
     return None if loss is None else loss.item(), gradients, crossing.dtypes
 
 
@@ -58,7 +58,7 @@ def reference() -> tuple[float, dict[str, Tensor]]:
     with torch.autocast("cpu", torch.bfloat16):
         for rows, aims in zip(x.chunk(models.MICROBATCHES), target.chunk(models.MICROBATCHES), strict=True):
             losses.append(models.loss(model(rows), aims))
-    for each in losses:
-        (each / models.MICROBATCHES).backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for loss in losses:
+        (loss / models.MICROBATCHES).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return torch.stack(losses).mean().item(), gradients

@@ -30,16 +30,16 @@ def perceptrons(
 
     With `shared` one more layer is called after every two of them, in all stages from `first_shared` on.
     """
-    each = LAYERS // stages
+    per_stage = LAYERS // stages
     layer = f"nn.Sequential(nn.Linear({width}, {width}), nn.Tanh(), nn.Dropout({dropout}))"
     wide = ("float32", ("batch", LENGTH, width), True)
     values: dict[str, Any] = {"tokens": ("int64", ("batch", LENGTH), False)}
     parts = []
     for index in range(stages):
-        own = range(index * each, (index + 1) * each)
-        init = f"self.layers = nn.ModuleDict({{str(i): {layer} for i in range({own.start}, {own.stop})}})\n"
-        taken = "tokens" if index == 0 else f"h{index - 1}"
-        body = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
+        indices = range(index * per_stage, (index + 1) * per_stage)
+        init = f"self.layers = nn.ModuleDict({{str(i): {layer} for i in range({indices.start}, {indices.stop})}})\n"
+        source = "tokens" if index == 0 else f"h{index - 1}"
+        body = "x = self.embed(tokens)\n" if index == 0 else f"x = {source}\n"
         body += "for name, layer in self.layers.items():\n    x = x + layer(x)\n"
         if shared and index >= first_shared:
             init += f"self.shared = nn.Linear({width}, {width})\n"
@@ -47,9 +47,9 @@ def perceptrons(
         init += f"self.embed = nn.Embedding({WORDS}, {width})\n" if index == 0 else ""
         if index == stages - 1:
             init += f"self.norm = nn.BatchNorm1d({LENGTH})\nself.head = nn.Linear({width}, {WORDS}, bias=False)\n"
-            parts.append(Stage(taken, "logits", init, f"{body}return self.head(self.norm(x))"))
+            parts.append(Stage(source, "logits", init, f"{body}return self.head(self.norm(x))"))
         else:
-            parts.append(Stage(taken, f"h{index}", init, f"{body}return x"))
+            parts.append(Stage(source, f"h{index}", init, f"{body}return x"))
             values[f"h{index}"] = wide
     values["logits"] = ("float32", ("batch", LENGTH, WORDS), True)
     return Sketch(tuple(parts), values, "logits", (("embed.weight", "head.weight"),) if tied else ())
@@ -86,8 +86,8 @@ def by_depth(pipe: Pipeline, rates: list[float], keeps_empty: bool = True) -> to
     """An optimizer with a group for the earlier layers, for the later ones, and for the rest."""
     groups: list[dict[str, Any]] = [{"params": [], "lr": rate} for rate in rates]
     for name, parameter in pipe.named_parameters():
-        kind, _, rest = name.partition(".")
-        depth = 2 if kind != "layers" else int(rest.split(".")[0]) >= LAYERS // 2
+        kind, _, suffix = name.partition(".")
+        depth = 2 if kind != "layers" else int(suffix.split(".")[0]) >= LAYERS // 2
         groups[depth]["params"].append(parameter)
     return torch.optim.AdamW([group for group in groups if group["params"] or keeps_empty])
 
@@ -97,11 +97,11 @@ class Run:
 
     def __init__(self, pipe: Pipeline, batch: int, rows: slice = slice(None)) -> None:
         self.pipe, self.batch, self.rows = pipe, batch, rows
-        decayed, others = [], []
+        decayed, undecayed = [], []
         for name, parameter in self.pipe.named_parameters():
             parameter.requires_grad_(name != FROZEN)
-            (decayed if parameter.dim() > 1 else others).append(parameter)
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+            (decayed if parameter.dim() > 1 else undecayed).append(parameter)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=0.05
         )
@@ -117,27 +117,27 @@ class Run:
         for step in range(first, last):
             tokens, target = self.batch_of(step)
             self.optimizer.zero_grad()
-            found = self.pipe.step(tokens[self.rows], target=target[self.rows]).loss
+            step_loss = self.pipe.step(tokens[self.rows], target=target[self.rows]).loss
             self.optimizer.step()
             self.scheduler.step()
-            losses.append(None if found is None else float(found))
+            losses.append(None if step_loss is None else float(step_loss))
         return losses
 
     def train_in_halves(self, first: int, last: int) -> list[float]:
         """`train` in one process, with the gradients of each half of the batch added up by themselves first."""
         losses, parameters = [], list(self.pipe.parameters())
         for step in range(first, last):
-            halves, found = [], []
-            for tokens, target in zip(*(each.chunk(2) for each in self.batch_of(step)), strict=True):
+            halves, microbatch_losses = [], []
+            for tokens, target in zip(*(tensor.chunk(2) for tensor in self.batch_of(step)), strict=True):
                 self.optimizer.zero_grad()
                 result = self.pipe.step(tokens, target=target, microbatches=2, return_losses=True)
                 halves.append([parameter.grad for parameter in parameters])
-                found.append(result.losses)
-            for parameter, one, other in zip(parameters, *halves, strict=True):
-                parameter.grad = None if one is None or other is None else (one + other) / 2
+                microbatch_losses.append(result.losses)
+            for parameter, grad_a, grad_b in zip(parameters, *halves, strict=True):
+                parameter.grad = None if grad_a is None or grad_b is None else (grad_a + grad_b) / 2
             self.optimizer.step()
             self.scheduler.step()
-            losses.append(float(torch.cat(found).double().mean().float()))
+            losses.append(float(torch.cat(microbatch_losses).double().mean().float()))
         return losses
 
     def batch_of(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,8 +147,8 @@ class Run:
             self.batch, generator=generator
         )
 
-    def save(self, folder: str | Path, step: int, **more: Any) -> Path:
-        return self.pipe.save(folder, self.optimizer, step=step, extra=self.extra, **more)
+    def save(self, folder: str | Path, step: int, **options: Any) -> Path:
+        return self.pipe.save(folder, self.optimizer, step=step, extra=self.extra, **options)
 
     def load(self, folder: str | Path) -> Checkpoint:
         return self.pipe.load(folder, self.optimizer, self.extra)

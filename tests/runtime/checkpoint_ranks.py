@@ -26,17 +26,17 @@ TP_PLAN = {"layers.*.0": "colwise_gather_output", "embed": "embedding_rowwise", 
 Losses = list[float | None]
 
 
-def go_on(rank: int, package: str, schedule: str, folder: str, own: str) -> tuple[Losses, Losses]:
+def go_on(rank: int, package: str, schedule: str, folder: str, save_folder: str) -> tuple[Losses, Losses]:
     """The losses after a checkpoint of another process. Steps 7 to 10 run while step 7 is saved in the background."""
     run = start(package, schedule, {"pp": 2})
     assert run.load(folder).step == 5
-    before = run.train(5, 7)
-    place = run.save(own, 7, background=True)
-    after = run.train(7, 10)
+    early_losses = run.train(5, 7)
+    place = run.save(save_folder, 7, background=True)
+    late_losses = run.train(7, 10)
     assert run.pipe.wait_for_save() == place
     assert place.is_dir()
     assert run.pipe.wait_for_save() is None
-    return before, after
+    return early_losses, late_losses
 
 
 def resume(
@@ -49,19 +49,19 @@ def resume(
 
 
 def over_mesh(
-    rank: int, package: str, shape: dict[str, int], folder: str, own: str, schedule: str = "1f1b"
+    rank: int, package: str, shape: dict[str, int], folder: str, save_folder: str, schedule: str = "1f1b"
 ) -> tuple[Losses, Losses, bool]:
     """The losses of steps 6 to 10 after a checkpoint of another process, and after one of this mesh."""
     options: dict[str, Any] = {"tp_plan": TP_PLAN} if "tp" in shape else {}
     run = start(package, schedule, shape, **options)
     assert not run.load(folder).has_random_state
     torch.manual_seed(rank)
-    drawn = torch.get_rng_state()
-    run.save(own, 5, background=True)
+    random_state = torch.get_rng_state()
+    run.save(save_folder, 5, background=True)
     torch.rand(3)
     first = run.train(5, 10)
-    assert run.load(own).has_random_state
-    return first, run.train(5, 10), torch.equal(drawn, torch.get_rng_state())
+    assert run.load(save_folder).has_random_state
+    return first, run.train(5, 10), torch.equal(random_state, torch.get_rng_state())
 
 
 def save_groups(rank: int, package: str, folder: str, rates: list[float], keeps_empty: bool) -> list[float]:
@@ -85,22 +85,22 @@ def positions(rank: int, package: str, folder: str) -> int:
         f"{folder}/plain", step=1, extra={"data": Position(7), "place": rank}
     )
     position = Position(0)
-    found = start(package, "1f1b", {"dp_shard": 2}).pipe.load(folder, extra={"data": position})
-    assert found.extra == {"epoch": 3}
-    assert not found.has_random_state
+    checkpoint = start(package, "1f1b", {"dp_shard": 2}).pipe.load(folder, extra={"data": position})
+    assert checkpoint.extra == {"epoch": 3}
+    assert not checkpoint.has_random_state
     return position.place
 
 
 def refuse(rank: int, package: str, folder: str) -> list[str]:
     """What this rank says when the other one cannot save or load; then a step and a checkpoint."""
     run = start(package, "1f1b", {"pp": 2})
-    said = []
+    messages = []
 
     def attempt(work: Any) -> None:
         try:
             work()
         except PipegraphError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
         assert list(Path(folder).iterdir()) == []
 
     run.train(0, 1)
@@ -123,7 +123,7 @@ def refuse(rank: int, package: str, folder: str) -> list[str]:
     attempt(lambda: run.load(folder))
     run.train(1, 2)
     run.save(folder, 2)
-    return said
+    return messages
 
 
 def killed(rank: int, package: str, folder: str) -> str:
@@ -174,10 +174,10 @@ def fail_beside(rank: int, package: str, folder: str, late: str) -> tuple[bool, 
     noticed = Event()
     write = getattr(FileSystemWriter, late)
 
-    def wait(*given: Any) -> Any:
+    def wait(*arguments: Any) -> Any:
         noticed.wait(10)
         time.sleep(rank)
-        return write(*given)
+        return write(*arguments)
 
     def break_down(*_: Any) -> None:
         raise ValueError("broken on purpose")
@@ -186,14 +186,14 @@ def fail_beside(rank: int, package: str, folder: str, late: str) -> tuple[bool, 
     run.save(folder, 2, background=True)
     if rank == 1:
         next(iter(run.pipe.stages.values())).register_forward_pre_hook(break_down)
-    said = []
+    messages = []
     for work in (lambda: run.train(0, 1), run.pipe.wait_for_save):
         try:
             work()
         except PipegraphError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            messages.append(f"{type(error).__name__}: {error}")
         noticed.set()
-    return is_whole, said[0], said[1]
+    return is_whole, messages[0], messages[1]
 
 
 def stored_tensors(place: Path) -> StoredTensors:
@@ -206,8 +206,8 @@ def content(place: Path) -> dict[str, Tensor]:
     storage = stored_tensors(place)
     stored = storage.entries
     tensors = {
-        name: torch.zeros(each.size, dtype=each.properties.dtype)
-        for name, each in stored.items()
+        name: torch.zeros(metadata.size, dtype=metadata.properties.dtype)
+        for name, metadata in stored.items()
         if name.startswith(("model.", "optimizer."))
     }
     storage.read(tensors)

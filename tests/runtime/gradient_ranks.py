@@ -64,7 +64,7 @@ def dropped_with_other_seeds(rank: int, folder: str) -> list[str]:
     """What a model with dropout says whose ranks along `tp` have other seeds; without a seed of the pipeline, and with
     one."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    said = []
+    outcomes = []
     for seed in (None, 0):
         torch.manual_seed(rank)
         options: dict[str, Any] = {"kernels": "eager", "mesh": mesh, "tp_plan": SUMMED, "timeout": 30, "seed": seed}
@@ -72,10 +72,10 @@ def dropped_with_other_seeds(rank: int, folder: str) -> list[str]:
         tokens = torch.arange(32).reshape(4, 8) % WORDS
         try:
             pipe.step(tokens, target=tokens)
-            said.append("trained")
+            outcomes.append("trained")
         except PipegraphError as error:
-            said.append(str(error))
-    return said
+            outcomes.append(str(error))
+    return outcomes
 
 
 def freeze_on_one_rank(rank: int, folder: str, dimension: str) -> str:

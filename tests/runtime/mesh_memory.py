@@ -24,13 +24,13 @@ def deep(stages: int) -> Sketch:
     """Stages of many residual layers, which are gathered one by one."""
     parts, values = [], {"x": ("float32", ("batch", WIDTH), False)}
     for index in range(stages):
-        taken, made = "x" if index == 0 else f"h{index - 1}", f"h{index}"
+        source, output = "x" if index == 0 else f"h{index - 1}", f"h{index}"
         init = (
             f"self.layers{index} = nn.ModuleList(nn.Sequential(nn.Linear({WIDTH}, {WIDTH})) for _ in range({LAYERS}))"
         )
-        body = f"for layer in self.layers{index}:\n    {taken} = {taken} + layer({taken})\nreturn {taken}"
-        parts.append(Stage(taken, made, init, body))
-        values[made] = ("float32", ("batch", WIDTH), True)
+        body = f"for layer in self.layers{index}:\n    {source} = {source} + layer({source})\nreturn {source}"
+        parts.append(Stage(source, output, init, body))
+        values[output] = ("float32", ("batch", WIDTH), True)
     return Sketch(tuple(parts), values, f"h{stages - 1}")
 
 
@@ -47,21 +47,21 @@ class Alive(TorchDispatchMode):
         self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def look(self) -> int:
-        held = 0
+        live_bytes = 0
         for key, reference in list(self._storages.items()):
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._storages[key]
             else:
-                held += storage.nbytes()
-        self.peak = max(self.peak, held)
-        return held
+                live_bytes += storage.nbytes()
+        self.peak = max(self.peak, live_bytes)
+        return live_bytes
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = function(*args, **kwargs or {})
-        for each in returned if isinstance(returned, (tuple, list)) else (returned,):
-            if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter):
-                self.see(each)
+        for output in returned if isinstance(returned, (tuple, list)) else (returned,):
+            if isinstance(output, Tensor) and type(output) in (Tensor, nn.Parameter):
+                self.see(output)
         self.look()
         return returned
 
@@ -82,28 +82,28 @@ def _measure(folder: str, shape: Shape, schedule: str, resident: int | None) -> 
     for parameter in pipe.parameters():
         parameter.grad = None
     gc.collect()
-    whole = 4.0 * LAYERS * (WIDTH + 1) * WIDTH
+    stage_bytes = 4.0 * LAYERS * (WIDTH + 1) * WIDTH
     count, executors = pipe.schedule.stages, pipe._runner.executors
-    sizes = Times.equal(count), [whole] * count, [whole / 2] * count
+    sizes = Times.equal(count), [stage_bytes] * count, [stage_bytes / 2] * count
     exchanged = "dp_replicate" not in shape  # sums over replicas are in place
     in_step = parameter_bytes(pipe.schedule_with_collectives, *sizes, exchanged=exchanged)[pipe.ranks[0]]
     in_evaluation = parameter_bytes(executors._evaluation, *sizes)[pipe.ranks[0]]
-    held = sum(each.numel() for each in map(local, pipe.parameters())) * 4.0
-    found = {"rest": (held, in_step.at_rest)}
+    shard_bytes = sum(shard.numel() for shard in map(local, pipe.parameters())) * 4.0
+    measurements = {"rest": (shard_bytes, in_step.at_rest)}
     # Products add the gradients of weights to those before; what a backward makes apart, those of biases, is small.
     for name, run, simulated in (
         ("evaluation", pipe.evaluate, in_evaluation.parameters),
         ("step", pipe.step, in_step.with_gradients),
     ):
         alive = Alive()
-        for each in gc.get_objects():
-            if isinstance(each, Tensor) and type(each) in (Tensor, nn.Parameter):
-                alive.see(each)
-        others = alive.look() - held
+        for candidate in gc.get_objects():
+            if isinstance(candidate, Tensor) and type(candidate) in (Tensor, nn.Parameter):
+                alive.see(candidate)
+        baseline = alive.look() - shard_bytes
         with alive:
             run(x, target=target)
-        found[name] = alive.peak - others, simulated
-    return found
+        measurements[name] = alive.peak - baseline, simulated
+    return measurements
 
 
 def mean(output: Tensor, target: Tensor) -> Tensor:

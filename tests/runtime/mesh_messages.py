@@ -46,14 +46,14 @@ def count_messages(rank: int, folder: str, resident: int | None) -> tuple[dict[s
     for kernels in pipe._runner.kernels.values():  # equal layers are one block
         assert [len(variant.divided.blocks) for variant in kernels.variants] == [1]
     kinds = Counter(
-        each.kind.value
-        for each in pipe._runner.executors.training.program(pipe.ranks[0])
-        if isinstance(each, Collective)
+        action.kind.value
+        for action in pipe._runner.executors.training.program(pipe.ranks[0])
+        if isinstance(action, Collective)
     )
     gc.collect()
-    alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter)]
-    whole_bytes = sum(each.untyped_storage().nbytes() for each in alive if not isinstance(each, DTensor))
-    parts = {id(each): each.to_local().untyped_storage().nbytes() for each in pipe.parameters()}
+    alive = [parameter for parameter in gc.get_objects() if isinstance(parameter, nn.Parameter)]
+    whole_bytes = sum(parameter.untyped_storage().nbytes() for parameter in alive if not isinstance(parameter, DTensor))
+    parts = {id(parameter): parameter.to_local().untyped_storage().nbytes() for parameter in pipe.parameters()}
     return (
         dict(messages.counts),
         {kind: count * groups for kind, count in kinds.items()},
@@ -64,7 +64,7 @@ def count_messages(rank: int, folder: str, resident: int | None) -> tuple[dict[s
 
 def sent_bytes(rank: int, folder: str) -> list[int]:
     """What values take that this rank sends in a step: with whole boundaries, and with parts of the sequence."""
-    found, sizes, send = [], list[int](), Group.send
+    totals, sizes, send = [], list[int](), Group.send
 
     def count(group: Group, tensor: Tensor, receiver: int) -> Any:
         sizes.append(tensor.nbytes if tensor.is_floating_point() else 0)  # the first message of a step has sizes
@@ -77,8 +77,8 @@ def sent_bytes(rank: int, folder: str) -> list[int]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Group, "send", count)
             pipe.step(tokens, target=target)
-        found.append(sum(sizes))
-    return found
+        totals.append(sum(sizes))
+    return totals
 
 
 class Order:
@@ -103,7 +103,7 @@ class Order:
 
 def reduce(rank: int, folder: str, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
     """Of each mesh, in a step of 4 microbatches: what was begun, what was sent, and how often torch reduced."""
-    found = []
+    reports = []
     for shape in shapes:
         pipe, _ = make(folder, shape, "interleaved-1f1b")
         tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
@@ -111,5 +111,5 @@ def reduce(rank: int, folder: str, shapes: Sequence[Shape]) -> list[dict[str, An
         with Messages() as messages, pipe.observe(order):
             pipe.step(tokens, target=target)
         counts = dict(messages.counts)
-        found.append({"begun": [name for _, name in sorted(order.begun)], "sent": order.messages, "counts": counts})
-    return found
+        reports.append({"begun": [name for _, name in sorted(order.begun)], "sent": order.messages, "counts": counts})
+    return reports

@@ -15,7 +15,7 @@ from torch.distributed import init_device_mesh
 import pipegraph
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import local
-from tests.runtime.meshes import Shape, near, rows_of, whole
+from tests.runtime.meshes import Shape, full_tensor, near, rows_of
 
 WORDS, WIDTH, LAYERS = 12, 8, 4
 SCALE = 8.0
@@ -188,9 +188,9 @@ def build(model: str) -> nn.Module:
 
 
 def write(folder: Path, model: str, stages: int) -> str:
-    made = build(model)
-    captured = pipegraph.capture(made, (torch.zeros(2, 8, dtype=torch.int64),))
-    layers = len(list(made.get_submodule("layers").children()))
+    module = build(model)
+    captured = pipegraph.capture(module, (torch.zeros(2, 8, dtype=torch.int64),))
+    layers = len(list(module.get_submodule("layers").children()))
     points = [f"layers.{layers // stages * index}" for index in range(1, stages)]
     return str(pipegraph.write_package(pipegraph.plan(captured, points=points), folder).path)
 
@@ -201,16 +201,16 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def train_each(rank: int, cases: list[tuple[Any, ...]]) -> list[list[float] | str]:
     """What `train` returns of all cases, one after the other in the same processes, or how it is refused."""
-    said: list[list[float] | str] = []
+    outcomes: list[list[float] | str] = []
     for case in cases:
         try:
-            said.append(train(rank, *case))
+            outcomes.append(train(rank, *case))
         except PipegraphError as error:
-            said.append(f"{type(error).__name__}: {error}")
+            outcomes.append(f"{type(error).__name__}: {error}")
         except BaseException as error:
             error.add_note(f"case: {case[1:]}")
             raise
-    return said
+    return outcomes
 
 
 def train(
@@ -231,59 +231,59 @@ def train(
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     options = {"kernels": "eager", "timeout": 100, "strict": True, **options}
     pipe = pipegraph.Pipeline(
-        folder, schedule, 4, loss_fn=lambda *given: scaler.scale(loss(*given)), mesh=mesh, **options
+        folder, schedule, 4, loss_fn=lambda *arguments: scaler.scale(loss(*arguments)), mesh=mesh, **options
     )
     model = build(name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     how: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
-    ours = torch.optim.AdamW([each for each in pipe.parameters() if each.requires_grad], **how)
-    theirs = torch.optim.AdamW(trained, **how)
+    pipe_adam = torch.optim.AdamW([parameter for parameter in pipe.parameters() if parameter.requires_grad], **how)
+    model_adam = torch.optim.AdamW(trained, **how)
     generator, scales = torch.Generator().manual_seed(7), []
-    for number, (length, more) in enumerate(STEPS):
-        own = tuple(each + more for each in rows)
-        tokens, target = (torch.randint(WORDS, (sum(own), length), generator=generator) for _ in range(2))
-        mine = rows_of(shape, own, mesh)
-        result, scale = pipe.step(tokens[mine], target=target[mine]), scaler.get_scale()
+    for number, (length, extra_rows) in enumerate(STEPS):
+        batch_rows = tuple(count + extra_rows for count in rows)
+        tokens, target = (torch.randint(WORDS, (sum(batch_rows), length), generator=generator) for _ in range(2))
+        local_rows = rows_of(shape, batch_rows, mesh)
+        result, scale = pipe.step(tokens[local_rows], target=target[local_rows]), scaler.get_scale()
         value = loss(model(tokens), target)
         value.backward()
         if result.loss is not None:
             near(result.loss / scale, value.detach(), "loss")
         if number == INFINITE and rank == failing:
-            local(next(each for each in pipe.parameters() if each.grad is not None).grad).fill_(torch.inf)
-        scaler.unscale_(ours)
+            local(next(weight for weight in pipe.parameters() if weight.grad is not None).grad).fill_(torch.inf)
+        scaler.unscale_(pipe_adam)
         if number != INFINITE:
             for name, parameter in pipe.named_parameters():
                 if not parameters[name].requires_grad:
                     assert parameter.grad is None, name
                     continue
-                near(whole(parameter.grad), parameters[name].grad, f"gradient of {name} in step {number}")
+                near(full_tensor(parameter.grad), parameters[name].grad, f"gradient of {name} in step {number}")
             near(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(trained, 0.1), "norm")
-            theirs.step()
-        scaler.step(ours)
+            model_adam.step()
+        scaler.step(pipe_adam)
         scaler.update()
         scales.append(scaler.get_scale())
-        for optimizer in (ours, theirs):
+        for optimizer in (pipe_adam, model_adam):
             optimizer.zero_grad()
     for name, tensor in pipe.state_dict().items():
-        near(whole(tensor), parameters[name].detach(), name)
+        near(full_tensor(tensor), parameters[name].detach(), name)
     return scales
 
 
-def save_on_a_mesh(rank: int, package: str, shape: Shape, folder: str, own: str) -> str:
+def save_on_a_mesh(rank: int, package: str, shape: Shape, folder: str, save_folder: str) -> str:
     """What a mesh saves of what it has read from a folder, and reads again. Where it is."""
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     schedule = "1f1b" if shape["pp"] == 2 else "interleaved-1f1b"
     pipe = pipegraph.Pipeline(package, schedule, 2, loss, kernels="eager", mesh=mesh, tp_plan=EXPERT_PLAN)
     optimizer = torch.optim.AdamW(pipe.parameters())
     pipe.load(folder, optimizer)
-    place = pipe.save(own, optimizer, step=1, background=True)
+    place = pipe.save(save_folder, optimizer, step=1, background=True)
     pipe.wait_for_save()
-    read = {name: whole(each).clone() for name, each in pipe.state_dict().items()}
+    read = {name: full_tensor(tensor).clone() for name, tensor in pipe.state_dict().items()}
     with torch.no_grad():
         for parameter in pipe.parameters():
             parameter.zero_()
-    pipe.load(own, optimizer)
-    for name, each in pipe.state_dict().items():
-        assert torch.equal(whole(each), read[name]), name
+    pipe.load(save_folder, optimizer)
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(full_tensor(tensor), read[name]), name
     return str(place)

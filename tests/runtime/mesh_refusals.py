@@ -22,14 +22,14 @@ from tests.runtime.packages import loss
 
 def each_refused(rank: int, folder: str, attempt: str, cases: list[Any]) -> list[str]:
     """What each case raises here, one after the other: after a refusal all ranks can make a new pipeline."""
-    said = []
+    outcomes = []
     for case in cases:
         try:
             ATTEMPTS[attempt](rank, folder, case)
-            said.append("nothing")
+            outcomes.append("nothing")
         except PipegraphError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
 
 
 def _with_plan(rank: int, folder: str, plan: Any) -> None:
@@ -90,7 +90,7 @@ def _changed_later(rank: int, folder: str, case: tuple[str, str]) -> None:
         elif how == "hooked":
             last.weight.register_hook(torch.zeros_like)
         elif how in ("assigned", "evaluated"):
-            stage.load_state_dict({name: each.clone() for name, each in stage.state_dict().items()}, assign=True)
+            stage.load_state_dict({name: tensor.clone() for name, tensor in stage.state_dict().items()}, assign=True)
         elif how == "replaced" and rank == 1:
             last.weight = nn.Parameter(last.weight.detach().clone())
     if how == "loss":
@@ -139,11 +139,11 @@ ATTEMPTS: dict[str, Callable[[int, str, Any], None]] = {
 
 def with_gpus(rank: int) -> list[str]:
     """Which grids of ranks with GPUs are refused where the default group was made for gloo."""
-    said = []
+    outcomes = []
     for names in (("pp",), ("pp", "tp"), ("dp_shard", "tp")):
         try:
             check_backend(RankGrid(names, (2,) * len(names)), torch.device("cuda:0"))
-            said.append("nothing")
+            outcomes.append("nothing")
         except ArgumentError as error:
-            said.append(str(error))
-    return said
+            outcomes.append(str(error))
+    return outcomes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
 import pipegraph
-from tests.runtime.meshes import Shape, near_to, rows_of, whole
+from tests.runtime.meshes import Shape, full_tensor, near_to, rows_of
 
 WORDS, LENGTH, ROWS = 96, 16, 8
 SMALL: dict[str, Any] = {
@@ -53,8 +53,8 @@ def build(model: str) -> nn.Module:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(model.partition(",")[0], **MODELS[model])
-    made: nn.Module = AutoModelForCausalLM.from_config(config)
-    return made
+    module: nn.Module = AutoModelForCausalLM.from_config(config)
+    return module
 
 
 def write(folder: Path, model: str, stages: int) -> str:
@@ -86,24 +86,24 @@ def train(
     near = partial(near_to, tolerance=tolerance)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
-    ours, theirs = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
+    piped, unsplit = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
     generator = torch.Generator().manual_seed(3)
     rows = (ROWS,) * shape.get("dp_shard", 1)
     for _ in range(3):
         tokens, target = (torch.randint(WORDS, (sum(rows), LENGTH), generator=generator).to(device) for _ in range(2))
-        mine = rows_of(shape, rows, mesh)
-        result = pipe.step(input_ids=tokens[mine], target=target[mine])
+        local_rows = rows_of(shape, rows, mesh)
+        result = pipe.step(input_ids=tokens[local_rows], target=target[local_rows])
         value = loss(model(input_ids=tokens), target)
         value.backward()
         if result.loss is not None:
             near(result.loss, value.detach(), "loss")
-        for each, parameter in pipe.named_parameters():
-            near(whole(parameter.grad), parameters[each].grad, each)
+        for parameter_name, parameter in pipe.named_parameters():
+            near(full_tensor(parameter.grad), parameters[parameter_name].grad, parameter_name)
         near(pipe.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0), "norm")
-        for optimizer in (ours, theirs):
+        for optimizer in (piped, unsplit):
             optimizer.step()
             optimizer.zero_grad()
-    for each, tensor in pipe.state_dict().items():
-        if each in parameters:
-            near(whole(tensor), parameters[each].detach(), each)
+    for tensor_name, tensor in pipe.state_dict().items():
+        if tensor_name in parameters:
+            near(full_tensor(tensor), parameters[tensor_name].detach(), tensor_name)
     return "equal"

@@ -53,8 +53,8 @@ def perceptrons(stages: int, tied: bool = True, shared: bool = False) -> Sketch:
             f"    nn.Sequential(nn.Linear({WIDTH}, {HIDDEN}), nn.Tanh(), nn.Linear({HIDDEN}, {WIDTH})) "
             f"for _ in range(2)\n)\n"
         )
-        taken = "tokens" if index == 0 else f"h{index - 1}"
-        first = "x = self.embed(tokens)\n" if index == 0 else f"x = {taken}\n"
+        source = "tokens" if index == 0 else f"h{index - 1}"
+        first = "x = self.embed(tokens)\n" if index == 0 else f"x = {source}\n"
         body = f"{first}for norm, layer in zip(self.{names[1]}, self.{names[0]}):\n    x = x + layer(norm(x))\n"
         if shared:
             init += f"self.shared = nn.Linear({WIDTH}, {WIDTH})\n"
@@ -62,9 +62,9 @@ def perceptrons(stages: int, tied: bool = True, shared: bool = False) -> Sketch:
         init += f"self.embed = nn.Embedding({WORDS}, {WIDTH})\n" if index == 0 else ""
         if index == stages - 1:
             init += f"self.head = nn.Linear({WIDTH}, {WORDS}, bias=False)\n"
-            parts.append(Stage(taken, "logits", init, f"{body}return self.head(x)"))
+            parts.append(Stage(source, "logits", init, f"{body}return self.head(x)"))
         else:
-            parts.append(Stage(taken, f"h{index}", init, f"{body}return x"))
+            parts.append(Stage(source, f"h{index}", init, f"{body}return x"))
             values[f"h{index}"] = wide
     values["logits"] = ("float32", ("batch", LENGTH, WORDS), True)
     return Sketch(tuple(parts), values, "logits", (("embed.weight", "head.weight"),) if tied else ())
@@ -96,13 +96,13 @@ def summed_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target.reshape(-1, 1, 1)).square().sum()
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """Of all ranks together."""
     place = packed_place(tensor)
     if place is None:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
     # Torch 2.11 cannot put packed ones together. The parts become a dimension of their own, which nobody divides.
-    shards = [Shard(each.dim + (each.dim >= place.dim)) if hasattr(each, "dim") else each for each in tensor.placements]
+    shards = [Shard(cut.dim + (cut.dim >= place.dim)) if hasattr(cut, "dim") else cut for cut in tensor.placements]
     apart = tensor.detach().to_local().unflatten(place.dim, (place.parts, -1))
     return DTensor.from_local(apart, tensor.device_mesh, shards).full_tensor().flatten(place.dim, place.dim + 1)
 
@@ -140,14 +140,14 @@ def train(
         pipe, mesh = make(folder, shape, schedule, **options)
         if "norms*.*" in options.get("tp_plan", {}):  # half of the sequence crosses
             assert pipe.package.manifest.values["h0"].shape == ("batch", LENGTH // 2, WIDTH)
-        mine = rows_of(shape, rows, mesh)
-        assert_trained(pipe, mine, sum(rows), options.get("loss_fn", metered_loss))
-    return [str(each.message) for each in caught if "traced" in str(each.message)]
+        local_rows = rows_of(shape, rows, mesh)
+        assert_trained(pipe, local_rows, sum(rows), options.get("loss_fn", metered_loss))
+    return [str(warning.message) for warning in caught if "traced" in str(warning.message)]
 
 
 def shard_by_hand(mesh: Any, stage: nn.Module) -> None:
     """The first layer by itself, then all that is left but for the norms, which every rank has whole."""
-    ignored = {each for name, each in stage.named_parameters() if "norms" in name}
+    ignored = {parameter for name, parameter in stage.named_parameters() if "norms" in name}
     layer = next(module for module in stage.modules() if isinstance(module, nn.Sequential))
     fully_shard(layer, mesh=mesh)
     fully_shard(stage, mesh=mesh, ignored_params=ignored)
@@ -155,27 +155,27 @@ def shard_by_hand(mesh: Any, stage: nn.Module) -> None:
 
 def train_each(rank: int, cases: list[tuple[Any, ...]]) -> list[str]:
     """What `train` returns of all cases, one after the other in the same processes."""
-    said = []
+    messages = []
     for case in cases:
         try:
-            said += train(rank, *case)
+            messages += train(rank, *case)
         except BaseException as error:
             error.add_note(f"case: {case[1:]}")
             raise
-    return said
+    return messages
 
 
-def assert_trained(pipe: Pipeline, mine: slice, rows: int, loss_fn: Callable[..., Any]) -> None:
+def assert_trained(pipe: Pipeline, local_rows: slice, rows: int, loss_fn: Callable[..., Any]) -> None:
     reference = Reference(pipe.package)
     parameters = list({id(parameter): parameter for parameter in reference.parameters.values()}.values())
     options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
-    ours, theirs = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(parameters, **options)
+    pipe_adam, model_adam = torch.optim.AdamW(pipe.parameters(), **options), torch.optim.AdamW(parameters, **options)
     for number in range(3):
         for part in range(1 + (number == 1)):
             generator = torch.Generator().manual_seed(10 * number + part)
             tokens = torch.randint(WORDS, (rows, LENGTH), generator=generator)
             target = torch.randn(rows, generator=generator)
-            result = pipe.step(tokens[mine], target=target[mine], return_outputs=True)
+            result = pipe.step(tokens[local_rows], target=target[local_rows], return_outputs=True)
             outputs = reference({"tokens": tokens})
             returned = loss_fn(outputs, target)
             value, metrics = returned if isinstance(returned, tuple) else (returned, {})
@@ -183,37 +183,37 @@ def assert_trained(pipe: Pipeline, mine: slice, rows: int, loss_fn: Callable[...
             assert (result.loss is not None) == (len(reference.stages) - 1 in pipe.stages)
             if result.loss is not None:
                 near(result.loss, value.detach(), "loss")
-                near(result.outputs, outputs[mine].detach(), "outputs")
+                near(result.outputs, outputs[local_rows].detach(), "outputs")
                 for name, metric in metrics.items():
                     near(result.metrics[name], metric, name)
-                near(pipe_loss(pipe, tokens[mine], target[mine]), value.detach(), "evaluation")
+                near(pipe_loss(pipe, tokens[local_rows], target[local_rows]), value.detach(), "evaluation")
             else:
-                pipe_loss(pipe, tokens[mine], target[mine])
+                pipe_loss(pipe, tokens[local_rows], target[local_rows])
         for name, parameter in pipe.named_parameters():
             assert parameter.grad is not None, name
             assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
-            near(whole(parameter.grad), reference.parameters[name].grad, f"gradient of {name}")
+            near(full_tensor(parameter.grad), reference.parameters[name].grad, f"gradient of {name}")
         near(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(parameters, 0.1), "norm")
-        for optimizer in (ours, theirs):
+        for optimizer in (pipe_adam, model_adam):
             optimizer.step()
             optimizer.zero_grad()
     for name, tensor in pipe.state_dict().items():
-        near(whole(tensor), reference.parameters[name].detach(), name)
+        near(full_tensor(tensor), reference.parameters[name].detach(), name)
 
 
 def pipe_loss(pipe: Pipeline, tokens: Tensor, target: Tensor) -> Any:
     return pipe.evaluate(tokens, target=target).loss
 
 
-def near(found: Any, expected: Any, name: str) -> None:
+def near(actual: Any, expected: Any, name: str) -> None:
     """Equal to a millionth of the largest."""
-    near_to(found, expected, name, 1e-6)
+    near_to(actual, expected, name, 1e-6)
 
 
-def near_to(found: Any, expected: Any, name: str, tolerance: float) -> None:
+def near_to(actual: Any, expected: Any, name: str, tolerance: float) -> None:
     """Equal to this part of the largest."""
     most = tolerance * max(1.0, float(expected.abs().max()))
-    assert_close(found, expected, rtol=tolerance, atol=most, msg=lambda m: f"{name}: {m}")
+    assert_close(actual, expected, rtol=tolerance, atol=most, msg=lambda m: f"{name}: {m}")
 
 
 def fail(rank: int, folder: str, shape: Shape, failing: int, how: str, options: dict[str, Any]) -> tuple[str, float]:
@@ -231,18 +231,18 @@ def fail(rank: int, folder: str, shape: Shape, failing: int, how: str, options: 
     if rank == failing and how == "action":
         next(iter(pipe.stages.values())).register_forward_pre_hook(break_down)
     started = time.monotonic()
-    said = "nothing"
+    outcome = "nothing"
     try:
         for _ in range(3):
             pipe.step(tokens[:, :-1] if rank == failing and how == "batch" else tokens, target=target)
     except PipegraphError as error:
-        said = f"{type(error).__name__}: {error}"
+        outcome = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - started
     Path(folder, f"noticed-{how}-{rank}").touch()
     deadline = time.monotonic() + 15
     while len(list(Path(folder).glob(f"noticed-{how}-*"))) < pipe_size(shape) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return said, seconds
+    return outcome, seconds
 
 
 def pipe_size(shape: Shape) -> int:
@@ -278,10 +278,10 @@ def mixed_precision(rank: int, folder: str) -> str:
     """In bfloat16, with gradients that are added up in float32: what crosses, and what is trained."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shape = {"pp": 2, "dp_shard": 2}
-    given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
+    shard_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))["dp_shard"]
 
     def by_hand(stage: nn.Module) -> None:
-        fully_shard(stage, mesh=given, mp_policy=policy)
+        fully_shard(stage, mesh=shard_mesh, mp_policy=policy)
 
     for options in ({"fsdp": {"mp_policy": policy}}, {"parallelize_fn": by_hand}):
         assert_near_in_bfloat16(*make(folder, shape, "zb-h1", strict=True, **options))
@@ -292,8 +292,8 @@ def assert_near_in_bfloat16(pipe: Pipeline, mesh: Any) -> None:
     assert {value.dtype for value in pipe.package.manifest.values.values()} == {"int64", "bfloat16"}
     tokens = torch.randint(WORDS, (16, LENGTH), generator=torch.Generator().manual_seed(0))
     target = torch.randn(16, generator=torch.Generator().manual_seed(1))
-    mine = rows_of({"dp_shard": 2}, (8, 8), mesh)
-    result = pipe.step(tokens[mine], target=target[mine], return_outputs=True)
+    local_rows = rows_of({"dp_shard": 2}, (8, 8), mesh)
+    result = pipe.step(tokens[local_rows], target=target[local_rows], return_outputs=True)
     reference = Reference(pipe.package)
     expected = loss(reference({"tokens": tokens}), target)
     expected.backward()
@@ -301,7 +301,7 @@ def assert_near_in_bfloat16(pipe: Pipeline, mesh: Any) -> None:
         assert result.outputs.dtype == torch.bfloat16
         assert_close(result.loss.float(), expected.detach(), rtol=2e-2, atol=2e-2)
     for name, parameter in pipe.named_parameters():
-        gradient = whole(parameter.grad)
+        gradient = full_tensor(parameter.grad)
         assert parameter.dtype == gradient.dtype == torch.float32
         assert_close(gradient, reference.parameters[name].grad, rtol=0.1, atol=0.02, msg=name)
         assert not torch.equal(gradient, gradient.to(torch.bfloat16).float()) or gradient.numel() < 9, name
@@ -313,12 +313,12 @@ def load_and_save(rank: int, folder: str, shape: Shape, plan: Any) -> str:
     doubled = {name: 2 * parameter.detach() for name, parameter in Reference(pipe.package).parameters.items()}
     pipe.load_state_dict(doubled)
     for name, tensor in pipe.state_dict().items():
-        assert_close(whole(tensor), doubled[name], msg=name)
+        assert_close(full_tensor(tensor), doubled[name], msg=name)
     tokens, target = torch.zeros(8, LENGTH, dtype=torch.int64), torch.zeros(8)
-    before = pipe.evaluate(tokens, target=target).loss
+    doubled_loss = pipe.evaluate(tokens, target=target).loss
     pipe.load_state_dict({name: tensor / 2 for name, tensor in doubled.items()})
-    after = pipe.evaluate(tokens, target=target).loss
-    assert before is None or abs(before - after) > 1e-3
+    restored_loss = pipe.evaluate(tokens, target=target).loss
+    assert doubled_loss is None or abs(doubled_loss - restored_loss) > 1e-3
     dist.destroy_process_group()  # as scripts do before the pipeline ends
     pipe._guard.close()
     return "equal"

@@ -33,9 +33,9 @@ def _clip(folder: str, norm_type: float) -> None:
     target = torch.linspace(0, 1, 4)
     pipe.step(*args, target=target, **kwargs)
     loss(reference(inputs), target).backward()
-    whole = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
+    unique_parameters = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
     for _ in range(2):
-        expected = torch.nn.utils.clip_grad_norm_(whole, 0.1, norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(unique_parameters, 0.1, norm_type)
         assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected)
     for name, parameter in pipe.named_parameters():
         assert_close(parameter.grad, reference.parameters[name].grad)
@@ -54,14 +54,14 @@ def clip_not_a_number(rank: int, folder: str, norm_types: list[float]) -> list[t
             if rank == spoiled:
                 next(pipe.parameters()).grad.view(-1)[0] = torch.nan
             norm = float(pipe.clip_grad_norm_(1.0, norm_type))
-            clipped.append((norm, all(bool(each.grad.isnan().all()) for each in pipe.parameters())))
+            clipped.append((norm, all(bool(parameter.grad.isnan().all()) for parameter in pipe.parameters())))
     return clipped
 
 
 def greatest_of_shards(rank: int, numbers: list[float]) -> float:
     """The infinity norm of a gradient that is sharded over a mesh of the user's own, apart from the pipeline's."""
-    whole = torch.tensor(numbers)
-    sharded = torch.nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    full_tensor = torch.tensor(numbers)
+    sharded = torch.nn.Parameter(distribute_tensor(full_tensor, init_device_mesh("cpu", (2,)), [Shard(0)]))
     sharded.grad = sharded.detach().clone()
     return float(clip_grad_norm([sharded], [sharded], 1.0, torch.inf, None, torch.device("cpu")))
 
@@ -81,10 +81,10 @@ def scaled_elsewhere(rank: int, folder: str) -> str:
         scaler.step(optimizer)
         scaler.update()
 
-    own = set(vars(scaler))
+    attributes = set(vars(scaler))
     train()
     gc.collect()
-    assert set(vars(scaler)) == own
+    assert set(vars(scaler)) == attributes
     if rank == 0:
         model = torch.nn.Linear(2, 2)
         scaler.scale(model(torch.ones(1, 2)).sum()).backward()
@@ -93,7 +93,7 @@ def scaled_elsewhere(rank: int, folder: str) -> str:
     second = train()
     del first  # which does not end what the second has changed
     gc.collect()
-    assert set(vars(scaler)) > own
+    assert set(vars(scaler)) > attributes
     del second
     return "done"
 
@@ -106,14 +106,14 @@ def scale(rank: int, folder: str, infinite: int) -> list[float]:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     scales = []
     for is_good in (False, True):
-        before = [parameter.detach().clone() for parameter in pipe.parameters()]
+        old_parameters = [parameter.detach().clone() for parameter in pipe.parameters()]
         optimizer.zero_grad()
         pipe.step(inputs, target=torch.zeros(len(inputs)))
         if rank == infinite and not is_good:
             next(pipe.parameters()).grad.fill_(torch.inf)
         scaler.step(optimizer)
         scaler.update()
-        stays = [torch.equal(one, other) for one, other in zip(before, pipe.parameters(), strict=True)]
+        stays = [torch.equal(old, new) for old, new in zip(old_parameters, pipe.parameters(), strict=True)]
         assert not any(stays) if is_good else all(stays)
         scales.append(scaler.get_scale())
     return scales

@@ -29,12 +29,12 @@ class Factors(torch.optim.Optimizer):
                 gradient = parameter.grad
                 for dim, factor in enumerate(state["GG"]):
                     if isinstance(factor, torch.Tensor):
-                        others = [other for other in range(gradient.dim()) if other != dim]
-                        factor += gradient.square().sum(others) if others else gradient.square()
-                        shape = [-1 if other == dim else 1 for other in range(gradient.dim())]
+                        axes = [axis for axis in range(gradient.dim()) if axis != dim]
+                        factor += gradient.square().sum(axes) if axes else gradient.square()
+                        shape = [-1 if axis == dim else 1 for axis in range(gradient.dim())]
                         gradient = gradient / (factor.sqrt() + 0.1).reshape(shape)
-                best, factor, nothing = state["mixed"]["best"]
-                state["mixed"]["best"] = (torch.maximum(best, gradient.abs().max()), factor * 0.5, nothing)
+                best, factor, placeholder = state["mixed"]["best"]
+                state["mixed"]["best"] = (torch.maximum(best, gradient.abs().max()), factor * 0.5, placeholder)
                 parameter -= group["lr"] * gradient * state["mixed"]["best"][0].clamp(0.5, 1.0)
 
 

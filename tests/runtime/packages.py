@@ -118,8 +118,8 @@ def write(sketch: Sketch, folder: Path, weights: bool = True) -> Path:
         save_file(tensors, folder / shard)
         parameters = tuple(name for name, _ in module.named_parameters(remove_duplicate=False))
         inputs, outputs = tuple(stage.inputs.split(", ")), tuple(stage.outputs.split(", "))
-        held = shard if tensors else None
-        entries.append(StageEntry(index, f"stage_{index}", f"Stage{index}", inputs, outputs, parameters, buffers, held))
+        part = shard if tensors else None
+        entries.append(StageEntry(index, f"stage_{index}", f"Stage{index}", inputs, outputs, parameters, buffers, part))
     count = range(len(entries))
     (folder / "__init__.py").write_text(
         INIT.format(
@@ -181,10 +181,10 @@ class Reference:
         shared: dict[str, nn.Parameter] = {}
         for module in self.stages:
             for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-                one = shared.setdefault(self.manifest.stored_name(name), parameter)
+                shared_parameter = shared.setdefault(self.manifest.stored_name(name), parameter)
                 path, _, attribute = name.rpartition(".")
-                setattr(module.get_submodule(path), attribute, one)
-                self.parameters[name] = one
+                setattr(module.get_submodule(path), attribute, shared_parameter)
+                self.parameters[name] = shared_parameter
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
         values = dict(inputs)
@@ -197,15 +197,15 @@ class Reference:
 def batch(manifest: Manifest, microbatches: int, seed: int = 0) -> dict[str, Tensor]:
     """Seeded inputs for so many microbatches, by name."""
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    tensors = {}
     for name, value in manifest.at_capture().values.items():
         if value.producer == CALLER and not value.is_constant:
             shape = (value.shape[0] * microbatches, *value.shape[1:]) if value.shape else ()
             if value.bound is not None:
-                made[name] = torch.randint(value.bound, shape, generator=generator)
+                tensors[name] = torch.randint(value.bound, shape, generator=generator)
             else:
-                made[name] = torch.randn(shape, generator=generator).to(getattr(torch, value.dtype))
-    return made
+                tensors[name] = torch.randn(shape, generator=generator).to(getattr(torch, value.dtype))
+    return tensors
 
 
 def loss(output: Any, target: Any) -> Tensor:

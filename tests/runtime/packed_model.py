@@ -108,8 +108,8 @@ def assert_is_the_step_of_the_model(pipe: Pipeline, needed_only: bool = False) -
     is_last = len(manifest.stages) - 1 in pipe.stages
     passed = inputs
     if needed_only:
-        needed = {name for index in pipe.stages for name in manifest.stages[index].inputs}
-        passed = {name: value if name in needed else None for name, value in inputs.items()}
+        input_names = {name for index in pipe.stages for name in manifest.stages[index].inputs}
+        passed = {name: value if name in input_names else None for name, value in inputs.items()}
     target = targets if is_last or not needed_only else None
     for _ in range(2):  # the second time kernels for other sizes than the first ones are there
         result = pipe.step(**passed, target=target, return_outputs=True, microbatches=8)
@@ -125,7 +125,7 @@ def assert_is_the_step_of_the_model(pipe: Pipeline, needed_only: bool = False) -
     if is_last:
         assert_close(evaluated, [output.detach() for output in outputs])
     assert pipe.last_sizes is not None
-    assert [sizes.sizes["length"] for sizes in pipe.last_sizes.microbatches] == [each[1] for each in MICROBATCHES]
+    assert [sizes.sizes["length"] for sizes in pipe.last_sizes.microbatches] == [shape[1] for shape in MICROBATCHES]
 
 
 def step(rank: int, folder: str, schedule: str, kernels: str, needed_only: bool) -> str:

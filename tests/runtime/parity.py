@@ -25,8 +25,8 @@ def assert_parity(
     package = Package.open(folder)
     pipe = pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels=kernels)
     reference = Reference(package)
-    mine = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-    whole = torch.optim.SGD({id(p): p for p in reference.parameters.values()}.values(), lr=0.1, momentum=0.9)
+    pipe_sgd = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    model_sgd = torch.optim.SGD({id(p): p for p in reference.parameters.values()}.values(), lr=0.1, momentum=0.9)
     for number in range(steps):
         for part in range(accumulate):
             inputs = batch(package.manifest, microbatches, seed=10 * number + part)
@@ -49,7 +49,7 @@ def assert_parity(
                 assert (parameter.grad is None) == (whole_gradient is None), (index, name)
                 if whole_gradient is not None:
                     assert_close(parameter.grad, whole_gradient, rtol=1e-5, atol=1e-6, msg=f"{index} {name} {schedule}")
-        for optimizer in (mine, whole):
+        for optimizer in (pipe_sgd, model_sgd):
             optimizer.step()
             optimizer.zero_grad()
         for name, tensor in pipe.state_dict().items():

@@ -9,6 +9,6 @@ from pipegraph import Pipeline
 from pipegraph.package import Package
 
 
-def pipeline(package: Package | Path | str, schedule: Any = "1f1b", kernels: Any = "autograd", **more: Any) -> Pipeline:
+def pipeline(package: Package | Path | str, schedule: Any = "1f1b", kernels: Any = "autograd", **opts: Any) -> Pipeline:
     """A `Pipeline` whose kernels call the stage each time, where the default ones take seconds to be made."""
-    return Pipeline(package, schedule, kernels=kernels, **more)
+    return Pipeline(package, schedule, kernels=kernels, **opts)

@@ -58,8 +58,8 @@ def write_package(folder: Path, stages: int = 2, has_norm: bool = True) -> Path:
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    made = torch.randn(2, MICROBATCHES * ROWS, WIDTH, generator=generator)
-    return made[0], made[1]
+    pair = torch.randn(2, MICROBATCHES * ROWS, WIDTH, generator=generator)
+    return pair[0], pair[1]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -72,17 +72,17 @@ def reference_step(precision: str) -> tuple[Tensor, dict[str, Tensor], dict[str,
     computed, dtype = copy.deepcopy(model()).to(dtypes[precision]), dtypes[precision]
     if not precision.endswith("-true"):
         computed.norm.float()
-    gradients = {name: torch.zeros_like(each, dtype=torch.float32) for name, each in computed.named_parameters()}
+    gradients = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in computed.named_parameters()}
     x, target = batch()
     losses = []
     for rows, aims in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
         losses.append(loss(computed(rows.to(dtype)), aims))
         computed.zero_grad()
         (losses[-1] / MICROBATCHES).backward()
-        for name, each in computed.named_parameters():
-            assert each.grad is not None
-            gradients[name] += each.grad.float()
-    statistics = {name: each for name, each in computed.state_dict().items() if "running" in name}
+        for name, parameter in computed.named_parameters():
+            assert parameter.grad is not None
+            gradients[name] += parameter.grad.float()
+    statistics = {name: buffer for name, buffer in computed.state_dict().items() if "running" in name}
     return torch.stack(losses).mean().detach(), gradients, statistics
 
 
@@ -97,8 +97,8 @@ def train(pipe: Pipeline, steps: int = 3, rows: slice = slice(None)) -> list[flo
     losses = []
     for _ in range(steps):
         x, target = batch()
-        found = pipe.step(x[rows], target=target[rows]).loss
-        losses.append(None if found is None else found.item())
+        step_loss = pipe.step(x[rows], target=target[rows]).loss
+        losses.append(None if step_loss is None else step_loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -109,6 +109,6 @@ def train_rank(rank: int, package: str, precision: str, shape: dict[str, int]) -
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     count = shape.get("dp_shard", 1)
     place = mesh.get_local_rank("dp_shard") if count > 1 else 0
-    own = MICROBATCHES * ROWS // count
+    rank_rows = MICROBATCHES * ROWS // count
     pipe = start(package, precision, "gpipe" if count > 1 else "1f1b", mesh=mesh, microbatches=MICROBATCHES // count)
-    return train(pipe, rows=slice(place * own, (place + 1) * own))
+    return train(pipe, rows=slice(place * rank_rows, (place + 1) * rank_rows))

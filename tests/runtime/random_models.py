@@ -115,8 +115,8 @@ def train(pipe: Pipeline, steps: int = 3) -> list[float | None]:
     losses = []
     for _ in range(steps):
         batch = tokens(2 * MICROBATCHES)
-        found = pipe.step(batch, target=batch).loss
-        losses.append(None if found is None else found.item())
+        step_loss = pipe.step(batch, target=batch).loss
+        losses.append(None if step_loss is None else step_loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -131,6 +131,6 @@ def replicas(rank: int, package: str, dimension: str) -> list[float]:
     """The losses of this data-parallel rank's microbatches, all of the same rows."""
     pipe = start(package, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,)))
     batch = tokens(1).expand(MICROBATCHES, -1)
-    found = pipe.step(batch, target=batch, return_losses=True).losses
-    assert found is not None
-    return found.tolist()
+    losses = pipe.step(batch, target=batch, return_losses=True).losses
+    assert losses is not None
+    return losses.tolist()

@@ -63,17 +63,17 @@ def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep:
         for _ in range(2):  # a rank that was done with the step already learns of it in the next one
             pipe.step(*inputs, target=target)
     except RuntimeFault as error:
-        seconds, said = time.monotonic() - started, str(error)
+        seconds, message = time.monotonic() - started, str(error)
     try:
         pipe.step(*inputs, target=target)
     except RuntimeFault as error:
         again = str(error)
     Path(folder, f"noticed-{rank}").touch()
-    others = pipe.schedule.ranks - (how == "kill")
+    survivors = pipe.schedule.ranks - (how == "kill")
     deadline = time.monotonic() + 10
-    while keep and len(list(Path(folder).glob("noticed-*"))) < others and time.monotonic() < deadline:
+    while keep and len(list(Path(folder).glob("noticed-*"))) < survivors and time.monotonic() < deadline:
         time.sleep(0.05)
-    return said, seconds, again
+    return message, seconds, again
 
 
 def break_at(
@@ -91,12 +91,12 @@ def break_at(
     (executor,) = pipe._runner.executors.training_executors
 
     def breaking(do: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*given: Any) -> None:
+        def watched(*args: Any) -> None:
             if executor.position == position:
                 if how == "raise":
                     raise ValueError("broken on purpose")
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-            do(*given)
+            do(*args)
 
         return watched
 
@@ -143,9 +143,9 @@ def skip_a_call(rank: int, folder: str, call: str, timeout: float) -> tuple[str,
         "clip_grad_norm_()": lambda: pipe.clip_grad_norm_(1.0),
         "save()": lambda: pipe.save(f"{folder}-saved", step=1),
     }
-    found = ("", 0.0) if rank == 1 else _failure_of(calls[call])
+    failure = ("", 0.0) if rank == 1 else _failure_of(calls[call])
     dist.barrier()
-    return found
+    return failure
 
 
 def _failure_of(call: Callable[[], object]) -> tuple[str, float]:
@@ -182,7 +182,7 @@ def frozen_steps(rank: int, folder: str) -> tuple[str, list[str]]:
     """What a step of frozen stages says, and what has a gradient in one of stages of which the last is not frozen."""
     freeze = partial(Module.requires_grad_, requires_grad=False)
     inputs, target = torch.ones(4, 8), torch.zeros(4)
-    said = ""
+    message = ""
     for frozen in (2, 1):
         pipe = pipeline(
             folder, "1f1b", "eager", microbatches=2, loss_fn=loss, parallelize_fn=freeze if rank < frozen else None
@@ -191,8 +191,8 @@ def frozen_steps(rank: int, folder: str) -> tuple[str, list[str]]:
         try:
             pipe.step(inputs, target=target)
         except PipegraphError as error:
-            said += str(error)
-    return said, [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
+            message += str(error)
+    return message, [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
 
 
 def own_inputs(rank: int, folder: str) -> str:
@@ -214,7 +214,7 @@ def halved(rank: int, folder: str, converting: list[int]) -> str:
     """Some ranks give their stages bfloat16, as all of them have to; then what crosses is bfloat16."""
     half = (lambda stage: stage.to(torch.bfloat16)) if rank in converting else None
     pipe = pipeline(folder, schedule="1f1b", microbatches=2, loss_fn=loss, parallelize_fn=half)
-    (inputs,) = (each.bfloat16() for each in batch(pipe.package.manifest, 2).values())
+    (inputs,) = (tensor.bfloat16() for tensor in batch(pipe.package.manifest, 2).values())
     result = pipe.step(inputs, target=torch.zeros(len(inputs), dtype=torch.bfloat16))
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.bfloat16 for parameter in pipe.parameters())
     return "" if result.loss is None else f"{result.loss.item():.4f}"
@@ -242,7 +242,7 @@ def groups(rank: int, folder: str) -> str:
 def receives(rank: int, folder: str, schedules: list[str], microbatches: int) -> list[dict[tuple[int, int], set[int]]]:
     """Under each schedule the memory, by edge and direction, that messages were received into over three steps."""
     package = Package.open(folder)
-    found = []
+    addresses = []
     for schedule in schedules:
         pipe = pipeline(package, schedule, "eager", microbatches=microbatches, loss_fn=loss)
         inputs, _ = arguments(package, batch(package.manifest, microbatches))
@@ -258,9 +258,9 @@ def receives(rank: int, folder: str, schedules: list[str], microbatches: int) ->
         for _ in range(3):
             pipe.step(*inputs, target=torch.zeros(len(inputs[0])))
             pipe.evaluate(*inputs)
-        assert not any(each._unfinished for each in transport._incoming.values())
-        found.append(used)
-    return found
+        assert not any(incoming._unfinished for incoming in transport._incoming.values())
+        addresses.append(used)
+    return addresses
 
 
 def run_by_torch(rank: int, folder: str, files: list[str]) -> str:
@@ -293,7 +293,7 @@ def other_calls(rank: int, folder: str) -> list[str]:
     """What a rank says where the other makes another call, and where only the last one lacks a loss."""
     package = Package.open(folder)
     inputs, _ = arguments(package, batch(package.manifest, 2))
-    said = []
+    messages = []
     for case in ("eval and step", "no loss"):
         loss_fn = None if case == "no loss" and rank == 1 else loss
         pipe = pipeline(package, microbatches=2, loss_fn=loss_fn, timeout=20)
@@ -304,5 +304,5 @@ def other_calls(rank: int, folder: str) -> list[str]:
                     pipe.evaluate(*inputs)
             pipe.step(*inputs, target=torch.zeros(4))
         except PipegraphError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages

@@ -68,15 +68,15 @@ def train(rank: int, folder: str, schedule: str, kernels: str, checkpoints: bool
             check_weights=False,
         )
         reference = Reference(pipe.package)
-        whole = list({id(parameter): parameter for parameter in reference.parameters.values()}.values())
-        mine, theirs = torch.optim.SGD(pipe.parameters(), lr=0.01), torch.optim.SGD(whole, lr=0.01)
+        parameters = list({id(parameter): parameter for parameter in reference.parameters.values()}.values())
+        pipe_sgd, model_sgd = torch.optim.SGD(pipe.parameters(), lr=0.01), torch.optim.SGD(parameters, lr=0.01)
         for number in range(2):
             for part in range(2):
                 _step(pipe, mesh, reference, step_loss, seed=10 * number + part, waits=(number, part) == (1, 0))
             for name, parameter in pipe.named_parameters():
                 assert_close(parameter.grad, reference.parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
-            assert_close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(whole, 0.1))
-            for optimizer in (mine, theirs):
+            assert_close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(parameters, 0.1))
+            for optimizer in (pipe_sgd, model_sgd):
                 optimizer.step()
                 optimizer.zero_grad()
     assert all(isinstance(stage, DistributedDataParallel) for stage in pipe.stages.values())
@@ -93,12 +93,12 @@ def _step(pipe: Pipeline, mesh: DeviceMesh, reference: Reference, step_loss: Any
     """One step of a batch of which each replica takes half."""
     replica = mesh.get_local_rank("replica")
     inputs = batch(pipe.package.manifest, 8, seed)
-    whole = next(iter(inputs.values()))
-    target = torch.randn(len(whole), generator=torch.Generator().manual_seed(seed))
+    full_batch = next(iter(inputs.values()))
+    target = torch.randn(len(full_batch), generator=torch.Generator().manual_seed(seed))
     step_loss(reference(inputs), target).backward()
     for stage in pipe.stages.values():
         stage.require_backward_grad_sync = not waits  # what `no_sync` sets
-    pipe.step(whole.chunk(2)[replica], target=target.chunk(2)[replica])
+    pipe.step(full_batch.chunk(2)[replica], target=target.chunk(2)[replica])
 
 
 def parts_of_the_state(rank: int, folder: str) -> tuple[list[Any], dict[str, Any]]:
@@ -128,14 +128,14 @@ def refused(rank: int, folder: str, how: str) -> None:
         elif how == "replicate inside":
             replicate(getattr(stage, child), process_group=group)
         elif how == "mixed precision":
-            made = wrapped(stage, group)
-            made.mixed_precision = object()
-            return made
+            ddp_stage = wrapped(stage, group)
+            ddp_stage.mixed_precision = object()
+            return ddp_stage
         elif how.startswith("hook"):
-            made = wrapped(stage, group)
+            ddp_stage = wrapped(stage, group)
             if how == "hook":
-                made.register_comm_hook(None, lambda state, bucket: None)
-            return made
+                ddp_stage.register_comm_hook(None, lambda state, bucket: None)
+            return ddp_stage
         return None
 
     pipe, _ = make(folder, "1f1b", "eager", wrap)
@@ -160,11 +160,11 @@ def fully_sharded_replicas(rank: int, folder: str) -> str:
         parallelize_fn=lambda stage: replicate(stage, mesh=mesh["replica"]),
     )
     reference = Reference(pipe.package)
-    whole = batch(pipe.package.manifest, 8)["x"]
-    target = torch.randn(len(whole), generator=torch.Generator().manual_seed(0))
-    loss(reference({"x": whole}), target).backward()
+    full_batch = batch(pipe.package.manifest, 8)["x"]
+    target = torch.randn(len(full_batch), generator=torch.Generator().manual_seed(0))
+    loss(reference({"x": full_batch}), target).backward()
     replica = dist.get_rank() // 2
-    pipe.step(whole.chunk(2)[replica], target=target.chunk(2)[replica])
+    pipe.step(full_batch.chunk(2)[replica], target=target.chunk(2)[replica])
     for name, parameter in pipe.named_parameters():
         gradient: Any = parameter.grad
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient

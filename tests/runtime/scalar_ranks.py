@@ -39,19 +39,19 @@ def train(rank: int, folder: str, shape: dict[str, int], schedule: str) -> dict[
     pipe.step(x.chunk(2)[place], target=target.chunk(2)[place])
     reference = Reference(Package.open(folder))
     loss(reference({"x": x}), target).backward()
-    found = {}
-    for name, each in pipe.named_parameters():
+    distances = {}
+    for name, parameter in pipe.named_parameters():
         expected = reference.parameters[name]
-        gradient = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         assert gradient is not None
         assert expected.grad is not None
-        found[name] = float((gradient - expected.grad).abs().max())
+        distances[name] = float((gradient - expected.grad).abs().max())
     optimizer.step()
     torch.optim.SGD(reference.parameters.values(), lr=0.1).step()
-    for name, each in pipe.named_parameters():
-        whole = each.full_tensor() if isinstance(each, DTensor) else each
-        found[name] = max(found[name], float((whole - reference.parameters[name]).detach().abs().max()))
-    return found
+    for name, parameter in pipe.named_parameters():
+        weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        distances[name] = max(distances[name], float((weight - reference.parameters[name]).detach().abs().max()))
+    return distances
 
 
 def half_precision(rank: int, folder: str) -> str:

@@ -41,13 +41,13 @@ def perceptrons(hidden: int = 16) -> Sketch:
     )
     loop = "for norm, layer in zip(self.norms, self.layers):\n    x = x + layer(norm(x))\n"
     rename = {"layers": "later", "norms": "behind"}
-    later = [text.replace("layers", rename["layers"]).replace("norms", rename["norms"]) for text in (layers, loop)]
+    second = [text.replace("layers", rename["layers"]).replace("norms", rename["norms"]) for text in (layers, loop)]
     wide = ("float32", (2, 4, 8), True)
     return Sketch(
         stages=(
             Stage("tokens", "x", f"{layers}self.embed = nn.Embedding(6, 8)", f"x = self.embed(tokens)\n{loop}return x"),
             Stage(
-                "x", "logits", f"{later[0]}self.head = nn.Linear(8, 6, bias=False)", f"{later[1]}return self.head(x)"
+                "x", "logits", f"{second[0]}self.head = nn.Linear(8, 6, bias=False)", f"{second[1]}return self.head(x)"
             ),
         ),
         values={"tokens": ("int64", (2, 4), False), "x": wide, "logits": ("float32", (2, 4, 6), True)},
@@ -107,7 +107,7 @@ PLANS: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
 }
 
 
-def whole(tensor: Any) -> Any:
+def full_tensor(tensor: Any) -> Any:
     """Of all ranks together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -130,13 +130,13 @@ def train(rank: int, folder: str, plan: str, schedule: str, kernels: str, recomp
         )
         assert any(isinstance(parameter, DTensor) for parameter in pipe.parameters())
         _assert_trained(pipe, Reference(package))
-    return [str(each.message) for each in caught if "traced" in str(each.message) or "compile" in str(each.message)]
+    return [str(note.message) for note in caught if "traced" in str(note.message) or "compile" in str(note.message)]
 
 
 def _assert_trained(pipe: Pipeline, reference: Reference) -> None:
-    mine = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    pipe_adam = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     whole_parameters = list({id(parameter): parameter for parameter in reference.parameters.values()}.values())
-    theirs = torch.optim.AdamW(whole_parameters, lr=0.01)
+    model_adam = torch.optim.AdamW(whole_parameters, lr=0.01)
     for number in range(2):
         for part in range(2):
             inputs = batch(pipe.package.manifest, 4, seed=10 * number + part)
@@ -151,19 +151,19 @@ def _assert_trained(pipe: Pipeline, reference: Reference) -> None:
             gradient: Tensor = parameter.grad
             assert type(gradient) is (DTensor if isinstance(parameter, DTensor) else Tensor)
             assert getattr(gradient, "placements", None) == getattr(parameter, "placements", None), name
-            assert_close(whole(gradient), reference.parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+            assert_close(full_tensor(gradient), reference.parameters[name].grad, rtol=1e-4, atol=1e-6, msg=name)
         for norm_type in (2.0, math.inf):
             expected_norm = torch.nn.utils.clip_grad_norm_(whole_parameters, 0.1, norm_type)
             assert_close(pipe.clip_grad_norm_(0.1, norm_type), expected_norm)
-        for optimizer in (mine, theirs):
+        for optimizer in (pipe_adam, model_adam):
             optimizer.step()
             optimizer.zero_grad()
     for name, tensor in pipe.state_dict().items():
-        assert_close(whole(tensor), reference.parameters[name].detach(), rtol=1e-4, atol=1e-5)
+        assert_close(full_tensor(tensor), reference.parameters[name].detach(), rtol=1e-4, atol=1e-5)
     doubled = {name: 2 * parameter.detach() for name, parameter in reference.parameters.items()}
     pipe.load_state_dict(doubled)  # of the whole model, from which every rank takes its shard
     for name, tensor in pipe.state_dict().items():
-        assert_close(whole(tensor), doubled[name])
+        assert_close(full_tensor(tensor), doubled[name])
 
 
 def divided(rank: int, folder: str, plan: str, recompute: str) -> tuple[int, dict[str, list[str]]]:

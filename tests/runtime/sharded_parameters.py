@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from pipegraph.package import Package
 from tests.runtime.mesh_messages import Messages
-from tests.runtime.meshes import make, near, whole
+from tests.runtime.meshes import full_tensor, make, near
 from tests.runtime.packages import Sketch, Stage
 
 WIDTH = 3
@@ -23,7 +23,7 @@ def several_dtypes() -> Sketch:
     """Two stages of two layers each, with parameters of several dtypes, and one without elements."""
     parts, values = [], {"x": ("float32", ("batch", WIDTH), False)}
     for index in range(2):
-        taken, name = ("x", "h") if index == 0 else ("h", "y")
+        source, name = ("x", "h") if index == 0 else ("h", "y")
         layers = ", ".join(
             "nn.ParameterDict({"
             f"'weight': torch.rand({WIDTH}, {WIDTH}, dtype=torch.bfloat16), "
@@ -33,11 +33,11 @@ def several_dtypes() -> Sketch:
         )
         body = (
             f"for layer in self.layers{index}:\n"
-            f"    {taken} = torch.cat([{taken}, layer['none']]).to(torch.bfloat16) @ layer['weight']\n"
-            f"    {taken} = {taken}.float() * layer['scale']\n"
-            f"    {taken} = {taken} + (layer['phase'] * layer['phase'] * 1j).real.sum(1)\n"
+            f"    {source} = torch.cat([{source}, layer['none']]).to(torch.bfloat16) @ layer['weight']\n"
+            f"    {source} = {source}.float() * layer['scale']\n"
+            f"    {source} = {source} + (layer['phase'] * layer['phase'] * 1j).real.sum(1)\n"
         )
-        parts.append(Stage(taken, name, f"self.layers{index} = nn.ModuleList([{layers}])", f"{body}return {taken}"))
+        parts.append(Stage(source, name, f"self.layers{index} = nn.ModuleList([{layers}])", f"{body}return {source}"))
         values[name] = ("float32", ("batch", WIDTH), True)
     return Sketch(tuple(parts), values, "y")
 
@@ -63,13 +63,13 @@ def train_beside_one_process(rank: int, folder: str, options: dict[str, Any]) ->
         expected = square(nn.Sequential(*reference)(x), None)
         expected.backward()
         near(loss, expected.detach(), "loss")
-    gradients = {name: each.grad for stage in reference for name, each in stage.named_parameters()}
+    gradients = {name: parameter.grad for stage in reference for name, parameter in stage.named_parameters()}
     for name, parameter in pipe.named_parameters():
         assert parameter.grad is not None and parameter.grad.dtype == gradients[name].dtype
         is_rounded = parameter.dtype == torch.bfloat16  # for each microbatch
         tolerance = {"rtol": 2e-2, "atol": 1e-2} if is_rounded else {"rtol": 1e-5, "atol": 1e-6}
-        assert_close(whole(parameter.grad), gradients[name], msg=name, **tolerance)
-    norm = torch.nn.utils.clip_grad_norm_([each for stage in reference for each in stage.parameters()], 0.1)
+        assert_close(full_tensor(parameter.grad), gradients[name], msg=name, **tolerance)
+    norm = torch.nn.utils.clip_grad_norm_([parameter for stage in reference for parameter in stage.parameters()], 0.1)
     assert_close(pipe.clip_grad_norm_(0.1), norm, rtol=1e-2, atol=0)
     return counts[0]
 
@@ -79,8 +79,8 @@ def evaluate_in_inference_mode(rank: int, folder: str) -> list[float]:
     pipe, _ = make(folder, {"dp_shard": 2}, "looped-bfs", 2, loss_fn=square)
     x = torch.ones(4, WIDTH)
     with torch.inference_mode():
-        before = pipe.evaluate(x, target=None).loss
+        first_loss = pipe.evaluate(x, target=None).loss
     trained = pipe.step(x).loss
     with torch.inference_mode():
-        after = pipe.evaluate(x, target=None).loss
-    return [float(each) for each in (before, trained, after)]
+        last_loss = pipe.evaluate(x, target=None).loss
+    return [float(loss) for loss in (first_loss, trained, last_loss)]

@@ -34,11 +34,11 @@ def metrics(rank: int | None, folder: str, schedule: str = "1f1b", kernels: str 
         result = pipe.step(*x, target=target)
         parts = [len(part) for part in torch.arange(rows).tensor_split(min(MICROBATCHES, rows))]
         cut = zip(output.detach().split(parts), target.split(parts), parts, strict=True)
-        each = [(judged(*pair)[1], share / rows) for *pair, share in cut]
+        weighted_metrics = [(judged(*pair)[1], share / rows) for *pair, share in cut]
         if rank is None or result.loss is not None:
-            assert list(result.metrics) == list(each[0][0])
+            assert list(result.metrics) == list(weighted_metrics[0][0])
             for name, metric in result.metrics.items():
-                assert_close(metric, sum(weight * found[name] for found, weight in each))
+                assert_close(metric, sum(weight * part_metrics[name] for part_metrics, weight in weighted_metrics))
                 assert not metric.requires_grad
             assert_close(result.metrics["loss"], result.loss)
         else:
@@ -48,9 +48,9 @@ def metrics(rank: int | None, folder: str, schedule: str = "1f1b", kernels: str 
 
 
 def _assert_gradients(pipe: Any, model: torch.nn.Module) -> None:
-    whole = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, parameter in pipe.named_parameters():
-        assert_close(parameter.grad, whole[name].grad)
+        assert_close(parameter.grad, parameters[name].grad)
         parameter.grad = None
 
 
@@ -83,15 +83,15 @@ def evaluation(rank: int | None, folder: str, schedule: str, kernels: str = "eag
         x, target = inputs(rows, LENGTH), torch.randn(rows, LENGTH, 3)
         trained = pipe.step(*x, target=target, return_outputs=True, return_losses=True)
         gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
-        found = pipe.evaluate(*x, target=target, return_outputs=True, return_losses=True)
+        outcome = pipe.evaluate(*x, target=target, return_outputs=True, return_losses=True)
         assert_close(
-            (found.loss, found.losses, found.outputs, found.metrics),
+            (outcome.loss, outcome.losses, outcome.outputs, outcome.metrics),
             (trained.loss, trained.losses, trained.outputs, trained.metrics),
         )
         assert pipe.evaluate(*x, target=target).outputs is None
         assert all(map(torch.equal, gradients, (parameter.grad for parameter in pipe.parameters())))
         if rank is not None:
-            assert (found.loss is None) == (len(pipe.package.manifest.stages) - 1 not in pipe.stages)
+            assert (outcome.loss is None) == (len(pipe.package.manifest.stages) - 1 not in pipe.stages)
     return "equal"
 
 
@@ -115,7 +115,7 @@ def given_cut(rank: int | None, folder: str, schedule: str, kernels: str = "auto
     """Lists of microbatches are the step of the model on the whole batch; `alone`: a rank has its stages' inputs."""
     pipe = pipeline(folder, schedule, kernels, microbatches=3, loss_fn=judged)
     manifest = pipe.package.manifest
-    needed = {name for stage in pipe.stages for name in manifest.stages[stage].inputs}
+    input_names = {name for stage in pipe.stages for name in manifest.stages[stage].inputs}
     is_last = len(manifest.stages) - 1 in pipe.stages
     for rows in CUTS if kernels == "autograd" else [[4, 4, 2]]:
         torch.manual_seed(0)
@@ -124,17 +124,17 @@ def given_cut(rank: int | None, folder: str, schedule: str, kernels: str = "auto
         output = model(x, bias, table)
         loss = judged(output, target)[0]
         loss.backward()
-        given = {"x": cut(x, rows), "bias": cut(bias, rows, 1), "table": table}
+        cut_inputs = {"x": cut(x, rows), "bias": cut(bias, rows, 1), "table": table}
         if alone:
-            given = {name: each if name in needed else None for name, each in given.items()}
+            cut_inputs = {name: argument if name in input_names else None for name, argument in cut_inputs.items()}
         # A rank that is given no list has to be told how many there are, unless the pipeline has as many.
         count = len(rows) if len(rows) != 3 else None
         targets = cut(target, rows) if is_last or not alone else None
-        result = pipe.step(*given.values(), target=targets, return_outputs=True, microbatches=count)
+        result = pipe.step(*cut_inputs.values(), target=targets, return_outputs=True, microbatches=count)
         _assert_gradients(pipe, model)
         if is_last:
             assert_close((result.loss, result.outputs), (loss.detach(), output.detach()))
-        evaluated = pipe.evaluate(*given.values(), target=targets, microbatches=count)
+        evaluated = pipe.evaluate(*cut_inputs.values(), target=targets, microbatches=count)
         assert evaluated.loss == result.loss
     return "equal"
 

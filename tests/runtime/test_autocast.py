@@ -31,17 +31,17 @@ def test_a_step_is_that_of_the_unsplit_model(package: str, kernels: str) -> None
 
 def test_processes_send_it(package: str) -> None:
     alone = autocast_model.step(package, "eager")
-    said = ranks.run(autocast_model.on_rank, 3, package, "autograd")
-    assert said[2][0] == alone[0]
-    together = {name: gradient for _, gradients, _ in said for name, gradient in gradients.items()}
+    outcomes = ranks.run(autocast_model.on_rank, 3, package, "autograd")
+    assert outcomes[2][0] == alone[0]
+    together = {name: gradient for _, gradients, _ in outcomes for name, gradient in gradients.items()}
     assert_close(together, alone[1], rtol=0, atol=0)
-    assert said[1][2][-2:] == ["float32", "bfloat16"]
+    assert outcomes[1][2][-2:] == ["float32", "bfloat16"]
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_a_rank_in_another_region_is_told(chosen: int, package: str) -> None:
-    said = ranks.run(autocast_model.only_on, 3, package, chosen)
-    assert all("ranks make this call in different regions of torch.autocast: " in str(each) for each in said)
+    messages = ranks.run(autocast_model.only_on, 3, package, chosen)
+    assert all("ranks make this call in different regions of torch.autocast: " in str(message) for message in messages)
 
 
 def test_what_cannot_run_without_memory_is_cast(package: str) -> None:

@@ -85,8 +85,8 @@ def test_outputs_without_rows_come_back_as_they_are(tmp_path: Path) -> None:
 def test_an_output_shares_no_memory_with_the_batch(count: int, kernels: str, tmp_path: Path) -> None:
     pipe = pipeline(write(outputs_sketch(), tmp_path / "outputs"), "1f1b", kernels, loss_fn=loss)
     x = torch.randn(4, 8)
-    before = x.clone()
+    original = x.clone()
     for batch in (x, [*x.chunk(count)]):
         passed = pipe.eval(batch, microbatches=count)[1]
         passed.zero_()
-        assert torch.equal(x, before)
+        assert torch.equal(x, original)

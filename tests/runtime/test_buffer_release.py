@@ -90,8 +90,8 @@ def test_two_stages_do_not_add_to_one_gradient(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("PIPEGRAPH_VERIFY")  # which copies messages
     eager, autograd = maker("eager"), maker("autograd")
 
-    def kernels(*given: Any) -> Any:
-        return (autograd if given[-1] is None else eager)(*given)  # the last stage is given the loss
+    def kernels(*args: Any) -> Any:
+        return (autograd if args[-1] is None else eager)(*args)  # the last stage is given the loss
 
     assert_parity(write(forked, tmp_path / "forked"), "gpipe", accumulate=2, kernels=kernels)
 
@@ -108,10 +108,10 @@ def test_a_message_is_released_at_the_end_of_its_last_read(
 ) -> None:
     pipe = pipeline(write(chain(4), tmp_path / "chain"), schedule, "eager", microbatches=4, loss_fn=loss)
     expected = {
-        (rank, held.stages[1], held.microbatch, held.last_read)
+        (rank, lifetime.stages[1], lifetime.microbatch, lifetime.last_read)
         for rank, row in enumerate(lifetimes(lower(pipe.schedule)))
-        for held in row
-        if held.what is (What.SAVED if pipe.schedule.trains else What.VALUES)
+        for lifetime in row
+        if lifetime.what is (What.SAVED if pipe.schedule.trains else What.VALUES)
     }
     released: set[tuple[int, int, int, int]] = set()
     running: list[Executor] = []
@@ -142,14 +142,14 @@ def test_a_message_is_released_at_the_end_of_its_last_read(
 def test_outputs_outlive_the_steps_that_come_after(tmp_path: Path) -> None:
     pipe = pipeline(write(passing(), tmp_path / "passing"), "1f1b", "eager", microbatches=2, loss_fn=loss)
     reference = Reference(pipe.package)
-    kept = []
+    output_pairs = []
     for seed in range(4):
         inputs = batch(pipe.package.manifest, 2, seed)
         args, kwargs = arguments(pipe.package, inputs)
         result = pipe.step(*args, target=torch.zeros(2), return_outputs=True, **kwargs)
-        kept.append((result.outputs, reference(inputs)))
-        kept.append((pipe.eval(*args, **kwargs), reference(inputs)))
-    for output, expected in kept:
+        output_pairs.append((result.outputs, reference(inputs)))
+        output_pairs.append((pipe.eval(*args, **kwargs), reference(inputs)))
+    for output, expected in output_pairs:
         assert_close(output, expected)
 
 
@@ -169,11 +169,11 @@ def test_an_eval_in_inference_mode_leaves_steps_whole(tmp_path: Path) -> None:
 def test_what_a_hook_keeps_is_not_overwritten(tmp_path: Path) -> None:
     """Python code of the stage runs with the kernels of autograd alone."""
     pipe = pipeline(write(chain(2), tmp_path / "chain"), "1f1b", microbatches=4, loss_fn=loss)
-    seen: list[Tensor] = []
-    pipe.stages[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    hook_inputs: list[Tensor] = []
+    pipe.stages[1].register_forward_pre_hook(lambda module, args: hook_inputs.append(args[0]))
     inputs = batch(pipe.package.manifest, 4)
     pipe.step(*inputs.values(), target=torch.zeros(8))
-    assert_close(torch.cat(seen), pipe.stages[0](inputs["x"]))
+    assert_close(torch.cat(hook_inputs), pipe.stages[0](inputs["x"]))
 
 
 class CarelessKernels(AutogradKernels):
@@ -182,23 +182,23 @@ class CarelessKernels(AutogradKernels):
     kept: list[Tensor]
 
     def forward(self, inputs: Sequence[Any], **options: Any) -> Forward:
-        made = super().forward(inputs, **options)
+        result = super().forward(inputs, **options)
         self.kept = [*getattr(self, "kept", []), inputs[0]]
-        return Forward(made.outputs, made.loss, made.saved, is_pure=True)
+        return Forward(result.outputs, result.loss, result.saved, is_pure=True)
 
 
 def test_a_wrong_release_shows(tmp_path: Path) -> None:
-    made: list[CarelessKernels] = []
+    stage_kernels: list[CarelessKernels] = []
 
-    def kernels(*given: Any) -> CarelessKernels:
-        made.append(CarelessKernels(*given))
-        return made[-1]
+    def kernels(*args: Any) -> CarelessKernels:
+        stage_kernels.append(CarelessKernels(*args))
+        return stage_kernels[-1]
 
     pipe = Pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=loss, kernels=kernels)
     (x,) = batch(pipe.package.manifest, 2).values()
     pipe.step(x, target=torch.zeros(4))
-    assert not any(tensor.isnan().any() for tensor in made[0].kept)  # the caller's
-    assert all(tensor.isnan().all() for tensor in made[1].kept)
+    assert not any(tensor.isnan().any() for tensor in stage_kernels[0].kept)  # the caller's
+    assert all(tensor.isnan().all() for tensor in stage_kernels[1].kept)
 
 
 def test_a_pool_has_as_many_buffers_as_were_held_at_once() -> None:
@@ -214,12 +214,12 @@ def test_a_pool_has_as_many_buffers_as_were_held_at_once() -> None:
 
 def test_a_pool_drops_buffers_of_shapes_that_are_no_longer_used() -> None:
     pool = BufferPool([torch.float32], torch.device("cpu"))
-    kept, dropped = pool.take(((2, 8),)), pool.take(((5, 8),))
+    reused, dropped = pool.take(((2, 8),)), pool.take(((5, 8),))
     pool.drop_unused()
-    pool.release(kept)
+    pool.release(reused)
     pool.release(dropped)
     pool.drop_unused()  # nothing was taken
-    assert pool.take(((2, 8),)) is kept
+    assert pool.take(((2, 8),)) is reused
     pool.drop_unused()
     assert pool.take(((5, 8),)) is not dropped
 

@@ -54,8 +54,8 @@ def test_it_goes_on_at_other_cuts_and_schedules(packages: Path, saved: Saved, st
 def test_two_processes_go_on_and_one_process_after_them(packages: Path, saved: Saved, tmp_path: Path) -> None:
     folder, losses = saved
     arguments = (str(packages / "4"), "zb-v", str(folder), str(tmp_path))
-    (before, after), *_ = ranks.run(checkpoint_ranks.go_on, 2, *arguments)
-    assert before + after == losses  # in a V the last stage is on rank 0
+    (early_losses, late_losses), *_ = ranks.run(checkpoint_ranks.go_on, 2, *arguments)
+    assert early_losses + late_losses == losses  # in a V the last stage is on rank 0
     run = models.start(packages / "2")
     assert run.load(tmp_path).step == 7
     assert run.train(7, 10) == losses[2:]
@@ -76,44 +76,44 @@ def test_a_mesh_goes_on_and_one_process_after_it(
     folder, losses = saved
     count = 4 if len(shape) > 1 else 2
     arguments = (str(packages / stages), shape, str(folder), str(tmp_path / "mesh"))
-    said = ranks.run(checkpoint_ranks.over_mesh, count, *arguments)
-    for first, again, same_numbers in said:
+    outcomes = ranks.run(checkpoint_ranks.over_mesh, count, *arguments)
+    for first, again, same_numbers in outcomes:
         assert first == again and same_numbers
         assert_close(torch.tensor(first if first[0] else losses), torch.tensor(losses), rtol=1e-5, atol=1e-6)
     run = models.start(packages / "4", "zb-v")
     place = run.load(tmp_path / "mesh").folder
     again = run.save(tmp_path / "alone", 5)
     expected = checkpoint_ranks.content(folder / "step-00000005")
-    for other in (place, again):
-        assert_close(checkpoint_ranks.content(other), expected, rtol=0, atol=0)
+    for checkpoint in (place, again):
+        assert_close(checkpoint_ranks.content(checkpoint), expected, rtol=0, atol=0)
     assert run.train(5, 10) == losses
 
 
 def test_a_rank_that_cannot_save_is_named_by_all_and_nothing_is_left(packages: Path, tmp_path: Path) -> None:
-    said = ranks.run(checkpoint_ranks.refuse, 2, str(packages / "2"), str(tmp_path))
-    assert said[0] == said[1]
-    full, beside, foreign, step, extra, optimizer, nothing = said[0]
+    messages = ranks.run(checkpoint_ranks.refuse, 2, str(packages / "2"), str(tmp_path))
+    assert messages[0] == messages[1]
+    full, background, foreign, step, extra, optimizer, missing = messages[0]
     assert "rank 1: OSError" in full and "step-00000001 was not saved" in full
-    assert beside == full
+    assert background == full
     assert "rank 1" in foreign and "pipe.parameters()" in foreign
     assert "step=2" in step and "step=1" in step
     assert "other names on rank 1" in extra and ": b." in extra
     assert "no optimizer" in optimizer
-    assert "no checkpoint" in nothing
-    assert all(message.startswith("CheckpointError: ") for message in said[0])
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000002"]
+    assert "no checkpoint" in missing
+    assert all(message.startswith("CheckpointError: ") for message in messages[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_a_rank_that_is_killed_while_it_saves_leaves_the_one_before(packages: Path, tmp_path: Path) -> None:
-    said, _ = ranks.run(checkpoint_ranks.killed, 2, str(packages / "2"), str(tmp_path))
-    assert said.startswith("RuntimeFault: ")
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+    message, _ = ranks.run(checkpoint_ranks.killed, 2, str(packages / "2"), str(tmp_path))
+    assert message.startswith("RuntimeFault: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_rank_that_dies_before_the_first_save_is_noticed_at_once(packages: Path, tmp_path: Path) -> None:
     """Ranks that were connected before do not wait for the timeout."""
-    said, _ = ranks.run(checkpoint_ranks.die_before_the_first_save, 2, str(packages / "2"), str(tmp_path))
-    message, seconds = said
+    outcome, _ = ranks.run(checkpoint_ranks.die_before_the_first_save, 2, str(packages / "2"), str(tmp_path))
+    message, seconds = outcome
     assert message.startswith("RuntimeFault: ") and "rank 1 is gone" in message
     assert seconds < 30  # the timeout is 60 seconds
     assert list(tmp_path.glob("step-*")) == []
@@ -121,11 +121,11 @@ def test_a_rank_that_dies_before_the_first_save_is_noticed_at_once(packages: Pat
 
 @pytest.mark.parametrize("late", ["prepare_local_plan", "write_data"])
 def test_a_step_that_fails_ends_what_is_saved_beside_it(packages: Path, tmp_path: Path, late: str) -> None:
-    for is_whole, step, beside in ranks.run(checkpoint_ranks.fail_beside, 2, str(packages / "2"), str(tmp_path), late):
+    for is_whole, step, save in ranks.run(checkpoint_ranks.fail_beside, 2, str(packages / "2"), str(tmp_path), late):
         assert is_whole
         assert step.startswith("RuntimeFault: ") and "broken on purpose" in step
-        assert beside.startswith("CheckpointError: ") and "step-00000002 was not saved" in beside
-    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]
+        assert save.startswith("CheckpointError: ") and "step-00000002 was not saved" in save
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_ties_are_stored_once_and_what_never_stepped_has_no_state(packages: Path, saved: Saved) -> None:
@@ -160,26 +160,26 @@ def test_state_keeps_its_own_dtype_and_may_be_plain_numbers(packages: Path, tmp_
         run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
         return run
 
-    run, other = run_of("2"), run_of("4")
+    run, second_run = run_of("2"), run_of("4")
     run.train(0, 3)
     place = run.save(tmp_path / "first", 3)
-    other.load(tmp_path / "first")
-    expected, found = (checkpoint_ranks.content(each) for each in (place, other.save(tmp_path / "second", 3)))
-    assert {found[f"{part}.norm.weight"].dtype for part in ("model", "optimizer.master")} == {
+    second_run.load(tmp_path / "first")
+    expected, actual = (checkpoint_ranks.content(path) for path in (place, second_run.save(tmp_path / "second", 3)))
+    assert {actual[f"{part}.norm.weight"].dtype for part in ("model", "optimizer.master")} == {
         torch.bfloat16,
         torch.float32,
     }
-    assert_close(found, expected, rtol=0, atol=0)
-    assert {state["steps"] for state in other.optimizer.state.values()} == {3}
+    assert_close(actual, expected, rtol=0, atol=0)
+    assert {state["steps"] for state in second_run.optimizer.state.values()} == {3}
 
 
 def test_random_numbers_go_on(packages: Path, tmp_path: Path) -> None:
     run = models.start(packages / "1")
     torch.manual_seed(3)
     run.save(tmp_path, 1)
-    drawn = torch.rand(4)
+    numbers = torch.rand(4)
     assert run.load(tmp_path).has_random_state
-    assert torch.equal(torch.rand(4), drawn)
+    assert torch.equal(torch.rand(4), numbers)
 
 
 def bfloat(stage: Any) -> Any:
@@ -221,9 +221,9 @@ def test_old_ones_are_dropped_and_what_killed_processes_left(packages: Path, tmp
     (tmp_path / "notes").mkdir()
     for step in (1, 2, 3, 4):
         run.save(tmp_path, step, keep=2)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
     run.save(tmp_path, 3, keep=1)  # after going back; the later one is another past's, and not this run's to drop
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000003", "step-00000004"]
     assert run.load(tmp_path).step == 4
     (tmp_path / "best").symlink_to("step-00000003")
     assert run.load(tmp_path / "step-00000003").step == run.load(tmp_path / "best").step == 3
@@ -289,10 +289,10 @@ def test_the_checkpoint_of_another_model_is_refused(
     other: dict[str, Any], options: dict[str, Any], said: str, saved: Saved, tmp_path: Path
 ) -> None:
     pipe = pipeline(write(models.perceptrons(2, **other), tmp_path / "other"), **options)
-    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    original_state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     with pytest.raises(CheckpointError, match=f"(?s)of (another model|this model in another dtype).*{said}"):
         pipe.load(saved[0])
-    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(original_state[name], tensor) for name, tensor in pipe.state_dict().items())
 
 
 def test_another_optimizer_is_refused_and_none_takes_the_model_alone(packages: Path, saved: Saved) -> None:
@@ -302,7 +302,7 @@ def test_another_optimizer_is_refused_and_none_takes_the_model_alone(packages: P
         pipe.load(saved[0], torch.optim.SGD(parameters), run.extra)
     with pytest.raises(CheckpointError, match=r"(?s)embed\.weight.*only in that of the optimizer.*Try: "):
         pipe.load(saved[0], torch.optim.AdamW(parameters), run.extra)
-    fewer = [{"params": [each for each in parameters if each.dim() > 1]}]
+    fewer = [{"params": [parameter for parameter in parameters if parameter.dim() > 1]}]
     with pytest.raises(CheckpointError, match=r"(?s)layers\.0\.0\.bias.*that of the checkpoint"):
         pipe.load(saved[0], torch.optim.AdamW(fewer), run.extra)
     assert pipe.load(saved[0]).extra["scheduler"]["last_epoch"] == 5

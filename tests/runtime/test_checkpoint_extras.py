@@ -32,11 +32,11 @@ def test_every_data_parallel_rank_has_its_own_position(tmp_path: Path) -> None:
 
 
 def test_a_position_goes_by_the_share_of_the_data() -> None:
-    saved, before = SavedExtra(True, (0, 1, 0, 1)), RankGrid(("pp", "dp_replicate"), (2, 2))
-    after = RankGrid(("dp_shard", "tp"), (2, 2))
-    assert [version_for("data", saved, before, after, rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert [version_for("data", saved, before, before, rank) for rank in range(4)] == [0, 1, 0, 1]
+    saved, saved_grid = SavedExtra(True, (0, 1, 0, 1)), RankGrid(("pp", "dp_replicate"), (2, 2))
+    loaded_grid = RankGrid(("dp_shard", "tp"), (2, 2))
+    assert [version_for("data", saved, saved_grid, loaded_grid, rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [version_for("data", saved, saved_grid, saved_grid, rank) for rank in range(4)] == [0, 1, 0, 1]
     by_stage = SavedExtra(True, (0, 0, 1, 1))  # not of the data
-    assert version_for("ema", by_stage, before, before, 2) == 1
+    assert version_for("ema", by_stage, saved_grid, saved_grid, 2) == 1
     with pytest.raises(CheckpointError, match="ema"):
-        version_for("ema", by_stage, before, after, 2)
+        version_for("ema", by_stage, saved_grid, loaded_grid, 2)

@@ -183,14 +183,14 @@ class Observed:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        before = sys.getprofile()
+        previous_profile = sys.getprofile()
         sys.setprofile(self._profile)
         self._is_on = True
         try:
             yield
         finally:
             self._is_on = False
-            sys.setprofile(before)
+            sys.setprofile(previous_profile)
 
 
 def _callables() -> list[Any]:
@@ -264,7 +264,7 @@ def test_pickles_of_torch_functions_run_no_code(folder: Path, monkeypatch: pytes
     place, sound, callables = folder / "run" / STEP, stored_metadata(folder), _callables()
     files = [file.name for file in place.iterdir()]
     kinds = (Metadata, MetadataIndex, TensorProperties, ChunkStorageMetadata)
-    before = [dict(vars(kind)) for kind in kinds]
+    class_attributes = [dict(vars(kind)) for kind in kinds]
     usual, observed = Observed(), Observed()
     for content in (
         (place / FILE).read_bytes(),
@@ -292,5 +292,5 @@ def test_pickles_of_torch_functions_run_no_code(folder: Path, monkeypatch: pytes
     assert observed.functions - usual.functions == set()
     assert observed.events - usual.events == set()
     assert 1000 < refused < 2000
-    assert [dict(vars(kind)) for kind in kinds] == before
+    assert [dict(vars(kind)) for kind in kinds] == class_attributes
     assert {file.name for file in place.iterdir()} == {*files}

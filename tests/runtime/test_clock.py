@@ -17,16 +17,16 @@ AHEAD = (0, 3_600_000_000_000, -5_000_000_000)  # nanoseconds that the clock of 
 
 def shifted(rank: int, folder: str) -> ClockOffset:
     group = Group(dist.FileStore(f"{folder}/clock", 3), rank, range(3), torch.device("cpu"), 30.0)
-    found = measure_offset(group, rank, range(3), lambda: time.time_ns() + AHEAD[rank])
+    offset = measure_offset(group, rank, range(3), lambda: time.time_ns() + AHEAD[rank])
     dist.barrier()
-    return found
+    return offset
 
 
 def test_the_offset_is_found_within_the_error_that_is_told(tmp_path: Path) -> None:
-    found = ranks.run(shifted, 3, str(tmp_path))
-    assert found[0] == ClockOffset(0, 0)
+    offsets = ranks.run(shifted, 3, str(tmp_path))
+    assert offsets[0] == ClockOffset(0, 0)
     for rank in (1, 2):
-        assert abs(found[rank].offset_ns + AHEAD[rank]) <= found[rank].error_ns < 50_000_000
+        assert abs(offsets[rank].offset_ns + AHEAD[rank]) <= offsets[rank].error_ns < 50_000_000
 
 
 def test_drift_adds_to_the_error() -> None:

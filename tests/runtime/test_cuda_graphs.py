@@ -47,9 +47,9 @@ def test_parity_between_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_dropout_of_a_seed_statistics_and_evaluation(precision: str | None, tmp_path: Path) -> None:
     folder = write(normed(), tmp_path / "normed")
-    made: Mapping[str, Any] = {"recorded": recorded_kernels, "launched": maker("eager")}
+    factories: Mapping[str, Any] = {"recorded": recorded_kernels, "launched": maker("eager")}
     options: Mapping[str, Any] = {"seed": 3, "precision": precision}
-    pipes = {name: Pipeline(folder, "1f1b", 4, loss, kernels=own, **options) for name, own in made.items()}
+    pipes = {name: Pipeline(folder, "1f1b", 4, loss, kernels=factory, **options) for name, factory in factories.items()}
     for number in range(4):
         results = {}
         for name, pipe in pipes.items():

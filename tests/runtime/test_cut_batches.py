@@ -39,9 +39,9 @@ def test_lists_given_to_ranks(alone: bool, package: str) -> None:
 
 
 def test_ranks_are_given_the_same_microbatches(tmp_path: Path) -> None:
-    for said in ranks.run(step_ranks.given_otherwise, 4, str(sized_model.write(tmp_path))):
-        assert "sizes: 4 microbatches of [3, 3, 2, 2] rows, x_1 6 on rank 0, rank 2, rank 3; " in said
-        assert "4 microbatches of [3, 3, 3, 1] rows, x_1 6 on rank 1.\nTry: " in said
+    for message in ranks.run(step_ranks.given_otherwise, 4, str(sized_model.write(tmp_path))):
+        assert "sizes: 4 microbatches of [3, 3, 2, 2] rows, x_1 6 on rank 0, rank 2, rank 3; " in message
+        assert "4 microbatches of [3, 3, 3, 1] rows, x_1 6 on rank 1.\nTry: " in message
 
 
 def mean(output: Tensor, target: Any) -> Tensor:
@@ -55,8 +55,8 @@ def test_a_list_has_as_many_items_as_there_are_microbatches(tmp_path: Path) -> N
     """The package fixes the rows of a microbatch to two."""
     pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=2, loss_fn=mean, kernels="eager")
     expected = pipe.step(X, target=TARGET, microbatches=3)
-    found = pipe.step(cut(X, [2, 2, 2]), target=cut(TARGET, [2, 2, 2]))
-    assert found.loss == expected.loss
+    step_result = pipe.step(cut(X, [2, 2, 2]), target=cut(TARGET, [2, 2, 2]))
+    assert step_result.loss == expected.loss
     assert pipe.step(cut(X, [2, 2, 2]), target=TARGET).loss == expected.loss  # what is whole is cut alike
     assert pipe.step(X, target=cut(TARGET, [2, 2, 2])).loss == expected.loss
 

@@ -79,9 +79,9 @@ def train(rank: int, folder: str, kernels: str, steps: int, step_length: int, la
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter, own[name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(parameter, parameters[name], rtol=1e-3, atol=1e-5)
     return {str(count): count.compilations for count in pipe.kernels_report()}
 
 
@@ -93,9 +93,9 @@ def assert_trains_as_the_model(
     plan = pipegraph.plan(captured, points=["layers.2", "layers.4", "layers.6"])
     path = pipegraph.write_package(plan, folder / "package").path
     counts = ranks.run(train, 2, str(path), kernels, steps, step_length, last, timeout=seconds)
-    for found in counts:
-        assert len(found) == 3, found  # two stages, and the layer
-        assert set(found.values()) == {3}, found
+    for compilations in counts:
+        assert len(compilations) == 3, compilations  # two stages, and the layer
+        assert set(compilations.values()) == {3}, compilations
 
 
 def test_lengths_and_a_smaller_last_batch(tmp_path: Path) -> None:

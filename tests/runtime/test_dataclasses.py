@@ -47,8 +47,8 @@ class Model(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, given: Tensor | Registered) -> Output:
-        x = given if isinstance(given, Tensor) else given.x * given.scale
+    def forward(self, features: Tensor | Registered) -> Output:
+        x = features if isinstance(features, Tensor) else features.x * features.scale
         hidden = self.a(x).relu()
         return Output(self.b(hidden), Hidden((x, hidden)))
 

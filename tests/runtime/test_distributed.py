@@ -31,8 +31,8 @@ def test_parity_with_the_unsplit_model(processes: int, tmp_path: Path) -> None:
 
 
 def test_evaluation_and_training_in_turns_give_the_same_numbers(tmp_path: Path) -> None:
-    said = ranks.run(rank_functions.evaluate, 4, str(write(skips(), tmp_path / "skips")))
-    for message in said:  # the batch of a wrong size at its end stops it, on every rank
+    messages = ranks.run(rank_functions.evaluate, 4, str(write(skips(), tmp_path / "skips")))
+    for message in messages:  # the batch of a wrong size at its end stops it, on every rank
         assert message.startswith("BatchError: tokens has the shape [2, 5]: 2 rows for 2 microbatches.")
         assert message.endswith("Try: 4 rows, or microbatches=1.")
 
@@ -64,16 +64,16 @@ def test_a_scaler_outlives_its_pipeline(tmp_path: Path) -> None:
 def test_stages_of_another_dtype_cross_in_it(tmp_path: Path) -> None:
     """Converted in parallelize_fn, on all ranks or on none."""
     folder = write(chain(2), tmp_path / "chain")
-    before, after = ranks.run(rank_functions.halved, 2, str(folder), [0, 1])
+    first_loss, last_loss = ranks.run(rank_functions.halved, 2, str(folder), [0, 1])
     package = Package.open(folder)
     reference = Reference(package)
     for stage in reference.stages:
         stage.to(torch.bfloat16)
     output = reference({"x": batch(package.manifest, 2)["x"].bfloat16()})
-    assert (before, after) == ("", f"{output.square().mean().item():.4f}")
-    for said in ranks.run(rank_functions.halved, 2, str(folder), [1]):
-        assert said.startswith("ArgumentError: what crosses between stages after parallelize_fn is")
-        assert re.search(r'"bfloat16", .* on rank 1, and .*"float32", .* on rank 0', said), said
+    assert (first_loss, last_loss) == ("", f"{output.square().mean().item():.4f}")
+    for message in ranks.run(rank_functions.halved, 2, str(folder), [1]):
+        assert message.startswith("ArgumentError: what crosses between stages after parallelize_fn is")
+        assert re.search(r'"bfloat16", .* on rank 1, and .*"float32", .* on rank 0', message), message
 
 
 def test_a_rank_may_be_given_only_the_inputs_of_its_stages(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_receives_use_no_more_buffers_than_the_schedule_holds(tmp_path: Path) ->
     """torch.distributed.pipelining allocates a buffer for each microbatch (pytorch #136380)."""
     names = ["gpipe", "1f1b", "zb-h1"]
     by_rank = ranks.run(rank_functions.receives, 3, str(write(chain(3), tmp_path / "chain")), names, 16)
-    for name, *found in zip(names, *by_rank, strict=True):
+    for name, *rank_memories in zip(names, *by_rank, strict=True):
         lowered = lower(build(name, 3, 16))
         most = receive_buffers(lowered, receives_ahead(lowered))
-        used = {stages: len(memory) for of_rank in found for stages, memory in of_rank.items()}
+        used = {stages: len(memory) for of_rank in rank_memories for stages, memory in of_rank.items()}
         assert used.keys() == most.keys()
         assert all(count <= most[stages] for stages, count in used.items()), (name, used, most)
         if name != "gpipe":  # which holds all inputs until their backward

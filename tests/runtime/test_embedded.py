@@ -113,21 +113,21 @@ def test_switching_between_step_and_eval_runs_no_stage_more_often(tmp_path: Path
 
 
 def test_a_step_takes_a_target_of_any_structure_and_returns_the_models(tmp_path: Path) -> None:
-    seen = []
+    calls = []
 
     def loss_fn(output: dict[str, Tensor], target: dict[str, tuple[Tensor, str]]) -> Tensor:
-        seen.append((sorted(output), target["labels"][0].tolist(), target["labels"][1], target["scale"].item()))
+        calls.append((sorted(output), target["labels"][0].tolist(), target["labels"][1], target["scale"].item()))
         return output["logits"].mean() * target["scale"]
 
     pipe = pipeline(write(skips(), tmp_path / "skips"), microbatches=2, loss_fn=loss_fn)
     inputs = batch(pipe.package.manifest, 2)
     target = {"labels": [torch.arange(4), "mean"], "scale": torch.tensor(2.0)}
     result = pipe.step(inputs["tokens"], weights=inputs["weights"], target=target, return_outputs=True)
-    assert seen == [(["hidden", "logits"], [0, 1], "mean", 2.0), (["hidden", "logits"], [2, 3], "mean", 2.0)]
+    assert calls == [(["hidden", "logits"], [0, 1], "mean", 2.0), (["hidden", "logits"], [2, 3], "mean", 2.0)]
     assert result.losses is None
-    hidden, nothing = result.outputs["hidden"]
+    hidden, none_output = result.outputs["hidden"]
     assert hidden.shape == (4, 5, 8)
-    assert nothing is None
+    assert none_output is None
 
 
 def test_a_forward_schedule_steps_without_gradients(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_pipeline_that_is_made_in_inference_mode_trains(tmp_path: Path) -> Non
     with torch.inference_mode():
         pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
     pipe.step(torch.ones(2, 8), target=torch.zeros(2))
-    assert all(each.grad is not None for each in pipe.parameters())
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 @pytest.mark.parametrize("kernels", ["autograd", "eager"])
@@ -209,7 +209,7 @@ def test_what_a_stage_hands_over_is_contiguous(tmp_path: Path) -> None:
     first = replace(sketch.stages[0], forward="return self.layer0(x).t().contiguous().t()")
     sketch = replace(sketch, stages=(first, sketch.stages[1]))
     pipe = Pipeline(write(sketch, tmp_path / "chain"), loss_fn=loss, kernels="autograd")
-    seen = []
-    pipe.stages[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].is_contiguous()))
+    contiguity = []
+    pipe.stages[1].register_forward_pre_hook(lambda module, args: contiguity.append(args[0].is_contiguous()))
     pipe.step(torch.ones(2, 8), target=torch.zeros(2))
-    assert seen == [True]
+    assert contiguity == [True]

@@ -40,10 +40,10 @@ def assert_stopped(message: str, rank: int, verb: str = "stopped") -> None:
 @pytest.mark.parametrize(("failing", "in_forward", "keep"), [(0, True, True), (2, True, False), (1, False, True)])
 def test_a_rank_that_raises_is_named_by_all(failing: int, in_forward: bool, keep: bool, tmp_path: Path) -> None:
     folder = str(write(chain(3), tmp_path / "chain"))
-    said = ranks.run(rank_functions.fail, 3, folder, "raise", failing, in_forward, keep)
+    outcomes = ranks.run(rank_functions.fail, 3, folder, "raise", failing, in_forward, keep)
     action = f"{failing}{'F' if in_forward else 'B'}2"
     origin = f"rank {failing} failed in stage {failing}, action {action}, microbatch 2: ValueError: broken on purpose"
-    for rank, (message, seconds, again) in enumerate(said):
+    for rank, (message, seconds, again) in enumerate(outcomes):
         assert origin in message, message
         assert_stopped(message, rank, "failed" if rank == failing else "stopped")
         assert "<-- ERROR HERE" in message or "in step() or evaluate()" in message
@@ -58,9 +58,9 @@ def test_a_rank_that_raises_is_named_by_all(failing: int, in_forward: bool, keep
 def test_a_rank_that_is_killed_is_named_by_all(failing: int, store: str, keep: bool, tmp_path: Path) -> None:
     """With rank 0 goes the store that it hosts: then nobody can read who was first, and all still name rank 0."""
     folder = str(write(chain(4), tmp_path / "chain"))
-    said = ranks.run(rank_functions.fail, 4, folder, "kill", failing, True, keep, store=store)
-    assert said[failing] is None
-    for rank, outcome in enumerate(said):
+    outcomes = ranks.run(rank_functions.fail, 4, folder, "kill", failing, True, keep, store=store)
+    assert outcomes[failing] is None
+    for rank, outcome in enumerate(outcomes):
         if rank != failing:
             message, seconds, again = outcome
             assert f"rank {failing}" in message, message
@@ -74,9 +74,9 @@ def test_a_rank_that_is_killed_is_named_by_all(failing: int, store: str, keep: b
 def test_a_rank_that_raises_at_any_action_is_named_by_all(schedule: str, tmp_path: Path) -> None:
     failing, position, action = _anywhere(schedule)
     folder = str(write(chain(3), tmp_path / "chain"))
-    said = ranks.run(rank_functions.break_at, 3, folder, schedule, "raise", failing, position, TIMEOUT)
+    outcomes = ranks.run(rank_functions.break_at, 3, folder, schedule, "raise", failing, position, TIMEOUT)
     origin = f"rank {failing} failed in stage {failing}, action {action}, microbatch "
-    for rank, (message, seconds, _) in enumerate(said):
+    for rank, (message, seconds, _) in enumerate(outcomes):
         assert origin in message, message
         assert_stopped(message, rank, "failed" if rank == failing else "stopped")
         assert seconds < SECONDS
@@ -87,9 +87,9 @@ def test_a_rank_that_dies_or_hangs_at_any_action_is_named_by_all(how: str, sched
     failing, position, action = _anywhere(schedule)
     folder = str(write(chain(3), tmp_path / "chain"))
     arguments = folder, schedule, how, failing, position, TIMEOUT
-    said = ranks.run(rank_functions.break_at, 3, *arguments, hung=failing if how == "stop" else None)
-    assert said[failing] is None
-    for rank, outcome in enumerate(said):
+    outcomes = ranks.run(rank_functions.break_at, 3, *arguments, hung=failing if how == "stop" else None)
+    assert outcomes[failing] is None
+    for rank, outcome in enumerate(outcomes):
         if rank != failing:
             message, seconds, at = outcome
             assert_stopped(message, rank)
@@ -101,8 +101,8 @@ def test_a_rank_that_dies_or_hangs_at_any_action_is_named_by_all(how: str, sched
 def test_a_rank_that_hangs_with_the_store_stops_all(tmp_path: Path) -> None:
     """Nobody can tell who hangs, as rank 0 hosts the store: each says for whom it waited itself."""
     folder = str(write(chain(3), tmp_path / "chain"))
-    said = ranks.run(rank_functions.break_at, 3, folder, "1f1b", "stop", 0, 9, TIMEOUT, store="tcp", hung=0)
-    for rank, (message, seconds, _) in enumerate(said[1:], start=1):
+    outcomes = ranks.run(rank_functions.break_at, 3, folder, "1f1b", "stop", 0, 9, TIMEOUT, store="tcp", hung=0)
+    for rank, (message, seconds, _) in enumerate(outcomes[1:], start=1):
         assert message.startswith(f"rank {rank} stopped in stage {rank}, action "), message
         assert ", waiting for rank " in message
         assert "the process group's store does not answer either" in message.casefold()
@@ -112,9 +112,9 @@ def test_a_rank_that_hangs_with_the_store_stops_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("waits", [True, False], ids=["in waiting", "in starting"])
 def test_a_message_that_cannot_be_sent_ends_the_step_of_every_rank(waits: bool, tmp_path: Path) -> None:
     folder = str(write(chain(2), tmp_path / "chain"))
-    said = ranks.run(rank_functions.fail_to_send, 2, folder, waits)
+    outcomes = ranks.run(rank_functions.fail_to_send, 2, folder, waits)
     origin = "rank 0 failed in stage 0, action 0SEND_F2, microbatch 2: TypeError: no such message"
-    for rank, (message, seconds) in enumerate(said):
+    for rank, (message, seconds) in enumerate(outcomes):
         assert origin in message, message
         assert message.startswith(origin) if rank == 0 else not assert_stopped(message, 1)
         assert seconds < SECONDS
@@ -133,9 +133,9 @@ def test_a_call_that_a_rank_leaves_out_is_named(call: str, named: str, tmp_path:
 
 def test_a_rank_that_dies_in_a_collective_is_named_by_all(tmp_path: Path) -> None:
     folder = str(write(chain(3), tmp_path / "chain"))
-    said = ranks.run(rank_functions.die_in_a_collective, 3, folder, 1)
+    outcomes = ranks.run(rank_functions.die_in_a_collective, 3, folder, 1)
     for rank in (0, 2):
-        message, seconds = said[rank]
+        message, seconds = outcomes[rank]
         assert message.startswith(f"rank {rank} stopped in gather(): "), message
         assert message.endswith("No word from rank 1: it is gone."), message
         assert seconds < SECONDS
@@ -171,16 +171,16 @@ def test_a_rank_whose_weights_are_missing_stops_all_while_they_are_loading(tmp_p
     folder = write(chain(3), tmp_path / "chain")
     shutil.copytree(folder, f"{folder}-elsewhere")
     Path(f"{folder}-elsewhere", "stage-1.safetensors").unlink()
-    said = ranks.run(rank_functions.build, 3, str(folder), ["1f1b"] * 3, 1)
-    assert said[1].startswith("PackageError: ")
+    messages = ranks.run(rank_functions.build, 3, str(folder), ["1f1b"] * 3, 1)
+    assert messages[1].startswith("PackageError: ")
     for rank in (0, 2):
-        assert said[rank].startswith(f"RuntimeFault: rank {rank} stopped: rank 1 failed: PackageError: ")
-        assert "stage-1.safetensors is missing: stage 1 needs it" in said[rank]
+        assert messages[rank].startswith(f"RuntimeFault: rank {rank} stopped: rank 1 failed: PackageError: ")
+        assert "stage-1.safetensors is missing: stage 1 needs it" in messages[rank]
 
 
 def test_ranks_with_different_schedules_are_refused(tmp_path: Path) -> None:
-    said = ranks.run(rank_functions.build, 2, str(write(chain(2), tmp_path / "chain")), ["gpipe", "1f1b"])
-    for message in said:
+    messages = ranks.run(rank_functions.build, 2, str(write(chain(2), tmp_path / "chain")), ["gpipe", "1f1b"])
+    for message in messages:
         assert (
             message
             == 'ArgumentError: schedule is "1f1b" on rank 1, and "gpipe" on rank 0.\nTry: the same on every rank.'
@@ -188,9 +188,9 @@ def test_ranks_with_different_schedules_are_refused(tmp_path: Path) -> None:
 
 
 def test_too_few_processes_are_refused(tmp_path: Path) -> None:
-    said = ranks.run(rank_functions.build, 2, str(write(chain(3), tmp_path / "chain")), ["1f1b"] * 2)
+    messages = ranks.run(rank_functions.build, 2, str(write(chain(3), tmp_path / "chain")), ["1f1b"] * 2)
     assert (
-        said
+        messages
         == [
             "ScheduleError: 1f1b runs the package's 3 stages on 3 ranks, and 2 processes were started. "
             "Start 3 (--nproc-per-node 3), or run without torchrun: one process then holds all stages."
@@ -203,9 +203,9 @@ def test_ranks_that_make_different_calls_or_lack_a_loss_are_told(tmp_path: Path)
     """Elsewhere gradients that a rank does not wait for are taken for those of its next step."""
     by_rank = ranks.run(rank_functions.other_calls, 2, str(write(chain(2), tmp_path / "chain")))
     calls = "different calls: its call 2, an evaluation, on rank 0; its call 2, a step, on rank 1.\nTry: the same calls"
-    for said, _ in by_rank:
-        assert calls in said
-    first, last = (said for _, said in by_rank)
+    for message, _ in by_rank:
+        assert calls in message
+    first, last = (message for _, message in by_rank)
     assert last == "1f1b has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…)."
     assert first.startswith("rank 0 stopped in step() or evaluate(), waiting for rank 1: ")
     assert f"rank 1 failed: PipegraphError: {last}" in first

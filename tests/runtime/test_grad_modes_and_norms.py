@@ -41,10 +41,10 @@ def step_in_inference_mode(rank: int, package: str, inside: int) -> str:
 
 @pytest.mark.parametrize("inside", [0, 1])
 def test_inference_mode_on_one_rank_is_named_on_all(inside: int, tmp_path: Path) -> None:
-    said = ranks.run(step_in_inference_mode, 2, str(write(chain(2), tmp_path / "package")), inside)
-    assert said[inside].startswith("PipegraphError: step() under torch.inference_mode() would train nothing")
-    assert f"rank {inside} failed: PipegraphError: step() under torch.inference_mode()" in said[1 - inside]
-    assert "killed" not in said[1 - inside]
+    messages = ranks.run(step_in_inference_mode, 2, str(write(chain(2), tmp_path / "package")), inside)
+    assert messages[inside].startswith("PipegraphError: step() under torch.inference_mode() would train nothing")
+    assert f"rank {inside} failed: PipegraphError: step() under torch.inference_mode()" in messages[1 - inside]
+    assert "killed" not in messages[1 - inside]
 
 
 def test_a_pipeline_trains_after_a_step_in_inference_mode(tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_a_pipeline_trains_after_a_step_in_inference_mode(tmp_path: Path) -> Non
 def test_norms_that_are_none(arguments: tuple[Any, ...], problem: str, tmp_path: Path) -> None:
     pipe = start(write(chain(2), tmp_path / "package"))
     pipe.step(X)
-    before = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
     with pytest.raises(ArgumentError, match=rf"{problem}.*\nTry: "):
         pipe.clip_grad_norm_(*arguments)
-    assert all(torch.equal(parameter.grad, old) for parameter, old in zip(pipe.parameters(), before, strict=True))
+    assert all(torch.equal(parameter.grad, old) for parameter, old in zip(pipe.parameters(), gradients, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def clip(rank: int, package: str, bad: int) -> str:
 
 
 def test_a_norm_of_one_rank_is_named_on_all(tmp_path: Path) -> None:
-    said = ranks.run(clip, 2, str(write(chain(2), tmp_path / "package")), 1)
-    assert said[1].startswith("ArgumentError: max_norm cannot be nan")
-    assert "rank 1 failed: ArgumentError: max_norm cannot be nan" in said[0]
+    messages = ranks.run(clip, 2, str(write(chain(2), tmp_path / "package")), 1)
+    assert messages[1].startswith("ArgumentError: max_norm cannot be nan")
+    assert "rank 1 failed: ArgumentError: max_norm cannot be nan" in messages[0]

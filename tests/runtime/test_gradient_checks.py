@@ -24,21 +24,21 @@ class TwoRanks(SimpleNamespace):
 
     def gather(self, figures: list[float], *_: str) -> list[list[float]]:
         self.sent += 1
-        return [figures, [self.factor * each for each in figures]]
+        return [figures, [self.factor * figure for figure in figures]]
 
 
 def test_each_whole_parameter_is_compared_once_when_its_gradient_says_something() -> None:
     stage, world = nn.Linear(2, 1), TwoRanks()
     of_world: Any = world
-    whole = ReplicatedGradientCheck({0: stage}, of_world, seeded=True)
+    gradient_check = ReplicatedGradientCheck({0: stage}, of_world, seeded=True)
 
     def sent_after_step(weight: float | None, bias: float | None) -> int:
         for parameter, value in ((stage.weight, weight), (stage.bias, bias)):
             parameter.grad = None if value is None else torch.full_like(parameter, value)
-        before = world.sent
-        whole.before_step()
-        whole.check()
-        return world.sent - before
+        sent_before = world.sent
+        gradient_check.before_step()
+        gradient_check.check()
+        return world.sent - sent_before
 
     stage.bias.requires_grad_(False)
     assert sent_after_step(0.0, None) == 1, "0 says nothing"
@@ -78,9 +78,9 @@ def test_random_numbers_that_differ_are_named_as_the_cause(tmp_path: Path) -> No
 )
 def test_ranks_that_hold_the_same_stages_train_the_same(dimension: str, tmp_path: Path) -> None:
     folder = mesh_mixture.write(tmp_path / "slopes", "slopes", 2)
-    for said in ranks.run(gradient_ranks.freeze_on_one_rank, 2, folder, dimension):
+    for message in ranks.run(gradient_ranks.freeze_on_one_rank, 2, folder, dimension):
         assert re.search(
             r"^RuntimeFault: layers\.0\.up\.weight of stage 0 requires a gradient on rank 0.* not on rank 1.*"
             r"4 more parameters\. These ranks hold the same stages",
-            said,
-        ), said
+            message,
+        ), message

@@ -117,15 +117,15 @@ def test_the_generator_step_of_a_gan(package: Package) -> None:
         return generator(torch.linspace(-1, 1, 10).view(5, 2))
 
     torch.manual_seed(3)
-    generator, other = nn.Linear(2, 4), nn.Linear(2, 4)
-    other.load_state_dict(generator.state_dict())
+    generator, reference_generator = nn.Linear(2, 4), nn.Linear(2, 4)
+    reference_generator.load_state_dict(generator.state_dict())
     _, shift, labels = batch()
     pipe = pipegraph.Pipeline(package, "zb-h1", 2, F.cross_entropy, kernels="eager")
     x = generated(generator)
     pipe.step(x, shift.detach(), target=labels)
     x.backward(x.grad)
-    F.cross_entropy(model()(generated(other), shift.detach()), labels).backward()
-    torch.testing.assert_close(generator.weight.grad, other.weight.grad)
+    F.cross_entropy(model()(generated(reference_generator), shift.detach()), labels).backward()
+    torch.testing.assert_close(generator.weight.grad, reference_generator.weight.grad)
 
 
 def of_rank(rank: int, folder: str, schedule: str, ranks_with_gradient: tuple[int, ...]) -> Any:
@@ -140,10 +140,10 @@ def of_rank(rank: int, folder: str, schedule: str, ranks_with_gradient: tuple[in
 def test_stages_of_several_ranks_read_an_input(package: Package) -> None:
     results = run(of_rank, 3, str(package.path), "zb-h1", (0, 1, 2))
     assert all(isinstance(result, tuple) for result in results), results
-    (of_x, none), (other, of_shift), _ = results
+    (of_x, none), (second_none, of_shift), _ = results
     torch.testing.assert_close(of_x, expected(6)[0])
     torch.testing.assert_close(of_shift, expected(6)[1])
-    assert none is None and other is None  # the first stage that reads `shift` is on rank 1
+    assert none is None and second_none is None  # the first stage that reads `shift` is on rank 1
 
 
 def test_ranks_that_disagree(package: Package) -> None:

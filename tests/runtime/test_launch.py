@@ -242,25 +242,25 @@ def test_temporary_files_of_a_rank_are_removed_with_it(
     )
     with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
         launch([str(child), line], 2)
-    (left,) = temporary.iterdir()
-    assert left.name.startswith("torchinductor_")  # Inductor's cache, which the next process uses
+    (cache_folder,) = temporary.iterdir()
+    assert cache_folder.name.startswith("torchinductor_")  # Inductor's cache, which the next process uses
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_headers_that_inductor_compiled_are_found_by_the_next_run(is_imported: bool, tmp_path: Path) -> None:
     """They are in the temporary folder that all runs share, not in the rank's own, whenever Inductor is imported."""
-    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared, rank_folder = tmp_path / "shared", tmp_path / "own"
     shared.mkdir()
-    own.mkdir()
+    rank_folder.mkdir()
     calls = ["from pipegraph.runtime.processes import launched_rank; launched_rank.use_scratch_folder()"]
     calls.insert(0 if is_imported else 1, "from torch._inductor import codecache")
     line = "; ".join([*calls, "import tempfile; print(codecache._HEADER_DIR, tempfile.gettempdir(), sep='\\n')"])
-    environment = {**os.environ, "TMPDIR": str(shared), "TORCHELASTIC_ERROR_FILE": str(own / "error.json")}
+    environment = {**os.environ, "TMPDIR": str(shared), "TORCHELASTIC_ERROR_FILE": str(rank_folder / "error.json")}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, env=environment, check=True)
     headers, temporary = done.stdout.split()
     assert shared in Path(headers).parents
-    assert temporary == str(own)
+    assert temporary == str(rank_folder)
 
 
 def test_processes_that_can_run_a_schedule() -> None:
@@ -275,13 +275,13 @@ def test_processes_that_can_run_a_schedule() -> None:
 
 def _running(child: Path) -> int:
     """Living processes that run this very file."""
-    found = 0
+    count = 0
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += process.read_bytes().split(b"\0")[1:2] == [str(child).encode()]
+            count += process.read_bytes().split(b"\0")[1:2] == [str(child).encode()]
         except OSError:
             continue  # it has ended
-    return found
+    return count
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -51,14 +51,14 @@ def test_graphs_in_flight_are_the_schedules(schedule: str, peaks: list[int], tmp
 def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: str, tmp_path: Path) -> None:
     pipe = pipeline(write(chain(4), tmp_path / "chain"), schedule=schedule, microbatches=4, loss_fn=loss)
     lowered = lower(pipe.schedule)
-    found: dict[tuple[int, int], set[tuple[object, ...]]] = {}
+    keys_by_position: dict[tuple[int, int], set[tuple[object, ...]]] = {}
 
     def watch(executor: Executor, kind: Kind) -> None:
         do = executor._do[kind]
 
-        def watched(own: Executor, step: StepState, action: Action) -> None:
-            do(own, step, action)
-            found[executor.rank, executor.position] = {
+        def watched(active_executor: Executor, step: StepState, action: Action) -> None:
+            do(active_executor, step, action)
+            keys_by_position[executor.rank, executor.position] = {
                 *((What.SAVED, stage, stage, microbatch) for stage, microbatch in step.saved),
                 *(("sent", *key) for key in step.outgoing),
                 *((What.VALUES, *key) for key, values in step.inputs.items() if values),
@@ -72,19 +72,19 @@ def test_a_step_holds_after_each_action_what_the_schedule_still_needs(schedule: 
             watch(executor, kind)
     (x,) = batch(pipe.package.manifest, 4).values()
     pipe.step(x, target=torch.zeros(8))
-    assert len(found) > 30
+    assert len(keys_by_position) > 30
     rows = lifetimes(lowered)
-    for (rank, position), held in found.items():
+    for (rank, position), live_keys in keys_by_position.items():
         alive = [part for part in rows[rank] if part.made <= position < part.last_read]
         expected: set[tuple[object, ...]] = set()
-        for what, stages, microbatch, made, _ in alive:
-            if what is What.SAVED:
-                expected.add((what, *stages, microbatch))
+        for content, stages, microbatch, start, _ in alive:
+            if content is What.SAVED:
+                expected.add((content, *stages, microbatch))
             elif pipe.schedule.placement[stages[0]] == pipe.schedule.placement[stages[1]]:
-                expected.add((what, stages[1], microbatch))
-            elif not lowered.actions[rank][made].kind.is_transfer:  # what is received is the transport's
+                expected.add((content, stages[1], microbatch))
+            elif not lowered.actions[rank][start].kind.is_transfer:  # what is received is the transport's
                 expected.add(("sent", *stages, microbatch))
-        assert held == expected, lowered.actions[rank][position]
+        assert live_keys == expected, lowered.actions[rank][position]
 
 
 class SlowWork:
@@ -185,11 +185,11 @@ def test_what_a_pipeline_holds_is_freed_with_it(kernels: str, tmp_path: Path) ->
     pipe = pipeline(write(chain(2), tmp_path / "chain"), "1f1b", kernels, microbatches=2, loss_fn=loss)
     (x,) = batch(pipe.package.manifest, 2).values()
     pipe.step(x, target=torch.zeros(len(x)))
-    held = [weakref.ref(each) for each in (*pipe.stages.values(), *pipe.parameters())]
+    references = [weakref.ref(part) for part in (*pipe.stages.values(), *pipe.parameters())]
     gc.collect()
     gc.disable()
     try:
         del pipe
-        assert [each() for each in held] == [None] * len(held)
+        assert [reference() for reference in references] == [None] * len(references)
     finally:
         gc.enable()

@@ -60,10 +60,10 @@ def descendants(process: int) -> set[int]:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):  # it has ended
             continue
-    found = {process}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    processes = {process}
+    while children := {child for child, parent in parents.items() if parent in processes} - processes:
+        processes |= children
+    return processes
 
 
 def listening(processes: set[int]) -> set[str]:
@@ -103,13 +103,13 @@ def watch(process: subprocess.Popen[str], lines: int = 3) -> set[str]:
     """The addresses at which its processes listen, from its start until it has printed so many lines."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
-    found, printed, deadline = set[str](), 0, time.monotonic() + 100
+    addresses, printed, deadline = set[str](), 0, time.monotonic() + 100
     while printed < lines:
         assert process.poll() is None and time.monotonic() < deadline
-        found |= listening(descendants(process.pid))
+        addresses |= listening(descendants(process.pid))
         printed += len(process.stdout.readlines())
         time.sleep(0.02)
-    return found
+    return addresses
 
 
 def is_loopback(address: str) -> bool:
@@ -136,17 +136,17 @@ def test_ranks_with_a_store_on_loopback_listen_there_alone(host: str, tmp_path: 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
-    of_both = [{**os.environ, **ranks, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    environments = [{**os.environ, **ranks, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
     command = [str(script), str(package)]
-    with running(command, of_both[0]) as first, running(command, of_both[1]) as second:
+    with running(command, environments[0]) as first, running(command, environments[1]) as second:
         addresses = watch(first) | watch(second)
     assert addresses and all(map(is_loopback, addresses)), addresses
 
 
 def test_a_store_listens_on_loopback_alone() -> None:
-    before = listening({os.getpid()})
+    initial_addresses = listening({os.getpid()})
     store = loopback.open_store()
-    assert listening({os.getpid()}) - before <= {"127.0.0.1"}
+    assert listening({os.getpid()}) - initial_addresses <= {"127.0.0.1"}
     store.set("a", "b")
     assert dist.TCPStore("127.0.0.1", store.port, is_master=False).get("a") == b"b"
     with pytest.raises(OSError, match="in use"):

@@ -41,10 +41,10 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def reference(loss_fn: Callable[..., Tensor], x: Tensor, target: Any) -> tuple[Tensor, dict[str, Any]]:
-    whole = model()
-    loss = loss_fn(whole(x), target)
+    module = model()
+    loss = loss_fn(module(x), target)
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return loss.detach(), {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def gradients(pipe: pipegraph.Pipeline) -> dict[str, Any]:
@@ -155,10 +155,10 @@ def mean_with_metrics(output: Tensor, target: Tensor) -> Any:
 def test_right_losses_pass(
     package: Package, loss_fn: Any, target: Tensor, options: dict[str, Any], microbatches: int
 ) -> None:
-    before = torch.get_rng_state() if loss_fn is not random_loss else None
+    random_state = torch.get_rng_state() if loss_fn is not random_loss else None
     pipe = pipegraph.Pipeline(package, "1f1b", microbatches, loss_fn, kernels="eager", **options)
     pipe.step(batch()[0], target=target)
-    assert before is None or torch.equal(before, torch.get_rng_state())
+    assert random_state is None or torch.equal(random_state, torch.get_rng_state())
 
 
 def test_a_mean_with_loss_reduction_sum(package: Package) -> None:

@@ -41,7 +41,7 @@ def tokens_and_labels(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def gradients(pipe: Pipeline) -> dict[str, Tensor]:
-    return {name: each.grad for name, each in pipe.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
 
 
 def expected_gradients(model: Reference, pipe: Pipeline) -> dict[str, Tensor | None]:
@@ -85,12 +85,12 @@ def test_losses_of_several_steps_give_their_mean(folder: str) -> None:
     mean = sum(sums) / sum(counts)
 
     apart = [pipe.step(tokens, target=labels) for tokens, labels in batches]
-    assert [each.weight for each in apart] == counts
-    assert_close(sum(each.loss * each.weight for each in apart) / sum(counts), mean)
+    assert [step_result.weight for step_result in apart] == counts
+    assert_close(sum(step_result.loss * step_result.weight for step_result in apart) / sum(counts), mean)
 
     together = [pipe.step(tokens, target=labels, weight=sum(counts)) for tokens, labels in batches]
-    assert_close(sum(each.loss for each in together), mean)
-    assert_close([each.loss * each.weight for each in together], sums)
+    assert_close(sum(step_result.loss for step_result in together), mean)
+    assert_close([step_result.loss * step_result.weight for step_result in together], sums)
 
 
 def test_another_number_of_items_traces_nothing_anew(folder: str) -> None:
@@ -110,8 +110,8 @@ def test_an_evaluation_divides_by_what_counts(folder: str) -> None:
 def in_ranks(rank: int, folder: str, shape: meshes.Shape, rows: tuple[int, ...]) -> str:
     pipe, mesh = meshes.make(folder, shape, "1f1b", loss_fn=summed, loss_weight=counted)
     model, (tokens, labels) = Reference(Package.open(folder)), tokens_and_labels(sum(rows), seed=5)
-    own = meshes.rows_of(shape, rows, mesh)
-    result = pipe.step(tokens[own], target=labels[own])
+    local_rows = meshes.rows_of(shape, rows, mesh)
+    result = pipe.step(tokens[local_rows], target=labels[local_rows])
     loss, _ = summed(model({"tokens": tokens}), labels)
     (loss / counted(labels)).backward()
     assert_close(gradients(pipe), expected_gradients(model, pipe), rtol=1e-6, atol=1e-6)
@@ -127,11 +127,11 @@ def test_what_counts_is_that_of_all_data_parallel_ranks(folder: str) -> None:
 
 def test_a_batch_in_which_nothing_counts_is_refused(folder: str) -> None:
     tokens, _ = tokens_and_labels(4, seed=0)
-    nothing = torch.full_like(tokens, IGNORED)
+    ignored_labels = torch.full_like(tokens, IGNORED)
     with pytest.raises(BatchError, match=r"loss_weight counts nothing in this batch.*\nTry: leave the batch out"):
-        pipeline(folder).step(tokens, target=nothing)
+        pipeline(folder).step(tokens, target=ignored_labels)
     pipe = pipeline(folder)
-    assert pipe.step(tokens, target=nothing, weight=3).loss == 0
+    assert pipe.step(tokens, target=ignored_labels, weight=3).loss == 0
     assert all(not gradient.any() for gradient in gradients(pipe).values())
 
 

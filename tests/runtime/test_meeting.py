@@ -40,12 +40,12 @@ def join(store: Store, rank: int, timeout: float = 5.0) -> Callable[[], object]:
 def test_each_meeting_has_a_store_of_its_own() -> None:
     store = HashStore()
     for meeting in range(3):
-        own = together(*[join(store, rank) for rank in RANKS])
-        for each in own:
-            assert isinstance(each, Store)
-            assert not each.check(["fault"])
-        own[0].set("fault", str(meeting))  # type: ignore[attr-defined]
-        assert own[2].get("fault") == str(meeting).encode()  # type: ignore[attr-defined]
+        stores = together(*[join(store, rank) for rank in RANKS])
+        for meeting_store in stores:
+            assert isinstance(meeting_store, Store)
+            assert not meeting_store.check(["fault"])
+        stores[0].set("fault", str(meeting))  # type: ignore[attr-defined]
+        assert stores[2].get("fault") == str(meeting).encode()  # type: ignore[attr-defined]
 
 
 def test_a_rank_that_does_not_come_is_named_and_can_come_later() -> None:
@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_come_is_named_and_can_come_later() -> None:
         assert isinstance(error, RuntimeFault)
         assert str(error).startswith("rank 1 did not come within 0.2 s, and rank ")
         assert isinstance(error.__cause__, ConnectionLost)  # so that a launcher blames the other rank
-    assert all(isinstance(each, Store) for each in together(*[join(store, rank) for rank in RANKS]))
+    assert all(isinstance(outcome, Store) for outcome in together(*[join(store, rank) for rank in RANKS]))
 
 
 def test_a_rank_that_fails_before_is_named_and_can_try_again() -> None:
@@ -68,7 +68,7 @@ def test_a_rank_that_fails_before_is_named_and_can_try_again() -> None:
     assert str(failed[0]) == "rank 0 stopped: rank 1 failed: PipegraphError: there is no GPU"
     assert str(failed[1]) == "there is no GPU"
     assert str(failed[2]) == "rank 2 stopped: rank 1 failed: PipegraphError: there is no GPU"
-    assert all(isinstance(each, Store) for each in together(*[join(store, rank) for rank in RANKS]))
+    assert all(isinstance(outcome, Store) for outcome in together(*[join(store, rank) for rank in RANKS]))
 
 
 def test_ranks_that_torchrun_started_again_find_nothing_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,4 +76,4 @@ def test_ranks_that_torchrun_started_again_find_nothing_of_those_before(monkeypa
     (abandoned,) = together(lambda: Meeting(store, 4, RANKS, 0.1)._outcome(Meeting(store, 4, RANKS, 0.1)._store))
     assert abandoned == {"missing": [1, 2]}
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert all(isinstance(each, Store) for each in together(*[join(store, rank) for rank in RANKS]))
+    assert all(isinstance(outcome, Store) for outcome in together(*[join(store, rank) for rank in RANKS]))

@@ -21,10 +21,10 @@ from tests.runtime.sketches import chain
 
 MICROBATCHES, STAGES = 8, 4
 TRAINING = [name for name in names() if trains(name)]
-WHOLE = [name for name in TRAINING if "zb" not in name and not name.startswith("v-")]  # no I and W apart
+FULL_BACKWARD = [name for name in TRAINING if "zb" not in name and not name.startswith("v-")]  # no I and W apart
 
 
-class Held:
+class Load:
     """Bytes that are held on each rank: now, and the most so far."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Held:
         self.most[rank] = max(self.most[rank], self.now[rank])
 
 
-class Kept:
+class SavedContent:
     """Something saved on the rank that computes, from when it is made to when nobody holds it."""
 
-    def __init__(self, held: Held, count: int, content: Any) -> None:
-        self.held, self.rank, self.count, self.content = held, held.rank, count, content
-        held.add(self.rank, count)
+    def __init__(self, load: Load, count: int, content: Any) -> None:
+        self.held, self.rank, self.count, self.content = load, load.rank, count, content
+        load.add(self.rank, count)
 
     def __del__(self) -> None:
         self.held.add(self.rank, -self.count)
@@ -51,13 +51,13 @@ class Kept:
 class CountedKernels(AutogradKernels):
     """Those of autograd, with the same number of bytes saved for each microbatch from F to B or W."""
 
-    def __init__(self, held: Held, count: int, *given: Any) -> None:
-        super().__init__(*given)
-        self._held, self._count = held, count
+    def __init__(self, load: Load, count: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._load, self._count = load, count
 
     def forward(self, inputs: Sequence[Any], **options: Any) -> Forward:
-        made = super().forward(inputs, **options)
-        return Forward(made.outputs, made.loss, Kept(self._held, self._count, made.saved))
+        result = super().forward(inputs, **options)
+        return Forward(result.outputs, result.loss, SavedContent(self._load, self._count, result.saved))
 
     def backward(self, saved: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         return super().backward(saved.content, gradients)
@@ -70,45 +70,45 @@ def package(tmp_path: Path) -> Package:
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_the_peak_of_what_kernels_save_is_the_schedules(schedule: str, package: Package) -> None:
-    held = Held()
+    load = Load()
 
     def kernels(stage: nn.Module, inputs: Sequence[bool], outputs: Sequence[bool], last: Loss | None) -> CountedKernels:
-        return CountedKernels(held, 1000, stage, inputs, outputs, last)
+        return CountedKernels(load, 1000, stage, inputs, outputs, last)
 
-    pipe = step(package, schedule, MICROBATCHES, held, kernels)
+    pipe = step(package, schedule, MICROBATCHES, load, kernels)
     counted = simulate(pipe.schedule, Times.equal(STAGES)).peak_activations
-    assert held.most[: len(counted)] == [1000 * count for count in counted]
+    assert load.most[: len(counted)] == [1000 * count for count in counted]
 
 
-@pytest.mark.parametrize("schedule", WHOLE)
+@pytest.mark.parametrize("schedule", FULL_BACKWARD)
 def test_the_peak_of_what_autograd_saves_is_the_schedules(schedule: str, package: Package) -> None:
-    held = Held()
+    load = Load()
 
     def pack(tensor: Tensor) -> Any:
         parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        return tensor if parameter else Kept(held, tensor.nbytes, tensor)
+        return tensor if parameter else SavedContent(load, tensor.nbytes, tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: getattr(kept, "content", kept)):
-        step(package, "1f1b", 1, held, "autograd")
-        one, held.most = held.most, [0] * STAGES  # a stage on each rank, and one microbatch
-        pipe = step(package, schedule, MICROBATCHES, held, "autograd")
-    expected = bytes_saved(pipe.schedule, one)
-    assert held.most[: len(expected)] == pytest.approx(expected, rel=0.1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "content", saved)):
+        step(package, "1f1b", 1, load, "autograd")
+        stage_bytes, load.most = load.most, [0] * STAGES  # a stage on each rank, and one microbatch
+        pipe = step(package, schedule, MICROBATCHES, load, "autograd")
+    expected = bytes_saved(pipe.schedule, stage_bytes)
+    assert load.most[: len(expected)] == pytest.approx(expected, rel=0.1)
 
 
-def step(package: Package, schedule: str, microbatches: int, held: Held, kernels: str | Callable[..., Any]) -> Pipeline:
+def step(package: Package, schedule: str, microbatches: int, load: Load, kernels: str | Callable[..., Any]) -> Pipeline:
     pipe = Pipeline(package, schedule=schedule, microbatches=microbatches, loss_fn=loss, kernels=kernels)
     for executor in pipe._runner.executors.training_executors:
         forward = executor._do[Kind.F]
 
-        def watched(*given: Any, rank: int = executor.rank, forward: Any = forward) -> None:
-            held.rank = rank
-            forward(*given)
+        def watched(*arguments: Any, rank: int = executor.rank, forward: Any = forward) -> None:
+            load.rank = rank
+            forward(*arguments)
 
         executor._do[Kind.F] = watched
     (x,) = batch(package.manifest, microbatches).values()
     pipe.step(x, target=torch.zeros(len(x)))
-    assert not any(held.now), "the step is over, and something is still held"
+    assert not any(load.now), "the step is over, and something is still held"
     return pipe
 
 
@@ -116,6 +116,6 @@ def bytes_saved(schedule: Schedule, per_stage: Sequence[int]) -> list[int]:
     """Of each rank, the most bytes it holds at one time, by the lifetimes of what its stages save."""
     most = []
     for row, actions in zip(lifetimes(schedule), schedule.actions, strict=True):
-        saved = [(held.made, held.last_read, per_stage[held.stages[0]]) for held in row if held.what is What.SAVED]
-        most.append(max(sum(size for made, last, size in saved if made <= at <= last) for at in range(len(actions))))
+        saved = [(span.made, span.last_read, per_stage[span.stages[0]]) for span in row if span.what is What.SAVED]
+        most.append(max(sum(size for first, last, size in saved if first <= at <= last) for at in range(len(actions))))
     return most

@@ -55,22 +55,22 @@ def train(rank: int | None, folder: str, channels_last: bool, schedule: str, ker
     Autograd's are so to the last digit. A gradient of weights that is computed by itself may round otherwise.
     """
     model, x, target = Model(), pictures(6, channels_last), torch.ones(6, 2)
-    given: list[Tensor] = []
+    stage_inputs: list[Tensor] = []
     pipe = pipeline(folder, schedule, kernels, microbatches=3, loss_fn=loss)
     looks = kernels == "autograd" and 1 in pipe.stages
     if looks:
-        pipe.stages[1].register_forward_pre_hook(lambda _, inputs: given.extend(inputs))
+        pipe.stages[1].register_forward_pre_hook(lambda _, inputs: stage_inputs.extend(inputs))
     for rows, expected in zip(x.split(2), target.split(2), strict=True):
         (loss(model(rows), expected) / 3).backward()
     pipe.step(x, target=target)
-    whole = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for name, parameter in pipe.named_parameters():
         rounding = 0 if kernels == "autograd" else 1e-6
-        assert_close(parameter.grad, whole[name].grad, rtol=rounding, atol=rounding)
-    orders = {each.dim(): each.dim_order() for each in given}
+        assert_close(parameter.grad, parameters[name].grad, rtol=rounding, atol=rounding)
+    orders = {tensor.dim(): tensor.dim_order() for tensor in stage_inputs}
     assert orders == ({4: CHANNELS_LAST if channels_last else (0, 1, 2, 3), 3: (0, 2, 1)} if looks else {})
     if kernels == "eager":
-        assert {each.compilations for each in pipe.kernels_report()} == {1}  # beforehand, for what then arrives
+        assert {kernel.compilations for kernel in pipe.kernels_report()} == {1}  # beforehand, for what then arrives
     return "equal"
 
 

@@ -21,15 +21,15 @@ Case = tuple[meshes.Shape, str, tuple[int, ...], bool, dict[str, Any]]
 
 def assert_trained(path: Path, *cases: Case, seconds: float = 110) -> None:
     """Each case trains as the whole model. All of them have as many processes, which are started once."""
-    given = []
+    arguments = []
     for shape, schedule, rows, tied, options in cases:
         stages = build(schedule, 2, 4).stages // (1 if shape.get("pp", 1) > 1 else 2)
         package = path / f"{stages}-{tied}"
         folder = str(package if package.exists() else write(meshes.perceptrons(max(stages, 1), tied), package))
-        given.append((folder, shape, schedule, rows, options))
+        arguments.append((folder, shape, schedule, rows, options))
     (count,) = {math.prod(shape.values()) for shape, *_ in cases}
-    said = ranks.run(meshes.train_each, count, given, timeout=seconds)
-    assert said == [[]] * count, said[0]
+    messages = ranks.run(meshes.train_each, count, arguments, timeout=seconds)
+    assert messages == [[]] * count, messages[0]
 
 
 def test_replicas(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_uneven_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_replicas_of_one_rank(tmp_path: Path) -> None:
-    one: Case = ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True, {})
-    assert_trained(tmp_path, one, ({"dp_replicate": 2}, "1f1b", (6, 6), False, {}))
+    case: Case = ({"pp": 1, "dp_replicate": 2}, "1f1b", (7, 3), True, {})
+    assert_trained(tmp_path, case, ({"dp_replicate": 2}, "1f1b", (6, 6), False, {}))
 
 
 def test_sums_add_up_over_replicas(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_sums_add_up_over_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "error"), [("action", "ValueError: broken on purpose"), ("batch", "BatchError: ")])
 def test_a_rank_that_fails_stops_all_pipelines_and_is_named_by_its_place(how: str, error: str, tmp_path: Path) -> None:
     folder, shape = str(write(meshes.perceptrons(2), tmp_path / "perceptrons")), {"pp": 2, "dp_replicate": 2}
-    said = ranks.run(meshes.fail, 4, folder, shape, 1, how, {"kernels": "autograd"})
-    for message, seconds in said:
+    outcomes = ranks.run(meshes.fail, 4, folder, shape, 1, how, {"kernels": "autograd"})
+    for message, seconds in outcomes:
         assert re.search(rf"rank 1 \(pp 0, dp_replicate 1\) failed.*{error}|^{error}", message), message
         assert seconds < 10
 
@@ -64,8 +64,8 @@ def test_a_rank_that_fails_stops_all_pipelines_and_is_named_by_its_place(how: st
 def assert_refused(path: Path, stages: int, count: int, attempt: str, cases: list[tuple[Any, str]]) -> None:
     """Every rank says what is wrong, with the class of the error."""
     folder = str(write(meshes.perceptrons(stages), path / "perceptrons"))
-    for said in ranks.run(mesh_refusals.each_refused, count, folder, attempt, [case for case, _ in cases]):
-        for message, (case, expected) in zip(said, cases, strict=True):
+    for messages in ranks.run(mesh_refusals.each_refused, count, folder, attempt, [case for case, _ in cases]):
+        for message, (case, expected) in zip(messages, cases, strict=True):
             assert re.search(expected, message), (case, message)
 
 
@@ -89,14 +89,14 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
 
 def test_calls_that_differ_along_tp_are_refused_on_every_rank(tmp_path: Path) -> None:
     """Gloo would end the processes without a word where a collective meets one of another size."""
-    step, other = r"4 microbatches of \[2, 2, 2, 2\] rows", "^RuntimeFault: ranks of one pipeline were "
+    step, prefix = r"4 microbatches of \[2, 2, 2, 2\] rows", "^RuntimeFault: ranks of one pipeline were "
     first, second = "on rank 0; ", r" on rank 1\.\nTry: "
     cases = [
         ("same", "^nothing$"),
-        ("rows", f"{other}given batches of .*: {step} {first}4 microbatches of \\[3, 3, 3, 3\\] rows{second}"),
-        ("microbatches", f"{other}asked for .*: 4 {first}2{second}"),
+        ("rows", f"{prefix}given batches of .*: {step} {first}4 microbatches of \\[3, 3, 3, 3\\] rows{second}"),
+        ("microbatches", f"{prefix}asked for .*: 4 {first}2{second}"),
         ("calls", f"^RuntimeFault: .* in different calls: its call 1, a step, {first}.*, an evaluation,{second}"),
-        ("evaluation", f"{other}given batches of .*4 microbatches .*{first}4 microbatches .*{second}"),
+        ("evaluation", f"{prefix}given batches of .*4 microbatches .*{first}4 microbatches .*{second}"),
     ]
     assert_refused(tmp_path, 1, 2, "along tp", cases)
 
@@ -104,15 +104,15 @@ def test_calls_that_differ_along_tp_are_refused_on_every_rank(tmp_path: Path) ->
 def test_what_one_rank_is_given_is_named_with_the_rank(tmp_path: Path) -> None:
     replicated, sharded, divided = ({"pp": 2, name: 2} for name in ("dp_replicate", "dp_shard", "tp"))
     part = dict(list(meshes.TP_PLAN.items())[:1])
-    there = r"on rank 3 \(pp 1, \w+ 1\), and"
+    place = r"on rank 3 \(pp 1, \w+ 1\), and"
     cases = [
-        ((replicated, {"loss_reduction": "sum"}), f'loss_reduction is "sum" {there} "mean" on rank 0'),
-        ((replicated, {"seed": 5}), f"seed is 5 {there} None on rank 0"),
-        ((replicated, {"microbatches": 2}), f"microbatches is 2 {there} 4 on rank 0"),
-        ((sharded, {"precision": "bf16"}), f'precision is "bf16" {there} None on rank 0'),
+        ((replicated, {"loss_reduction": "sum"}), f'loss_reduction is "sum" {place} "mean" on rank 0'),
+        ((replicated, {"seed": 5}), f"seed is 5 {place} None on rank 0"),
+        ((replicated, {"microbatches": 2}), f"microbatches is 2 {place} 4 on rank 0"),
+        ((sharded, {"precision": "bf16"}), f'precision is "bf16" {place} None on rank 0'),
         ((sharded, {"shard_by_hand": "dp_shard"}), "stage 1 after parallelize_fn is .* on rank [23]"),
-        ((divided, {"tp_plan": part}), f"tp_plan is .* {there} .* on rank 0"),
-        ((divided, {"kernels": "autograd"}), f'kernels is "autograd" {there} "eager" on rank 0'),
+        ((divided, {"tp_plan": part}), f"tp_plan is .* {place} .* on rank 0"),
+        ((divided, {"kernels": "autograd"}), f'kernels is "autograd" {place} "eager" on rank 0'),
     ]
     start = "^(ArgumentError: |RuntimeFault: .* failed: ArgumentError: )"  # only ranks of one stage know of its layers
     assert_refused(tmp_path, 2, 4, "options", [(case, start + message) for case, message in cases])
@@ -120,11 +120,11 @@ def test_what_one_rank_is_given_is_named_with_the_rank(tmp_path: Path) -> None:
 
 def test_replicas_start_equal_and_stay_so(tmp_path: Path) -> None:
     folder = str(write(meshes.perceptrons(1), tmp_path / "perceptrons"))
-    (first, one), (second, other) = ranks.run(meshes.start_and_state, 2, folder)
+    (first, first_buffers), (second, second_buffers) = ranks.run(meshes.start_and_state, 2, folder)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert one["start"].item() == other["start"].item() == 1.0
-    assert torch.equal(one["scale"], other["scale"]) and one["scale"].item() != 0
-    assert one["flags"].tolist() == other["flags"].tolist() == [False, True, True]
+    assert first_buffers["start"].item() == second_buffers["start"].item() == 1.0
+    assert torch.equal(first_buffers["scale"], second_buffers["scale"]) and first_buffers["scale"].item() != 0
+    assert first_buffers["flags"].tolist() == second_buffers["flags"].tolist() == [False, True, True]
 
 
 def test_tensor_parallel(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_tensor_parallel_before_the_pipeline(tmp_path: Path) -> None:
 def test_a_plan_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     cases: list[tuple[Any, str]] = [
         ({"layer0.*.0": "colwise"}, r'style for layer0\.\*\.0, and the model has no such module.*"layers0'),
-        ({"layers*.*.0": "columnwise"}, 'the style "columnwise", which there is not. Did you mean "colwise"'),
+        ({"layers*.*.0": "columnwise"}, 'the style "columnwise", which does not exist. Did you mean "colwise"'),
         ({"layers*.*.0": "ep_router"}, 'the style "ep_router", which is not supported: it gives each rank some of'),
         ({"layers*.*.0": "mla_kv_a_proj"}, r"there is no linear layer layers\d\.0\.kv_b_proj in its stage"),
         ({"norms*.*": "packed_colwise"}, "of the class LayerNorm, a style not for it: packed_colwise is for linear"),
@@ -331,7 +331,7 @@ TP = {"tp_plan": meshes.TP_PLAN, "strict": True, "timeout": 200}
         ({"pp": 2, "dp_shard": 2, "tp": 2}, (8, 8), TP),
         ({"pp": 2, "dp_replicate": 2, "tp": 2}, (8, 8), TP),
     ],
-    ids=lambda each: "-".join(each) if "tp_plan" not in each and isinstance(each, dict) else "",
+    ids=lambda argument: "-".join(argument) if "tp_plan" not in argument and isinstance(argument, dict) else "",
 )
 def test_every_schedule(shape: meshes.Shape, rows: tuple[int, ...], options: dict[str, Any], tmp_path: Path) -> None:
     """As torch's own tests compose its schedules, with FSDP, with tensor parallelism and with both."""

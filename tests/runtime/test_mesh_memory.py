@@ -29,17 +29,17 @@ def test_so_does_one_of_any_schedule(tmp_path: Path) -> None:
 
 
 def assert_as_simulated(path: Path, *cases: tuple[Shape, str, int | None], seconds: float = 110) -> None:
-    given = []
+    arguments = []
     for shape, schedule, resident in cases:
         stages = build(schedule, 2, 4).stages // (1 if "pp" in shape else 2)
         package = path / str(stages)
         folder = package if package.exists() else write(mesh_memory.deep(stages), package)
-        given.append((str(folder), shape, schedule, resident))
-    for each in ranks.run(mesh_memory.measure, 4, given, timeout=seconds):
-        assert isinstance(each, list), each
-        for found, case in zip(each, cases, strict=True):
-            measured, simulated = found["rest"]
+        arguments.append((str(folder), shape, schedule, resident))
+    for measurements in ranks.run(mesh_memory.measure, 4, arguments, timeout=seconds):
+        assert isinstance(measurements, list), measurements
+        for measurement, case in zip(measurements, cases, strict=True):
+            measured, simulated = measurement["rest"]
             assert measured == simulated, case
             for name in ("evaluation", "step"):
-                measured, simulated = found[name]
+                measured, simulated = measurement[name]
                 assert 0.9 * simulated < measured < 1.05 * simulated, (name, case)

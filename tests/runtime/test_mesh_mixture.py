@@ -28,16 +28,16 @@ EXPERTS: dict[str, Any] = {"tp_plan": mesh_mixture.EXPERT_PLAN}
 def run(path: Path, *cases: Case, seconds: float = 110) -> list[list[Any]]:
     """What each rank says of each case. All of them have as many processes, which are started once."""
     (count,) = {math.prod(shape.values()) for _, shape, _, _ in cases}
-    given = []
+    arguments = []
     for model, shape, schedule, options in cases:
         stages = 4 if schedule == "zb-v" else 2
         package = path / f"{model}-{stages}"
         folder = str(package) if package.exists() else mesh_mixture.write(package, model, stages)
-        copies = math.prod(shape.get(each, 1) for each in ("dp_replicate", "dp_shard"))
-        given.append((folder, model, shape, schedule, (5, 4, 6, 4)[:copies], count - 1, options))
-    said: list[list[Any]] = ranks.run(mesh_mixture.train_each, count, given, timeout=seconds)
-    assert all(isinstance(each, list) for each in said), said[0]
-    return said
+        copies = math.prod(shape.get(dimension, 1) for dimension in ("dp_replicate", "dp_shard"))
+        arguments.append((folder, model, shape, schedule, (5, 4, 6, 4)[:copies], count - 1, options))
+    outcomes: list[list[Any]] = ranks.run(mesh_mixture.train_each, count, arguments, timeout=seconds)
+    assert all(isinstance(outcome, list) for outcome in outcomes), outcomes[0]
+    return outcomes
 
 
 def test_all_of_it_trains_as_the_whole_model(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_packed_parameters_are_saved_in_their_places(model: str, shape: Shape, t
 @pytest.mark.slow
 def test_transposed_experts_and_an_embedding_of_the_models_own(tmp_path: Path) -> None:
     plan = mesh_mixture.TRANSPOSED_PLAN
-    others = {"embed": "embedding_colwise", "layers.*.experts": "all_reduce"}
-    plans = plan, {**plan, **others}
-    cases: list[Case] = [("transposed experts", {"pp": 2, "tp": 2}, "1f1b", {"tp_plan": each}) for each in plans]
+    styles = {"embed": "embedding_colwise", "layers.*.experts": "all_reduce"}
+    plans = plan, {**plan, **styles}
+    cases: list[Case] = [("transposed experts", {"pp": 2, "tp": 2}, "1f1b", {"tp_plan": tp_plan}) for tp_plan in plans]
     assert run(tmp_path, *cases) == [[TRAINED, TRAINED]] * 4
 
 
@@ -105,7 +105,7 @@ def test_a_plan_that_divides_what_the_model_takes_apart_is_refused(tmp_path: Pat
     """All shapes fit: one rank would have all gates, the other all ups."""
     packed = mesh_mixture.EXPERT_PLAN
     plans = {**packed, "layers.*.fused": "colwise"}, {**packed, "layers.*.experts.gate_up_proj": "colwise"}
-    cases: list[Case] = [("experts", {"pp": 1, "tp": 2}, "interleaved-1f1b", {"tp_plan": each}) for each in plans]
+    cases: list[Case] = [("experts", {"pp": 1, "tp": 2}, "interleaved-1f1b", {"tp_plan": plan}) for plan in plans]
     for fused, experts in run(tmp_path, *cases):
         assert re.search(r"^ArgumentError: .*layers\.0\.out of stage 0 takes other numbers", fused), fused
         assert re.search(r"^ArgumentError: .*layers\.0\.experts of stage 0 returns other numbers", experts), experts
@@ -118,7 +118,7 @@ def test_a_parameter_whose_gradient_is_a_share_is_an_error(tmp_path: Path) -> No
     plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     summed = {**plan, "layers.*.slope": "replicated_with_grad_allreduce"}
     shape: Shape = {"pp": 2, "tp": 2}
-    cases: list[Case] = [("slopes", shape, "1f1b", {"tp_plan": each}) for each in (plan, summed)]
+    cases: list[Case] = [("slopes", shape, "1f1b", {"tp_plan": tp_plan}) for tp_plan in (plan, summed)]
     for refused, trained in run(tmp_path, *cases):
         assert re.search(r"PipegraphError: .*different gradients of layers\.\d\.slope\.weight", refused), refused
         assert trained == TRAINED

@@ -45,5 +45,5 @@ def assert_trained(path: Path, model: str, shape: Shape, schedule: str, kernels:
     pytest.importorskip("transformers")
     folder = mesh_transformers.write(path / "package", model, 4 if schedule == "zb-v" else 2)
     count = math.prod(shape.values())
-    said = ranks.run(mesh_transformers.train, count, folder, shape, schedule, kernels, model, timeout=380)
-    assert said == ["equal"] * count, said[0]
+    outcomes = ranks.run(mesh_transformers.train, count, folder, shape, schedule, kernels, model, timeout=380)
+    assert outcomes == ["equal"] * count, outcomes[0]

@@ -90,11 +90,11 @@ def test_names_of_metrics_do_not_change_between_microbatches(tmp_path: Path) -> 
 
 
 def test_a_metric_is_what_it_was_when_its_microbatch_ran(tmp_path: Path) -> None:
-    seen = torch.zeros(())
+    counter = torch.zeros(())
 
     def loss_fn(output: Tensor, target: Tensor) -> Any:
-        seen.add_(1)
-        return output.mean(), {"seen": seen}
+        counter.add_(1)
+        return output.mean(), {"seen": counter}
 
     assert step(write(chain(1), tmp_path / "chain"), loss_fn, "autograd").metrics == {"seen": torch.tensor(1.5)}
 

@@ -111,15 +111,15 @@ def test_nested_arguments(tmp_path: Path) -> None:
     pipe = pipeline(folder, microbatches=2, loss_fn=loss)
     nested = structs.replace(pipe.package.manifest, args=({"pair": ["x", "y"]}, None))
     (folder / "pipeline.json").write_text(nested.to_json())
-    other = pipeline(folder, microbatches=2, loss_fn=loss)
+    nested_pipe = pipeline(folder, microbatches=2, loss_fn=loss)
     expected = pipe.eval(X, Y, scale=SCALE)
-    assert torch.equal(other.eval({"pair": (X, Y)}, None, scale=SCALE), expected)
+    assert torch.equal(nested_pipe.eval({"pair": (X, Y)}, None, scale=SCALE), expected)
     with pytest.raises(BatchError, match=r"argument 0\['pair'\] is 1 items; it had 2 items"):
-        other.evaluate({"pair": (X,)}, None, scale=SCALE)
+        nested_pipe.evaluate({"pair": (X,)}, None, scale=SCALE)
     with pytest.raises(BatchError, match=r"argument 0 is \['other'\]; it was a dict of \['pair'\]"):
-        other.evaluate({"other": (X, Y)}, None, scale=SCALE)
+        nested_pipe.evaluate({"other": (X, Y)}, None, scale=SCALE)
     with pytest.raises(BatchError, match="argument 1 was None when the model was captured"):
-        other.evaluate({"pair": (X, Y)}, X, scale=SCALE)
+        nested_pipe.evaluate({"pair": (X, Y)}, X, scale=SCALE)
 
 
 def test_outputs_join_along_their_rows() -> None:
@@ -144,8 +144,8 @@ def test_numbers_of_microbatches_are_weighed_by_rows() -> None:
 
 
 class Pair(NamedTuple):
-    one: Tensor
-    rest: list[Any]
+    labels: Tensor
+    extras: list[Any]
 
 
 @dataclass
@@ -159,8 +159,8 @@ class Slotted:
 
 
 def test_a_target_keeps_the_classes_of_its_containers() -> None:
-    given = Pair(torch.arange(4), [torch.tensor(1.0), "mean", UserDict(b=torch.arange(4), a=None)])
-    first, second = cut_target(given, 2, None, {4: [2, 2]})
+    target = Pair(torch.arange(4), [torch.tensor(1.0), "mean", UserDict(b=torch.arange(4), a=None)])
+    first, second = cut_target(target, 2, None, {4: [2, 2]})
     assert (type(first), type(first.rest), first.rest[1]) == (Pair, list, "mean")
     assert (first.one.tolist(), second.one.tolist()) == ([0, 1], [2, 3])
     assert (second.rest[2]["b"].tolist(), second.rest[2]["a"]) == ([2, 3], None)

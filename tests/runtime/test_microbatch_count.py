@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("package"))
 
 
-def made_for_4(folder: Path, schedule: Any, **more: Any) -> Any:
-    return pipeline(folder, schedule, loss_fn=loss, microbatches=4, **more)
+def made_for_4(folder: Path, schedule: Any, **options: Any) -> Any:
+    return pipeline(folder, schedule, loss_fn=loss, microbatches=4, **options)
 
 
 def test_a_number_for_one_call(folder: Path) -> None:
@@ -43,7 +43,7 @@ def test_as_many_microbatches_as_rows(schedule: str, folder: Path) -> None:
     pipe = made_for_4(folder, schedule)
     for rows in (3, 2, 1):
         assert_is_the_step_of_the_model(pipe, rows, 5)
-        assert [each.sizes["batch"] for each in pipe.last_sizes.microbatches] == [1] * rows
+        assert [microbatch.sizes["batch"] for microbatch in pipe.last_sizes.microbatches] == [1] * rows
 
 
 def test_an_order_of_ones_own_has_its_number(folder: Path) -> None:
@@ -75,11 +75,11 @@ def test_numbers_that_cannot_be(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "interleaved-zb", "zb-h2"])
 def test_a_schedule_without_its_last_microbatches_can_run(name: str) -> None:
-    whole = schedules.build(name, 4, 8)
+    schedule = schedules.build(name, 4, 8)
     for count in (1, 3, 7):
-        fewer = fewer_microbatches(whole, count)
+        fewer = fewer_microbatches(schedule, count)
         check(fewer)
-        assert fewer.microbatches == count and fewer.placement == whole.placement
+        assert fewer.microbatches == count and fewer.placement == schedule.placement
 
 
 def other_numbers(rank: int, folder: str) -> str:
@@ -94,6 +94,6 @@ def other_numbers(rank: int, folder: str) -> str:
 
 
 def test_ranks_that_ask_for_other_numbers_are_stopped(folder: Path) -> None:
-    said = ranks.run(other_numbers, 2, str(folder))
-    assert all("asked for different numbers of microbatches" in each for each in said)
-    assert all(each.startswith("RuntimeFault") for each in said)
+    messages = ranks.run(other_numbers, 2, str(folder))
+    assert all("asked for different numbers of microbatches" in message for message in messages)
+    assert all(message.startswith("RuntimeFault") for message in messages)

@@ -32,10 +32,10 @@ def train(pipe: Pipeline, optimizer: Any, steps: int) -> list[float]:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        found = pipe.step(X, target=TARGET).loss
-        assert found is not None
-        losses.append(float(found))
-        return found
+        step_loss = pipe.step(X, target=TARGET).loss
+        assert step_loss is not None
+        losses.append(float(step_loss))
+        return step_loss
 
     losses: list[float] = []
     for _ in range(steps):
@@ -59,13 +59,13 @@ def test_training_goes_on(make: Any, package: Path, tmp_path: Path) -> None:
     pipe.save(tmp_path, optimizer, step=3)
     state = optimizers.plain(optimizer.state_dict()["state"])
     expected = train(pipe, optimizer, 3)
-    other = start(package)
-    again = make(list(other.parameters()))
-    train(other, again, 1)
-    other.load(tmp_path, again)
+    second_pipe = start(package)
+    again = make(list(second_pipe.parameters()))
+    train(second_pipe, again, 1)
+    second_pipe.load(tmp_path, again)
     assert optimizers.plain(again.state_dict()["state"]) == state
-    assert train(other, again, 3) == expected
-    assert_close(list(other.parameters()), list(pipe.parameters()), rtol=0, atol=0)
+    assert train(second_pipe, again, 3) == expected
+    assert_close(list(second_pipe.parameters()), list(pipe.parameters()), rtol=0, atol=0)
 
 
 def test_ranks_read_what_one_process_wrote(package: Path, tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_the_state_of_all_parameters_of_a_rank_is_not_read_for_others(package: P
     ranks.run(save_lbfgs, 2, str(package), str(tmp_path))
     pipe = start(package)
     optimizer = torch.optim.LBFGS(list(pipe.parameters()), max_iter=1)
-    before = [parameter.clone() for parameter in pipe.parameters()]
+    initial_parameters = [parameter.clone() for parameter in pipe.parameters()]
     with pytest.raises(CheckpointError, match=r"LBFGS keeps one state for all parameters .*\nTry: "):
         pipe.load(tmp_path, optimizer)
-    assert_close(list(pipe.parameters()), before, rtol=0, atol=0)
+    assert_close(list(pipe.parameters()), initial_parameters, rtol=0, atol=0)
     pipe.load(tmp_path)
 
 

@@ -33,12 +33,12 @@ class Record:
     def end(self, rank: int, action: Action, saved: Any) -> None:
         self.seen.append((False, rank, action, saved is not None))
 
-    def of(self, rank: int) -> list[tuple[Action, bool]]:
+    def actions_of(self, rank: int) -> list[tuple[Action, bool]]:
         """The actions of a rank, each with whether something was saved when it ended; they do not overlap."""
-        mine = [(begins, action, saved) for begins, of, action, saved in self.seen if of == rank]
-        assert [begins for begins, _, _ in mine] == [True, False] * (len(mine) // 2)
-        assert [action for begins, action, _ in mine if begins] == [action for begins, action, _ in mine if not begins]
-        return [(action, saved) for begins, action, saved in mine if not begins]
+        rows = [(begins, action, saved) for begins, event_rank, action, saved in self.seen if event_rank == rank]
+        assert [begins for begins, _, _ in rows] == [True, False] * (len(rows) // 2)
+        assert [action for begins, action, _ in rows if begins] == [action for begins, action, _ in rows if not begins]
+        return [(action, saved) for begins, action, saved in rows if not begins]
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def test_every_action_is_seen(package: Package, schedule: str) -> None:
     manifest = package.manifest
     lowered = lower(pipe.schedule, manifest.edges(), manifest.gradient_edges())
     for rank, actions in enumerate(lowered.actions):
-        seen = record.of(rank)
-        assert sorted(map(str, actions)) == sorted(str(action) for action, _ in seen)
-        computed = [(action, saved) for action, saved in seen if not action.kind.is_transfer]
+        observations = record.actions_of(rank)
+        assert sorted(map(str, actions)) == sorted(str(action) for action, _ in observations)
+        computed = [(action, saved) for action, saved in observations if not action.kind.is_transfer]
         assert [action for action, _ in computed] == [action for action in actions if not action.kind.is_transfer]
         assert all(saved == (action.kind in (Kind.F, Kind.I)) for action, saved in computed)
-        for before, (action, _) in zip([None, *seen], seen, strict=False):
+        for previous, (action, _) in zip([None, *observations], observations, strict=False):
             if action.kind in (Kind.B, Kind.I) and rank < STAGES - 1:  # its gradient was waited for right before
-                assert before is not None and str(before[0]) == f"{action.stage}RECV_B{action.microbatch}"
+                assert previous is not None and str(previous[0]) == f"{action.stage}RECV_B{action.microbatch}"
 
 
 def test_observers_come_and_go(package: Package) -> None:
@@ -77,7 +77,7 @@ def test_observers_come_and_go(package: Package) -> None:
     with pipe.observe(steps_alone, evals=False):
         pipe.evaluate(x)
         assert steps_alone.seen == []
-        assert {action.kind for action, _ in always.of(0)} == {Kind.F, Kind.SEND_F}
+        assert {action.kind for action, _ in always.actions_of(0)} == {Kind.F, Kind.SEND_F}
         always.seen.clear()
         step(pipe)
         assert always.seen == steps_alone.seen != []
@@ -105,9 +105,9 @@ def test_the_first_observer_begins_first_and_ends_last() -> None:
         def end(self, rank: int, action: Action, saved: Any) -> None:
             calls.append(f"{self.name} ends")
 
-    both = NestedObservers([Named("outer"), Named("inner")])
-    both.begin(0, Action(0, Kind.F, 0))
-    both.end(0, Action(0, Kind.F, 0), None)
+    observers = NestedObservers([Named("outer"), Named("inner")])
+    observers.begin(0, Action(0, Kind.F, 0))
+    observers.end(0, Action(0, Kind.F, 0), None)
     assert calls == ["outer begins", "inner begins", "inner ends", "outer ends"]
 
 
@@ -141,13 +141,13 @@ def test_a_step_says_how_long_each_rank_computed(monkeypatch: pytest.MonkeyPatch
     for rank, action in ((0, "0F0"), (0, "0RECV_B0"), (0, "0B0"), (1, "1F0")):
         times.begin(rank, Action.parse(action))
         times.end(rank, Action.parse(action), None)
-    found = times.end_step()
-    assert [(str(span.action), span.begin, span.end) for span in found.spans[0]] == [
+    step_times = times.end_step()
+    assert [(str(span.action), span.begin, span.end) for span in step_times.spans[0]] == [
         ("0F0", 0.0, 1.0),
         ("0RECV_B0", 1.0, 9.0),
         ("0B0", 9.0, 12.0),
     ]
-    assert (found.busy(0), found.busy(1), found.busy(2)) == (4.0, 7.0, 0)
+    assert (step_times.busy(0), step_times.busy(1), step_times.busy(2)) == (4.0, 7.0, 0)
     times.begin_step()
     times.begin(0, Action(0, Kind.F, 0))
     times.end(0, Action(0, Kind.F, 0), None)
@@ -223,10 +223,10 @@ def saved_bytes(package: Package, schedule: str, microbatches: int, kernels: str
 
 
 def test_saved_bytes_are_those_of_the_microbatches_in_flight(package: Package) -> None:
-    of_one = saved_bytes(package, "gpipe", 1)
-    assert all(of_one)
-    assert saved_bytes(package, "gpipe", 3) == [3 * each for each in of_one if each]
-    assert saved_bytes(package, "1f1b", 5) == [2 * (of_one[0] or 0), of_one[1]]
+    microbatch_bytes = saved_bytes(package, "gpipe", 1)
+    assert all(microbatch_bytes)
+    assert saved_bytes(package, "gpipe", 3) == [3 * count for count in microbatch_bytes if count]
+    assert saved_bytes(package, "1f1b", 5) == [2 * (microbatch_bytes[0] or 0), microbatch_bytes[1]]
 
 
 def test_what_autograd_saves_is_not_known(package: Package) -> None:
@@ -241,8 +241,8 @@ def waiting(rank: int, folder: str) -> tuple[float, float, list[list[float]]]:
     times = ActionTimes(torch.device("cpu"))
     pipe.observe(times)
     step(pipe)
-    found = times.seconds()
-    longest = [max(found.get((1, kind), [0.0])) for kind in (Kind.RECV_F, Kind.F)]
+    durations = times.seconds()
+    longest = [max(durations.get((1, kind), [0.0])) for kind in (Kind.RECV_F, Kind.F)]
     return longest[0], longest[1], pipe.gather([float(rank), 7.0])
 
 

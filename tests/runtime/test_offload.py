@@ -37,39 +37,39 @@ def step(package: Package, schedule: str, recompute: str) -> tuple[list[Tensor],
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator), torch.zeros(2 * MICROBATCHES)
     pipe = Pipeline(package, schedule, MICROBATCHES, loss, kernels="eager", recompute=recompute)
-    held = SavedBytes([*pipe.parameters(), x])
-    with pipe.observe(held):
+    saved_bytes = SavedBytes([*pipe.parameters(), x])
+    with pipe.observe(saved_bytes):
         result = pipe.step(x, target=target)
     assert result.loss is not None
-    found = [result.loss, *(each.grad for each in pipe.parameters() if each.grad is not None)]
-    return found, [held.peak(rank) for rank in range(pipe.schedule.ranks)], pipe
+    tensors = [result.loss, *(parameter.grad for parameter in pipe.parameters() if parameter.grad is not None)]
+    return tensors, [saved_bytes.peak(rank) for rank in range(pipe.schedule.ranks)], pipe
 
 
 @pytest.mark.parametrize("schedule", cases(TRAINING, slow=LIKE_OTHERS))
 def test_every_schedule_gives_exactly_the_same_gradients(schedule: str, package: Package) -> None:
-    kept, before, _ = step(package, schedule, "min-cut")
-    offloaded, after, pipe = step(package, schedule, "offload")
-    assert len(kept) == len(offloaded) == 1 + 2 * STAGES
-    assert all(torch.equal(one, other) for one, other in zip(kept, offloaded, strict=True))
+    resident, resident_peaks, _ = step(package, schedule, "min-cut")
+    offloaded, offload_peaks, pipe = step(package, schedule, "offload")
+    assert len(resident) == len(offloaded) == 1 + 2 * STAGES
+    assert all(torch.equal(expected, actual) for expected, actual in zip(resident, offloaded, strict=True))
     away = [len(offload_windows(row)) for row in pipe.schedule.actions]
     for rank, count in enumerate(away):
-        assert (after[rank] or 0) <= (before[rank] or 0)
-        assert count or after[rank] == before[rank]
+        assert (offload_peaks[rank] or 0) <= (resident_peaks[rank] or 0)
+        assert count or offload_peaks[rank] == resident_peaks[rank]
     assert sum(away), "something is offloaded"
 
 
 def test_warm_up_of_1f1b_holds_as_much_as_its_end(package: Package) -> None:
     """Four microbatches are in flight on the first rank. One that was just made, and one that is next, are there."""
-    _, before, _ = step(package, "1f1b", "min-cut")
-    _, after, _ = step(package, "1f1b", "offload")
+    _, resident_peaks, _ = step(package, "1f1b", "min-cut")
+    _, offload_peaks, _ = step(package, "1f1b", "offload")
     row = 2 * WIDTH * 4  # what tanh returned for a microbatch
-    assert before[0] == 4 * row and after[0] is not None and after[0] < before[0]
+    assert resident_peaks[0] == 4 * row and offload_peaks[0] is not None and offload_peaks[0] < resident_peaks[0]
 
 
 def test_a_copy_has_an_action_to_hide_behind() -> None:
     """0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3; and of the last stage of 1f1b, whose backward follows F, nothing leaves."""
-    found = [(each.microbatch, each.departure, each.back) for each in offload_windows(build("gpipe", 2, 4).actions[0])]
-    assert found == [(0, 1, 3), (1, 2, 4), (2, 3, 5), (3, 4, 6)]
+    spans = [(span.microbatch, span.departure, span.back) for span in offload_windows(build("gpipe", 2, 4).actions[0])]
+    assert spans == [(0, 1, 3), (1, 2, 4), (2, 3, 5), (3, 4, 6)]
     assert not offload_windows(build("1f1b", 2, 4).actions[1])
 
 
@@ -90,7 +90,7 @@ def test_memory_of_a_gpu_is_not_used_while_a_step_that_failed_writes_to_it(monke
     monkeypatch.setattr(HostMemory, "_sent", lambda memory, values: SimpleNamespace(copied="copied", device=values))
     monkeypatch.setattr(HostMemory, "_brought", lambda memory, away: ({}, "arrived"))
     actions = build("gpipe", 1, 4).actions[0]
-    memory, saved = HostMemory(actions, torch.device("cuda")), {(0, each): Offloading() for each in range(4)}
+    memory, saved = HostMemory(actions, torch.device("cuda")), {(0, index): Offloading() for index in range(4)}
     for action in actions[:4]:  # the forwards; the first values come back before the last of them
         memory.before_action(action, saved)
         memory.after_action(action, saved)
@@ -103,7 +103,7 @@ def test_what_is_away_is_freed_when_a_step_fails(package: Package) -> None:
     pipe = Pipeline(package, "gpipe", MICROBATCHES, loss, kernels="eager", recompute="offload")
     x, target = torch.randn(2 * MICROBATCHES, WIDTH), torch.zeros(2 * MICROBATCHES)
     pipe.step(x, target=target)
-    before = copies_alive()
+    initial_copies = copies_alive()
 
     class Failing:
         def begin(self, rank: int, action: Action) -> None:
@@ -114,14 +114,14 @@ def test_what_is_away_is_freed_when_a_step_fails(package: Package) -> None:
 
     with pipe.observe(Failing()), pytest.raises(RuntimeFault, match="on purpose"):
         pipe.step(x, target=target)
-    assert copies_alive() == before
+    assert copies_alive() == initial_copies
     pipe.step(x, target=target)
 
 
 def copies_alive() -> int:
     """How many tensors of bytes there are."""
     gc.collect()
-    return sum(isinstance(each, Tensor) and each.dtype is torch.uint8 for each in gc.get_objects())
+    return sum(isinstance(candidate, Tensor) and candidate.dtype is torch.uint8 for candidate in gc.get_objects())
 
 
 def test_it_is_told_that_a_cpu_emulates_it(package: Package) -> None:

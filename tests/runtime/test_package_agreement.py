@@ -47,16 +47,16 @@ def folders(tmp_path: Path, count: int, change: Callable[[Path], None], *changed
 )
 def test_ranks_with_another_package_are_named(change: Callable[[Path], None], file: str, tmp_path: Path) -> None:
     """Also where only a stage of other ranks differs."""
-    said = ranks.run(agreement_ranks.message, 2, folders(tmp_path, 2, change, 0), ("pp",))
-    assert said[0] == said[1]
-    assert said[0].startswith(f"PackageError: rank 1 would run another package than rank 0: {file} differs.\nTry: ")
+    messages = ranks.run(agreement_ranks.message, 2, folders(tmp_path, 2, change, 0), ("pp",))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"PackageError: rank 1 would run another package than rank 0: {file} differs.\nTry: ")
 
 
 def test_replicas_with_another_package_are_named(tmp_path: Path) -> None:
     copies = folders(tmp_path, 4, edit_source, 2)
-    said = ranks.run(agreement_ranks.message, 4, copies, ("pp", "dp_replicate"))
-    assert {*said} == {said[0]}
-    assert said[0].startswith("PackageError: rank 2 (pp 1, dp_replicate 0) would run another package than rank 0 ")
+    messages = ranks.run(agreement_ranks.message, 4, copies, ("pp", "dp_replicate"))
+    assert {*messages} == {messages[0]}
+    assert messages[0].startswith("PackageError: rank 2 (pp 1, dp_replicate 0) would run another package than rank 0 ")
 
 
 def change_a_weight(folder: Path) -> None:
@@ -71,10 +71,10 @@ def change_a_weight(folder: Path) -> None:
 def test_ranks_that_start_from_other_weights_are_named(mesh: str, tmp_path: Path) -> None:
     """The stage that both hold; nothing else compares shards that are taken as they are."""
     copies = folders(tmp_path, 2, change_a_weight, 1)
-    said = ranks.run(agreement_ranks.message, 2, copies, (mesh,))
-    assert {*said} == {said[0]}
-    assert said[0].startswith("ArgumentError: the checksum of the weights of stage 1 is ")
-    assert "weight:" in said[0] and "\nTry: the same on every rank" in said[0]
+    messages = ranks.run(agreement_ranks.message, 2, copies, (mesh,))
+    assert {*messages} == {messages[0]}
+    assert messages[0].startswith("ArgumentError: the checksum of the weights of stage 1 is ")
+    assert "weight:" in messages[0] and "\nTry: the same on every rank" in messages[0]
 
 
 def test_weights_of_stages_that_no_other_rank_holds_may_differ(tmp_path: Path) -> None:
@@ -88,14 +88,14 @@ def test_checkpoints_of_replicas_may_not_differ(tmp_path: Path) -> None:
     checkpoints = [Path(shutil.copytree(package, tmp_path / str(rank))) for rank in range(2)]
     file = checkpoints[1] / "stage-00001-of-00002.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
-    said = ranks.run(agreement_ranks.message, 2, [str(package)] * 2, ("dp_replicate",), list(map(str, checkpoints)))
-    assert said[0].startswith("ArgumentError: the checksum of the weights of stage 1 is ")
+    messages = ranks.run(agreement_ranks.message, 2, [str(package)] * 2, ("dp_replicate",), list(map(str, checkpoints)))
+    assert messages[0].startswith("ArgumentError: the checksum of the weights of stage 1 is ")
 
 
 def test_other_uses_of_a_package_compare_it_too(tmp_path: Path) -> None:
     copies = folders(tmp_path, 2, edit_source, 1)
     Pipeline(copies[0], kernels="autograd").save(tmp_path / "run", step=1)
-    errors = ranks.run(agreement_ranks.of_others, 2, copies, str(tmp_path / "run"), str(tmp_path / "out"))
+    errors = ranks.run(agreement_ranks.joint_errors, 2, copies, str(tmp_path / "run"), str(tmp_path / "out"))
     assert errors[0] == errors[1] and len(errors[0]) == 2
     assert all(error.startswith("PackageError: rank 1 would run another package") for error in errors[0])
     assert not (tmp_path / "out").exists()

@@ -52,17 +52,17 @@ def step_with_little_room(rank: int, folder: str) -> str:
     ids=["dp_replicate", "dp_shard", "tp"],
 )
 def test_ranks_of_a_mesh_take_microbatches_of_other_sizes(shape: dict[str, int], schedule: str, folder: str) -> None:
-    for said in ranks.run(packed_model.step_on_a_mesh, 2, folder, shape, schedule):
-        assert said == "equal", said
+    for message in ranks.run(packed_model.step_on_a_mesh, 2, folder, shape, schedule):
+        assert message == "equal", message
 
 
 def test_a_list_is_needed_for_several_microbatches(folder: str) -> None:
     pipe = pipeline(folder, "1f1b", loss_fn=packed_model.loss)
     inputs, targets = packed_model.batch(1)
-    one = {name: value[0] if isinstance(value, list) else value for name, value in inputs.items()}
-    pipe.step(**one, target=targets[0], microbatches=1)
+    microbatch = {name: value[0] if isinstance(value, list) else value for name, value in inputs.items()}
+    pipe.step(**microbatch, target=targets[0], microbatches=1)
     with pytest.raises(BatchError, match=r"patches has the role list, and one tensor .* 2 microbatches.\nTry: a list"):
-        pipe.step(**one, target=targets[0], microbatches=2)
+        pipe.step(**microbatch, target=targets[0], microbatches=2)
 
 
 def test_a_whole_tensor_has_the_sizes_of_all_microbatches(folder: str) -> None:

@@ -53,8 +53,8 @@ def test_microbatches_of_other_lengths_are_padded_to_one(package: pipegraph.Pack
     assert result.outputs.shape == (8, 8, 20)
     for index in plain.stages:
         pairs = zip(plain.stages[index].parameters(), padded.stages[index].parameters(), strict=True)
-        for one, other in pairs:
-            torch.testing.assert_close(one.grad, other.grad)
+        for plain_parameter, padded_parameter in pairs:
+            torch.testing.assert_close(plain_parameter.grad, padded_parameter.grad)
     assert padded.last_sizes is not None
     assert padded.last_sizes.is_even
 

@@ -33,15 +33,15 @@ def test_a_stage_that_nobody_else_has_takes_what_its_modules_hold(kernels: str, 
 def test_a_tied_weight_that_is_replaced_in_one_place_is_refused_until_it_is_back(tmp_path: Path) -> None:
     pipe = pipeline(write(tied(), tmp_path / "tied"), microbatches=2, loss_fn=loss)
     tokens, target = torch.ones(4, 5, dtype=torch.int64), torch.zeros(4)
-    before, copied = pipe.stages[2].output.weight, pipe.stages[2].output.weight.detach().clone()
+    original_weight, copied = pipe.stages[2].output.weight, pipe.stages[2].output.weight.detach().clone()
     pipe.stages[2].output.load_state_dict({"weight": copied}, assign=True)
-    said = r"^output.weight of stage 2 is not the parameter that was there .*: it is tied to that of another stage"
-    with pytest.raises(PipegraphError, match=rf"{said}[^\0]*\nTry: change the values of that one, with copy_\(\)"):
+    pattern = r"^output.weight of stage 2 is not the parameter that was there .*: it is tied to that of another stage"
+    with pytest.raises(PipegraphError, match=rf"{pattern}[^\0]*\nTry: change the values of that one, with copy_\(\)"):
         pipe.step(tokens, target=target)
     pipe.eval(tokens)
-    pipe.stages[2].output.weight = before
+    pipe.stages[2].output.weight = original_weight
     pipe.step(tokens, target=target)
-    assert before.grad is not None
+    assert original_weight.grad is not None
 
 
 def double(gradient: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ CASES = [
 
 def test_what_other_ranks_have_as_well_is_refused_on_every_rank(tmp_path: Path) -> None:
     folder = str(write(meshes.perceptrons(1, tied=False), tmp_path / "perceptrons"))
-    for said in ranks.run(mesh_refusals.each_refused, 2, folder, "changed later", [case for case, _ in CASES]):
-        for message, (case, expected) in zip(said, CASES, strict=True):
+    for messages in ranks.run(mesh_refusals.each_refused, 2, folder, "changed later", [case for case, _ in CASES]):
+        for message, (case, expected) in zip(messages, CASES, strict=True):
             assert re.search(f"^PipegraphError: {expected}", message), (case, message)
 
 

@@ -57,7 +57,7 @@ def test_a_parameter_that_the_model_does_not_train_is_told_once(tmp_path: Path) 
     pipe.step(inputs, target=torch.zeros(len(inputs)))
 
 
-NOTHING = r"^no parameter of any stage requires a gradient.*\nTry: requires_grad_\(\).*pipe\.evaluate"
+FROZEN_MESSAGE = r"^no parameter of any stage requires a gradient.*\nTry: requires_grad_\(\).*pipe\.evaluate"
 
 
 @pytest.mark.parametrize("kernels", ["autograd", "eager"])
@@ -66,7 +66,7 @@ def test_a_step_that_would_train_nothing_is_refused(kernels: str, tmp_path: Path
     inputs, target = torch.ones(4, 8), torch.zeros(4)
     for stage in pipe.stages.values():
         stage.requires_grad_(False)
-    with pytest.raises(PipegraphError, match=NOTHING):
+    with pytest.raises(PipegraphError, match=FROZEN_MESSAGE):
         pipe.step(inputs, target=target)
     pipe.stages[0].requires_grad_()
     pipe.step(inputs, target=target)
@@ -85,7 +85,7 @@ def test_a_loss_may_be_all_that_is_trained(tmp_path: Path) -> None:
 
 def test_ranks_refuse_together_a_step_that_would_train_nothing(tmp_path: Path) -> None:
     by_rank = ranks.run(rank_functions.frozen_steps, 2, str(write(chain(2), tmp_path / "chain")))
-    assert all(re.search(NOTHING, said) and said.count("Try:") == 1 for said, _ in by_rank)
+    assert all(re.search(FROZEN_MESSAGE, message) and message.count("Try:") == 1 for message, _ in by_rank)
     assert [trained for _, trained in by_rank] == [[], ["layer1.weight", "layer1.bias"]]
 
 
@@ -142,8 +142,8 @@ def test_clipping_equals_that_of_the_unsplit_model(tmp_path: Path) -> None:
     inputs, target = batch(pipe.package.manifest, 1), torch.zeros(2)
     pipe.step(*inputs.values(), target=target)
     loss(reference(inputs), target).backward()
-    whole = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
-    assert_close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(whole, 0.1))
+    parameters = {id(parameter): parameter for parameter in reference.parameters.values()}.values()
+    assert_close(pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(parameters, 0.1))
     for name, parameter in pipe.named_parameters():
         assert_close(parameter.grad, reference.parameters[name].grad)
 
@@ -153,9 +153,9 @@ def test_a_package_without_weights_is_initialised_alike_every_time(tmp_path: Pat
     torch.manual_seed(1)
     with pytest.warns(UserWarning, match="holds no weights"):
         first = pipeline(folder, loss_fn=loss)
-    drawn = torch.rand(1)
+    sample = torch.rand(1)
     torch.manual_seed(1)
-    assert_close(torch.rand(1), drawn)  # the caller's random numbers were not touched
+    assert_close(torch.rand(1), sample)  # the caller's random numbers were not touched
     with pytest.warns(UserWarning, match="holds no weights"):
         second = pipeline(folder, loss_fn=loss)
     assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)

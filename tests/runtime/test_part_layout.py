@@ -21,11 +21,11 @@ def test_a_smaller_last_part_is_filled_up() -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_are_those_of_chunk_and_make_up_the_whole(shape: tuple[int, ...], dim: int) -> None:
     """Also where some ranks, or all, have nothing, and where the rows of others lie in between."""
-    whole, layout = torch.rand(shape), PartLayout(shape, dim, 3)
+    tensor, layout = torch.rand(shape), PartLayout(shape, dim, 3)
     _, rows, _ = torch.zeros(3, layout.length + 2).split([1, layout.length, 1], dim=1)
-    layout.write(whole, rows)
-    for part, row in zip(whole.chunk(3, dim), rows, strict=False):
+    layout.write(tensor, rows)
+    for part, row in zip(tensor.chunk(3, dim), rows, strict=False):
         assert_close(layout.part_in(row, part.shape[dim]), part)
     again = torch.empty(shape)
     layout.read(rows, again)
-    assert_close(again, whole)
+    assert_close(again, tensor)

@@ -29,7 +29,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_is_that_of_the_unsplit_model(package: Path, precision: str, kernels: str) -> None:
     pipe = models.start(package, precision, schedule="zb-h1", kernels=kernels)
     stored = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    assert {each.dtype for each in pipe.parameters()} == {stored}
+    assert {weight.dtype for weight in pipe.parameters()} == {stored}
     x, target = models.batch()
     loss = pipe.step(x, target=target).loss
     expected, gradients, statistics = models.reference_step(precision)
@@ -63,7 +63,7 @@ def test_a_loss_may_write_to_its_target(package: Path, kernels: str) -> None:
 
 def test_small_changes_are_not_lost(package: Path) -> None:
     pipe = models.start(package, "bf16")
-    head = {name: each for name, each in pipe.named_parameters() if name.startswith("head")}
+    head = {name: parameter for name, parameter in pipe.named_parameters() if name.startswith("head")}
     with torch.no_grad():
         head["head.weight"].zero_()
         head["head.bias"].fill_(1.0)
@@ -85,16 +85,16 @@ def test_two_processes_send_it(package: Path) -> None:
 
 
 def test_ranks_that_share_parameters_gather_them_in_it(package: Path, tmp_path: Path) -> None:
-    one = models.write_package(tmp_path / "one", stages=1, has_norm=False)
-    alone = models.train(models.start(one, "bf16", "gpipe"))
-    first, second = ranks.run(models.train_rank, 2, str(one), "bf16", {"pp": 1, "dp_shard": 2})
+    folder = models.write_package(tmp_path / "one", stages=1, has_norm=False)
+    alone = models.train(models.start(folder, "bf16", "gpipe"))
+    first, second = ranks.run(models.train_rank, 2, str(folder), "bf16", {"pp": 1, "dp_shard": 2})
     assert first == second == pytest.approx(alone, rel=1e-2)
 
 
 def test_a_batch_norm_is_not_gathered_in_16_bits(tmp_path: Path) -> None:
-    one = models.write_package(tmp_path / "one", stages=1)
-    said = ranks.run(models.train_rank, 2, str(one), "bf16", {"pp": 1, "dp_shard": 2})
-    assert all("batch norm" in each and "norm" in each for each in said)
+    folder = models.write_package(tmp_path / "one", stages=1)
+    messages = ranks.run(models.train_rank, 2, str(folder), "bf16", {"pp": 1, "dp_shard": 2})
+    assert all("batch norm" in message and "norm" in message for message in messages)
 
 
 def test_a_checkpoint_keeps_float32(package: Path, tmp_path: Path) -> None:
@@ -105,14 +105,14 @@ def test_a_checkpoint_keeps_float32(package: Path, tmp_path: Path) -> None:
     optimizer.step()
     optimizer.zero_grad()
     first.save(tmp_path, optimizer, step=3)
-    other = models.start(package, "bf16", schedule="gpipe")
-    again = torch.optim.AdamW(other.parameters())
-    other.load(tmp_path, again)
-    for one, two in zip(first.parameters(), other.parameters(), strict=True):
-        assert one.dtype == two.dtype == torch.float32 and torch.equal(one, two)
+    restored = models.start(package, "bf16", schedule="gpipe")
+    again = torch.optim.AdamW(restored.parameters())
+    restored.load(tmp_path, again)
+    for saved_parameter, two in zip(first.parameters(), restored.parameters(), strict=True):
+        assert saved_parameter.dtype == two.dtype == torch.float32 and torch.equal(saved_parameter, two)
         assert again.state[two]["exp_avg"].dtype == torch.float32
-    assert any(not torch.equal(each, each.bfloat16().float()) for each in other.parameters())
-    assert models.train(other, 1) == models.train(first, 1)
+    assert any(not torch.equal(parameter, parameter.bfloat16().float()) for parameter in restored.parameters())
+    assert models.train(restored, 1) == models.train(first, 1)
 
 
 def test_a_scaler_trains_in_float16(package: Path) -> None:
@@ -141,12 +141,12 @@ def test_a_model_of_bfloat16_has_float32_masters(tmp_path: Path) -> None:
     plan = pipegraph.plan(pipegraph.capture(model, (x,)), stages=1)
     package = pipegraph.write_package(plan, tmp_path / "package")
     pipe = models.start(package, "bf16", microbatches=1, loss_fn=lambda output, _: output.float().mean())
-    assert {each.dtype for each in pipe.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in pipe.parameters()} == {torch.float32}
     pipe.step(x, target=None)
     model(x).float().mean().backward()
-    for own, expected in zip(pipe.parameters(), model.parameters(), strict=True):
-        assert own.grad is not None and expected.grad is not None
-        assert_close(own.grad, expected.grad.float())
+    for parameter, expected in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        assert_close(parameter.grad, expected.grad.float())
 
 
 def test_wrong_names_are_refused(package: Path) -> None:
@@ -234,9 +234,9 @@ def test_an_average_that_is_rounded_is_named(casts: bool, tmp_path: Path) -> Non
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe = models.start(package, "bf16", loss_fn=lambda output, _: output.float().square().mean())
-    rounded = [str(each.message) for each in caught if "loses small changes" in str(each.message)]
+    rounded = [str(warning.message) for warning in caught if "loses small changes" in str(warning.message)]
     assert len(rounded) == (not casts)
-    assert all("average" in each and ".to(x.dtype)" in each for each in rounded)
+    assert all("average" in message and ".to(x.dtype)" in message for message in rounded)
     for _ in range(10):
         pipe.step(torch.randn(16, 8))
     assert bool(pipe.state_dict()["average"].eq(1).all()) == (not casts)
@@ -247,8 +247,8 @@ def test_a_step_follows_an_evaluation_in_inference_mode(package: Path, kernels: 
     pipe, (x, target) = models.start(package, "bf16", kernels=kernels), models.batch()
     with torch.inference_mode():
         pipe.evaluate(x, target=target)
-    found = pipe.step(x, target=target).loss
-    assert_close(found, models.start(package, "bf16", kernels=kernels).step(x, target=target).loss)
+    loss = pipe.step(x, target=target).loss
+    assert_close(loss, models.start(package, "bf16", kernels=kernels).step(x, target=target).loss)
 
 
 def test_what_a_checkpoint_computes_again_has_the_copies(package: Path) -> None:
@@ -257,9 +257,9 @@ def test_what_a_checkpoint_computes_again_has_the_copies(package: Path) -> None:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
     x, target = models.batch()
-    expected, found = (
-        models.start(package, "bf16", kernels="autograd", parallelize_fn=each) for each in (None, checkpointed)
+    expected, checkpointed_pipe = (
+        models.start(package, "bf16", kernels="autograd", parallelize_fn=wrap) for wrap in (None, checkpointed)
     )
-    assert_close(found.step(x, target=target).loss, expected.step(x, target=target).loss)
-    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
-        assert_close(one.grad, other.grad)
+    assert_close(checkpointed_pipe.step(x, target=target).loss, expected.step(x, target=target).loss)
+    for parameter, expected_parameter in zip(checkpointed_pipe.parameters(), expected.parameters(), strict=True):
+        assert_close(parameter.grad, expected_parameter.grad)

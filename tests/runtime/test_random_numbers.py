@@ -33,9 +33,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def losses(packages: Path) -> Losses:
     """Those of the model in one stage."""
-    found = models.train(models.start(packages / "one"))
-    assert len({*found}) == len(found)
-    return found
+    step_losses = models.train(models.start(packages / "one"))
+    assert len({*step_losses}) == len(step_losses)
+    return step_losses
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_no_cut_schedule_or_recompute_changes_them(
 def test_nor_do_processes_or_kernels_that_run_uncompiled(
     packages: Path, losses: Losses, cut: str, schedule: str, kernels: str
 ) -> None:
-    said = ranks.run(models.train_rank, 2, str(packages / cut), schedule, {"kernels": kernels})
-    found = next(each for each in said if each[0] is not None)
-    assert found == pytest.approx(losses, rel=1e-6)
+    losses_by_rank = ranks.run(models.train_rank, 2, str(packages / cut), schedule, {"kernels": kernels})
+    pipeline_losses = next(series for series in losses_by_rank if series[0] is not None)
+    assert pipeline_losses == pytest.approx(losses, rel=1e-6)
 
 
 def test_each_step_microbatch_and_seed_has_its_own(packages: Path, losses: Losses) -> None:
@@ -78,8 +78,8 @@ def test_each_step_microbatch_and_seed_has_its_own(packages: Path, losses: Losse
     pipe = models.start(packages / "two")
     batch = models.tokens(1).expand(models.MICROBATCHES, -1)
     steps = [pipe.step(batch, target=batch, return_losses=True).losses for _ in range(2)]
-    drawn = torch.cat([each for each in steps if each is not None]).tolist()
-    assert len({*drawn}) == 2 * models.MICROBATCHES
+    microbatch_losses = torch.cat([tensor for tensor in steps if tensor is not None]).tolist()
+    assert len({*microbatch_losses}) == 2 * models.MICROBATCHES
 
 
 def test_layers_and_calls_of_one_module_have_their_own(tmp_path: Path) -> None:
@@ -90,15 +90,15 @@ def test_layers_and_calls_of_one_module_have_their_own(tmp_path: Path) -> None:
             self.shared, self.scale = nn.Dropout(0.5), nn.Linear(1, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            made = [each(x) for each in (*self.own, self.shared, self.shared)]
-            return self.scale(torch.stack(made, -1)[..., None])
+            outputs = [dropout(x) for dropout in (*self.own, self.shared, self.shared)]
+            return self.scale(torch.stack(outputs, -1)[..., None])
 
     x = torch.ones(1, 64)
     package = pipegraph.write_package(pipegraph.plan(pipegraph.capture(Noise(), (x,)), stages=1), tmp_path / "package")
     pipe = pipeline(package, "1f1b", kernels="eager", loss_fn=lambda output, _: output.mean(), seed=0)
     output = pipe.step(x, target=None, return_outputs=True).outputs
-    kept = {tuple(each.tolist()) for each in output[0, :, :, 0].T}
-    assert len(kept) == 4
+    masks = {tuple(column.tolist()) for column in output[0, :, :, 0].T}
+    assert len(masks) == 4
 
 
 @pytest.mark.slow
@@ -132,18 +132,18 @@ def test_tensor_parallel_ranks_agree(packages: Path) -> None:
 
 def test_torchs_generators_stay_as_they_are_and_are_used_without_a_seed(packages: Path, losses: Losses) -> None:
     torch.manual_seed(0)
-    before = torch.get_rng_state()
+    generator_state = torch.get_rng_state()
     models.train(models.start(packages / "two"), 1)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(generator_state, torch.get_rng_state())
     first = models.train(models.start(packages / "two", seed=None))
-    torch.set_rng_state(before)
+    torch.set_rng_state(generator_state)
     assert models.train(models.start(packages / "two", seed=None)) == first != losses
 
 
 def test_a_stage_lists_what_is_called_after_other_modules(packages: Path) -> None:
     names = ("one", "two", "inside")
-    one, two, inside = (Manifest.read(packages / name / "pipeline.json").stages for name in names)
-    assert one[0].draws == {"": ("body#0", "body#1")}
+    unsplit, two, inside = (Manifest.read(packages / name / "pipeline.json").stages for name in names)
+    assert unsplit[0].draws == {"": ("body#0", "body#1")}
     assert two[1].draws == {"": ("body#1",), "body.between": ("body.between#2", "body.between#3")}
     assert inside[1].draws == {"body.layers.1": ("body.layers.1#2",), "body.between": ("body.between#1",)}
 

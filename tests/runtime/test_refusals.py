@@ -66,8 +66,8 @@ def test_a_step_is_whole_after_one_that_failed_in_any_action(tmp_path: Path) -> 
     for rank, place in actions:
 
         class Failing:
-            def begin(self, at: int, action: Action, own: Any = pipe.schedule.actions[rank][place]) -> None:
-                if action == own:
+            def begin(self, at: int, action: Action, failing: Any = pipe.schedule.actions[rank][place]) -> None:
+                if action == failing:
                     raise ValueError("on purpose")
 
             def end(self, *_: object) -> None:
@@ -165,8 +165,8 @@ def test_an_edited_stage_that_returns_nothing_is_named(tmp_path: Path) -> None:
     folder = write(chain(2), tmp_path / "chain")
     source = folder / "stage_0.py"
     source.write_text(source.read_text().replace("return ", "_ = "))
-    said = r"stage 0, .* returned a NoneType for h0, which goes to stage 1.\n  rank 0: 0F0  <-- ERROR HERE\nTry: "
-    with pytest.raises(RuntimeFault, match=said):
+    message = r"stage 0, .* returned a NoneType for h0, which goes to stage 1.\n  rank 0: 0F0  <-- ERROR HERE\nTry: "
+    with pytest.raises(RuntimeFault, match=message):
         pipeline(folder, loss_fn=loss).step(torch.ones(2, 8), target=torch.zeros(2))
 
 

@@ -45,8 +45,8 @@ def test_fsdp_replicas(tmp_path: Path) -> None:
     ],
 )
 def test_what_would_reduce_wrongly_is_refused(how: str, message: str, tmp_path: Path) -> None:
-    said = ranks.run(replicated.refused, 4, str(write(chain(2), tmp_path / "chain")), how)
-    for first_stage in (said[0], said[2]):
+    messages = ranks.run(replicated.refused, 4, str(write(chain(2), tmp_path / "chain")), how)
+    for first_stage in (messages[0], messages[2]):
         assert re.search(message, first_stage, re.DOTALL), first_stage
 
 
@@ -67,10 +67,10 @@ def test_checkpoint_wrappers_keep_the_names_of_the_model(tmp_path: Path) -> None
     assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert pipe.state_dict().keys() == plain.state_dict().keys()
     x = torch.ones(4, 5, dtype=torch.int64)
-    for each in (plain, pipe):
-        each.step(x, target=torch.zeros(4))
-    for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)
+    for variant in (plain, pipe):
+        variant.step(x, target=torch.zeros(4))
+    for wrapped_parameter, plain_parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(wrapped_parameter.grad, plain_parameter.grad)
     pipe.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in plain.state_dict().items()})
     assert not any(parameter.any() for parameter in pipe.parameters())
 

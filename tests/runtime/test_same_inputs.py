@@ -35,7 +35,7 @@ def batch_of(rank: int, how: str) -> tuple[Tensor, Tensor | None]:
 
 def steps(rank: int, folder: str, cases: list[tuple[str, dict[str, Any]]], shape: dict[str, int] | None = None) -> Any:
     """Of each case: the error of a step that one rank takes with another batch, and the number of steps before."""
-    said = []
+    outcomes = []
     for how, options in cases:
         done = 0
         mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)) if shape else None
@@ -51,10 +51,10 @@ def steps(rank: int, folder: str, cases: list[tuple[str, dict[str, Any]]], shape
                 else:
                     pipe.step(x, target=target)
                 done += 1
-            said.append((done, ""))
+            outcomes.append((done, ""))
         except PipegraphError as error:
-            said.append((done, f"{type(error).__name__}: {error}"))
-    return said
+            outcomes.append((done, f"{type(error).__name__}: {error}"))
+    return outcomes
 
 
 def test_other_values_and_orders_are_refused_on_every_rank_within_a_step(tmp_path: Path) -> None:
@@ -67,15 +67,15 @@ def test_other_values_and_orders_are_refused_on_every_rank_within_a_step(tmp_pat
         ("cut", {}),
         ("values", {"check_inputs": False}),
     ]
-    for said in ranks.run(steps, 2, str(write(chain(2), tmp_path / "chain")), cases):
-        assert isinstance(said, list), said
-        for name, (done, message) in zip(("x", "x", "target"), said[:3], strict=True):
+    for outcomes in ranks.run(steps, 2, str(write(chain(2), tmp_path / "chain")), cases):
+        assert isinstance(outcomes, list), outcomes
+        for name, (done, message) in zip(("x", "x", "target"), outcomes[:3], strict=True):
             assert done == 1
             assert message.startswith(
                 f"RuntimeFault: ranks of one pipeline were given different values of {name}, or the same rows in "
                 "another order: rank 0 against rank 1.\nTry: the same batch on all of them."
             ), message
-        assert said[3:] == [(3, "")] * 4
+        assert outcomes[3:] == [(3, "")] * 4
 
 
 def test_data_parallel_ranks_are_given_different_batches(tmp_path: Path) -> None:

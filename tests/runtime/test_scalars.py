@@ -19,13 +19,13 @@ def test_a_parameter_without_dimensions_is_whole_on_every_rank(
 ) -> None:
     folder = str(write(scalar_ranks.sketch("LayerNorm"), tmp_path / "scalar"))
     count = shape["pp"] * shape["dp_shard"]
-    found = [each for said in ranks.run(scalar_ranks.train, count, folder, shape, schedule) for each in said.items()]
-    assert {name for name, _ in found} == {"scale", "first.weight", "first.bias", "norm.weight", "norm.bias"}
-    assert max(error for _, error in found) < 1e-6
+    errors = [pair for row in ranks.run(scalar_ranks.train, count, folder, shape, schedule) for pair in row.items()]
+    assert {name for name, _ in errors} == {"scale", "first.weight", "first.bias", "norm.weight", "norm.bias"}
+    assert max(error for _, error in errors) < 1e-6
 
 
 def test_a_batch_norm_that_does_not_run_in_the_dtype_of_computing_is_refused(tmp_path: Path) -> None:
     folder = str(write(scalar_ranks.sketch("BatchNorm1d"), tmp_path / "scalar"))
-    for said in ranks.run(scalar_ranks.half_precision, 2, folder):
-        assert "computes in torch.bfloat16, and the batch norm norm, whose statistics keep torch.float32" in said
-        assert "Try: dp_replicate in place of dp_shard" in said
+    for message in ranks.run(scalar_ranks.half_precision, 2, folder):
+        assert "computes in torch.bfloat16, and the batch norm norm, whose statistics keep torch.float32" in message
+        assert "Try: dp_replicate in place of dp_shard" in message

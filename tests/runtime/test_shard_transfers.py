@@ -29,12 +29,12 @@ def folder(tmp_path: Path) -> str:
 def test_every_dtype_is_gathered_and_reduced_in_its_own(options: dict[str, Any], gathers: int, folder: str) -> None:
     """Also where what autograd has saved is freed before the backward, and gathered again."""
     messages = len(sharded_parameters.DTYPES)
-    for said in ranks.run(sharded_parameters.train_beside_one_process, 2, folder, options):
-        assert said == (gathers * messages, STAGES * messages), said
+    for counts in ranks.run(sharded_parameters.train_beside_one_process, 2, folder, options):
+        assert counts == (gathers * messages, STAGES * messages), counts
 
 
 def test_an_evaluation_in_inference_mode(folder: str) -> None:
-    for said in ranks.run(sharded_parameters.evaluate_in_inference_mode, 2, folder):
-        assert isinstance(said, list), said
-        before, trained, after = said
-        assert before == trained == after
+    for losses in ranks.run(sharded_parameters.evaluate_in_inference_mode, 2, folder):
+        assert isinstance(losses, list), losses
+        loss_before, trained, loss_after = losses
+        assert loss_before == trained == loss_after

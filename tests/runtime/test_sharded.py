@@ -50,10 +50,10 @@ def test_sharded_stages_train_as_the_whole_model(
 
 def test_fully_shard_is_left_to_autograd_and_says_so_once(tmp_path: Path) -> None:
     """Its shards of the batch are equal here, so that the mean over them is each one's gradient."""
-    said = ranks.run(
+    rank_warnings = ranks.run(
         sharded.train, 4, folder_for("fully_shard", tmp_path), "fully_shard", "zb-h1", "eager", timeout=SECONDS
     )
-    for rank, warned in enumerate(said):
+    for rank, warned in enumerate(rank_warnings):
         (message,) = warned
         assert message == (
             f"FSDPStage{rank // 2} cannot be traced and is left to autograd, where a zero-bubble schedule gains "
@@ -80,35 +80,35 @@ def test_no_collective_is_lost_or_made_twice_by_division(recompute: str, tmp_pat
 def test_ranks_divide_alike_and_compute_nothing_of_others_again(plan: str, tmp_path: Path) -> None:
     """In the second plan a backward reads what F has gathered: it is kept, also where all else is computed again."""
     folder = folder_for(plan, tmp_path)
-    found = []
+    divisions = []
     for recompute in ("none", "block"):
         first, second = ranks.run(sharded.divided, 2, folder, plan, recompute, timeout=SECONDS / 2)
         assert first == second
-        found.append(first[1])
-    kept, again = found
-    assert again == kept
-    assert sorted(kept["B"]) == sorted(kept["I"] + kept["W"])
-    assert all(parts.count("wait_tensor") * 2 == len(parts) for parts in kept.values())
-    assert len(kept["F"]) >= 4
+        divisions.append(first[1])
+    collectives, again = divisions
+    assert again == collectives
+    assert sorted(collectives["B"]) == sorted(collectives["I"] + collectives["W"])
+    assert all(parts.count("wait_tensor") * 2 == len(parts) for parts in collectives.values())
+    assert len(collectives["F"]) >= 4
 
 
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
 def test_a_stage_that_returns_a_dtensor_is_refused(kernels: str, tmp_path: Path) -> None:
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(use_local_output=False)}
-    said = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, kernels, timeout=SECONDS)
-    for message in said[2:]:
+    messages = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, kernels, timeout=SECONDS)
+    for message in messages[2:]:
         assert "output 0 of the stage is a DTensor" in message
         assert "use_local_output=True" in message
 
 
 def test_copies_of_a_tied_weight_that_are_sharded_differently_are_refused(tmp_path: Path) -> None:
     plan = {"head": ColwiseParallel(output_layouts=Replicate())}
-    said = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, "eager", timeout=SECONDS)
-    for rank, message in enumerate(said):
-        here = "S(0) over 2 ranks" if rank >= 2 else "whole on every rank"
+    messages = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, "eager", timeout=SECONDS)
+    for rank, message in enumerate(messages):
+        layout = "S(0) over 2 ranks" if rank >= 2 else "whole on every rank"
         assert message == (
             "PipegraphError: parallelize_fn has sharded embed.weight differently on the ranks that share it; here it "
-            f"is {here}. Give its copies the same placements on every stage: embed.weight of stage 0, head.weight of "
+            f"is {layout}. Give its copies the same placements on every stage: embed.weight of stage 0, head.weight of "
             "stage 1."
         )
 
@@ -173,8 +173,8 @@ def test_what_it_must_not_return_is_refused(parallelize_fn: Any, message: str, t
 
 
 def test_it_is_called_once_for_each_stage(tmp_path: Path) -> None:
-    seen: list[str] = []
+    stage_names: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step(write(chain(3), tmp_path / "chain"), parallelize_fn=lambda stage: seen.append(type(stage).__name__))
-    assert seen == ["Stage0", "Stage1", "Stage2"]
+        step(write(chain(3), tmp_path / "chain"), parallelize_fn=lambda stage: stage_names.append(type(stage).__name__))
+    assert stage_names == ["Stage0", "Stage1", "Stage2"]

@@ -43,17 +43,17 @@ def steps(rank: int, folder: str) -> str:
 
 def steps_without_inputs(rank: int, folder: str) -> str:
     pipe = pipeline(folder, "1f1b", microbatches=4, loss_fn=loss)
-    needed = {name for stage in pipe.stages for name in pipe.package.manifest.stages[stage].inputs}
+    input_names = {name for stage in pipe.stages for name in pipe.package.manifest.stages[stage].inputs}
     for rows, length in BATCHES:
         x, bias, table = inputs(rows, length)
         torch.manual_seed(0)
         model, target = Model(), torch.randn(rows, length, 3)
         expected = loss(model(x, bias, table), target).detach()
-        given = [
-            tensor if name in needed else None
+        arguments = [
+            tensor if name in input_names else None
             for name, tensor in zip(pipe.package.manifest.args, (x, bias, table), strict=True)
         ]
-        result = pipe.step(*given, target=target if rank == 3 else None)
+        result = pipe.step(*arguments, target=target if rank == 3 else None)
         if result.loss is not None:
             torch.testing.assert_close(result.loss, expected)
     return "equal"
@@ -90,24 +90,24 @@ def test_ranks_with_other_batches_are_stopped(
     rows: list[int], microbatches: list[int], message: str, tmp_path: Path
 ) -> None:
     """Both raise the same error, before one sends more than the other has memory for: gloo would end the process."""
-    said = ranks.run(batches_that_differ, 2, str(write(tmp_path)), rows, microbatches)
-    assert said[0] == said[1]
-    assert said[0].startswith("RuntimeFault: ranks of one pipeline were ")
-    assert message in said[0]
+    messages = ranks.run(batches_that_differ, 2, str(write(tmp_path)), rows, microbatches)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("RuntimeFault: ranks of one pipeline were ")
+    assert message in messages[0]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(write(tmp_path), microbatches=4, loss_fn=loss)
     x, bias, table = inputs(8, LENGTH)
     target = torch.zeros(8, LENGTH, 3)
-    for given, message in [
+    for arguments, message in [
         ((x[:0], bias[:, :0], table), "the batch has 0 rows, .* 1 or more.\nTry: 1 row or more"),
         ((x, bias[:, :7], table), "bias .*: 7 rows, and another input has 8"),
         ((x, bias[:5], table), r"bias has the shape \[5, 8, 8\].*make \[6, 8, 8\] with batch 8, x_1 6"),
         ((x[0], bias, table), r"x has the shape \[6, 8\].*x float32\[batch, x_1, 8\]"),
     ]:
         with pytest.raises(BatchError, match=message):
-            pipe.step(*given, target=target)
+            pipe.step(*arguments, target=target)
     with pytest.raises(BatchError, match="target has 7 rows, and the batch has 8"):
         pipe.step(x, bias, table, target=target[:7])
     pipe.step(x, bias, table, target=target)
@@ -115,7 +115,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_rows_are_cut_as_evenly_as_they_go() -> None:
     sizes = StepSizes.even({"batch": 10, "tokens_1": 7}, 4)
-    assert [each.sizes["batch"] for each in sizes.microbatches] == [3, 3, 2, 2]
+    assert [microbatch.sizes["batch"] for microbatch in sizes.microbatches] == [3, 3, 2, 2]
     assert sizes.weights == [0.3, 0.3, 0.2, 0.2]
     assert not sizes.is_even and StepSizes.even({"batch": 8}, 4).is_even
 

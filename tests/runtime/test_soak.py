@@ -42,7 +42,7 @@ class Usage:
     def now(cls) -> Usage:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        threads, descriptors = (len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd"))
+        threads, descriptors = (len(os.listdir(f"/proc/self/{directory}")) for directory in ("task", "fd"))
         return cls(pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects()), threads, descriptors)
 
 

@@ -27,27 +27,27 @@ def relayed_by_torch(rank: int, folder: str, name: str, steps: int) -> str:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    package, whole = Package.open(folder), skipping.build_model()
+    package, model = Package.open(folder), skipping.build_model()
     count = len(package.manifest.stages)
-    held = {index: package.load_stage(index) for index in range(rank, count, dist.get_world_size())}
-    if count - 1 in held:  # as after a change: the copies start as the first stage's
-        held[count - 1].head.weight.data.zero_()
-    ties = pipegraph.StandaloneStages(package, held)
-    stages = [PipelineStage(stage, index, count, torch.device("cpu")) for index, stage in held.items()]
+    modules = {index: package.load_stage(index) for index in range(rank, count, dist.get_world_size())}
+    if count - 1 in modules:  # as after a change: the copies start as the first stage's
+        modules[count - 1].head.weight.data.zero_()
+    ties = pipegraph.StandaloneStages(package, modules)
+    stages = [PipelineStage(stage, index, count, torch.device("cpu")) for index, stage in modules.items()]
     kind: Any = get_schedule_class(name)
     schedule = kind(stages if len(stages) > 1 else stages[0], n_microbatches=4, loss_fn=skipping.loss_fn)
-    stage = torch.nn.ModuleList(held.values())
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (stage, whole)]
+    stage = torch.nn.ModuleList(modules.values())
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (stage, model)]
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         tokens, target = torch.randint(skipping.VOCABULARY, (2, 8, 5), generator=generator)
         scale = torch.rand(8, 5, 1, generator=generator)
         inputs = tokens, scale, torch.randint(2, (8, 5), generator=generator)
         with ties.summed_gradients():
-            schedule.step(*(inputs if 0 in held else ()), **({"target": target} if count - 1 in held else {}))
-        skipping.loss_fn(whole(*inputs), target).backward()
-        expected = dict(whole.named_parameters(remove_duplicate=False))
-        for index, module in held.items():
+            schedule.step(*(inputs if 0 in modules else ()), **({"target": target} if count - 1 in modules else {}))
+        skipping.loss_fn(model(*inputs), target).backward()
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        for index, module in modules.items():
             for key, parameter in module.named_parameters():
                 assert_close(parameter.grad, expected[key].grad, msg=f"{key} of stage {index} in step {step}")
         for optimizer in optimizers:
@@ -56,10 +56,10 @@ def relayed_by_torch(rank: int, folder: str, name: str, steps: int) -> str:
     return "equal"
 
 
-def stages_on_ranks(rank: int, folder: str, held: list[list[int]]) -> str:
+def stages_on_ranks(rank: int, folder: str, stages: list[list[int]]) -> str:
     """What a rank says that makes `StandaloneStages` of these stages."""
     package = Package.open(folder)
-    pipegraph.StandaloneStages(package, {index: package.load_stage(index) for index in held[rank]}, timeout=20)
+    pipegraph.StandaloneStages(package, {index: package.load_stage(index) for index in stages[rank]}, timeout=20)
     return "tied"
 
 
@@ -78,8 +78,8 @@ def test_torch_runs_relayed_skips_and_tied_weights(
 
 def test_a_stage_on_two_ranks_or_on_none(tmp_path: Path) -> None:
     folder = str(write(tied(), tmp_path / "tied"))
-    said = ranks.run(stages_on_ranks, 2, folder, [[0, 1], [1]])
-    assert all("ArgumentError: Stage 1 is on the ranks 0, 1, and has to be on one." in each for each in said)
+    messages = ranks.run(stages_on_ranks, 2, folder, [[0, 1], [1]])
+    assert all("ArgumentError: Stage 1 is on the ranks 0, 1, and has to be on one." in message for message in messages)
 
 
 def test_one_process_holds_all_stages(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_gradients_of_inputs_are_contiguous(tmp_path: Path) -> None:
     assert not torch.autograd.grad(stages[1](*received).sum(), received)[0].is_contiguous()
     pipegraph.StandaloneStages(package, stages)
     gradients = torch.autograd.grad(stages[1](*received).sum(), received)
-    assert [each.is_contiguous() for each in gradients] == [True, True]
+    assert [gradient.is_contiguous() for gradient in gradients] == [True, True]
 
 
 def test_a_stage_with_other_parameters(tmp_path: Path) -> None:

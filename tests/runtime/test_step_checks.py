@@ -65,10 +65,10 @@ def test_ranks_are_in_the_same_call() -> None:
         check_calls([RECORD, replace(RECORD, number=4)], PAIR)
     with pytest.raises(RuntimeFault, match=r"torch.autocast: none on rank 0; one of bfloat16 on rank 1"):
         check_calls([RECORD, replace(RECORD, autocast=2)], PAIR)
-    last, other = replace(RECORD, loss=True), replace(RECORD, loss=False)
+    last, without_loss = replace(RECORD, loss=True), replace(RECORD, loss=False)
     check_calls([RECORD, RECORD, last, last], REPLICAS)
     with pytest.raises(RuntimeFault, match=r"a loss on rank 2 .*; no loss on rank 3"):
-        check_calls([RECORD, RECORD, last, other], REPLICAS)
+        check_calls([RECORD, RECORD, last, without_loss], REPLICAS)
 
 
 def test_ranks_that_hold_the_same_stages_train_the_same() -> None:
@@ -87,11 +87,11 @@ def test_a_rank_may_train_nothing_and_not_all_ranks() -> None:
 
 
 def test_sizes_are_merged_from_those_that_ranks_know() -> None:
-    whole = ShownSizes({"batch": 5})
+    sizes = ShownSizes({"batch": 5})
     expected = [{"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}]
-    assert agreed_tables([sized(whole), sized(ShownSizes({"seq": 8}))], PAIR, LAYOUT) == {(0, 1): expected}
+    assert agreed_tables([sized(sizes), sized(ShownSizes({"seq": 8}))], PAIR, LAYOUT) == {(0, 1): expected}
     cut = ShownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8}))
-    assert agreed_tables([sized(whole), sized(cut)], PAIR, LAYOUT) == {(0, 1): expected}, "as whole tensors are cut"
+    assert agreed_tables([sized(sizes), sized(cut)], PAIR, LAYOUT) == {(0, 1): expected}, "as whole tensors are cut"
     one_row = agreed_tables([sized(ShownSizes({"batch": 1})), sized(ShownSizes({"seq": 8}))], PAIR, LAYOUT)
     assert one_row == {(0, 1): [{"batch": 1, "seq": 8}]}, "fewer microbatches than requested"
 
@@ -114,28 +114,28 @@ def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: ShownSizes, mess
 
 
 def test_pipelines_have_the_least_number_of_microbatches_of_any() -> None:
-    one, two = sized(ShownSizes({"batch": 1, "seq": 4})), RECORD
-    assert agreed_tables([one, two, one, two], REPLICAS, LAYOUT) == {
+    one_microbatch, two = sized(ShownSizes({"batch": 1, "seq": 4})), RECORD
+    assert agreed_tables([one_microbatch, two, one_microbatch, two], REPLICAS, LAYOUT) == {
         (0, 2): [{"batch": 1, "seq": 4}],
         (1, 3): [{"batch": 5, "seq": 8}],
     }
     lists = sized(ShownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8})))
     with pytest.raises(BatchError, match=r"lists of different numbers of microbatches.* 1 on rank 0 .*; 2 on rank 1"):
-        agreed_tables([one, lists, one, lists], REPLICAS, LAYOUT)
+        agreed_tables([one_microbatch, lists, one_microbatch, lists], REPLICAS, LAYOUT)
 
 
 def test_inputs_are_compared_within_a_pipeline() -> None:
     record = replace(RECORD, checksum_call=3)
     names = (*LAYOUT.inputs, "target")
-    other, absent = replace(record, checksums=(1, 9, 3)), replace(record, checksums=(1, ABSENT, ABSENT))
+    other_record, absent = replace(record, checksums=(1, 9, 3)), replace(record, checksums=(1, ABSENT, ABSENT))
     check_inputs([record, absent], PAIR, names)
-    check_inputs([record, other, record, other], REPLICAS, names)
-    check_inputs([record, replace(other, checksum_call=0)], PAIR, names)
+    check_inputs([record, other_record, record, other_record], REPLICAS, names)
+    check_inputs([record, replace(other_record, checksum_call=0)], PAIR, names)
     with pytest.raises(
         RuntimeFault, match="different values of mask, or the same rows in another order: rank 0 against"
     ):
-        check_inputs([record, other], PAIR, names)
+        check_inputs([record, other_record], PAIR, names)
     with pytest.raises(RuntimeFault, match="values of mask in the call before this one, or"):
-        check_inputs([replace(each, number=4) for each in (record, other)], PAIR, names)
+        check_inputs([replace(rank_record, number=4) for rank_record in (record, other_record)], PAIR, names)
     with pytest.raises(RuntimeFault, match=r"rank 1 \(pp 0, dp_replicate 1\) against rank 3"):
-        check_inputs([record, record, record, other], REPLICAS, names)
+        check_inputs([record, record, record, other_record], REPLICAS, names)

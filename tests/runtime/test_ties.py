@@ -47,9 +47,9 @@ def test_gradients_are_added_up_in_the_order_of_stages_whichever_ranks_have_them
     """To the last digit; the second step adds to the gradients of the first."""
     expected = tie_ranks.gradients(0, str(packages / "4"), "1f1b", None, SEED)
     expected["head.weight"] = expected["embed.weight"]
-    for found in ranks.run(tie_ranks.gradients, shape["pp"], str(packages / "4"), schedule, shape, SEED):
-        assert "shared.weight" in found
-        assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
+    for gradients in ranks.run(tie_ranks.gradients, shape["pp"], str(packages / "4"), schedule, shape, SEED):
+        assert "shared.weight" in gradients
+        assert_close(gradients, {name: expected[name] for name in gradients}, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
@@ -57,9 +57,9 @@ def test_a_rank_with_one_of_the_stages_and_a_rank_with_several(schedule: str, tm
     package = write(models.perceptrons(4, shared=True, first_shared=1), tmp_path / "late")
     expected = tie_ranks.gradients(0, str(package), "1f1b", None, SEED)
     expected["head.weight"] = expected["embed.weight"]
-    for found in ranks.run(tie_ranks.gradients, 2, str(package), schedule, {"pp": 2}, SEED):
-        assert "shared.weight" in found
-        assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
+    for gradients in ranks.run(tie_ranks.gradients, 2, str(package), schedule, {"pp": 2}, SEED):
+        assert "shared.weight" in gradients
+        assert_close(gradients, {name: expected[name] for name in gradients}, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "gpipe", pytest.param("interleaved-1f1b", marks=pytest.mark.slow)])
@@ -115,26 +115,26 @@ def gradients_of_failed_step(package: str, action: str = "", ended: bool = False
     run.pipe.observe(FailsAt(action, ended))
     with pytest.raises(RuntimeFault, match="broken on purpose"):
         run.pipe.step(run.batch_of(1)[0], target=run.batch_of(1)[1])
-    return {name: each.grad for name, each in run.pipe.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in run.pipe.named_parameters() if parameter.grad is not None}
 
 
 def test_a_failed_step_leaves_what_was_added_up_until_then(tmp_path: Path) -> None:
     """In the gradients of tied weights as in others, whether it fails in a backward or beside one."""
     folder = str(write(models.perceptrons(4, shared=True), tmp_path / "package"))
-    whole = tie_ranks.gradients(0, folder, "gpipe", None, None)
-    assert_close(gradients_of_failed_step(folder, "0B3", ended=True), whole)
-    before = gradients_of_failed_step(folder, "3B0")
-    beside = gradients_of_failed_step(folder, "3B1")
+    gradients = tie_ranks.gradients(0, folder, "gpipe", None, None)
+    assert_close(gradients_of_failed_step(folder, "0B3", ended=True), gradients)
+    early_gradients = gradients_of_failed_step(folder, "3B0")
+    late_gradients = gradients_of_failed_step(folder, "3B1")
     within = gradients_of_failed_step(folder)
-    assert_close(within, beside, rtol=0, atol=0)
-    changed = {name for name in whole if not within[name].equal(before[name])}
+    assert_close(within, late_gradients, rtol=0, atol=0)
+    changed = {name for name in gradients if not within[name].equal(early_gradients[name])}
     assert {"shared.weight", "embed.weight", "norm.weight"} <= changed
 
 
 def test_a_run_goes_on_to_the_last_digit(packages: Path, saved: Saved) -> None:
     folder, losses = saved
-    said = ranks.run(checkpoint_ranks.resume, 2, str(packages / "4"), "zb-v", {"pp": 2}, str(folder), 8, SEED)
-    assert [each for each in said if each[0] is not None] == [losses]
+    runs = ranks.run(checkpoint_ranks.resume, 2, str(packages / "4"), "zb-v", {"pp": 2}, str(folder), 8, SEED)
+    assert [series for series in runs if series[0] is not None] == [losses]
 
 
 @pytest.mark.parametrize("stages", ["1", "2"])
@@ -143,9 +143,9 @@ def test_other_cuts_go_on(packages: Path, saved: Saved, stages: str) -> None:
     folder, losses = saved
     run = models.start(packages / stages, seed=SEED)
     run.load(folder)
-    found = run.train(5, 10)
-    assert found[0] == losses[0]
-    assert_close(found, losses, rtol=1e-6, atol=0)
+    resumed_losses = run.train(5, 10)
+    assert resumed_losses[0] == losses[0]
+    assert_close(resumed_losses, losses, rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
@@ -192,9 +192,9 @@ def idle(stages: int) -> Sketch:
     values: dict[str, tuple[str, tuple[int | str, ...], bool]] = {"x": ("float32", (2, 8), False)}
     parts = []
     for index in range(stages):
-        taken = "x" if index == 0 else f"h{index - 1}"
+        input_name = "x" if index == 0 else f"h{index - 1}"
         init = f"self.idle{index} = nn.Linear(8, 8, bias=False)\nself.layer{index} = nn.Linear(8, 8)"
-        parts.append(Stage(taken, f"h{index}", init, f"return torch.tanh(self.layer{index}({taken}))"))
+        parts.append(Stage(input_name, f"h{index}", init, f"return torch.tanh(self.layer{index}({input_name}))"))
         values[f"h{index}"] = ("float32", (2, 8), True)
     tied = tuple(f"idle{index}.weight" for index in range(stages))
     return Sketch(tuple(parts), values, f"h{stages - 1}", (tied,))

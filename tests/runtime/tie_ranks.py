@@ -17,13 +17,13 @@ def gradients(
     for step in range(2):
         tokens, target = run.batch_of(step)
         run.pipe.step(tokens, target=target)
-    return {name: each.grad for name, each in run.pipe.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in run.pipe.named_parameters() if parameter.grad is not None}
 
 
 def gradient_of_idle_weight(rank: int, folder: str) -> str:
     """Whether a weight that no stage uses has a gradient after a step; others have one."""
     pipe = pipeline(folder, kernels="eager", microbatches=4, loss_fn=loss)
     pipe.step(torch.ones(8, 8), target=torch.zeros(8))
-    found = {name: parameter.grad is not None for name, parameter in pipe.named_parameters()}
-    assert all(has for name, has in found.items() if name.startswith("layer"))
-    return "some" if any(has for name, has in found.items() if name.startswith("idle")) else "none"
+    gradient_flags = {name: parameter.grad is not None for name, parameter in pipe.named_parameters()}
+    assert all(flag for name, flag in gradient_flags.items() if name.startswith("layer"))
+    return "some" if any(flag for name, flag in gradient_flags.items() if name.startswith("idle")) else "none"

@@ -28,11 +28,11 @@ class AdaptedLinear(nn.Linear):
 def adapt(module: nn.Module) -> None:
     """Freeze everything, and give linear layers adapters."""
     module.requires_grad_(False)
-    for each in module.modules():
-        if isinstance(each, nn.Linear):
-            each.__class__ = AdaptedLinear
-            each.adapter_in = nn.Parameter(torch.linspace(-0.1, 0.1, 2 * each.in_features).view(2, -1))
-            each.adapter_out = nn.Parameter(torch.zeros(each.out_features, 2))
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.__class__ = AdaptedLinear
+            layer.adapter_in = nn.Parameter(torch.linspace(-0.1, 0.1, 2 * layer.in_features).view(2, -1))
+            layer.adapter_out = nn.Parameter(torch.zeros(layer.out_features, 2))
 
 
 def average(optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +47,7 @@ def average(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Have the averages in the place of the weights."""
-    pairs = [(each, optimizer.state[each]) for group in optimizer.param_groups for each in group["params"]]
+    pairs = [(weight, optimizer.state[weight]) for group in optimizer.param_groups for weight in group["params"]]
 
     def swap() -> None:
         for parameter, state in pairs:
@@ -65,13 +65,13 @@ def whole_step(model: nn.Module) -> float:
     x, target = models.batch()
     pairs = zip(x.chunk(models.MICROBATCHES), target.chunk(models.MICROBATCHES), strict=True)
     losses = [models.loss(model(rows), aims) for rows, aims in pairs]
-    for each in losses:
-        (each / models.MICROBATCHES).backward()
+    for loss in losses:
+        (loss / models.MICROBATCHES).backward()
     return torch.stack(losses).mean().item()
 
 
 def trained(pipe: Any) -> list[nn.Parameter]:
-    return [each for each in pipe.parameters() if each.requires_grad]
+    return [parameter for parameter in pipe.parameters() if parameter.requires_grad]
 
 
 def train_adapters(rank: int, package: str) -> list[float | None]:
@@ -84,8 +84,8 @@ def train(pipe: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[f
     x, target = models.batch()
     losses = []
     for _ in range(steps):
-        found = pipe.step(x, target=target).loss
-        losses.append(None if found is None else found.item())
+        loss = pipe.step(x, target=target).loss
+        losses.append(None if loss is None else loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -124,9 +124,9 @@ def test_torch_has_no_other_schedules() -> None:
     from torch.distributed.pipelining import schedules
 
     bases = {"ScheduleGPipe", "Schedule1F1B"}
-    theirs = {name for name in vars(schedules) if name.startswith("Schedule")}
-    assert bases < theirs
-    for name in theirs:
+    class_names = {name for name in vars(schedules) if name.startswith("Schedule")}
+    assert bases < class_names
+    for name in class_names:
         build(name, 2, 4)
 
 

@@ -233,10 +233,10 @@ def test_damage_raises_nothing_but_schedule_errors_with_the_place(
             row.insert(at % len(row), row.pop())
     damaged = replace(schedule, actions=rows)  # type: ignore[arg-type]
     assert str(damaged)
-    found, shown = {}, []
+    places, marked_ranks = {}, []
     try:
         check(damaged, memory_limit)
     except ScheduleError as error:
-        found, grid = error.places, str(error).splitlines()[1:-1]
-        shown = [rank for rank, line in enumerate(grid) if line.endswith("<-- ERROR HERE")]
-    assert shown == sorted(found)
+        places, grid = error.places, str(error).splitlines()[1:-1]
+        marked_ranks = [rank for rank, line in enumerate(grid) if line.endswith("<-- ERROR HERE")]
+    assert marked_ranks == sorted(places)

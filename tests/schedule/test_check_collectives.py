@@ -71,9 +71,9 @@ def test_without_any_one_collective_a_schedule_is_wrong(
 ) -> None:
     lowered = lower(schedule, sharded=range(schedule.stages), resident=resident)
     missing = data.draw(st.integers(0, len(lowered.collectives) - 1))
-    left = tuple(each for number, each in enumerate(lowered.collectives) if number != missing)
+    remaining = tuple(collective for number, collective in enumerate(lowered.collectives) if number != missing)
     with pytest.raises(ScheduleError) as caught:
-        check(lowered.changed(collectives=left))
+        check(lowered.changed(collectives=remaining))
     stage = lowered.collectives[missing].stage
     assert list(caught.value.places) == [schedule.placement[stage]]
     assert any(f"{stage}{kind}" in str(caught.value).splitlines()[-1] for kind in CollectiveKind)

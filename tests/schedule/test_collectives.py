@@ -72,7 +72,7 @@ def test_an_overlapped_pair_has_both_its_stages_and_nothing_between() -> None:
 def test_the_program_of_a_rank_has_actions_and_collectives_in_order() -> None:
     program = lower(build("gpipe", 1, 1), sharded=[0]).program(0)
     assert list(map(str, program)) == ["0UNSHARD", "0F0", "0B0", "0RESHARD", "0REDUCE_GRAD"]
-    assert [type(each) for each in program[:2]] == [Collective, Action]
+    assert [type(operation) for operation in program[:2]] == [Collective, Action]
     plain = lower(build("1f1b", 2, 2))
     assert plain.program(1) == plain.actions[1]
 
@@ -108,7 +108,7 @@ def sharded_schedules(draw: st.DrawFn) -> tuple[Schedule, Collection[int], Colle
     schedule = draw(schedules(lowered=False))
     kinds = [draw(st.sampled_from(("sharded", "sharded", "replicated", "neither"))) for _ in range(schedule.stages)]
     sharded, replicated = (
-        {stage for stage, each in enumerate(kinds) if each == kind} for kind in ("sharded", "replicated")
+        {stage for stage, stage_kind in enumerate(kinds) if stage_kind == kind} for kind in ("sharded", "replicated")
     )
     return schedule, sharded, replicated, draw(st.sampled_from((None, 2, 3)))
 
@@ -116,9 +116,9 @@ def sharded_schedules(draw: st.DrawFn) -> tuple[Schedule, Collection[int], Colle
 @settings(max_examples=60, deadline=None)
 @given(sharded_schedules())
 def test_collectives_pass_the_check_and_are_written_and_read(
-    drawn: tuple[Schedule, Collection[int], Collection[int], int | None],
+    sharding: tuple[Schedule, Collection[int], Collection[int], int | None],
 ) -> None:
-    schedule, sharded, replicated, resident = drawn
+    schedule, sharded, replicated, resident = sharding
     lowered = lower(schedule, sharded=sharded, replicated=replicated, resident=resident)
     check(lowered, resident=resident)
     assert lowered.actions == lower(schedule).actions

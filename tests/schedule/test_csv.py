@@ -91,11 +91,11 @@ def test_what_torch_writes_is_ours(torch_name: str, name: str, tmp_path: Path) -
 def test_torch_reads_what_we_write_and_writes_it_back(name: str, tmp_path: Path) -> None:
     schedule = build(name, 4, 8)
     (tmp_path / "ours.csv").write_text(to_csv(schedule))
-    theirs = torch_runtime(schedule)
-    theirs._load_csv(tmp_path / "ours.csv")
-    theirs._dump_csv(tmp_path / "theirs.csv", format="compute_only")
+    runtime = torch_runtime(schedule)
+    runtime._load_csv(tmp_path / "ours.csv")
+    runtime._dump_csv(tmp_path / "theirs.csv", format="compute_only")
     assert read_csv(tmp_path / "theirs.csv").actions == schedule.actions
-    theirs._dump_csv(tmp_path / "lowered.csv", format="compute_comms")
+    runtime._dump_csv(tmp_path / "lowered.csv", format="compute_comms")
     check(from_csv((tmp_path / "lowered.csv").read_text()))  # as torch lowers it, which also adds UNSHARD and the like
 
 
@@ -107,12 +107,12 @@ def test_torch_reads_the_transfers_that_we_write(name: str, tmp_path: Path) -> N
     schedule = build(name, 4, 8)
     lowered = lower(schedule)
     (tmp_path / "ours.csv").write_text(to_csv(lowered))
-    theirs = torch_runtime(schedule)
-    theirs._load_csv(tmp_path / "ours.csv", format="compute_comms")
-    theirs._dump_csv(tmp_path / "theirs.csv", format="compute_comms")
+    runtime = torch_runtime(schedule)
+    runtime._load_csv(tmp_path / "ours.csv", format="compute_comms")
+    runtime._dump_csv(tmp_path / "theirs.csv", format="compute_comms")
     assert from_csv((tmp_path / "theirs.csv").read_text(), name) == lowered
     if not schedule.overlapped:  # which torch's simulator does not know
-        _simulate_comms_compute(theirs.pipeline_order_with_comms, schedule.placement.__getitem__, schedule.stages)
+        _simulate_comms_compute(runtime.pipeline_order_with_comms, schedule.placement.__getitem__, schedule.stages)
 
 
 def test_torch_cannot_read_skips(tmp_path: Path) -> None:
@@ -156,15 +156,15 @@ def test_an_overlapped_pair_is_an_f_then_a_b() -> None:
     ("text", "message"),
     [
         ("0F0,0X1\n1F0\n", "csv, line 1, action 2: There is no action of the kind 'X'."),
-        ("0F0\n1F0,,what\n", "csv, line 2, action 3: 'what' is no action."),
+        ("0F0\n1F0,,what\n", "csv, line 2, action 3: 'what' is not an action."),
         ("0F0\n0F1\n", "csv, line 2, action 1: 0F1 is of stage 0, which line 1 holds"),
         ("0F0\n\n1F0\n", "csv, line 2: there is no action here."),
         ("", "csv: there is no action.\nTry: a line for each rank"),
         ("\n,,\n", "csv: there is no action."),
         ("0F0\n2F0\n", "csv: stage 1 has no action, but stage 2 has."),
         ("999999999F0\n", "csv: stage 0 has no action, but stage 999999999 has."),
-        ("(0F0;0F1)OVERLAP_F_B\n", "line 1, action 1: '(0F0;0F1)OVERLAP_F_B' is no overlapped pair"),
-        ("(0F0;)OVERLAP_F_B\n", "line 1, action 1: '' is no action"),
+        ("(0F0;0F1)OVERLAP_F_B\n", "line 1, action 1: '(0F0;0F1)OVERLAP_F_B' is not an overlapped pair"),
+        ("(0F0;)OVERLAP_F_B\n", "line 1, action 1: '' is not an action"),
     ],
 )
 def test_errors_name_line_and_action(text: str, message: str) -> None:
@@ -274,10 +274,10 @@ def test_a_collective_that_fits_nowhere() -> None:
 def torch_lowered(schedule: Schedule, folder: Path, deferred: bool = False) -> str:
     """What torch's runtime dumps by default: with transfers, UNSHARD, RESHARD and REDUCE_GRAD."""
     (folder / "ours.csv").write_text(to_csv(schedule))
-    theirs = torch_runtime(schedule)
-    theirs._defer_pp_recv = deferred
-    theirs._load_csv(folder / "ours.csv")
-    theirs._dump_csv(folder / "default.csv")
+    runtime = torch_runtime(schedule)
+    runtime._defer_pp_recv = deferred
+    runtime._load_csv(folder / "ours.csv")
+    runtime._dump_csv(folder / "default.csv")
     return (folder / "default.csv").read_text()
 
 
@@ -294,11 +294,11 @@ def test_torchs_default_form_is_the_schedule_with_transfers_and_collectives(
     read = read_csv(tmp_path / "default.csv", transfers=False)
     assert (read.actions, read.overlapped) == (schedule.actions, schedule.overlapped)
     assert lower(read).actions == lower(schedule).actions
-    kept = [cell for line in text.splitlines() for cell in line.split(",") if not re.search("WAIT|SEND|RECV", cell)]
-    assert [cell for line in to_csv(read).splitlines() for cell in line.split(",")] == [cell for cell in kept if cell]
+    cells = [cell for line in text.splitlines() for cell in line.split(",") if not re.search("WAIT|SEND|RECV", cell)]
+    assert [cell for line in to_csv(read).splitlines() for cell in line.split(",")] == [cell for cell in cells if cell]
     assert from_csv(to_csv(read), read.name) == read
-    whole = from_csv(text)
-    assert from_csv(to_csv(whole)) == whole
+    lowered = from_csv(text)
+    assert from_csv(to_csv(lowered)) == lowered
 
 
 def torch_schedules() -> Any:
@@ -311,7 +311,7 @@ def torch_schedules() -> Any:
 def test_torch_reads_the_collectives_that_we_write(tmp_path: Path) -> None:
     read = from_csv(torch_lowered(build("zb-v", 4, 8), tmp_path))
     (tmp_path / "ours.csv").write_text(to_csv(read))
-    theirs = torch_runtime(read)
-    theirs._load_csv(tmp_path / "ours.csv", format="compute_comms")
-    theirs._dump_csv(tmp_path / "theirs.csv", format="compute_comms")
+    runtime = torch_runtime(read)
+    runtime._load_csv(tmp_path / "ours.csv", format="compute_comms")
+    runtime._dump_csv(tmp_path / "theirs.csv", format="compute_comms")
     assert from_csv((tmp_path / "theirs.csv").read_text()) == read

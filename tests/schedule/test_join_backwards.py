@@ -53,7 +53,7 @@ def test_no_step_is_longer_and_no_rank_holds_more(schedule: Schedule) -> None:
     check(joined)
     assert simulate(joined, times).makespan <= simulate(schedule, times).makespan * (1 + 1e-9)
     pairs = zip(peak_activations(joined), peak_activations(schedule), strict=True)
-    assert all(peak <= before for peak, before in pairs)
+    assert all(peak <= original_peak for peak, original_peak in pairs)
     assert count(joined, Kind.I) + count(joined, Kind.B) == count(schedule, Kind.I) + count(schedule, Kind.B)
 
 
@@ -65,9 +65,9 @@ def test_what_has_nothing_to_join_is_returned_as_it_is() -> None:
 
 def test_search_joins_what_it_finds() -> None:
     times = Times([1.0, 1.0], [0.0, 1.0], [2.0, 1.0])
-    found = search(times, 2, 8, effort=0.1)
-    assert count(found, Kind.B) > 0
-    assert simulate(found, times).makespan == pytest.approx(found.makespan)
+    schedule = search(times, 2, 8, effort=0.1)
+    assert count(schedule, Kind.B) > 0
+    assert simulate(schedule, times).makespan == pytest.approx(schedule.makespan)
     sharded = search(times, 2, 8, effort=0.1, resident=1)
     check(lower(sharded), resident=1)
 

@@ -38,12 +38,12 @@ _KIB = 1 if sys.platform == "darwin" else 1024  # bytes in what ru_maxrss counts
 def test_built_lowered_checked_and_simulated(ranks: int, microbatches: int, seconds: float) -> None:
     arguments = [sys.executable, "-c", CODE, str(ranks), str(microbatches)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    figures = json.loads(done.stdout)
     compute, transfers = 2 * ranks * microbatches, 4 * (ranks - 1) * microbatches
-    assert found["actions"] == [compute, compute + transfers]
-    assert found["makespans"] == [3 * (microbatches + ranks - 1)] * 2
-    assert found["seconds"] < seconds  # about a fifth of it
-    assert found["peak"] * _KIB < 2**30
+    assert figures["actions"] == [compute, compute + transfers]
+    assert figures["makespans"] == [3 * (microbatches + ranks - 1)] * 2
+    assert figures["seconds"] < seconds  # about a fifth of it
+    assert figures["peak"] * _KIB < 2**30
 
 
 # zb-v has the same V of stages, and interleaved-1f1b the same stages of a rank.

@@ -94,8 +94,8 @@ def test_every_two_ranks_transfer_in_the_same_order(
             if action.peer is not None:
                 send = action if action.sends else action.partner
                 orders.setdefault((rank, lowered.placement[action.peer]), []).append(send)
-    for (rank, other), order in orders.items():
-        assert order == orders[other, rank]
+    for (rank, peer), order in orders.items():
+        assert order == orders[peer, rank]
 
 
 @given(pipelines())
@@ -128,7 +128,7 @@ def test_the_edges_stay_with_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"edges": [(1, 0)]}, r"\(1, 0\) is no edge"),
+        ({"edges": [(1, 0)]}, r"\(1, 0\) is not an edge"),
         ({"edges": [(0, 3)]}, "stages 0 to 2"),
         ({"edges": [(0, 1)], "gradient_edges": [(1, 2)]}, r"cannot return over \(1, 2\)"),
         ({"gradient_edges": [(0, 2)]}, r"cannot return over \(0, 2\)"),

@@ -57,8 +57,8 @@ def test_a_missing_action(name: str, data: st.DataObject) -> None:
     if action.peer is None:
         assert message == f"{action} is missing on rank {rank}: stage {action.stage} needs it for every microbatch."
     else:
-        other = schedule.placement[action.partner.stage]
-        assert message == f"{action} is missing on rank {rank}, although {action.partner} is on rank {other}."
+        peer = schedule.placement[action.partner.stage]
+        assert message == f"{action} is missing on rank {rank}, although {action.partner} is on rank {peer}."
     assert places == {rank: len(schedule.actions[rank]) - 1}
 
 
@@ -69,10 +69,10 @@ def test_an_action_on_the_wrong_rank(name: str, data: st.DataObject) -> None:
     schedule = data.draw(schedules(name).filter(lambda schedule: schedule.ranks > 1))
     rank, at = a_place(data, schedule)
     action = schedule.actions[rank][at]
-    other = (rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks
-    message, places = planted(schedule, lambda rows: rows[other].insert(0, rows[rank].pop(at)))
-    assert message == f"{action} cannot be on rank {other}: stage {action.stage} is placed on rank {rank}."
-    assert places == {other: 0}
+    wrong_rank = (rank + data.draw(st.integers(1, schedule.ranks - 1))) % schedule.ranks
+    message, places = planted(schedule, lambda rows: rows[wrong_rank].insert(0, rows[rank].pop(at)))
+    assert message == f"{action} cannot be on rank {wrong_rank}: stage {action.stage} is placed on rank {rank}."
+    assert places == {wrong_rank: 0}
 
 
 @every_name
@@ -86,14 +86,14 @@ def test_two_actions_of_a_microbatch_in_the_wrong_order(name: str, data: st.Data
     assume(able)  # on the last rank nothing follows a forward without a backward
     second = data.draw(st.sampled_from(able))
     action = schedule.actions[rank][second]
-    needed = Action(action.stage, needs[action.kind], action.microbatch)
-    first = schedule.actions[rank].index(needed)
+    requirement = Action(action.stage, needs[action.kind], action.microbatch)
+    first = schedule.actions[rank].index(requirement)
 
     def swap(rows: Rows) -> None:
-        rows[rank][first], rows[rank][second] = action, needed
+        rows[rank][first], rows[rank][second] = action, requirement
 
     message, places = planted(schedule, swap)
-    assert message == f"On rank {rank}, {action} comes before {needed}, which it needs."
+    assert message == f"On rank {rank}, {action} comes before {requirement}, which it needs."
     assert places == {rank: first}
 
 
@@ -109,20 +109,20 @@ def test_crossed_receives(name: str, data: st.DataObject) -> None:
         for action in row
         if action.peer is not None and not action.sends
     }
-    rank, other = data.draw(st.sampled_from(sorted(arriving)))
+    rank, peer = data.draw(st.sampled_from(sorted(arriving)))
     receives = [
         at
         for at, action in enumerate(schedule.actions[rank])
-        if action.peer is not None and not action.sends and schedule.placement[action.peer] == other
+        if action.peer is not None and not action.sends and schedule.placement[action.peer] == peer
     ]
     number = data.draw(st.integers(0, len(receives) - 2))
     first, second = (schedule.actions[rank][receives[at]] for at in (number, number + 1))
     change = lambda rows: rows[rank].insert(receives[number], rows[rank].pop(receives[number + 1]))  # noqa: E731
     message, places = planted(schedule, change)
     assert message.startswith("This deadlocks: ")
-    assert f"rank {rank} is at {second} and waits for {second.partner} of rank {other}" in message
-    assert f"rank {other} is at {first.partner} and waits for {first} of rank {rank}" in message
-    assert places == {rank: receives[number], other: schedule.actions[other].index(first.partner)}
+    assert f"rank {rank} is at {second} and waits for {second.partner} of rank {peer}" in message
+    assert f"rank {peer} is at {first.partner} and waits for {first} of rank {rank}" in message
+    assert places == {rank: receives[number], peer: schedule.actions[peer].index(first.partner)}
 
 
 @every_name

@@ -17,8 +17,8 @@ RANKS = [1, 2, 3, 4, 7]
 def cost(name: str, p: int, m: int, v: int, f: float, b: float, w: float, c: float = 0) -> tuple[float, float]:
     """(makespan, span)"""
     schedule = build(name, p, m, v)
-    found = simulate(schedule, Times.equal(p * v, f / v, b / v, w / v, c))
-    return found.makespan, found.span
+    timeline = simulate(schedule, Times.equal(p * v, f / v, b / v, w / v, c))
+    return timeline.makespan, timeline.span
 
 
 def bubble(name: str, p: int, m: int, v: int, f: float, b: float, w: float, c: float = 0) -> float:

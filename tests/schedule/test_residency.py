@@ -15,15 +15,15 @@ Uses = Sequence[tuple[int, ...]]
 
 def fewest_gathers(uses: Uses, resident: int) -> int:
     """The least number of gathers of all ways to have up to so many stages whole during each use, needed or not."""
-    known = sorted({stage for stages in uses for stage in stages})
+    used_stages = sorted({stage for stages in uses for stage in stages})
     cost = {frozenset[int](): 0}  # of each set of whole stages, the least number of gathers that lead to it
     for stages in uses:
-        needed = frozenset(stages)
-        others = [stage for stage in known if stage not in needed]
-        extra = chain.from_iterable(combinations(others, size) for size in range(resident - len(needed) + 1))
+        required = frozenset(stages)
+        other_stages = [stage for stage in used_stages if stage not in required]
+        extra = chain.from_iterable(combinations(other_stages, size) for size in range(resident - len(required) + 1))
         cost = {
-            whole: min(gathers + len(whole - before) for before, gathers in cost.items())
-            for whole in (needed | {*each} for each in extra)
+            stage_set: min(gathers + len(stage_set - previous) for previous, gathers in cost.items())
+            for stage_set in (required | {*subset} for subset in extra)
         }
     return min(cost.values())
 
@@ -37,23 +37,23 @@ def test_the_stage_that_is_needed_last_makes_room() -> None:
 
 
 def test_a_stage_makes_room_that_leaves_time_for_the_gather() -> None:
-    found = residencies([(0,), (1,), (2,), (3,), (1,), (0,), (2,)], 3)
+    spans = residencies([(0,), (1,), (2,), (3,), (1,), (0,), (2,)], 3)
     # Belady's rule alone frees 2 for 3, which can then be gathered no earlier than it is needed.
-    assert [(each.stage, each.last) for each in found] == [(0, 0), (1, 4), (2, 6), (3, 3), (0, 5)]
-    assert earliest_gathers(found, 3) == [0, 0, 0, 1, 4]
+    assert [(span.stage, span.last) for span in spans] == [(0, 0), (1, 4), (2, 6), (3, 3), (0, 5)]
+    assert earliest_gathers(spans, 3) == [0, 0, 0, 1, 4]
 
 
 def test_what_is_needed_at_once_stays() -> None:
-    found = residencies([(0,), (1,), (1, 2), (0,)], 2)
-    assert [each.stage for each in found] == [0, 1, 2, 0]
-    assert earliest_gathers(found, 2) == [0, 0, 1, 3]
+    spans = residencies([(0,), (1,), (1, 2), (0,)], 2)
+    assert [span.stage for span in spans] == [0, 1, 2, 0]
+    assert earliest_gathers(spans, 2) == [0, 0, 1, 3]
 
 
 def unprefetched(uses: Uses, resident: int) -> int:
     """How many gathers, but for the first, have to wait until a place is free right before the first use."""
-    found = residencies(uses, resident)
-    needed = [min(at for at in range(each.first, len(uses)) if each.stage in uses[at]) for each in found]
-    return sum(begin == first > 0 for begin, first in zip(earliest_gathers(found, resident), needed, strict=True))
+    spans = residencies(uses, resident)
+    first_uses = [min(at for at in range(span.first, len(uses)) if span.stage in uses[at]) for span in spans]
+    return sum(begin == first > 0 for begin, first in zip(earliest_gathers(spans, resident), first_uses, strict=True))
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -85,14 +85,14 @@ def test_the_order_of_a_schedule(resident: int, fewest: int) -> None:
 
 @given(uses_of(40), st.integers(2, 4))
 def test_stages_are_whole_where_they_are_used_and_never_too_many(uses: Uses, resident: int) -> None:
-    found = residencies(uses, resident)
-    begins = earliest_gathers(found, resident)
+    spans = residencies(uses, resident)
+    begins = earliest_gathers(spans, resident)
     assert begins == sorted(begins)
-    assert all(begin <= each.first for begin, each in zip(begins, found, strict=True))
+    assert all(begin <= span.first for begin, span in zip(begins, spans, strict=True))
     for number, stages in enumerate(uses):
-        whole = [each.stage for begin, each in zip(begins, found, strict=True) if begin <= number <= each.last]
-        assert len(whole) == len({*whole}) <= resident
-        assert {*stages} <= {*whole}
+        gathered = [span.stage for begin, span in zip(begins, spans, strict=True) if begin <= number <= span.last]
+        assert len(gathered) == len({*gathered}) <= resident
+        assert {*stages} <= {*gathered}
     for number, begin in enumerate(begins):  # one use earlier there is no room
-        before = [each for each in zip(begins[:number], found[:number], strict=True) if each[1].last >= begin - 1]
-        assert begin == 0 or len(before) >= resident
+        occupants = [pair for pair in zip(begins[:number], spans[:number], strict=True) if pair[1].last >= begin - 1]
+        assert begin == 0 or len(occupants) >= resident

@@ -37,17 +37,17 @@ def test_lists_become_tuples_so_that_a_schedule_can_be_hashed() -> None:
         ({"actions": ((F0,), (0,))}, "of the class Action, not 0"),
         ({"actions": (F0, F1)}, "are a sequence, not 0F0"),
         ({"overlapped": {(F0, F1)}}, "An overlapped pair is an F and a B, not (0F0, 1F0)"),
-        ({"edges": [(1, 0)]}, "(1, 0) is no edge"),
-        ({"edges": [(0, 2)]}, "(0, 2) is no edge: an edge leads from one of the stages 0 to 1 to a later one"),
-        ({"edges": [0]}, "0 is no edge"),
+        ({"edges": [(1, 0)]}, "(1, 0) is not an edge"),
+        ({"edges": [(0, 2)]}, "(0, 2) is not an edge: an edge leads from one of the stages 0 to 1 to a later one"),
+        ({"edges": [0]}, "0 is not an edge"),
         ({"edges": [], "gradient_edges": [(0, 1)]}, "A gradient cannot return over (0, 1)"),
         ({"gradient_edges": [(0, 1)]}, "give edges too"),
     ],
 )
 def test_parts_that_do_not_fit(fields: dict, message: str) -> None:
-    whole = {"name": "n", "placement": (0, 1), "microbatches": 1, "actions": ((F0,), (F1,))}
+    arguments = {"name": "n", "placement": (0, 1), "microbatches": 1, "actions": ((F0,), (F1,))}
     with pytest.raises(ScheduleError) as caught:
-        Schedule(**{**whole, **fields})
+        Schedule(**{**arguments, **fields})
     assert message in str(caught.value)
 
 

@@ -44,7 +44,7 @@ def unequal(seed: int, stages: int, spread: float = 0.4, hop: float = 0.1) -> Ti
 
 def best_named(times: Times, ranks: int, microbatches: int, placement: tuple[int, ...], limit: float) -> float:
     """The makespan of the fastest named schedule with this placement that fits."""
-    found = [float("inf")]
+    makespans = [float("inf")]
     for name in names():
         try:
             schedule = build(name, ranks, microbatches, len(placement) // ranks)
@@ -52,8 +52,8 @@ def best_named(times: Times, ranks: int, microbatches: int, placement: tuple[int
             continue
         fits = schedule.trains and max(peak_activations(schedule)) <= limit
         if schedule.placement == placement and fits:
-            found.append(simulate(schedule, times).makespan)
-    return min(found)
+            makespans.append(simulate(schedule, times).makespan)
+    return min(makespans)
 
 
 @settings(max_examples=40)
@@ -70,13 +70,13 @@ def test_what_is_found_is_sound_fits_and_is_no_slower_than_any_named_schedule(
     placement, chunks = form
     times = unequal(seed, ranks * chunks)
     limit = int(chunks + generosity * ranks * chunks)
-    found = search(times, ranks, microbatches, placement, limit, effort=QUICK)
-    check(lower(found), limit)
-    assert found.makespan == simulate(found, times).makespan
-    assert found.lower_bound == lower_bound(times, found.placement, microbatches, limit)
-    assert found.lower_bound <= found.makespan * (1 + 1e-9)
-    named = best_named(times, ranks, microbatches, found.placement, limit)
-    assert found.makespan <= named * (1 + 1e-9)
+    schedule = search(times, ranks, microbatches, placement, limit, effort=QUICK)
+    check(lower(schedule), limit)
+    assert schedule.makespan == simulate(schedule, times).makespan
+    assert schedule.lower_bound == lower_bound(times, schedule.placement, microbatches, limit)
+    assert schedule.lower_bound <= schedule.makespan * (1 + 1e-9)
+    named = best_named(times, ranks, microbatches, schedule.placement, limit)
+    assert schedule.makespan <= named * (1 + 1e-9)
 
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
@@ -90,8 +90,8 @@ def test_unequal_stages_between_p_and_2p() -> None:
     for seed in range(12):
         ranks, microbatches = (4, 8) if seed % 2 else (6, 12)
         times, limit = unequal(seed, ranks), int((1 + seed % 4 / 4) * ranks)
-        found = search(times, ranks, microbatches, memory_limit=limit, effort=0.1)
-        better += found.makespan < best_named(times, ranks, microbatches, found.placement, limit) * (1 - 1e-6)
+        schedule = search(times, ranks, microbatches, memory_limit=limit, effort=0.1)
+        better += schedule.makespan < best_named(times, ranks, microbatches, schedule.placement, limit) * (1 - 1e-6)
     assert better > 6
 
 
@@ -99,8 +99,8 @@ def test_twice_the_memory_comes_close_to_the_bound() -> None:
     gaps = []
     for seed in range(12):
         ranks = 2 + seed % 7
-        found = search(unequal(seed, ranks), ranks, 3 * ranks, memory_limit=2 * ranks, effort=0.1)
-        gaps.append(found.makespan / found.lower_bound - 1)
+        schedule = search(unequal(seed, ranks), ranks, 3 * ranks, memory_limit=2 * ranks, effort=0.1)
+        gaps.append(schedule.makespan / schedule.lower_bound - 1)
     assert statistics.median(gaps) < 0.03
 
 
@@ -121,8 +121,8 @@ def test_twice_the_memory_comes_close_to_the_bound() -> None:
 def test_v_is_no_worse_than_the_published_search(
     ranks: int, microbatches: int, figures: tuple[float, float, float], hop: float, published: float
 ) -> None:
-    found = search(Times.equal(2 * ranks, *figures, hop=hop), ranks, microbatches, "v", 2 * ranks, effort=0.2)
-    assert found.makespan <= published
+    schedule = search(Times.equal(2 * ranks, *figures, hop=hop), ranks, microbatches, "v", 2 * ranks, effort=0.2)
+    assert schedule.makespan <= published
 
 
 @pytest.mark.slow
@@ -134,19 +134,19 @@ def test_eight_ranks_and_32_microbatches_in_time() -> None:
 
 
 def test_where_a_named_schedule_reaches_the_bound_the_one_with_the_least_memory_is_taken() -> None:
-    found = search(Times.equal(1), 1, 4)
-    assert (found.makespan, found.lower_bound, peak_activations(found)) == (12, 12, (1,))
-    found = search(Times.equal(4), 4, 8, memory_limit=8)
+    schedule = search(Times.equal(1), 1, 4)
+    assert (schedule.makespan, schedule.lower_bound, peak_activations(schedule)) == (12, 12, (1,))
+    schedule = search(Times.equal(4), 4, 8, memory_limit=8)
     joined = join_backwards(build("zb-h1", 4, 8), Times.equal(4))
-    assert (found.makespan, found.origin, found.actions) == (27, "zb-h1", joined.actions)
+    assert (schedule.makespan, schedule.origin, schedule.actions) == (27, "zb-h1", joined.actions)
 
 
 def test_it_is_a_schedule_like_any_other() -> None:
-    found = search(unequal(3, 4), 4, 6, memory_limit=4, effort=QUICK)
-    assert str(found).startswith("searched: 4 ranks, 4 stages, 6 microbatches\nrank 0  0F0 0F1")
-    assert found.origin in (*names(), "greedy")
-    assert from_csv(to_csv(found)).actions == found.actions
-    assert type(lower(found)) is Schedule  # the makespan of other actions would be another one
+    schedule = search(unequal(3, 4), 4, 6, memory_limit=4, effort=QUICK)
+    assert str(schedule).startswith("searched: 4 ranks, 4 stages, 6 microbatches\nrank 0  0F0 0F1")
+    assert schedule.origin in (*names(), "greedy")
+    assert from_csv(to_csv(schedule)).actions == schedule.actions
+    assert type(lower(schedule)) is Schedule  # the makespan of other actions would be another one
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_arguments_that_do_not_fit(arguments: tuple, message: str) -> None:
 @given(st.sampled_from(["zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-zb"]), st.integers(1, 4), st.integers(0, 99))
 def test_the_search_times_orders_as_simulate_does(name: str, ranks: int, seed: int) -> None:
     schedule = build(name, ranks, 3 * ranks)
-    drawn = unequal(seed, schedule.stages)
-    for times in (drawn, Times(drawn.forward, drawn.input_grad, drawn.weight_grad, 0.2, transfer=0.3)):
+    costs = unequal(seed, schedule.stages)
+    for times in (costs, Times(costs.forward, costs.input_grad, costs.weight_grad, 0.2, transfer=0.3)):
         problem = OrderProblem(times, schedule.placement, schedule.microbatches, 10**6)
         assert all(action.kind is not Kind.B for row in schedule.actions for action in row)
         run = problem.run(orders_of(schedule))

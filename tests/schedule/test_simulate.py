@@ -117,7 +117,7 @@ def test_a_critical_path_names_the_ranks_with_most_of_it() -> None:
     shares = text.partition(": ")[2].split(", ")
     assert len(shares) == 7
     assert shares[-1].partition(" others ")[0].isdecimal()
-    assert sum(int(each.split()[-2]) for each in shares) in range(95, 106)
+    assert sum(int(share.split()[-2]) for share in shares) in range(95, 106)
 
 
 def test_nothing_takes_time() -> None:
@@ -225,9 +225,9 @@ def settings_of_schedules(draw: st.DrawFn) -> tuple[Schedule, Times]:
     ranks = draw(st.integers(1, 5))
     name = draw(st.sampled_from([name for name in names() if trains(name)]))
     schedule = build(name, ranks, ranks * draw(st.integers(2, 4)))
-    each = st.lists(figures, min_size=schedule.stages, max_size=schedule.stages)
+    durations = st.lists(figures, min_size=schedule.stages, max_size=schedule.stages)
     hops = st.lists(figures, min_size=schedule.stages - 1, max_size=schedule.stages - 1)
-    return schedule, Times(draw(each), draw(each), draw(each), draw(hops), draw(st.just(0.0) | figures))
+    return schedule, Times(draw(durations), draw(durations), draw(durations), draw(hops), draw(st.just(0.0) | figures))
 
 
 @given(settings_of_schedules())
@@ -237,12 +237,12 @@ def test_every_named_schedule_keeps_what_a_timeline_promises(setting: tuple[Sche
     for row, actions in zip(timeline.events, schedule.actions, strict=True):
         assert tuple(event.action for event in row) == actions
         assert all(event.end - event.start == times.of(event.action) for event in row)
-        assert all(before.end <= after.start for before, after in itertools.pairwise(row))
+        assert all(first.end <= second.start for first, second in itertools.pairwise(row))
     assert simulate(lower(schedule), times).makespan == timeline.makespan
     path = timeline.critical_path
     assert path[0].start == 0 and path[-1].end == timeline.makespan
-    assert all(before.end <= after.start for before, after in itertools.pairwise(path))
+    assert all(first.end <= second.start for first, second in itertools.pairwise(path))
     if times.hop == (0.0,) * (schedule.stages - 1) and times.transfer == 0:
-        assert all(before.end == after.start for before, after in itertools.pairwise(path))
+        assert all(first.end == second.start for first, second in itertools.pairwise(path))
     most = max(timeline.peak_activations)
     assert lower_bound(times, schedule.placement, schedule.microbatches, most) <= timeline.makespan * (1 + 1e-12)

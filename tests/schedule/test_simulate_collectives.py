@@ -20,18 +20,18 @@ from pipegraph.schedule import (
 )
 from tests.schedule.strategies import schedules
 
-ONE = from_csv("0UNSHARD,1UNSHARD,0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0,0RESHARD,0REDUCE_GRAD\n")
+ONE_RANK = from_csv("0UNSHARD,1UNSHARD,0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0,0RESHARD,0REDUCE_GRAD\n")
 
 
 def rows(timeline: Timeline) -> list[str]:
     """Each rank's actions, then its collectives, from start to end."""
-    actions = [(str(each.action), each) for row in timeline.events for each in row]
-    collectives = [(str(each.collective), each) for row in timeline.collectives for each in row.events]
-    return [f"{text} {each.start:g}–{each.end:g}" for text, each in actions + collectives]
+    actions = [(str(event.action), event) for row in timeline.events for event in row]
+    collectives = [(str(event.collective), event) for row in timeline.collectives for event in row.events]
+    return [f"{text} {event.start:g}–{event.end:g}" for text, event in actions + collectives]
 
 
 def test_collectives_run_beside_actions_and_one_after_the_other() -> None:
-    timeline = simulate(ONE, Times.equal(2, unshard=1.5, reduce_grad=(1, 4)))  # type: ignore[arg-type]
+    timeline = simulate(ONE_RANK, Times.equal(2, unshard=1.5, reduce_grad=(1, 4)))  # type: ignore[arg-type]
     assert rows(timeline) == [
         *("0F0 1.5–2.5", "1F0 3–4", "1B0 4–6", "0B0 6–8"),
         *("0UNSHARD 0–1.5", "1UNSHARD 1.5–3", "1REDUCE_GRAD 6–10", "0REDUCE_GRAD 10–11"),
@@ -69,28 +69,28 @@ def test_times_with_collectives(schedule: Schedule, resident: int | None, unshar
     if resident is not None:
         assert max(timeline.peak_whole) <= resident
     for row, collectives in zip(timeline.events, timeline.collectives, strict=True):
-        ends = [0.0, *(each.end for each in collectives.events)]
-        assert all(each.start >= end for each, end in zip(collectives.events, ends, strict=False))
-        whole = {(each.stage, each.start, each.end) for each in collectives.parameters}
+        ends = [0.0, *(collective.end for collective in collectives.events)]
+        assert all(collective.start >= end for collective, end in zip(collectives.events, ends, strict=False))
+        periods = {(period.stage, period.start, period.end) for period in collectives.parameters}
         for event in row:
-            assert any(s == event.action.stage and a <= event.start and event.end <= b for s, a, b in whole)
+            assert any(s == event.action.stage and a <= event.start and event.end <= b for s, a, b in periods)
     if unshard == reduce_grad == 0:
         assert timeline.makespan == plain.makespan
     path = timeline.critical_path
-    assert all(before.end <= after.start + 1e-9 for before, after in pairwise(path))
+    assert all(first.end <= second.start + 1e-9 for first, second in pairwise(path))
 
 
 def test_bytes_at_rest_and_within_a_step() -> None:
     times = Times.equal(2, reduce_grad=3)
-    assert parameter_bytes(ONE, times, (100, 60), (50, 30)) == (ParameterBytes(80, 240, 80 + 100 + 160),)
+    assert parameter_bytes(ONE_RANK, times, (100, 60), (50, 30)) == (ParameterBytes(80, 240, 80 + 100 + 160),)
     few = lower(from_csv("0F0,1F0,1B0,0B0\n"), sharded=[0, 1], resident=1)
     assert parameter_bytes(few, times, (100, 60), (50, 30)) == (ParameterBytes(80, 180, 80 + 100 + 160),)
     quick = Times.equal(2)
     assert parameter_bytes(few, quick, (100, 60), (50, 30)) == (ParameterBytes(80, 180, 80 + 100 + 100),)
     # 1REDUCE_GRAD begins when the parameters of stage 1 were freed and those of stage 0 gathered.
-    for each in (times, quick):
-        assert parameter_bytes(few, each, (100, 60), (50, 30), exchanged=True)[0].with_gradients >= 80 + 100 + 60 * 2
-    assert parameter_bytes(ONE, quick, (100, 60), (50, 30), exchanged=True)[0].with_gradients == 80 + 160 + 60
+    for cost in (times, quick):
+        assert parameter_bytes(few, cost, (100, 60), (50, 30), exchanged=True)[0].with_gradients >= 80 + 100 + 60 * 2
+    assert parameter_bytes(ONE_RANK, quick, (100, 60), (50, 30), exchanged=True)[0].with_gradients == 80 + 160 + 60
     mixed = lower(build("1f1b", 2, 2), sharded=[0], replicated=[1])
     assert parameter_bytes(mixed, times, (100, 60), (50, 30)) == (
         ParameterBytes(50, 150, 250),
@@ -100,14 +100,14 @@ def test_bytes_at_rest_and_within_a_step() -> None:
     with pytest.raises(
         ScheduleError, match=r"whole holds bytes, one figure per stage: csv has 2 stages, and 1 were given"
     ):
-        parameter_bytes(ONE, times, (100,), (50, 30))
+        parameter_bytes(ONE_RANK, times, (100,), (50, 30))
 
 
 def test_times_of_collectives() -> None:
     text = '{"forward": [1, 1], "input_grad": [1, 1], "weight_grad": [1, 1], "unshard": 0.5, "reduce_grad": [0.25, 1]}'
     times = Times.from_json(text)
     assert (times.unshard, times.reduce_grad) == (0.5, (0.25, 1))
-    assert [times.of_collective(each) for each in ONE.collectives] == [0.5, 0.5, 0, 1, 0, 0.25]
+    assert [times.of_collective(collective) for collective in ONE_RANK.collectives] == [0.5, 0.5, 0, 1, 0, 0.25]
     with pytest.raises(ScheduleError, match="unshard is one figure, or one per stage: there are 2, and 3 were given"):
         Times.equal(2, unshard=(1, 1, 1))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="reduce_grad holds seconds from 0 on, and not -1"):

@@ -32,8 +32,8 @@ def read_strictly(file: Path) -> dict[str, Any]:
         elif event["ph"] in "sf":
             assert event["ph"] not in flows[event["id"]], f"flow {event['id']} has two ends of a kind"
             flows[event["id"]][event["ph"]] = event
-    for thread, found in slices.items():
-        _nest(thread, found)
+    for thread, intervals in slices.items():
+        _nest(thread, intervals)
     for number, ends in flows.items():
         assert set(ends) == {"s", "f"}, f"flow {number} has one end"
         assert ends["f"]["bp"] == "e"
@@ -49,7 +49,7 @@ def read_strictly(file: Path) -> dict[str, Any]:
 def _nest(thread: Thread, slices: list[tuple[int, int]]) -> None:
     assert [start for start, _ in slices] == sorted(start for start, _ in slices), f"{thread}: not in order"
     around: list[tuple[int, int]] = []
-    for start, end in sorted(slices, key=lambda each: (each[0], -each[1])):
+    for start, end in sorted(slices, key=lambda interval: (interval[0], -interval[1])):
         while around and around[-1][1] <= start:
             around.pop()
         assert not around or end <= around[-1][1], f"{thread}: {start} to {end} crosses {around[-1]}"
@@ -58,5 +58,5 @@ def _nest(thread: Thread, slices: list[tuple[int, int]]) -> None:
 
 def slices(trace: dict[str, Any], process: int, thread: int) -> list[Event]:
     """The complete events of a thread."""
-    found = trace["traceEvents"]
-    return [event for event in found if event["ph"] == "X" and (event["pid"], event["tid"]) == (process, thread)]
+    events = trace["traceEvents"]
+    return [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (process, thread)]

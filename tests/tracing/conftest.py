@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
-from tests.tracing.loops import WIDTH, Loop, made
+from tests.tracing.loops import WIDTH, Loop, make_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -18,4 +18,4 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def loop(package: Path) -> Loop:
-    return Loop(made(package))
+    return Loop(make_pipeline(package))

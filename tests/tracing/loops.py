@@ -26,7 +26,7 @@ ONE_WINDOW = sorted([*STATIC, "rank_00.0.pt.trace.json.gz", "rank_01.0.pt.trace.
 WIDTH = 16
 
 
-def made(package: Path, kernels: str = "eager") -> Pipeline:
+def make_pipeline(package: Path, kernels: str = "eager") -> Pipeline:
     return pipeline(package, "1f1b", kernels=kernels, microbatches=MICROBATCHES, loss_fn=loss)
 
 
@@ -57,12 +57,12 @@ def actions(trace: dict[str, Any], category: str = "user_annotation") -> list[di
 
 
 def record(
-    rank: int, package: str, folder: str, steps: int, given: dict[str, int]
+    rank: int, package: str, folder: str, steps: int, options: dict[str, int]
 ) -> tuple[str, list[float], int, int]:
     """Record so many steps. The run's folder, the losses, and when this began and ended."""
-    loop, losses = Loop(made(Path(package))), []
+    loop, losses = Loop(make_pipeline(Path(package))), []
     began = time.time_ns()
-    with pipegraph.profile(loop.pipe, folder, **given) as profiler:
+    with pipegraph.profile(loop.pipe, folder, **options) as profiler:
         for _ in range(steps):
             result = loop.step()
             profiler.step(result)
@@ -72,7 +72,7 @@ def record(
 
 def fail_in_step(rank: int, package: str, folder: str, failing: int, at: int) -> float:
     """One rank raises at step `at` of the loop. How long this one takes to notice."""
-    loop = Loop(made(Path(package)))
+    loop = Loop(make_pipeline(Path(package)))
     try:
         with pipegraph.profile(loop.pipe, folder, active=2, repeat=2) as profiler:
             for number in range(6):
@@ -87,7 +87,7 @@ def fail_in_step(rank: int, package: str, folder: str, failing: int, at: int) ->
 
 def fail_in_writing(rank: int, package: str, folder: str, failing: int) -> None:
     """The disk of one rank is full when it writes what was recorded."""
-    loop = Loop(made(Path(package)))
+    loop = Loop(make_pipeline(Path(package)))
     with pytest.MonkeyPatch.context() as patch, pipegraph.profile(loop.pipe, folder, active=1) as profiler:
         if rank == failing:
             patch.setattr(Path, "write_bytes", full)
@@ -101,18 +101,18 @@ def full(file: Path, data: bytes) -> int:
 
 def enter(rank: int, package: str, folders: list[str]) -> None:
     """Profile into another folder on each rank."""
-    with pipegraph.profile(made(Path(package)), folders[rank]):
+    with pipegraph.profile(make_pipeline(Path(package)), folders[rank]):
         raise AssertionError("it could be entered")
 
 
 def names(folder: Path) -> list[str]:
     """The files of a folder, hidden ones too, with the number of a window as its place in time; [] if it is gone."""
-    found = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
-    found = [re.sub(r"^(events\.out\.tfevents)\..*", r"\1", name) for name in found]
-    windows = sorted({name.split(".")[1] for name in found if name.startswith("rank_")})
+    file_names = sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+    file_names = [re.sub(r"^(events\.out\.tfevents)\..*", r"\1", name) for name in file_names]
+    windows = sorted({name.split(".")[1] for name in file_names if name.startswith("rank_")})
     for place, digits in enumerate(windows):
-        found = [name.replace(digits, str(place)) for name in found]
-    return found
+        file_names = [name.replace(digits, str(place)) for name in file_names]
+    return file_names
 
 
 def observed(pipe: Pipeline) -> bool:

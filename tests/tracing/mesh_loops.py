@@ -16,7 +16,7 @@ from tests.runtime.meshes import LENGTH, Shape, make
 STEPS = 3  # one warms up, two are recorded
 
 
-class Seen:
+class CollectiveObserver:
     """An observer of collectives: (collective, begin, end) in the order in which it is told."""
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ def record(rank: int, package: str, folder: str, shape: Shape, options: dict[str
     with pipegraph.profile(pipe, folder, warmup=1, active=STEPS - 1) as profiler:
         for _ in range(STEPS):
             profiler.step(pipe.step(tokens, target=target))
-    seen, times = Seen(), ActionTimes(pipe.device)
+    observer, times = CollectiveObserver(), ActionTimes(pipe.device)
     times.begin_step()
-    with pipe.observe(seen), pipe.observe(times):
+    with pipe.observe(observer), pipe.observe(times):
         pipe.step(tokens, target=target)
-    kept = {place: [str(each.collective) for each in row] for place, row in times.end_step().collectives.items()}
+    rows = {place: [str(event.collective) for event in row] for place, row in times.end_step().collectives.items()}
     kinds = defaultdict(set)
     for stage, kind in times.medians():
         kinds[kind.value].add(stage)
@@ -54,8 +54,8 @@ def record(rank: int, package: str, folder: str, shape: Shape, options: dict[str
         "folder": str(profiler.folder),
         "rank": rank,
         "place": pipe.ranks[0],
-        "program": [str(each) for each in program if isinstance(each, Collective)],
-        "seen": seen.collectives,
-        "kept": kept,
+        "program": [str(operation) for operation in program if isinstance(operation, Collective)],
+        "seen": observer.collectives,
+        "kept": rows,
         "stages of gathers": kinds["UNSHARD"],
     }

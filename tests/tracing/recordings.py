@@ -85,10 +85,10 @@ def rows_of(schedule: Schedule, times: Times, noise: float = 0.0, seed: int = 0)
                     row.append(Event(action, free, free))
                 continue
             begin = starts[action].start
-            due = [each for each in actions[:position] if each.kind.is_transfer and not each.sends]
+            due = [transfer for transfer in actions[:position] if transfer.kind.is_transfer and not transfer.sends]
             for receive in due:
-                wanted = (receive.stage, receive.microbatch, receive.kind is Kind.RECV_B)
-                if wanted == (action.stage, action.microbatch, action.kind is not Kind.F) and action.kind is not Kind.W:
+                target = (receive.stage, receive.microbatch, receive.kind is Kind.RECV_B)
+                if target == (action.stage, action.microbatch, action.kind is not Kind.F) and action.kind is not Kind.W:
                     row.append(Event(receive, free, begin))
             end = starts[action].end
             end -= noise * chance.random() * (end - begin)
@@ -102,7 +102,7 @@ def write_run(
     folder: Path,
     schedule: Schedule,
     steps: Mapping[int, Sequence[Sequence[Event]]],
-    made: Manifest | None = None,
+    package_manifest: Manifest | None = None,
     *,
     gap: float = 0.01,
     processes: int | None = None,
@@ -110,7 +110,7 @@ def write_run(
     error: float = 2e-6,
     extra: Sequence[dict[str, Any]] = (),
     run: str = RUN,
-    beside: Sequence[Sequence[CollectiveEvent]] = (),
+    spans: Sequence[Sequence[CollectiveEvent]] = (),
     mesh: Mapping[str, int] | None = None,
     line: Sequence[int] | None = None,
     begin: float = 1.0,
@@ -118,7 +118,7 @@ def write_run(
 ) -> Path:
     """Write ``steps`` (number → events of each rank) one after the other. ``offsets``: rank 0's clock − the rank's.
 
-    ``beside``: the collectives of each rank, in each step; ``messages``: what each rank sends for them. ``line``: the
+    ``spans``: the collectives of each rank, in each step; ``messages``: what each rank sends for them. ``line``: the
     numbers of the ranks in a ``mesh``.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,8 +144,8 @@ def write_run(
     }
     (folder / "run.json").write_text(json.dumps(info))
     (folder / "schedule.csv").write_text(to_csv(schedule))
-    if made is not None:
-        (folder / "pipeline.json").write_text(made.to_json())
+    if package_manifest is not None:
+        (folder / "pipeline.json").write_text(package_manifest.to_json())
     for rank in range(ranks):
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}
@@ -158,8 +158,8 @@ def write_run(
             )
             for event in rows[rank]:
                 events += _copies(event, line[rank], number, start, schedule)
-            for each in beside[rank] if beside else ():
-                collective, *times = each
+            for collective_event in spans[rank] if spans else ():
+                collective, *times = collective_event
                 args = {"stage": collective.stage, "kind": collective.kind.value, "step": number}
                 begun, ended = (start + time for time in times)
                 events.append(_event(COLLECTIVE_EVENT, collective_name(collective), begun, ended, args))

@@ -16,8 +16,8 @@ def with_edges(schedule: Schedule) -> Schedule:
     return schedule.changed(edges=schedule.dependencies.edges, gradient_edges=schedule.dependencies.gradient_edges)
 
 
-def changes(found: tuple[SimulatedChange, ...]) -> dict[str, float]:
-    return {each.change: each.gain for each in found}
+def changes(alternatives: tuple[SimulatedChange, ...]) -> dict[str, float]:
+    return {alternative.change: alternative.gain for alternative in alternatives}
 
 
 def test_a_layer_moves_away_from_the_longest_stage() -> None:
@@ -26,22 +26,22 @@ def test_a_layer_moves_away_from_the_longest_stage() -> None:
     times = Times((3.0, 5.0), (3.0, 5.0), (3.0, 5.0))
     even = Times.equal(2, 4.0, 4.0, 4.0)
     gain = 1 - simulate(schedule, even).makespan / simulate(schedule, times).makespan
-    made = manifest(2, layers=4)
-    stages = [made.stages[0], made.stages[1]]
+    pipeline = manifest(2, layers=4)
+    stages = [pipeline.stages[0], pipeline.stages[1]]
     names = [f"layers.{n}.weight" for n in range(8)]
     force_setattr(stages[0], "parameters", tuple(names[:3]))
     force_setattr(stages[1], "parameters", tuple(names[3:]))
-    advice = advise(schedule, times, made)
+    advice = advise(schedule, times, pipeline)
     assert changes(advice.changes)["move layers.3 to stage 0"] == pytest.approx(gain)
     assert changes(advice.changes)["move layers.2 to stage 1"] < 0
-    moved = next(each for each in advice.changes if each.change.startswith("move layers.3"))
+    moved = next(alternative for alternative in advice.changes if alternative.change.startswith("move layers.3"))
     assert str(moved) == (f"move layers.3 to stage 0: step time −{gain * 100:.1f} % (a layer taken as 1/3 of stage 0)")
 
 
 def test_a_moved_cut_has_a_command() -> None:
-    made = manifest(2, layers=4)
-    force_setattr(made.plan, "points", ("layers.4",))
-    advice = advise(with_edges(build("1f1b", 2, 8)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), made)
+    pipeline = manifest(2, layers=4)
+    force_setattr(pipeline.plan, "points", ("layers.4",))
+    advice = advise(with_edges(build("1f1b", 2, 8)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), pipeline)
     assert advice.best is not None and advice.best.change.startswith("move layers.4")
     last = advice.best.change.split()[-4]
     assert f"pipegraph split MODEL --points {last}:end -o OUT --overwrite" in advice.commands
@@ -49,15 +49,15 @@ def test_a_moved_cut_has_a_command() -> None:
 
 def test_commands_name_the_package_and_the_model() -> None:
     names = CommandNames("build/gpt", "gpt.py")
-    made = manifest(2, layers=4)
-    force_setattr(made.plan, "points", ("layers.4",))
-    advice = advise(with_edges(build("1f1b", 2, 4)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), made, names=names)
-    assert all("OUT" not in each and "MODEL" not in each for each in replace(advice, mispredicted=3.7).commands)
+    pipeline = manifest(2, layers=4)
+    force_setattr(pipeline.plan, "points", ("layers.4",))
+    advice = advise(with_edges(build("1f1b", 2, 4)), Times((1.0, 5.0), (1.0, 5.0), (1.0, 5.0)), pipeline, names=names)
+    assert all("OUT" not in text and "MODEL" not in text for text in replace(advice, mispredicted=3.7).commands)
     assert advice.commands[0].startswith("pipegraph split gpt.py --points layers.")
     assert advice.commands[0].endswith(":end -o build/gpt --overwrite")
-    runs = [each.command for each in advice.changes if each.command.startswith("pipegraph run")]
+    runs = [alternative.command for alternative in advice.changes if alternative.command.startswith("pipegraph run")]
     assert runs
-    assert all(each.startswith("pipegraph run build/gpt --model gpt.py --schedule ") for each in runs)
+    assert all(command.startswith("pipegraph run build/gpt --model gpt.py --schedule ") for command in runs)
     again = replace(advice, mispredicted=3.7).commands[1]
     assert again == "pipegraph split gpt.py --hardware hardware.json --stages 2 -o build/gpt --overwrite"
 
@@ -86,11 +86,11 @@ def test_overhead_is_not_saved() -> None:
 
 def test_as_many_layers_move_as_it_takes() -> None:
     schedule = with_edges(build("1f1b", 2, 8))
-    made = manifest(2, layers=4)
+    pipeline = manifest(2, layers=4)
     names = [f"layers.{n}.weight" for n in range(8)]
-    force_setattr(made.stages[0], "parameters", tuple(names[:6]))
-    force_setattr(made.stages[1], "parameters", tuple(names[6:]))
-    best = advise(schedule, Times((6.0, 2.0), (6.0, 2.0), (6.0, 2.0)), made).best
+    force_setattr(pipeline.stages[0], "parameters", tuple(names[:6]))
+    force_setattr(pipeline.stages[1], "parameters", tuple(names[6:]))
+    best = advise(schedule, Times((6.0, 2.0), (6.0, 2.0), (6.0, 2.0)), pipeline).best
     assert best is not None
     assert best.change == "move layers.4 – layers.5 to stage 1"
 
@@ -101,7 +101,7 @@ def test_another_schedule_says_what_it_holds_and_how_i_and_w_were_divided() -> N
     assert advice.best is not None
     assert advice.sentence == ("Run zb-h1 instead of 1f1b: step time −13.3 % (I and W taken as halves of B).")
     # interleaved-zb is the same with one stage on a rank, and zb-h2 holds more: one of equals is told.
-    assert [each.change.split()[1] for each in advice.changes if each.gain > 0.1] == ["zb-h1"]
+    assert [alternative.change.split()[1] for alternative in advice.changes if alternative.gain > 0.1] == ["zb-h1"]
 
 
 def test_more_microbatches_and_the_best_change_that_keeps_the_batch() -> None:
@@ -147,6 +147,6 @@ def test_layers_are_what_stands_under_the_first_number() -> None:
 
 
 def test_layers_of_two_lists_are_not_equal() -> None:
-    (found,) = stage_layers([["encoder.0.w", "encoder.1.w", "decoder.0.w", "decoder.1.w"]])
-    assert {structure[0] for structure in found.structures} == {"encoder", "decoder"}
-    assert [layer.name for layer in found.first + found.last] == ["encoder.0", "encoder.1", "decoder.1", "decoder.0"]
+    (layers,) = stage_layers([["encoder.0.w", "encoder.1.w", "decoder.0.w", "decoder.1.w"]])
+    assert {structure[0] for structure in layers.structures} == {"encoder", "decoder"}
+    assert [layer.name for layer in layers.first + layers.last] == ["encoder.0", "encoder.1", "decoder.1", "decoder.0"]

@@ -37,13 +37,13 @@ pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
 )
 def test_every_collective_has_its_span(shape: Shape, options: dict[str, Any], tmp_path: Path) -> None:
     package = str(write(perceptrons(4, tied=False), tmp_path / "perceptrons"))
-    found = ranks.run(mesh_loops.record, 4, package, str(tmp_path / "runs"), shape, options, timeout=110)
-    assert all(isinstance(each, dict) for each in found), found
-    for rank in found:
+    reports = ranks.run(mesh_loops.record, 4, package, str(tmp_path / "runs"), shape, options, timeout=110)
+    assert all(isinstance(report, dict) for report in reports), reports
+    for rank in reports:
         assert_seen(rank)
         assert_written(rank)
-    (folder,) = {rank["folder"] for rank in found}  # one of the whole mesh
-    assert_read(Path(folder), {rank["rank"]: rank["program"] for rank in found})
+    (folder,) = {rank["folder"] for rank in reports}  # one of the whole mesh
+    assert_read(Path(folder), {rank["rank"]: rank["program"] for rank in reports})
 
 
 def test_an_interrupted_clock_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,11 +53,11 @@ def test_an_interrupted_clock_keeps_their_order(monkeypatch: pytest.MonkeyPatch)
     spans = ActionSpans(torch.device("cpu"))
     collectives = [Collective(stage, kind) for stage in range(4) for kind in CollectiveKind]
     begin = time.perf_counter()
-    for place, each in enumerate(collectives):
-        spans.collective(0, each, begin + place * 1e-6, begin + (place + 1) * 1e-6, ())
+    for place, collective in enumerate(collectives):
+        spans.collective(0, collective, begin + place * 1e-6, begin + (place + 1) * 1e-6, ())
     events = [event for event in spans.take_collectives(None) if event["ph"] == "X"]
-    assert [event["name"] for event in events] == [collective_name(each) for each in collectives]
-    assert all(before["ts"] + before["dur"] <= after["ts"] + 0.3 for before, after in pairwise(events))  # microseconds
+    assert [event["name"] for event in events] == [collective_name(operation) for operation in collectives]
+    assert all(first["ts"] + first["dur"] <= second["ts"] + 0.3 for first, second in pairwise(events))  # microseconds
     assert [*spans.take_collectives(None)] == []
 
 
@@ -65,7 +65,7 @@ def assert_seen(rank: dict[str, Any]) -> None:
     """An observer is told of them in their order, none before the one before has ended."""
     assert rank["program"] and [name for name, _, _ in rank["seen"]] == rank["program"]
     assert all(begin <= end for _, begin, end in rank["seen"])
-    assert all(before[2] <= after[1] for before, after in pairwise(rank["seen"]))
+    assert all(first[2] <= second[1] for first, second in pairwise(rank["seen"]))
     assert rank["kept"] == {rank["place"]: rank["program"]}
     assert rank["stages of gathers"] == {int(name[0]) for name in rank["program"] if "UNSHARD" in name}
 
@@ -76,12 +76,12 @@ def assert_written(rank: dict[str, Any]) -> None:
     trace = read(file)
     spans = actions(trace, COLLECTIVE_EVENT)
     for step in (1, 2):
-        names = [f"{each['args']['stage']}{each['args']['kind']}" for each in spans if each["args"]["step"] == step]
+        names = [f"{span['args']['stage']}{span['args']['kind']}" for span in spans if span["args"]["step"] == step]
         assert Counter(names) == Counter(rank["program"])
-    (lane,) = {each["tid"] for each in spans}
-    assert {each["cat"] for each in trace["traceEvents"] if each["ph"] == "X" and each["tid"] == lane} == {"collective"}
+    (lane,) = {span["tid"] for span in spans}
+    assert {span["cat"] for span in trace["traceEvents"] if span["ph"] == "X" and span["tid"] == lane} == {"collective"}
     first, last = actions(trace)[0], actions(trace)[-1]
-    assert all(first["ts"] - 1e6 < each["ts"] < last["ts"] + 1e6 for each in spans)  # on the same clock
+    assert all(first["ts"] - 1e6 < span["ts"] < last["ts"] + 1e6 for span in spans)  # on the same clock
 
 
 def assert_read(folder: Path, programs: dict[int, list[str]]) -> None:
@@ -90,23 +90,23 @@ def assert_read(folder: Path, programs: dict[int, list[str]]) -> None:
     for run in runs:
         assert not run.problems
         for place, rank in enumerate(run.line):
-            placed = [each for each in run.schedule.collectives if run.schedule.placement[each.stage] == place]
+            placed = [call for call in run.schedule.collectives if run.schedule.placement[call.stage] == place]
             assert len(placed) == len(programs[rank])
             for step in (1, 2):
-                spans = [each for each in run.ranks[place].collectives if each.step == step]
-                assert [str(each.collective) for each in spans] == programs[rank]
+                spans = [span for span in run.ranks[place].collectives if span.step == step]
+                assert [str(span.collective) for span in spans] == programs[rank]
     text = render_trace_report(analyse_run(runs[1]))
-    assert "collectives of each stage, beside its actions, in" in text and "REDUCE_GRAD" in text
+    assert "collectives of each stage, in parallel with its actions, in" in text and "REDUCE_GRAD" in text
     for run in runs:
-        known = {str(each) for rank in run.ranks.values() for each in rank.messages}
-        assert known == {name for rank in run.line for name in programs[rank] if "RESHARD" not in name}
-        sent = [message for rank in run.ranks.values() for each in rank.messages.values() for message in each]
+        message_names = {str(collective) for rank in run.ranks.values() for collective in rank.messages}
+        assert message_names == {name for rank in run.line for name in programs[rank] if "RESHARD" not in name}
+        sent = [message for rank in run.ranks.values() for messages in rank.messages.values() for message in messages]
         assert all(message.size > 0 and len(message.ranks) == 2 for message in sent)
     assert f"at {runs[1].place}" in text.splitlines()[0] and "4 processes" in text.splitlines()[0]
     merged = folder / "merged.json"
     merge_traces(runs, merged)
     events = read_plain(merged)
-    lanes = Counter(each["pid"] for each in events if each["ph"] == "X" and each["tid"] == COLLECTIVES)
+    lanes = Counter(event["pid"] for event in events if event["ph"] == "X" and event["tid"] == COLLECTIVES)
     assert lanes == {rank: 2 * len(program) for rank, program in programs.items()}
 
 

@@ -22,11 +22,11 @@ SCHEDULE = build("1f1b", 2, 2)
 
 def milliseconds(*rows: str) -> list[list[Event]]:
     """``0F0 0 1, 0F1 1 2``: events with their starts and ends."""
-    found = []
+    event_rows = []
     for row in rows:
-        words = [each.split() for each in row.split(",")]
-        found.append([event(name, float(start) / 1000, float(end) / 1000) for name, start, end in words])
-    return found
+        words = [cell.split() for cell in row.split(",")]
+        event_rows.append([event(name, float(start) / 1000, float(end) / 1000) for name, start, end in words])
+    return event_rows
 
 
 EVEN = milliseconds(
@@ -71,14 +71,14 @@ def test_each_cause(
 ) -> None:
     analysis = analysed(tmp_path, rows)
     assert analysis.makespan == pytest.approx(makespan / 1000)
-    for found, computes, expected in zip(analysis.idle, busy, causes, strict=True):
+    for bubble, computes, expected in zip(analysis.idle, busy, causes, strict=True):
         causes_found = (
-            found.causes.warmup_and_drain,
-            found.causes.imbalance,
-            found.causes.transfers,
-            found.causes.overhead,
+            bubble.causes.warmup_and_drain,
+            bubble.causes.imbalance,
+            bubble.causes.transfers,
+            bubble.causes.overhead,
         )
-        assert found.busy == pytest.approx(computes / 1000)
+        assert bubble.busy == pytest.approx(computes / 1000)
         assert causes_found == pytest.approx([cause / 1000 for cause in expected], abs=1e-9)
 
 
@@ -109,13 +109,13 @@ def test_causes_add_up_to_the_idle_time_and_none_is_negative(data: st.DataObject
     for number in range(2):
         late = data.draw(_SECONDS)
         rows = rows_of(schedule, times, noise=data.draw(st.floats(0, 1)), seed=number)
-        computed = [[each for each in row if not each.action.kind.is_transfer] for row in rows]
-        computed[-1] = [each._replace(start=each.start + late, end=each.end + late) for each in computed[-1]]
+        computed = [[span for span in row if not span.action.kind.is_transfer] for row in rows]
+        computed[-1] = [span._replace(start=span.start + late, end=span.end + late) for span in computed[-1]]
         events = tuple(map(tuple, computed))
         steps.append(MeasuredStep(number, 0.0, events, ((),) * ranks, (True,) * ranks, (None,) * ranks, ((),) * ranks))
     simulated = SimulatedIdleTimes.from_measured_times(schedule, measured_times(steps, schedule, None))
-    found = [idle_of_step(step, simulated) for step in steps]
-    for bubble in [each for step in found for each in step] + list(mean_idle(found)):
+    bubbles = [idle_of_step(step, simulated) for step in steps]
+    for bubble in [idle for step in bubbles for idle in step] + list(mean_idle(bubbles)):
         causes = bubble.causes
         assert bubble.busy + sum(astuple(causes)) == pytest.approx(bubble.makespan, rel=1e-12)
         assert min(causes.warmup_and_drain, causes.imbalance, causes.transfers, causes.overhead) >= 0

@@ -28,9 +28,9 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def names(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
-    found = [each for each in trace["traceEvents"] if each["ph"] == "M" and each["name"] == what]
-    return {(each["pid"], each["tid"]): each["args"]["name"] for each in found}
+def names(trace: dict[str, Any], event_name: str) -> dict[tuple[int, int], str]:
+    events = [event for event in trace["traceEvents"] if event["ph"] == "M" and event["name"] == event_name]
+    return {(event["pid"], event["tid"]): event["args"]["name"] for event in events}
 
 
 def test_a_process_per_rank_and_a_thread_per_direction(folder: Path, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_process_per_rank_and_a_thread_per_direction(folder: Path, tmp_path: P
     ]
     threads = names(trace, "thread_name")
     assert [threads[1, number] for number in (COMPUTE, SENDS, RECEIVES)] == ["compute", "sends", "receives"]
-    assert [each["name"] for each in slices(trace, 1, COMPUTE)][:2] == [
+    assert [span["name"] for span in slices(trace, 1, COMPUTE)][:2] == [
         "F stage 1 microbatch 0",
         "F stage 2 microbatch 0",
     ]
@@ -59,7 +59,7 @@ def test_a_process_per_rank_and_a_thread_per_direction(folder: Path, tmp_path: P
 def test_arrows_lead_from_a_send_to_its_receive(folder: Path, tmp_path: Path) -> None:
     merge_traces([read_run(folder)], tmp_path / "trace.json")
     trace = read_strictly(tmp_path / "trace.json")
-    first, last = (next(each for each in trace["traceEvents"] if each["ph"] == phase) for phase in "sf")
+    first, last = (next(event for event in trace["traceEvents"] if event["ph"] == phase) for phase in "sf")
     assert (first["pid"], first["tid"], last["pid"], last["tid"]) == (0, SENDS, 1, RECEIVES)
     assert last["ts"] - first["ts"] == pytest.approx(100, abs=0.01)  # the hop, in microseconds
 
@@ -73,7 +73,7 @@ def test_ranks_are_on_one_clock_with_its_error(folder: Path, tmp_path: Path) -> 
         "0": {"offset_ns": 0, "error_ns": 0},
         "1": {"offset_ns": 250_000_000, "error_ns": 3000},
     }
-    labels = [each["args"]["labels"] for each in trace["traceEvents"] if each["name"] == "process_labels"]
+    labels = [event["args"]["labels"] for event in trace["traceEvents"] if event["name"] == "process_labels"]
     assert labels == ["rank 0's clock", "clock 250 ms, ± 3 µs"]
 
 
@@ -84,7 +84,7 @@ def test_the_predicted_step_starts_with_each_measured_one(tmp_path: Path) -> Non
     run = read_run(write_run(tmp_path / "run", schedule, {1: rows, 2: rows}, slow, gap=0.001))
     merge_traces([run], tmp_path / "trace.json", run.prediction and run.prediction.timeline)
     trace = read_strictly(tmp_path / "trace.json")
-    measured = [each["ts"] for each in slices(trace, 0, COMPUTE) if each["name"] == "F stage 0 microbatch 0"]
+    measured = [span["ts"] for span in slices(trace, 0, COMPUTE) if span["name"] == "F stage 0 microbatch 0"]
     threads = [thread for process, thread in names(trace, "thread_name") if process == 2]
     assert len(threads) == 2
     assert [slices(trace, 2, thread)[0]["ts"] for thread in threads] == measured
@@ -112,12 +112,12 @@ def test_operations_stand_below_their_action(tmp_path: Path) -> None:
     assert merge_traces([read_run(folder)], tmp_path / "few.json").slices == 4
     merged = merge_traces([read_run(folder)], tmp_path / "trace.json", operations=True)
     trace = read_strictly(tmp_path / "trace.json")
-    below = [each["name"] for each in slices(trace, 0, COMPUTE)]
+    below = [span["name"] for span in slices(trace, 0, COMPUTE)]
     assert below[:5] == ["ProfilerStep#1", "around", "F stage 0 microbatch 0", "inner", "inmost"]
     assert "across two actions" not in below and "into an action" not in below
     assert merged.left_out >= 2
-    others = {name for (_, thread), name in names(trace, "thread_name").items() if thread > RECEIVES}
-    assert others == {"host thread 7", "stream 20"}
+    other_threads = {name for (_, thread), name in names(trace, "thread_name").items() if thread > RECEIVES}
+    assert other_threads == {"host thread 7", "stream 20"}
 
 
 def test_a_rank_without_a_trace_is_left_empty(folder: Path, tmp_path: Path) -> None:

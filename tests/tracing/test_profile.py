@@ -89,8 +89,8 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
         {"digits": digits[1], "steps": [6, 7], "losses": losses[6:8]},
     ]
     about = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "placement": [0, 1], "processes": 1, "device": "cpu"}
-    kept = {"package": "chain", "kernels": "eager", "torch": torch.__version__, "generator": "pipegraph 0.1.0"}
-    assert run.items() >= {"schema_version": 1, **about, **kept}.items()
+    origin = {"package": "chain", "kernels": "eager", "torch": torch.__version__, "generator": "pipegraph 0.1.0"}
+    assert run.items() >= {"schema_version": 1, **about, **origin}.items()
     lowered = lower(loop.pipe.schedule, manifest.edges(), manifest.gradient_edges())
     for rank in (0, 1):
         first, second = traces(folder, rank)
@@ -98,11 +98,11 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
             "ProfilerStep#6",
             "ProfilerStep#7",
         ]
-        own = {"run": run["run"], "rank": rank, "ranks": 2, "digits": digits[0], "mesh": {"pp": 2}, "messages": {}}
-        assert first["pipegraph"] == {**own, "clock": {"offset_ns": 0, "error_ns": 0}}
+        info = {"run": run["run"], "rank": rank, "ranks": 2, "digits": digits[0], "mesh": {"pp": 2}, "messages": {}}
+        assert first["pipegraph"] == {**info, "clock": {"offset_ns": 0, "error_ns": 0}}
         assert list(first)[-1] == "traceEvents"  # behind its bracket the plugin writes what it knows of a GPU
-        found = sorted(event["name"] for event in actions(first))
-        assert found == sorted(2 * [action_name(action) for action in lowered.actions[rank]])
+        event_names = sorted(event["name"] for event in actions(first))
+        assert event_names == sorted(2 * [action_name(action) for action in lowered.actions[rank]])
 
 
 def test_a_rank_s_file(loop: Loop, tmp_path: Path) -> None:

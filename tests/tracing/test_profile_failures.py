@@ -16,7 +16,7 @@ from pipegraph import PipegraphError
 from pipegraph.report.tensorboard import TensorBoardWriter
 from pipegraph.tracing.recording.run_folder import RunFolder, make_run_folder
 from tests.runtime import ranks
-from tests.tracing.loops import ONE_WINDOW, Loop, enter, fail_in_step, fail_in_writing, made, names, observed
+from tests.tracing.loops import ONE_WINDOW, Loop, enter, fail_in_step, fail_in_writing, make_pipeline, names, observed
 
 pytest.importorskip("tensorboard", reason="pip install pipegraph[tensorboard]")
 
@@ -43,7 +43,7 @@ def test_an_error_in_the_loop_leaves_whole_windows(loop: Loop, tmp_path: Path, a
 
 
 def test_an_action_that_fails_leaves_torch_s_profiler_usable(package: Path, tmp_path: Path) -> None:
-    loop = Loop(made(package, kernels="autograd"))
+    loop = Loop(make_pipeline(package, kernels="autograd"))
 
     def run() -> None:
         with pipegraph.profile(loop.pipe, tmp_path / "runs" / "made", active=2) as profiler:
@@ -54,30 +54,30 @@ def test_an_action_that_fails_leaves_torch_s_profiler_usable(package: Path, tmp_
     with pytest.raises(pipegraph.RuntimeFault, match="ZeroDivisionError"):
         run()
     assert list(tmp_path.iterdir()) == []
-    with torch.profiler.profile() as other:
+    with torch.profiler.profile() as torch_profile:
         torch.ones(1) + 1
-    assert {event.name for event in other.events()} >= {"aten::ones", "aten::add"}
+    assert {event.name for event in torch_profile.events()} >= {"aten::ones", "aten::add"}
 
 
 def test_one_profile_at_a_time(loop: Loop, package: Path, tmp_path: Path) -> None:
     """Two at once would end the process by a crash of torch's profiler."""
-    other, said = Loop(made(package)), "Another profile already records this process"
+    second_loop, message = Loop(make_pipeline(package)), "Another profile already records this process"
     with pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler:
-        for pipe in (loop.pipe, other.pipe):
-            with pytest.raises(PipegraphError, match=said), pipegraph.profile(pipe, tmp_path):
+        for pipe in (loop.pipe, second_loop.pipe):
+            with pytest.raises(PipegraphError, match=message), pipegraph.profile(pipe, tmp_path):
                 raise AssertionError("it could be entered")
         for _ in range(2):
             profiler.step(loop.step())
     with (
         torch.profiler.profile(),
-        pytest.raises(PipegraphError, match=said),
+        pytest.raises(PipegraphError, match=message),
         pipegraph.profile(loop.pipe, tmp_path),
     ):
         raise AssertionError("it could be entered")
     assert [names(folder) for folder in tmp_path.iterdir()] == [ONE_WINDOW]
-    with pipegraph.profile(other.pipe, tmp_path, active=1) as profiler:
+    with pipegraph.profile(second_loop.pipe, tmp_path, active=1) as profiler:
         for _ in range(2):
-            profiler.step(other.step())
+            profiler.step(second_loop.step())
     assert names(profiler.folder) == ONE_WINDOW
 
 
@@ -146,16 +146,16 @@ def test_a_folder_that_one_rank_cannot_make_fails_before_the_first_step(package:
     (tmp_path / "file").touch()
     folders = [str(tmp_path / "runs"), str(tmp_path / "file" / "runs")]
     errors = ranks.run(enter, 2, str(package), folders)
-    said = f"no trace can be written to {folders[1]}: Not a directory."
-    assert errors[0].startswith(f"PipegraphError: rank 1: {said}")
-    assert errors[1].startswith(f"PipegraphError: {said}")
+    problem = f"no trace can be written to {folders[1]}: Not a directory."
+    assert errors[0].startswith(f"PipegraphError: rank 1: {problem}")
+    assert errors[1].startswith(f"PipegraphError: {problem}")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_empty_folder_goes_though_the_first_process_was_killed(loop: Loop, tmp_path: Path) -> None:
     """Another process then removes it."""
     run = make_run_folder(loop.pipe, tmp_path / "runs")
-    other = RunFolder(run.path, "", types.SimpleNamespace(ranks=(1,), mesh_ranks=(0, 1)), {}, run.folder_count)  # type: ignore[arg-type]
-    assert run.path.is_dir() and not other.is_first
-    other.remove_if_empty()
+    second_folder = RunFolder(run.path, "", types.SimpleNamespace(ranks=(1,), mesh_ranks=(0, 1)), {}, run.folder_count)  # type: ignore[arg-type]
+    assert run.path.is_dir() and not second_folder.is_first
+    second_folder.remove_if_empty()
     assert list(tmp_path.iterdir()) == []

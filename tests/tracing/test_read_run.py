@@ -26,8 +26,8 @@ ROWS = rows_of(SCHEDULE, TIMES)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two steps of 1f1b on 2 ranks; rank 1's clock is 0.5 s ahead."""
-    made = manifest(2, TIMES)
-    return write_run(tmp_path / "run", SCHEDULE, {4: ROWS, 5: ROWS}, made, offsets=[0.0, -0.5])
+    package_manifest = manifest(2, TIMES)
+    return write_run(tmp_path / "run", SCHEDULE, {4: ROWS, 5: ROWS}, package_manifest, offsets=[0.0, -0.5])
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -90,13 +90,13 @@ def test_a_rank_without_a_file_is_named_and_the_others_shown(folder: Path) -> No
 @pytest.mark.parametrize("part", [0.5, 0.9])
 def test_a_truncated_file_is_named_and_read_as_far_as_it_goes(part: float, folder: Path) -> None:
     file = file_of(folder, 1)
-    whole = read_run(folder).ranks[1].spans
+    all_spans = read_run(folder).ranks[1].spans
     data = gzip.decompress(file.read_bytes())
     file.write_bytes(gzip.compress(data[: int(len(data) * part)]))
     run = read_run(folder)
     assert run.problems == (f"{file.name}: it is truncated",)
-    found = run.ranks[1].spans
-    assert 0 < len(found) < len(whole) and found == whole[: len(found)]
+    spans = run.ranks[1].spans
+    assert 0 < len(spans) < len(all_spans) and spans == all_spans[: len(spans)]
     assert analyse_run(run).idle
 
 
@@ -117,7 +117,7 @@ def test_a_truncated_archive_is_named(folder: Path) -> None:
 def test_a_file_that_is_no_trace_is_named(folder: Path) -> None:
     file_of(folder, 1).write_text("not gzip, not JSON")
     problems = read_run(folder).problems
-    assert problems[0].startswith(f"{file_of(folder, 1).name}: it is no Chrome trace")
+    assert problems[0].startswith(f"{file_of(folder, 1).name}: it is not a Chrome trace")
     assert problems[-1] == "rank 1 of 2 has no trace"
 
 
@@ -129,21 +129,21 @@ def test_no_readable_trace_is_an_error(folder: Path) -> None:
 
 
 def test_a_file_of_another_run_is_left_out(folder: Path) -> None:
-    other = file_of(folder, 0).with_name(f"rank_00.{DIGITS + 1}.pt.trace.json.gz")
-    other.write_bytes(file_of(folder, 0).read_bytes())
-    changed(other, lambda trace: trace["pipegraph"].update(run="another"))
+    second_file = file_of(folder, 0).with_name(f"rank_00.{DIGITS + 1}.pt.trace.json.gz")
+    second_file.write_bytes(file_of(folder, 0).read_bytes())
+    changed(second_file, lambda trace: trace["pipegraph"].update(run="another"))
     run = read_run(folder)
-    assert run.problems == (f"{other.name} is of another run (another, not run-1), and left out",)
+    assert run.problems == (f"{second_file.name} is of another run (another, not run-1), and left out",)
     assert {span.step for span in run.ranks[0].spans} == {4, 5}
 
 
 def test_files_of_another_plan_are_left_out(folder: Path) -> None:
-    def other(trace: dict[str, Any]) -> None:
+    def renumber_stages(trace: dict[str, Any]) -> None:
         for event in trace["traceEvents"]:
             if "stage" in event["args"]:
                 event["args"]["stage"] += 2
 
-    changed(file_of(folder, 1), other)
+    changed(file_of(folder, 1), renumber_stages)
     problems = read_run(folder).problems
     assert problems[0].startswith(f"{file_of(folder, 1).name} is of another plan: rank 1 does 3F0 in it")
     assert problems[1] == "rank 1 of 2 has no trace"
@@ -171,9 +171,9 @@ def test_a_run_of_a_mesh_is_read_pipeline_by_pipeline(with_info: bool, tmp_path:
     assert "this is the pipeline at dp_shard 1, one of 2; --pipeline 0 shows another" in second.notes
     merge_traces([first, second], tmp_path / "merged.json")
     events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
-    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names[3] == "rank 3 (pp 1, dp_shard 1): stage 1" and names.keys() == {0, 1, 2, 3}
-    starts = [min(each["ts"] for each in events if each["ph"] == "X" and each["pid"] == rank) for rank in range(2)]
+    starts = [min(span["ts"] for span in events if span["ph"] == "X" and span["pid"] == rank) for rank in range(2)]
     assert starts[1] - starts[0] == pytest.approx(0.25e6)
 
 
@@ -233,8 +233,8 @@ def test_spans_of_the_gpu_go_before_those_of_the_host(folder: Path) -> None:
     assert {str(span.action.kind) for span in trace.spans} == {"F", "B"}  # the host's transfers tell nothing here
     first = next(span for span in run.ranks[0].spans if span.step == 4)
     assert first.end - first.start == pytest.approx(0.001)
-    others = [span for span in run.ranks[1].spans if span.step == 4 and span.action.kind == "F"]
-    assert others[0].start - first.start == pytest.approx(0.0011 - 0.0001)
+    other_spans = [span for span in run.ranks[1].spans if span.step == 4 and span.action.kind == "F"]
+    assert other_spans[0].start - first.start == pytest.approx(0.0011 - 0.0001)
 
 
 def test_a_file_that_may_not_be_read_is_named(folder: Path) -> None:
@@ -250,4 +250,4 @@ def test_figures_that_no_clock_shows_are_left_out(folder: Path) -> None:
     (folder / "run.json").write_text((folder / "run.json").read_text().replace('"processes": 2', '"processes": 1e999'))
     problems = read_run(folder).problems
     assert f"{file_of(folder, 1).name}: its entry of pipegraph is damaged" in problems
-    assert any(each.startswith("run.json is damaged (OverflowError") for each in problems)
+    assert any(problem.startswith("run.json is damaged (OverflowError") for problem in problems)

@@ -39,17 +39,17 @@ def test_a_trace_is_read_compressed_or_not(packed: bool, tmp_path: Path) -> None
 def test_a_truncated_file_gives_what_it_has(data: st.DataObject) -> None:
     text = json.dumps(TRACE).encode()
     packed = data.draw(st.booleans())
-    whole = gzip.compress(text) if packed else text
-    end = data.draw(st.integers(0, len(text) - 1)) if not packed else data.draw(st.integers(2, len(whole) - 9))
+    content = gzip.compress(text) if packed else text
+    end = data.draw(st.integers(0, len(text) - 1)) if not packed else data.draw(st.integers(2, len(content) - 9))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace")
-        file.write_bytes(whole[:end])
+        file.write_bytes(content[:end])
         try:
             trace = read_trace(file)
         except TraceError:
             return  # too little of it is there
-        found = list(trace.events())
-        assert found == EVENTS[: len(found)]
+        events = list(trace.events())
+        assert events == EVENTS[: len(events)]
         assert trace.problem == "it is truncated" or packed  # all of it, but for the bytes that only check it
 
 

@@ -28,7 +28,7 @@ def recorded(
     order = build(schedule, ranks, microbatches)
     package = Package.open(write(chain(order.stages, width=8), folder / "chain"))
     pipe = Pipeline(package, order, loss_fn=lambda output, target: output.square().mean(), kernels="eager")
-    (value,) = (each for each in package.manifest.at_capture().values.values() if each.producer < 0)
+    (value,) = (candidate for candidate in package.manifest.at_capture().values.values() if candidate.producer < 0)
     return pipe, torch.randn(microbatches * value.shape[0], *value.shape[1:])
 
 
@@ -37,16 +37,16 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
     recorder = StepRecorder(pipe)
     pipe.observe(recorder.times, evals=False)
     pipe.stages[0].register_forward_pre_hook(lambda *_: time.sleep(NAP))
-    found = []
+    figures = []
     for _ in range(2):
         loss = pipe.step(batch).loss
         time.sleep(NAP)  # the optimizer
-        found.append(recorder.end_step(loss))
+        figures.append(recorder.end_step(loss))
         recorder.begin_step()
-        assert found[-1].loss == pytest.approx(float(loss))
-    last = found[-1]
+        assert figures[-1].loss == pytest.approx(float(loss))
+    last = figures[-1]
     assert (last.samples, last.tokens) == (len(batch), None)
-    assert [each.index for each in found] == [0, 1]
+    assert [step.index for step in figures] == [0, 1]
     assert [list(parts) for parts in last.ranks] == [["forward", "backward", "transfer", "wait"]] * 2
     spent = sum(sum(parts.values()) for parts in last.ranks)
     assert 0 < spent <= last.seconds < last.iteration - NAP
@@ -57,8 +57,8 @@ def test_a_step_and_its_parts(tmp_path: Path) -> None:
 def test_parts_show_the_slow_rank(tmp_path: Path) -> None:
     pipe, batch = recorded(tmp_path, "zb-h1")
     kernels = pipe._runner.executors.training_executors[1]._kernels[1]
-    own = kernels.weight_backward
-    kernels.weight_backward = lambda saved: (time.sleep(NAP), own(saved))[1]  # type: ignore[method-assign]
+    weight_backward = kernels.weight_backward
+    kernels.weight_backward = lambda saved: (time.sleep(NAP), weight_backward(saved))[1]  # type: ignore[method-assign]
     recorder = StepRecorder(pipe)
     pipe.observe(recorder.times, evals=False)
     pipe.step(batch)
@@ -105,7 +105,7 @@ def test_the_timeline_of_the_last_step(tmp_path: Path) -> None:
     assert timeline.makespan == pytest.approx(figures.seconds, abs=1e-3)
     for row in timeline.events:
         assert all(event.start <= event.end for event in row)
-        assert all(before.end <= after.start for before, after in pairwise(row))
+        assert all(first.end <= second.start for first, second in pairwise(row))
 
 
 def test_a_call_of_other_microbatches_has_no_timeline(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_parts_of_a_schedule() -> None:
 )
 def test_samples_and_tokens(tmp_path: Path, dtype: str, shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> None:
     manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
-    (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
+    (name,) = (candidate.name for candidate in manifest.values.values() if candidate.producer < 0)
     value = replace(manifest.values[name], dtype=dtype, shape=shape, batch_dim=0 if shape else None)
     assert batch_sizes(_with(manifest, value), StepSizes.even({}, 4)) == sizes
 
@@ -147,7 +147,7 @@ def _with(manifest: Manifest, value: Value) -> Manifest:
 
 def test_samples_and_tokens_are_those_of_the_batch_at_hand(tmp_path: Path) -> None:
     manifest = Package.open(write(chain(2, width=8), tmp_path / "chain")).manifest
-    (name,) = (each.name for each in manifest.values.values() if each.producer < 0)
+    (name,) = (candidate.name for candidate in manifest.values.values() if candidate.producer < 0)
     value = replace(manifest.values[name], dtype="int64", shape=("batch", "tokens_1"))
     sizes = {"batch": Size(captured=2), "tokens_1": Size(captured=8)}
     varying = replace(manifest, values={**manifest.values, name: value}, sizes=sizes)

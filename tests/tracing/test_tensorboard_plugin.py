@@ -33,21 +33,21 @@ def test_an_action_has_both_categories_and_its_arguments() -> None:
 
 
 def test_an_action_of_a_gpu_has_the_same_arguments() -> None:
-    found = [event for event in adapt_events(gpu_steps(), arguments) if event["cat"] == "gpu_user_annotation"]
-    assert [(event["args"]["step"], event["args"]["rank"]) for event in found] == [(1, 1), (2, 1)]
+    events = [event for event in adapt_events(gpu_steps(), arguments) if event["cat"] == "gpu_user_annotation"]
+    assert [(event["args"]["step"], event["args"]["rank"]) for event in events] == [(1, 1), (2, 1)]
 
 
 def test_every_event_gets_a_name_and_every_complete_one_a_category() -> None:
     nameless = {"ph": "i", "pid": 1, "tid": 1, "ts": 3.0}
-    found = adapt_events([complete(None, "strange", 1.0, 2.0), nameless], arguments)
-    assert [(event["name"], event.get("cat")) for event in found] == [("strange", "uncategorized"), ("unnamed", None)]
+    events = adapt_events([complete(None, "strange", 1.0, 2.0), nameless], arguments)
+    assert [(event["name"], event.get("cat")) for event in events] == [("strange", "uncategorized"), ("unnamed", None)]
 
 
 def test_receives_posted_ahead_become_asynchronous() -> None:
     first = complete("user_annotation", "gloo:recv", 1.0, 5.5, External_id=7)
     second = complete("user_annotation", "gloo:recv", 2.0, 9.0, External_id=8)
-    found = adapt_events([first, second], arguments)
-    assert [(event["ph"], event["id"], event["ts"]) for event in found] == [
+    events = adapt_events([first, second], arguments)
+    assert [(event["ph"], event["id"], event["ts"]) for event in events] == [
         ("b", "10.7", 1.0),
         ("e", "10.7", 6.5),
         ("b", "10.8", 2.0),
@@ -63,16 +63,16 @@ def test_the_step_that_torch_has_begun_behind_the_last_one_is_left_out() -> None
 
 
 def test_what_a_gpu_did_is_given_to_the_rank_that_launched_it() -> None:
-    found = events_by_rank(adapt_events(gpu_steps(), arguments), [0, 1])
-    assert names(found[1], cat="kernel") == ["gemm", "fused"] * 2
-    assert names(found[0]) == ["ProfilerStep#1", "ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#2"]
+    rank_events = events_by_rank(adapt_events(gpu_steps(), arguments), [0, 1])
+    assert names(rank_events[1], cat="kernel") == ["gemm", "fused"] * 2
+    assert names(rank_events[0]) == ["ProfilerStep#1", "ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#2"]
 
 
 def a_step(*also: str) -> list[Event]:
     """The mark of a step with its collective, and other collectives of this process before it."""
-    others = [complete("user_annotation", name, 1.0 + index, 0.5) for index, name in enumerate(also)]
+    collectives = [complete("user_annotation", name, 1.0 + index, 0.5) for index, name in enumerate(also)]
     mark = complete("user_annotation", LOSS_SPAN, 50.0, 9.0)
-    return [*others, mark, complete("user_annotation", "gloo:all_reduce", 51.0, 7.0, 2)]
+    return [*collectives, mark, complete("user_annotation", "gloo:all_reduce", 51.0, 7.0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def a_step(*also: str) -> list[Event]:
     ids=["alike", "of some", "two libraries", "two libraries, of some"],
 )
 def test_all_ranks_show_equally_many_collectives(processes: list[list[str]], remain: list[str]) -> None:
-    events = [a_step(*each) for each in processes]
-    counts = [count_collectives(each) for each in events]
-    for own in events:
-        found = [name for name in names(match_collectives(own, counts)) if ":" in name and "some ranks" not in name]
-        assert found == remain
+    events = [a_step(*process) for process in processes]
+    counts = [count_collectives(process) for process in events]
+    for trace in events:
+        labels = [name for name in names(match_collectives(trace, counts)) if ":" in name and "some ranks" not in name]
+        assert labels == remain

@@ -79,8 +79,8 @@ def test_the_operator_view_lists_actions(ask: Ask, run: Path) -> None:
 
 def test_the_trace_view_shows_actions(ask: Ask, run: Path) -> None:
     trace = ask("trace", run=run.name, worker="rank_01", span="2")
-    found = [event for event in trace["traceEvents"] if event["name"] == "F stage 1 microbatch 3"]
-    assert sorted((event["cat"], event["args"]["step"]) for event in found) == [
+    events = [event for event in trace["traceEvents"] if event["name"] == "F stage 1 microbatch 3"]
+    assert sorted((event["cat"], event["args"]["step"]) for event in events) == [
         ("cpu_op", 4),
         ("cpu_op", 5),
         ("user_annotation", 4),
@@ -100,4 +100,4 @@ def test_the_distributed_view_compares_the_ranks(ask: Ask, run: Path) -> None:
         worker: [["gloo:all_reduce", 2]] for worker in WORKERS
     }
     waits = ask("distributed/waittime", run=run.name, worker="All", span="1", view="Distributed")["data"]
-    assert set(waits) == {"all", "1", "2"} and all(sorted(each) == WORKERS for each in waits.values())
+    assert set(waits) == {"all", "1", "2"} and all(sorted(workers) == WORKERS for workers in waits.values())

@@ -27,19 +27,19 @@ class Allocations(TorchDispatchMode):
         self.rises: dict[tuple[int, Kind], int] = defaultdict(int)
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
-        self._now = self._most = self._before = 0
+        self._now = self._most = self._baseline = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
-        known = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._count(tensor.untyped_storage(), known)
+                self._count(tensor.untyped_storage(), inputs)
         return results
 
-    def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+    def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key = storage._cdata
-        if key in self._sizes or key in known:
+        if key in self._sizes or key in inputs:
             return
         self._sizes[key] = storage.nbytes()
         self._refs[key] = weakref.ref(storage, lambda _: self._free(key))
@@ -51,8 +51,8 @@ class Allocations(TorchDispatchMode):
         self._now -= self._sizes.pop(key)
 
     def begin(self, rank: int, action: Action) -> None:
-        self._before = self._most = self._now
+        self._baseline = self._most = self._now
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
         key = action.stage, action.kind
-        self.rises[key] = max(self.rises[key], self._most - self._before)
+        self.rises[key] = max(self.rises[key], self._most - self._baseline)

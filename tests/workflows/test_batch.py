@@ -32,11 +32,11 @@ MANIFEST = Manifest(
 
 def test_inputs_follow_the_manifest() -> None:
     batch = batch_from_manifest(MANIFEST, microbatches=3)
-    tokens, (mask, scale), nothing = batch.args
+    tokens, (mask, scale), optional = batch.args
     assert (tokens.shape, tokens.dtype, int(tokens.min()), int(tokens.max())) == ((6, 50), torch.int64, 0, 6)
     assert (mask.shape, mask.dtype, set(mask.unique().tolist())) == ((6, 50), torch.bool, {False, True})
     assert (scale.shape, scale.dtype) == ((), torch.bfloat16)
-    assert (nothing, batch.kwargs, batch.target) == (None, {"flag": 3}, None)
+    assert (optional, batch.kwargs, batch.target) == (None, {"flag": 3}, None)
 
 
 def along(**dims: int | None) -> Manifest:
@@ -51,15 +51,15 @@ def test_only_the_batch_is_repeated() -> None:
     """The edges of a graph have none, and sequences may have it behind their length."""
     manifest = along(x=0, edges=None, steps=1)
     shapes = [(6, 3), (2, 3), (2, 9)]
-    assert [tuple(each.shape) for each in batch_from_manifest(manifest, 3).args] == shapes
+    assert [tuple(tensor.shape) for tensor in batch_from_manifest(manifest, 3).args] == shapes
     source = ModelSource("model.py", "", torch.nn.Identity(), tuple(torch.ones(2, 3) for _ in range(3)), {})
-    assert [tuple(each.shape) for each in batch_from_source(source, 3, manifest).args] == shapes
+    assert [tuple(tensor.shape) for tensor in batch_from_source(source, 3, manifest).args] == shapes
 
 
 def test_inputs_are_seeded() -> None:
-    first, second, other = (batch_from_manifest(MANIFEST, 2, seed).args[0] for seed in (0, 0, 1))
+    first, second, third = (batch_from_manifest(MANIFEST, 2, seed).args[0] for seed in (0, 0, 1))
     assert torch.equal(first, second)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, third)
 
 
 def test_example_inputs_are_repeated_for_every_microbatch() -> None:
@@ -87,9 +87,9 @@ def test_mean_square_takes_every_floating_point_output() -> None:
 
 
 def test_a_target_that_does_not_fit_its_inputs_is_blamed_on_no_package() -> None:
-    other = ModelSource("other.py", "", torch.nn.Identity(), (), {})
-    with pytest.raises(BatchError, match=r"^target has 3 rows") as raised, explain_model_mismatch(MANIFEST, other):
+    source = ModelSource("other.py", "", torch.nn.Identity(), (), {})
+    with pytest.raises(BatchError, match=r"^target has 3 rows") as raised, explain_model_mismatch(MANIFEST, source):
         cut_target(torch.zeros(3), 2, None, {4: [2, 2]})
     assert "package" not in str(raised.value)
-    with pytest.raises(BatchError, match=r"^The package is of"), explain_model_mismatch(MANIFEST, other):
+    with pytest.raises(BatchError, match=r"^The package is of"), explain_model_mismatch(MANIFEST, source):
         raise BatchError("tokens is missing.")

@@ -82,8 +82,8 @@ def test_from_pretrained_computes_the_same(huggingface: Trained, tmp_path: Path,
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(model) is type(huggingface.model)
     with torch.no_grad():
-        expected, found = (each(**huggingface.inputs).logits for each in (huggingface.model, model))
-    assert torch.equal(found, expected)
+        expected, logits = (module(**huggingface.inputs).logits for module in (huggingface.model, model))
+    assert torch.equal(logits, expected)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +96,9 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors, as the index says where they are."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {file: load_file(folder / file) for file in {*index["weight_map"].values()}}
-    assert set(files) == {each.name for each in folder.glob("*.safetensors")}
+    assert set(files) == {path.name for path in folder.glob("*.safetensors")}
     tensors = {name: files[file][name] for name, file in index["weight_map"].items()}
-    assert index["metadata"]["total_size"] == sum(each.nbytes for each in tensors.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     return tensors
 
 
@@ -119,12 +119,12 @@ def test_dtypes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_ranks_write_files_of_their_own(plain: Trained, tmp_path: Path) -> None:
-    said = ranks.run(write_on_rank, 2, str(plain.run), str(plain.package.path), str(tmp_path / "out"))
-    assert all(isinstance(files, list) for files in said), said
-    assert sorted(file for files in said for file in files) == sorted(
-        each.name for each in (tmp_path / "out").glob("*.safetensors")
+    files_by_rank = ranks.run(write_on_rank, 2, str(plain.run), str(plain.package.path), str(tmp_path / "out"))
+    assert all(isinstance(files, list) for files in files_by_rank), files_by_rank
+    assert sorted(file for files in files_by_rank for file in files) == sorted(
+        path.name for path in (tmp_path / "out").glob("*.safetensors")
     )
-    assert all(said)
+    assert all(files_by_rank)
     for name, tensor in plain.model.state_dict().items():
         assert torch.equal(read(tmp_path / "out")[name], tensor), name
 
@@ -134,10 +134,10 @@ def write_on_rank(rank: int, run: str, package: str, out: str) -> list[str]:
     written = []
     write_tensors: Callable[..., None] = exporting.write_tensors
 
-    def note(tensors: dict[str, torch.Tensor], file: Path, *more: Any) -> None:
-        assert sum(each.nbytes for each in tensors.values()) <= 720
+    def note(tensors: dict[str, torch.Tensor], file: Path, *arguments: Any) -> None:
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 720
         written.append(file.name)
-        write_tensors(tensors, file, *more)
+        write_tensors(tensors, file, *arguments)
 
     exporting.write_tensors = note
     export(run, Package.open(package), out, 720, timeout=30)
@@ -145,9 +145,9 @@ def write_on_rank(rank: int, run: str, package: str, out: str) -> list[str]:
 
 
 def test_a_rank_that_cannot_write_leaves_nothing(plain: Trained, tmp_path: Path) -> None:
-    said = ranks.run(fail_on_rank, 2, str(plain.run), str(plain.package.path), str(tmp_path / "out"))
-    assert said[0] == said[1]
-    assert re.match(r"CheckpointError: rank 1: .*/out cannot be written: disk on fire\.\nTry: ", said[0])
+    messages = ranks.run(fail_on_rank, 2, str(plain.run), str(plain.package.path), str(tmp_path / "out"))
+    assert messages[0] == messages[1]
+    assert re.match(r"CheckpointError: rank 1: .*/out cannot be written: disk on fire\.\nTry: ", messages[0])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -32,8 +32,8 @@ def priced(hardware: Hardware) -> Manifest:
     torch.manual_seed(0)
     with equal_work_shared():
         captured = capture(Chain(64), (torch.randn(4, 64),))
-        made = plan(captured, points=["layers.2"], balance="time", hardware=hardware)
-    return generate(made, weights=False).manifest
+        chain_plan = plan(captured, points=["layers.2"], balance="time", hardware=hardware)
+    return generate(chain_plan, weights=False).manifest
 
 
 def took(manifest: Manifest, schedule: str) -> MeasuredRun:
@@ -128,16 +128,16 @@ def write(hardware: Hardware, file: Path) -> Path:
 def test_the_profile_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
     """A new file gives the profile its name; so both are found again by what priced a package."""
     hardware, manifest = cpu
-    file, mine = tmp_path / "mine.json", replace(hardware, name="mine")
-    assert profile_for(package(manifest), file) == mine
-    corrected = correct(mine, manifest, "1f1b", SLOWER)
+    file, file_hardware = tmp_path / "mine.json", replace(hardware, name="mine")
+    assert profile_for(package(manifest), file) == file_hardware
+    corrected = correct(file_hardware, manifest, "1f1b", SLOWER)
     write(corrected, file)
-    assert profile_for(package(manifest), file) == mine
-    assert profile_for(package(manifest), file, base=hardware) == mine
+    assert profile_for(package(manifest), file) == file_hardware
+    assert profile_for(package(manifest), file, base=hardware) == file_hardware
     assert profile_for(package(priced(corrected)), file) == corrected
-    other = tmp_path / "other.json"
-    assert profile_for(package(priced(corrected)), other, base=corrected) == replace(corrected, name="other")
-    assert profile_for(package(priced(corrected)), other) == replace(corrected, name="other")  # mine.json is beside it
+    path = tmp_path / "other.json"
+    assert profile_for(package(priced(corrected)), path, base=corrected) == replace(corrected, name="other")
+    assert profile_for(package(priced(corrected)), path) == replace(corrected, name="other")  # mine.json is beside it
 
 
 def test_a_profile_of_this_folder(
@@ -191,14 +191,14 @@ def test_a_profile_that_is_not_found(cpu: tuple[Hardware, Manifest], tmp_path: P
 def test_another_profile(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
     h100 = Hardware.load("h100")
     file = write(h100, tmp_path / "mine.json")
-    for given in (None, cpu[0]):
+    for hardware in (None, cpu[0]):
         with pytest.raises(
             PipegraphError, match=r'mine.json holds the profile "h100" .*\s.*cpu-corrected\.json, a new'
         ):
-            profile_for(package(cpu[1]), file, given)
+            profile_for(package(cpu[1]), file, hardware)
     with pytest.raises(PipegraphError, match='priced with the profile "cpu", and --hardware is "h100"'):
         profile_for(package(cpu[1]), tmp_path / "new.json", h100)
-    with pytest.raises(PipegraphError, match=r'pipegraph has a profile "h100" of its own.\nTry: .*/h100-here.json'):
+    with pytest.raises(PipegraphError, match=r'pipegraph already has a profile "h100".\nTry: .*/h100-here.json'):
         profile_for(package(cpu[1]), tmp_path / "h100.json")
 
 
@@ -209,7 +209,7 @@ def test_nothing_but_a_profile_is_overwritten(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text('{"precious": 1}')
-    with pytest.raises(PipegraphError, match=f"{name} exists, is no hardware profile, and is not overwritten"):
+    with pytest.raises(PipegraphError, match=f"{name} exists, is not a hardware profile, and is not overwritten"):
         profile_for(package(cpu[1]), Path(name), cpu[0] if named else None)
 
 

@@ -66,8 +66,8 @@ POINTS = ("layers.2", "layers.5")
 
 
 def package_of(folder: Path, points: Sequence[str] = POINTS, **settings: Any) -> Package:
-    made = pipegraph.plan(pipegraph.capture(Layered(), (INPUT,)), points=points, **settings)
-    return pipegraph.write_package(made, folder / "package")
+    plan = pipegraph.plan(pipegraph.capture(Layered(), (INPUT,)), points=points, **settings)
+    return pipegraph.write_package(plan, folder / "package")
 
 
 @pytest.mark.parametrize("schedule", cases(["1f1b", "zb-h1"], slow=["1f1b"]))
@@ -99,9 +99,9 @@ def assert_kept_as_predicted(package: Package, schedule: str) -> None:
     order = build(schedule, stages, 2 * stages)
     training = Training(package, order, kernels="eager")
     list(training.steps(1))
-    found = compare_run(package.manifest, order, training.measured())
-    measured = [pair.measured for pair in found.saved]
-    assert measured == pytest.approx([pair.predicted for pair in found.saved], rel=0.05)
+    comparison = compare_run(package.manifest, order, training.measured())
+    measured = [pair.measured for pair in comparison.saved]
+    assert measured == pytest.approx([pair.predicted for pair in comparison.saved], rel=0.05)
 
 
 def test_the_plan_says_it_unless_the_pipeline_does(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_what_is_computed_again_is_chosen_with_the_cuts() -> None:
     values = []
     for part in (1.0, 0.5, 0.2, 0.0):
         memory = least.prediction.peak + part * (free.prediction.peak - least.prediction.peak)
-        found = pipegraph.plan(captured, recompute="auto", memory_bytes=memory, **settings).prediction
-        assert found is not None and found.peak <= memory
-        for alike in ("none", "min-cut", {"layers.*": "block"}):
+        prediction = pipegraph.plan(captured, recompute="auto", memory_bytes=memory, **settings).prediction
+        assert prediction is not None and prediction.peak <= memory
+        for recompute in ("none", "min-cut", {"layers.*": "block"}):
             try:
-                other = pipegraph.plan(captured, recompute=alike, memory_bytes=memory, **settings).prediction
+                uniform = pipegraph.plan(captured, recompute=recompute, memory_bytes=memory, **settings).prediction
             except pipegraph.PlanError:
                 continue
-            assert other is not None and found.value <= other.value
-        values.append(found.value)
+            assert uniform is not None and prediction.value <= uniform.value
+        values.append(prediction.value)
     assert values == sorted(values)

@@ -22,11 +22,11 @@ def test_the_bubble_is_that_of_whole_steps(tmp_path: Path) -> None:
     training = Training(package, build("gpipe", 2, 3), kernels="autograd")
     naps = {0: [NAP, NAP, 0.0], 1: [0.0, NAP, 0.0]}
     for number, stage in training._pipeline.stages.items():
-        own = naps[number]
+        stage_naps = naps[number]
 
-        def nap(*_: object, own: list[float] = own) -> None:
-            time.sleep(own[0])
-            own.append(own.pop(0))
+        def nap(*_: object, durations: list[float] = stage_naps) -> None:
+            time.sleep(durations[0])
+            durations.append(durations.pop(0))
 
         stage.register_forward_pre_hook(nap)
     list(training.steps(4))

@@ -33,14 +33,14 @@ class Rotated(nn.Module):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
 def test_what_ranks_hold_is_what_was_predicted(schedule: str, tmp_path: Path) -> None:
     captured = pipegraph.capture(Rotated(), (torch.randn(8, 32),))
-    made = pipegraph.plan(captured, points=["layers.3"], balance="time", recompute="none")
-    package = pipegraph.write_package(made, tmp_path / "package")
+    split_plan = pipegraph.plan(captured, points=["layers.3"], balance="time", recompute="none")
+    package = pipegraph.write_package(split_plan, tmp_path / "package")
     plan = build(schedule, 2, 6)
     training = Training(package, plan, kernels="eager")
     list(training.steps(1))
-    found = compare_run(package.manifest, plan, training.measured())
+    comparison = compare_run(package.manifest, plan, training.measured())
     steps = [4 * 4, 4 * 6]  # AdamW counts the steps of each parameter that learns in a float
-    assert [pair.measured for pair in found.state] == [
-        (pair.predicted or 0) + of_optimizer for pair, of_optimizer in zip(found.state, steps, strict=True)
+    assert [pair.measured for pair in comparison.state] == [
+        (pair.predicted or 0) + of_optimizer for pair, of_optimizer in zip(comparison.state, steps, strict=True)
     ]
-    assert [pair.measured for pair in found.saved] == [pair.predicted for pair in found.saved]
+    assert [pair.measured for pair in comparison.saved] == [pair.predicted for pair in comparison.saved]

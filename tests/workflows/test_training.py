@@ -33,8 +33,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Package]:
     captured = pipegraph.capture(source.model, source.args)
     points = {2: ["layers.2"], 3: ["layers.1", "layers.3"]}
     return {
-        stages: pipegraph.write_package(pipegraph.plan(captured, points=each), folder / str(stages), source=source)
-        for stages, each in points.items()
+        stages: pipegraph.write_package(pipegraph.plan(captured, points=cuts), folder / str(stages), source=source)
+        for stages, cuts in points.items()
     }
 
 
@@ -62,7 +62,7 @@ def unsplit(steps: int) -> tuple[list[float], list[float], float]:
     model = counting.build_model()
     optimizer = counting.optimizer(list(model.parameters()))
     scheduler = counting.scheduler(optimizer)
-    found: list[tuple[float, float]] = []
+    figures: list[tuple[float, float]] = []
     for step in range(steps):
         tokens, target = counting.batch(step)
         optimizer.zero_grad()
@@ -71,10 +71,10 @@ def unsplit(steps: int) -> tuple[list[float], list[float], float]:
         loss.backward()
         optimizer.step()
         scheduler.step()
-        found.append((loss.item(), counting.metrics(logits, target)["accuracy"].item()))
+        figures.append((loss.item(), counting.metrics(logits, target)["accuracy"].item()))
     with torch.no_grad():
         last = [counting.loss_fn(model(tokens), target) for tokens, target in counting.evaluation_data(0, 1)]
-    return [loss for loss, _ in found], [accuracy for _, accuracy in found], float(torch.stack(last).mean())
+    return [loss for loss, _ in figures], [accuracy for _, accuracy in figures], float(torch.stack(last).mean())
 
 
 def test_it_trains_as_the_unsplit_model(trainer: Trainer) -> None:
@@ -103,24 +103,24 @@ def test_a_step_says_how_fast_it_is_and_how_long_it_lasts(trainer: Trainer) -> N
     ids=["state", "skipped"],
 )
 def test_it_goes_on_where_it_was_in_the_data(trainer: Trainer, tmp_path: Path, lines: str) -> None:
-    whole = losses(trainer(lines), 9)
-    assert losses(trainer(lines, every=2), 5) == whole[:5]
+    expected = losses(trainer(lines), 9)
+    assert losses(trainer(lines, every=2), 5) == expected[:5]
     again = trainer(lines, every=2, stages=3)
     assert (again.done, again.resumed_from) == (5, tmp_path / "run/step-00000005")
-    assert losses(again, 4) == whole[5:]
-    assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole
-    evaluated = [each["step"] for each in read_log(tmp_path / "run") if "evaluation" in each]
+    assert losses(again, 4) == expected[5:]
+    assert [entry["loss"] for entry in read_log(tmp_path / "run") if "loss" in entry] == expected
+    evaluated = [entry["step"] for entry in read_log(tmp_path / "run") if "evaluation" in entry]
     assert evaluated == [1, 3, 4, 5, 7, 8]
     done = trainer(lines, every=2)
     assert list(done.steps(0)) == []
 
 
 def test_the_log_forgets_what_is_done_again(trainer: Trainer, tmp_path: Path) -> None:
-    whole = losses(trainer(every=4), 4)
+    expected = losses(trainer(every=4), 4)
     log = tmp_path / "run/log.jsonl"
     log.write_text(log.read_text() + json.dumps({"step": 4, "loss": 99.0}) + '\n{"step": 5, "lo')
     trainer(every=4)
-    assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole
+    assert [entry["loss"] for entry in read_log(tmp_path / "run") if "loss" in entry] == expected
 
 
 def test_evaluation_is_in_evaluation_mode(trainer: Trainer) -> None:
@@ -146,8 +146,8 @@ def evaluation_data(rank, world):
     tokens, target = counting.batch(0)
     counting.loss_fn(model(tokens), target).backward()
     optimizer.step()
-    pairs = [counting.batch(6), tuple(each[:2] for each in counting.batch(7))]
-    tokens, target = (torch.cat(each) for each in zip(*pairs, strict=True))
+    pairs = [counting.batch(6), tuple(tensor[:2] for tensor in counting.batch(7))]
+    tokens, target = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
     expected = counting.loss_fn(model(tokens), target).item()
     assert isinstance(evaluation, Evaluation) and evaluation.loss == pytest.approx(expected, rel=1e-5)
 
@@ -161,11 +161,11 @@ def loss_fn(logits, target):
 def loss_weight(target):
     return (target != 0).sum()
 """
-    found = losses(trainer(lines), 1)
+    step_losses = losses(trainer(lines), 1)
     tokens, target = counting.batch(0)
     logits = counting.build_model()(tokens).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, target.flatten(), ignore_index=0)
-    assert found == pytest.approx([expected.item()], rel=1e-5)
+    assert step_losses == pytest.approx([expected.item()], rel=1e-5)
 
 
 def test_data_that_ends_ends_the_run_and_what_is_done_is_saved(trainer: Trainer, tmp_path: Path) -> None:
@@ -273,10 +273,10 @@ def test_a_folder_that_is_a_checkpoint_or_a_file_is_refused(trainer: Trainer, tm
 
 
 def test_lines_that_are_no_entries_of_a_log_are_left_out(trainer: Trainer, tmp_path: Path) -> None:
-    whole = losses(trainer(every=4), 4)
+    expected = losses(trainer(every=4), 4)
     log = tmp_path / "run/log.jsonl"
     lines = log.read_bytes().split(b"\n")
     log.write_bytes(b"\n".join([lines[0], b"junk", *lines[1:-1], b"[3]", b"\xff\xfe", b'{"loss": 1}', b""]))
     with pytest.warns(UserWarning, match=r"log\.jsonl, line 2 and 3 more: no entry of a log, which is left out"):
         trainer(every=4)
-    assert [each["loss"] for each in read_log(tmp_path / "run") if "loss" in each] == whole
+    assert [entry["loss"] for entry in read_log(tmp_path / "run") if "loss" in entry] == expected

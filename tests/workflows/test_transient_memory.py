@@ -21,8 +21,8 @@ from tests.workflows.test_recompute_memory import INPUT, MIXED, Layered
 )
 def test_stages_need_what_was_predicted(recompute: Any, schedule: str, tmp_path: Path) -> None:
     captured = pipegraph.capture(Layered(), (INPUT,))
-    made = pipegraph.plan(captured, points=["layers.4"], recompute=recompute, balance="time")
-    package = pipegraph.write_package(made, tmp_path / "package")
+    plan = pipegraph.plan(captured, points=["layers.4"], recompute=recompute, balance="time")
+    package = pipegraph.write_package(plan, tmp_path / "package")
     pipe = Pipeline(package, build(schedule, 2, 1), kernels="eager", loss_fn=lambda output, target: mean_square(output))
     pipe.step(INPUT, target=torch.empty(16))  # traces, and makes the gradients that others are added to
     allocations = Allocations()
@@ -35,10 +35,10 @@ def test_stages_need_what_was_predicted(recompute: Any, schedule: str, tmp_path:
         assert cost.saved_bytes is not None and cost.weight_saved_bytes is not None and cost.transient_bytes is not None
         transient = dict(zip((Kind.F, Kind.I, Kind.W, Kind.B), cost.transient_bytes, strict=True))
         saved, read_by_w, gradients = cost.saved_bytes, cost.weight_saved_bytes, cost.added_bytes or 0
-        before, after = {
+        at_start, at_end = {
             Kind.F: (INPUT.shape[0] * 32 * 4 if index else 0, saved),  # what was received is saved
             Kind.I: (saved, read_by_w if index else saved),
             Kind.W: (read_by_w, gradients),
             Kind.B: (saved, gradients),
         }[kind]
-        assert max(before, after) + transient[kind] == pytest.approx(before + rise, rel=0.05), (index, kind)
+        assert max(at_start, at_end) + transient[kind] == pytest.approx(at_start + rise, rel=0.05), (index, kind)

@@ -17,18 +17,18 @@ from pipegraph.workflows.reference_step import TOLERANCE, TensorComparison, comp
 from pipegraph.workflows.verification_batch import verification_batch
 from pipegraph.workflows.verify import Verification, verify
 
-ONE = torch.tensor([1.0, -4.0])
+REFERENCE = torch.tensor([1.0, -4.0])
 
 
-def difference(found: torch.Tensor | None, reference: torch.Tensor | None, kind: str = "gradient") -> TensorComparison:
-    beside = {"beside": torch.tensor([100.0])}
-    named = compare_named(kind, {"it": reference} | beside, {"it": found} | beside)
+def difference(tensor: torch.Tensor | None, reference: torch.Tensor | None, kind: str = "gradient") -> TensorComparison:
+    extra = {"beside": torch.tensor([100.0])}
+    named = compare_named(kind, {"it": reference} | extra, {"it": tensor} | extra)
     return next(comparison for comparison in named if comparison.name == "it")
 
 
 def test_difference_is_relative_to_the_largest_value() -> None:
-    assert difference(ONE + 4e-3, ONE).difference == pytest.approx(1e-3, rel=1e-3)
-    assert difference(ONE, ONE).difference == 0
+    assert difference(REFERENCE + 4e-3, REFERENCE).difference == pytest.approx(1e-3, rel=1e-3)
+    assert difference(REFERENCE, REFERENCE).difference == 0
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_equal(found: torch.Tensor | None, reference: torch.Tensor | None) -> No
 @pytest.mark.parametrize(
     ("found", "reference"),
     [
-        (None, ONE),
-        (ONE, None),
-        (torch.tensor([1.0, math.nan]), ONE),
-        (torch.tensor([1.0, math.inf]), ONE),
-        (ONE.double(), ONE),
-        (ONE[None], ONE),
+        (None, REFERENCE),
+        (REFERENCE, None),
+        (torch.tensor([1.0, math.nan]), REFERENCE),
+        (torch.tensor([1.0, math.inf]), REFERENCE),
+        (REFERENCE.double(), REFERENCE),
+        (REFERENCE[None], REFERENCE),
         (torch.tensor([1_000_000_007]), torch.tensor([1_000_000_008])),
         (torch.tensor([1 + 1j]), torch.tensor([1 + 2j])),
     ],
@@ -72,8 +72,8 @@ def test_report_names_the_worst_first() -> None:
         TensorComparison("gradient", "bad", 0.5, 1e-5),
         TensorComparison("gradient", "worse", math.nan, 1e-5),
     )
-    found = Verification(True, comparisons, edited=("stage_0.py",))
-    assert str(found).splitlines() == [
+    outcome = Verification(True, comparisons, edited=("stage_0.py",))
+    assert str(outcome).splitlines() == [
         "what      compared  largest difference  at",
         "loss             1             0.0e+00",
         "gradient         3           nan        worse",
@@ -82,12 +82,12 @@ def test_report_names_the_worst_first() -> None:
         "  gradient worse: nan",
         "  gradient bad: 5.0e-01",
     ]
-    assert "stage_0.py" in found.hint()
-    assert found.to_dict()["different"][0] == {"kind": "gradient", "name": "worse", "difference": "nan"}
+    assert "stage_0.py" in outcome.hint()
+    assert outcome.to_dict()["different"][0] == {"kind": "gradient", "name": "worse", "difference": "nan"}
 
 
-def of(*comparisons: TensorComparison, **found: Any) -> Verification:
-    return Verification(True, comparisons, **found)
+def report(*comparisons: TensorComparison, **options: Any) -> Verification:
+    return Verification(True, comparisons, **options)
 
 
 def test_the_hint_fits_the_cause() -> None:
@@ -95,19 +95,19 @@ def test_the_hint_fits_the_cause() -> None:
     fine = TensorComparison("weight", "same", 0.0, 0.0)
     output = TensorComparison("output", "output", 0.5, 1e-5)
     small = TensorComparison("gradient", "first.weight", 2e-5, 1e-5)
-    other = compare("weight", "first.weight", ONE.bfloat16(), ONE)
+    dtype_comparison = compare("weight", "first.weight", REFERENCE.bfloat16(), REFERENCE)
     hints = {
-        "first.weight is the first that differs, of 2 that do and 3 in all.\nTry: seed": of(fine, *weights, output),
-        "ckpt holds other weights than the model: first.weight": of(*weights, weights="ckpt"),
-        "types: first.weight is bfloat16, and float32 in the model.\nTry: build_model with the dtypes": of(
-            other, output
+        "first.weight is the first that differs, of 2 that do and 3 in all.\nTry: seed": report(fine, *weights, output),
+        "ckpt holds other weights than the model: first.weight": report(*weights, weights="ckpt"),
+        "types: first.weight is bfloat16, and float32 in the model.\nTry: build_model with the dtypes": report(
+            dtype_comparison, output
         ),
-        "Edited since they were written: a.py": of(output, edited=("a.py",)),
-        "it draws random numbers.\nTry: ": of(output, is_random=True),
-        "arrives contiguous, and in the model it may have another layout of memory.\nTry: ": of(small),
-        "Try: split again, as the model's source": of(output, small),
+        "Edited since they were written: a.py": report(output, edited=("a.py",)),
+        "it draws random numbers.\nTry: ": report(output, is_random=True),
+        "arrives contiguous, and in the model it may have another layout of memory.\nTry: ": report(small),
+        "Try: split again, as the model's source": report(output, small),
     }
-    assert [text for text, found in hints.items() if text not in found.hint()] == []
+    assert [text for text, outcome in hints.items() if text not in outcome.hint()] == []
 
 
 def test_what_rounding_changes_is_no_difference() -> None:
@@ -165,20 +165,20 @@ def written(
     return pipegraph.write_package(plan, folder / "out", source=source), source
 
 
-def edited(package: Package, before: str, after: str) -> Package:
+def edited(package: Package, original: str, replacement: str) -> Package:
     """The same with another text in the first stage."""
     file = package.path / "stage_0.py"
     text = file.read_text()
-    assert before in text
-    file.write_text(text.replace(before, after))
+    assert original in text
+    file.write_text(text.replace(original, replacement))
     return Package.open(package.path)
 
 
 def test_a_lambda_that_holds_its_module(tmp_path: Path) -> None:
     """A deep copy of the model would call the layer of the original, and have no gradient for its own."""
-    found = verify(*written(tmp_path))
-    assert found.equal, str(found)
-    assert {item.name for item in found.of_kind("gradient")} == {
+    outcome = verify(*written(tmp_path))
+    assert outcome.equal, str(outcome)
+    assert {item.name for item in outcome.of_kind("gradient")} == {
         "first.weight",
         "first.bias",
         "last.weight",
@@ -190,8 +190,8 @@ def test_a_loss_with_metrics(tmp_path: Path) -> None:
     """It is the loss of a plan as well."""
     loss = "output.square().mean(), {'largest': output.max()}"
     package, source = written(tmp_path, loss=loss)
-    found = verify(package, source)
-    assert found.equal, str(found)
+    outcome = verify(package, source)
+    assert outcome.equal, str(outcome)
     captured = pipegraph.capture(source.model, source.args)
     first, second = (
         pipegraph.plan(captured, stages=2, loss=(loss_fn, None))
@@ -202,19 +202,19 @@ def test_a_loss_with_metrics(tmp_path: Path) -> None:
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     package, source = written(tmp_path)
-    before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
     verify(package, source)
     assert all(parameter.grad is None for parameter in source.model.parameters()) and source.model.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in source.model.state_dict().items())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in source.model.state_dict().items())
 
 
 def test_other_weights_are_named(tmp_path: Path) -> None:
     package, source = written(tmp_path)
     with torch.no_grad():
         source.model.last.weight[0, 0] += 1e-3
-    found = verify(package, source)
-    assert [item.name for item in found.different if item.kind == "weight"] == ["last.weight"]
-    assert "last.weight is the first that differs, of 1 that do and 4 in all.\nTry: seed build_model" in found.hint()
+    outcome = verify(package, source)
+    assert [item.name for item in outcome.different if item.kind == "weight"] == ["last.weight"]
+    assert "last.weight is the first that differs, of 1 that do and 4 in all.\nTry: seed build_model" in outcome.hint()
 
 
 def test_an_unseeded_model_is_built_anew_with_the_same_values(tmp_path: Path) -> None:
@@ -231,22 +231,22 @@ def test_a_loss_that_is_nearly_zero(tmp_path: Path) -> None:
     assert batch is not None
     mean = source.model(*batch.args).sum(1).mean().item()
     package, source = written(near, loss=f"output.sum(1).mean() - {mean} + 2e-6")
-    found = verify(edited(package, "return ", "return 1.0000002 * "), source)
-    assert found.equal, str(found)
-    assert found.of_kind("loss")[0].difference > TOLERANCE
-    found = verify(edited(package, "return 1.0000002 *", "return 1.001 *"), source)
-    assert not found.equal
+    outcome = verify(edited(package, "return ", "return 1.0000002 * "), source)
+    assert outcome.equal, str(outcome)
+    assert outcome.of_kind("loss")[0].difference > TOLERANCE
+    outcome = verify(edited(package, "return 1.0000002 *", "return 1.001 *"), source)
+    assert not outcome.equal
 
 
 def test_a_random_model_is_told(tmp_path: Path) -> None:
     package, source = written(tmp_path, forward="F.dropout(self.first(x), 0.5, training=True)")
-    found = verify(package, source)
-    assert not found.equal and "it draws random numbers" in found.hint()
+    outcome = verify(package, source)
+    assert not outcome.equal and "it draws random numbers" in outcome.hint()
 
 
 def test_outputs_of_training_alone(tmp_path: Path) -> None:
     forward = "x) if not self.training else (self.last(self.first(x)), self.first(x)"
     package, source = written(tmp_path, forward, loss="output[0].square().mean()")
-    found = verify(package, source)
-    assert found.equal, str(found)
-    assert len(found.of_kind("evaluation")) == 1
+    outcome = verify(package, source)
+    assert outcome.equal, str(outcome)
+    assert len(outcome.of_kind("evaluation")) == 1

@@ -47,19 +47,19 @@ def test_stages_are_the_model_at_other_sizes(name: str, tmp_path: Path) -> None:
         args, kwargs = _resized(package.manifest, source.args, source.kwargs, {**captured, **sizes})
         with torch.no_grad():
             expected = output_tensors(model(*args, **kwargs))
-            found = output_tensors(pipe.eval(*args, **kwargs))
+            outputs = output_tensors(pipe.eval(*args, **kwargs))
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor)
+            torch.testing.assert_close(outputs[key], tensor)
 
 
 def _resized(manifest: Manifest, args: Any, kwargs: Any, sizes: dict[str, int]) -> tuple[Any, Any]:
     """The arguments with other sizes: what they hold, repeated."""
     tensors, structure = pytree.tree_flatten((args, kwargs))
     names = leaves((manifest.args, manifest.kwargs))
-    made = [
-        _repeated(each, manifest.values[str(name)].shape_at(sizes)) for name, each in zip(names, tensors, strict=True)
+    resized_tensors = [
+        _repeated(leaf, manifest.values[str(name)].shape_at(sizes)) for name, leaf in zip(names, tensors, strict=True)
     ]
-    return pytree.tree_unflatten(made, structure)
+    return pytree.tree_unflatten(resized_tensors, structure)
 
 
 def _repeated(tensor: Any, shape: tuple[int, ...]) -> Any:

@@ -53,8 +53,8 @@ def test_two_models_of_the_zoo_are_right(tmp_path: Path) -> None:
         command.app, ["--only", "two towers", "--only", "called twice", "--markdown"], catch_exceptions=False
     )
     assert done.exit_code == 0
-    found = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| two", "| one"))]
-    assert [len(row) for row in found] == [11, 11, 8, 8]
+    table = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| two", "| one"))]
+    assert [len(row) for row in table] == [11, 11, 8, 8]
     assert "2 of 2 models split" in done.stderr and "0 silent errors" in done.stderr
 
 
@@ -84,9 +84,9 @@ def test_what_no_person_writes_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_difference_is_relative_and_infinite_where_nothing_compares() -> None:
-    ones = {"x": torch.ones(3)}
-    assert difference(ones, {"x": torch.tensor([1.0, 1.0, 1.5])}) == 0.5
-    assert difference(ones, ones | {"y": None}) == difference(ones, {"x": torch.ones(2)}) == float("inf")
+    tensors = {"x": torch.ones(3)}
+    assert difference(tensors, {"x": torch.tensor([1.0, 1.0, 1.5])}) == 0.5
+    assert difference(tensors, tensors | {"y": None}) == difference(tensors, {"x": torch.ones(2)}) == float("inf")
     assert difference({"x": torch.tensor([float("-inf"), 1])}, {"x": torch.tensor([float("-inf"), 1])}) == 0
-    assert difference(ones, {"x": torch.full((3,), float("nan"))}) == float("inf")
-    assert rounding(ones, {"x": torch.tensor([1, 1, 1.25], dtype=torch.float64)}) == 0.25
+    assert difference(tensors, {"x": torch.full((3,), float("nan"))}) == float("inf")
+    assert rounding(tensors, {"x": torch.tensor([1, 1, 1.25], dtype=torch.float64)}) == 0.25

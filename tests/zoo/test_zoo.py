@@ -38,7 +38,7 @@ def unlike_its_checkpoint(model: PreTrainedModel, package: Package, folder: Path
                 tensor.normal_()
     model.save_pretrained(folder, max_shard_size="20KB")
     stages = [package.load_stage(index, weights=folder) for index in range(STAGES)]
-    found = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
+    tensors = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
     expected = model.state_dict()
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert tensors.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(tensors[name], expected[name])]

@@ -52,8 +52,8 @@ def split_in_stages(name: str, folder: Path) -> tuple[ModelSource, Package]:
 
 def loss_fn(output: Any, target: Any = None) -> Tensor:
     """A weighted mean of every output: behind a normalisation, the gradient of a plain mean is all rounding."""
-    found = [tensor.float().flatten() for tensor in output_tensors(output).values() if tensor.is_floating_point()]
-    return torch.stack([(values * torch.linspace(-1, 1, len(values))).mean() for values in found]).sum()
+    outputs = [tensor.float().flatten() for tensor in output_tensors(output).values() if tensor.is_floating_point()]
+    return torch.stack([(values * torch.linspace(-1, 1, len(values))).mean() for values in outputs]).sum()
 
 
 def _source(name: str, folder: Path) -> ModelSource:

@@ -1,4 +1,4 @@
-"""Functions that the model's source has beside its classes: ``rotate_half(x)``. Each stands once in a package."""
+"""Functions of the model's source outside its classes, such as ``rotate_half(x)``. A package has each of them once."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class HelperFunctions:
 
 
 def _may_name(name: str, classes: tuple[str, ...]) -> bool:
-    """Return whether a name can be that of a function in a package, which has names of its own."""
+    """Return whether a function in a package can have this name without a conflict with the package's own names."""
     return variable(name, "") == name == class_name(name) and not name.startswith(classes)
 
 

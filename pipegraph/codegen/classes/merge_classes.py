@@ -65,7 +65,7 @@ def merge_classes(
 def _merge_numbers(
     classes: Sequence[ClassSource], users: Sequence[ClassSource]
 ) -> tuple[list[ClassSource], list[ClassSource]] | None:
-    """Merge all classes that differ in numbers only; None if there are none."""
+    """Merge all classes that differ in numbers only. Return None if no classes do."""
     groups = equal_but_for_numbers(classes)
     if not groups:
         return None
@@ -91,10 +91,10 @@ def _merge_numbers(
 def _merge_sequences(
     classes: Sequence[ClassSource], users: Sequence[ClassSource]
 ) -> tuple[list[ClassSource], list[ClassSource]] | None:
-    """Merge subclasses of ``nn.Sequential`` that hold different modules: the constructor is given them.
+    """Merge subclasses of ``nn.Sequential`` that hold different modules, which become arguments of the constructor.
 
     Returns:
-        None if there are none.
+        the changed classes and users; None if nothing can be merged.
     """
     groups: dict[str, list[ClassSource]] = {}
     for block in classes:
@@ -127,12 +127,12 @@ def _merge_sequences(
 def _merge_variants(
     classes: Sequence[ClassSource], users: Sequence[ClassSource], pairs: _KnownPairs
 ) -> tuple[list[ClassSource], list[ClassSource]] | None:
-    """Merge the classes of one name; None if there are none that can be merged.
+    """Merge the classes of one name. Return None if nothing can be merged.
 
-    Classes that others use come first, so that those others differ only in what they say themselves.
+    A class comes before the classes that use it, so that these differ only in their own code.
 
     Args:
-        pairs: the pairs that were compared before, which this adds to.
+        pairs: the pairs that were compared before. The pairs compared here are added.
     """
     signatures = {source.name: source.parameters for source in classes}
     invocations = list(_invocations([*classes, *users]))

@@ -62,7 +62,7 @@ def _target(statement: Statement) -> object:
 
 
 def by_target(statements: Statements) -> dict[Key, Statement]:
-    """What each statement sets → the statement. Of several ``if`` with one test each has a number of its own."""
+    """The target of each statement → the statement. Several ``if`` with the same test are numbered."""
     by_key: dict[Key, Statement] = {}
     for statement in statements:
         target = _target(statement)
@@ -116,8 +116,8 @@ class MergedPair:
     Attributes:
         members: the two classes.
         source: the class for both, under the name of the first.
-        values: for each member, the arguments that its constructor passes on: parameter → value in terms of its own
-            arguments; None for a parameter that it does not use.
+        values: for each member, the arguments that its constructor passes on: parameter → value in terms of the
+            member's arguments; None for a parameter that it does not use.
         statements_in_branches: the number of statements that only one of them runs.
     """
 
@@ -269,7 +269,7 @@ class _PairMerger:
     def _find_substitutes(self, merger: BodyMerger, bodies: tuple[Statements, Statements]) -> None:
         """Find the parameters that one class lacks, if it reads another parameter in their place.
 
-        A parameter that the other class may be called without is none of them: it branches on it.
+        A parameter that is optional in either class is not one of them: the class branches on it.
         """
         substitutes = self._unifier.in_place_of
         optional = self._members[0].optional | self._members[1].optional

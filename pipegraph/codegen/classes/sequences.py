@@ -1,4 +1,4 @@
-"""What an ``nn.Sequential`` in generated source is made of: modules of which each takes what the one before returns."""
+"""The modules of an ``nn.Sequential`` in generated source: each takes the result of the one before."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def constructors_of_stage(
 ) -> dict[str, FunctionCall] | None:
     """The constructors in a stage of a model that is an ``nn.Sequential``, by name.
 
-    None if the model is none, or if the stage is more than a call of each in turn.
+    None if the model has another class, or if the stage does more than call each module in turn.
     """
     if type(module).forward is not nn.Sequential.forward or tree.state:
         return None

@@ -27,7 +27,7 @@ NONE = Literal("None")
 
 @dataclass(frozen=True)
 class InitArgument(Expression):
-    """An argument of the constructor of one of two classes, wherever its code reads it.
+    """An argument of the constructor of one of two classes, in every place that reads it.
 
     Attributes:
         name: of the argument.
@@ -151,7 +151,7 @@ class Unifier:
         signatures: the parameters of ``forward`` of each generated class.
         optional_modules: for each class, the modules for which the other class has an ``nn.Identity``.
         in_place_of: a parameter that one class lacks → the parameter that this class reads in its place.
-        assigned: for each class, the variables that were assigned before the code at hand.
+        assigned: for each class, the variables that are assigned before the code to unify.
     """
 
     only: tuple[frozenset[str], frozenset[str]]
@@ -196,7 +196,7 @@ class Unifier:
         return replace(first, **parts)  # type: ignore[type-var]
 
     def _is_optional(self, node: Any, side: int) -> bool:
-        """Return whether code calls a module in whose place the other class has an ``nn.Identity``."""
+        """Return whether a node calls a module for which the other class has an ``nn.Identity``."""
         is_call = (
             isinstance(node, FunctionCall) and isinstance(node.function, Attribute) and node.function.owner == SELF
         )
@@ -279,7 +279,7 @@ def _is_positional(call: FunctionCall) -> bool:
 
 
 def is_value(node: object) -> bool:
-    """Return whether a node is a number, or an argument of a constructor that is none of its modules."""
+    """Return whether a node is a number, or an argument of a constructor that is not a module."""
     return (isinstance(node, Literal) and node.is_number) or (isinstance(node, InitArgument) and not node.is_module)
 
 

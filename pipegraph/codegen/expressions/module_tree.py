@@ -145,7 +145,7 @@ def build_tree(
 def _descend(tree: ModuleTree, path: Sequence[str]) -> ModuleTree:
     for name in path:
         inner = tree.children.setdefault(name, ModuleTree())
-        assert isinstance(inner, ModuleTree), f"{name} is a module of its own"
+        assert isinstance(inner, ModuleTree), f"{name} is a separate module"
         tree = inner
     return tree
 
@@ -311,8 +311,8 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
     """The expression that makes each module of a comprehension: ``Block()`` or, for many modules of two classes,
     ``Block() if i % 2 else Other()``.
 
-    None if the modules are not numbered consecutively, if no test of ``i`` separates their constructors, or if one
-    stands before or behind equal ones.
+    None if the modules are not numbered consecutively, if no test of ``i`` separates their constructors, or if only the
+    first or only the last module differs from the others.
     """
     if len(numbers) != len(constructors) or len(numbers) < 2 or numbers != list(range(numbers[0], numbers[-1] + 1)):
         return None

@@ -73,7 +73,7 @@ class OperatorCall:
     def positional(self) -> list[str]:
         """The names of the arguments that are passed by position: those without a default.
 
-        If one is called ``from``, which is no name in Python, they are all that are given.
+        If an argument is called ``from``, which is a keyword of Python, all given arguments are passed by position.
         """
         passed_names = self.arguments if any(map(keyword.iskeyword, self.arguments)) else ()
         schema = [entry for entry in schema_arguments(self.target) if not entry.kwarg_only]

@@ -192,9 +192,9 @@ def _short(value: Any) -> Any:
 
 
 def _max_unpool(operator: OperatorCall) -> Expression | None:
-    """``F.max_unpool2d(x, indices, 2)``, with ``output_size=…`` if that is no multiple of the size of ``x``.
+    """``F.max_unpool2d(x, indices, 2)``, with ``output_size=…`` if that is not a multiple of the size of ``x``.
 
-    The operator has no windows: any do that lead to its output size.
+    The operator has no windows. Any windows that give its output size are right.
     """
     arguments = operator.arguments
     shape, _ = operator.shapes
@@ -209,7 +209,7 @@ def _max_unpool(operator: OperatorCall) -> Expression | None:
 
 
 def _is_multiple(size: int, base: int, window: int) -> bool:
-    """Return whether one size is always so many times another one."""
+    """Return whether ``size`` is always ``window`` times ``base``."""
     total, unit = (term.expression if isinstance(term, SymbolicSize) else sympy.Integer(term) for term in (size, base))
     return bool(sympy.simplify(total - unit * window) == 0)
 

@@ -83,7 +83,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a constructor; those of ``nn.LSTM`` and its like hide behind ``*args``."""
+    """The parameters of a constructor. Those of ``nn.LSTM`` and similar classes are hidden by ``*args``."""
     if not issubclass(cls, nn.RNNBase):
         return inspect.signature(cls).parameters
     parameters = {name: param for name, param in inspect.signature(nn.RNNBase).parameters.items() if name != "mode"}
@@ -162,7 +162,7 @@ class CallArguments:
     Attributes:
         values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
             values that the call reads; for a tuple of values, their positions.
-        settings: the arguments behind them: numbers, texts and None, by keyword.
+        settings: the arguments after them: numbers, strings and None, by keyword.
         takes_first: whether the module returns a tuple of which only the first result is used.
         unpacked: the results as the module nests them, if it returns more than is used or nests them: the position of
             each among the results that are used; None for others.

@@ -214,15 +214,15 @@ class ModeBranch:
 
 @dataclass(frozen=True, eq=False)
 class StatementLoop:
-    """Iterations of a loop of the model's source, which run the same steps on values of their own.
+    """Iterations of a loop of the model's source, which run the same steps on different values.
 
-    It is written as its second iteration, the first one that takes values from another.
+    The source is that of its second iteration, the first one that takes values from another.
 
     Attributes:
-        iterations: the steps of each. The last one may lack steps, in whose place is None: nothing reads their results.
+        iterations: the steps of each. None stands for a step that the last one lacks: nothing reads its results.
         carried: (the value before the loop, that of the first iteration, of the second, of the last) for each value
             that an iteration takes from the one before.
-        varying: the values from outside that the iterations take in each other's place, one for each.
+        varying: the values from outside that differ between iterations, one for each iteration.
         collected: the values of all iterations, for each that is read after the loop from all of them.
         final: (the value of the second iteration, of the last) for each that is read after the loop from the last.
         source: the loop of the source.

@@ -94,7 +94,7 @@ class LocalVariables:
             self.deferred.pop(node, None)
 
     def keep(self, base_name: str, value: Expression) -> Name:
-        """Assign a value that is no tensor to a variable that stays as it is."""
+        """Assign a value other than a tensor to a variable that is not assigned again."""
         name = unused(variable(base_name, "x"), self.used_names())
         self.variables.pop(name, None)  # of a value that nothing reads any more
         self._reserved |= {name}
@@ -137,7 +137,7 @@ class LocalVariables:
         self._reserved = previous_reserved
 
     def write(self, node: fx.Node, exempt: AbstractCollection[fx.Node] = ()) -> None:
-        """Write a deferred value as a statement of its own."""
+        """Write a deferred value as a separate statement."""
         value = self.deferred.pop(node, None)
         if value is None:
             return
@@ -145,7 +145,7 @@ class LocalVariables:
         self.statements.append((value.contexts, Assign((Name(name),), value.expression)))
 
     def write_all(self, except_for: Iterable[fx.Node]) -> None:
-        """Write all deferred values as statements of their own."""
+        """Write all deferred values as separate statements."""
         exempt = set(except_for)
         for node in [node for node in self.deferred if node not in exempt]:
             self.write(node)

@@ -38,7 +38,7 @@ class LoopHeaders:
         values: the variables of the ``forward``.
         lists: its lists.
         tree: the modules of the class.
-        number: returns the number of iterations of a loop as the source writes it; None if it is no attribute.
+        number: returns the number of iterations of a loop as the source writes it; None if that has no attribute.
     """
 
     def __init__(

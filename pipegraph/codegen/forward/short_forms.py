@@ -101,7 +101,10 @@ class _Shortening:
         return tuple(body)
 
     def _listed(self, previous_statement: Statement, loop: Statement) -> Assign | None:
-        """The statement for ``outs = []`` and a loop that appends to it; None if it is none, or too long."""
+        """One statement for ``outs = []`` and a loop that appends to it.
+
+        None if the two statements are not of this form, or if the one statement is too long.
+        """
         if not isinstance(loop, For) or loop.list_name is None or not isinstance(previous_statement, Assign):
             return None
         (name, *other_targets), (*assigned, last) = previous_statement.targets, loop.body

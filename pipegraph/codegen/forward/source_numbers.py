@@ -180,30 +180,30 @@ class ModuleNumbers:
         captured: the model.
         source: finds the statements of its source.
         fqn: the module.
-        state: the parameters and buffers of its own that its class has.
+        state: the parameters and buffers of its class.
 
     Attributes:
         used: the attributes that were written → their values.
     """
 
     def __init__(self, captured: Captured, source: SourceStatements, fqn: str, state: Mapping[str, StateEntry]) -> None:
-        # A parameter may be divided between ranks, each of which has a shape of its own.
+        # A parameter may be divided between ranks, and then its shape differs between them.
         self._shapes = {name: entry.shape for name, entry in state.items() if entry.kind != "parameter"}
         self.used: dict[str, Expression] = {}
         self._source = source
         self._fqn = fqn
         module = captured.modules[fqn].module
-        # A constant of ``forward`` may have the name of an attribute, of which a class can have one.
+        # A constant of ``forward`` may have the name of an attribute, and a class can only have one of them.
         names = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
         self._attributes = {name: value for name, value in attribute_numbers(vars(module)).items() if name not in names}
-        # An attribute that numbers the modules, such as that of a layer, is no constant of the class.
+        # An attribute that numbers the modules, such as the index of a layer, is not a constant of the class.
         peers = [vars(entry.module) for entry in captured.modules.values() if type(entry.module) is type(module)]
         constant = {
             name: value for name, value in self._attributes.items() if all(peer.get(name) == value for peer in peers)
         }
         expressions: dict[str, Expression | None] = {}
         for value, expression, function in computed_numbers(source.of_forward(fqn), partial(_of_module, constant)):
-            if function == "range":  # the number of iterations of a loop is no other number
+            if function == "range":  # the number of iterations of a loop is not used elsewhere
                 continue
             text = literal(value).text
             if expressions.setdefault(text, expression) != expression or abs(value) in _COMMON:
@@ -219,9 +219,9 @@ class ModuleNumbers:
     ) -> Expression:
         """The expression of an operation, with attributes in place of numbers.
 
-        An attribute in the statement that led to the operation is what the number was. So is one in another statement
-        of the same ``forward``, if no other has its value; a function that ``forward`` calls has whole numbers of its
-        own, however, and a dimension is a number by itself: ``.permute(2, 0, 1)``.
+        An attribute in the statement that led to the operation replaces its number. So does an attribute in another
+        statement of the same ``forward``, if no other attribute has its value, except for dimensions, as in
+        ``.permute(2, 0, 1)``, and for whole numbers of a function that ``forward`` calls.
 
         Args:
             expression: of the operation.
@@ -243,7 +243,7 @@ class ModuleNumbers:
         return _replaced(expr, operands, _in_statement(statement, expr, of_sizes), self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
-        """An expression of the source that is this number and has an attribute in it; None if it is another one."""
+        """An expression of the source, if it equals this number and has an attribute in it; None otherwise."""
         evaluation = evaluated(tree, partial(_of_module, self._attributes))
         if evaluation is None or evaluation[0] != number or isinstance(evaluation[1], Literal):
             return None
@@ -261,7 +261,7 @@ class ReplacedParameterError(Exception):
 
 
 class HelperNumbers:
-    """Writes the numbers of a function beside the model's classes as its source does: ``x.shape[-1] // 2``.
+    """Writes the numbers of a function outside the model's classes as its source does: ``x.shape[-1] // 2``.
 
     Args:
         source: finds the statements of the function.

@@ -63,10 +63,10 @@ def with_inner_loops(
     """The loop, with the loops inside it that the source has.
 
     Args:
-        loop: its body has no progressions any more.
+        loop: its body has no progressions.
         inner: the loops of the source that are inside of it.
         used_names: the names that no index may have.
-        number: returns the number of iterations as the source writes it; None if it is no attribute.
+        number: returns the number of iterations as the source writes it; None if that has no attribute.
     """
     if not inner:
         return loop
@@ -85,14 +85,14 @@ def with_inner_loops(
 
 
 def _longest_run(statements: Sequence[Statement]) -> _Run | None:
-    """The iterations that these statements begin with and that stand for most of them; None if there are none."""
+    """The iterations at the start of these statements that replace the most of them; None without any."""
     runs = (_run(statements, size) for size in range(1, len(statements) // _ITERATIONS + 1))
     long_runs = [run for run in runs if run.iterations >= _ITERATIONS]
     return max(long_runs, key=lambda run: (run.length, run.iterations), default=None)
 
 
 def _run(statements: Sequence[Statement], size: int) -> _Run:
-    """The iterations of so many statements that come first."""
+    """The iterations at the start of the statements, with ``size`` statements each."""
     second, third = statements[size : 2 * size], statements[2 * size : 3 * size]
     try:
         body = tuple(in_all_iterations(node, next_node) for node, next_node in zip(second, third, strict=True))
@@ -167,7 +167,7 @@ class StatementLoopWriter:
         inputs: the parameters of the ``forward``.
         name: returns the name of a value that an item makes.
         write_item: writes an item.
-        number: returns the number of iterations of a loop as the source writes it; None if it is no attribute.
+        number: returns the number of iterations of a loop as the source writes it; None if that has no attribute.
 
     Attributes:
         names: the values that need a variable while a loop is written → the wanted names.
@@ -284,7 +284,7 @@ class StatementLoopWriter:
         values.statements.append(((), self._with_tuple(item, loop)))
 
     def _list_names(self, item: StatementLoop) -> list[str]:
-        """The names of the source, if it appends to as many lists; else the names of the elements, with an s."""
+        """The names in the source if its number of lists is the same; else the names of the elements, with an s."""
         lists = (item.source.list_name,) if item.source.list_name else item.source.lists
         if len(lists) == len(item.collected):
             return list(lists)

@@ -135,7 +135,7 @@ class _Finder:
         self._forms = [tuple(map(rank_of, item.makes)) for item in items]
 
     def loop_at(self, start: int) -> tuple[StatementLoop | None, int]:
-        """The loop that begins with an item, and how many items it stands for; None and 1 if there is none."""
+        """The loop that begins with an item, and the number of items that it replaces; None and 1 without a loop."""
         counts = {size: self._count(start, size) for size in self._periods(start)}
         sizes = [size for size, count in counts.items() if count >= _ITERATIONS]
         for size in sorted(sizes, key=lambda size: (-counts[size] * size, size))[:_TRIED]:
@@ -145,8 +145,10 @@ class _Finder:
         return None, 1
 
     def _begins_inside(self, start: int, size: int, loop: StatementLoop) -> bool:
-        """Return whether a loop begins inside an iteration of the source, where a stage may: at another place it hands
-        the results of fewer steps on."""
+        """Return whether a loop that begins up to one iteration later hands on the results of fewer steps.
+
+        Then this one begins inside an iteration of the source, as a stage may.
+        """
         loops = (self._loop(begin, size, self._count(begin, size)) for begin in range(start + 1, start + size))
         return any(inner_loop is not None and _handed_on(inner_loop[0]) < _handed_on(loop) for inner_loop in loops)
 
@@ -376,7 +378,7 @@ def _is_module_loop(loop: StatementLoop) -> bool:
 
 
 def _is_the_same(loop: StatementLoop) -> bool:
-    """Return whether all iterations compute the same, or nothing: each may be read as a value of its own."""
+    """Return whether all iterations compute the same, or nothing: each may be read as a separate value."""
     numbers = {
         tuple(number for step in steps if step is not None for number in _numbers(step)) for steps in loop.iterations
     }

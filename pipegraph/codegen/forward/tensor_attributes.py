@@ -163,7 +163,7 @@ def _size(tensor: str, dim: int) -> Expression:
 
 
 class UnknownAttributeError(Exception):
-    """No value of a module or function has the dtype of the model, or there is none to ask for its device."""
+    """A module or function has no value with the dtype of the model, or no value to read the device from."""
 
 
 _DEFAULT_DEVICE = call("torch.get_default_device")
@@ -176,7 +176,7 @@ class ModelAttributes:
         values: the variables of the ``forward``.
         contents: the class.
         tensors: the parameters of the ``forward`` and its state.
-        has_caller: whether the code around it may have what it does not have.
+        has_caller: whether its caller may have a device or dtype that it does not have.
 
     Attributes:
         device: on which it makes tensors: ``x.device`` of its first parameter, or else of its state.
@@ -190,7 +190,7 @@ class ModelAttributes:
         self.device: Expression = Attribute(tensors[0], "device") if tensors else _DEFAULT_DEVICE
 
     def check(self, statements: Iterable[Statement]) -> None:
-        """Raise UnknownAttributeError if a module or function makes a tensor and has none to ask for its device."""
+        """Raise UnknownAttributeError if a module or function makes a tensor and has no value with its device."""
         if self._has_caller and any(part == _DEFAULT_DEVICE for statement in statements for part in statement.walk()):
             raise UnknownAttributeError
 
@@ -200,8 +200,8 @@ class ModelAttributes:
         A stage without such a variable asks its modules: ``next(self.parameters()).dtype``.
 
         Raises:
-            UnknownAttributeError: a module or function has none; the code around it does. A stage without parameters of
-                that dtype keeps what was captured.
+            UnknownAttributeError: a module or function has no such value; the code around it has one. A stage without
+                parameters of that dtype keeps the captured value.
         """
         values = self._values
         captured, converted, *limit = node.args

@@ -168,7 +168,7 @@ class ForwardWriter:
         return WrittenForward(statements, results, tuple(self._values.clashes))
 
     def _return(self) -> tuple[str, ...]:
-        """Write ``return``; return the names of the results: of an expression, that which its variable would have.
+        """Write ``return``; return the names of the results. An expression has the name that its variable would have.
 
         A single result that the line before assigned is returned as its expression.
         """
@@ -312,7 +312,7 @@ class ForwardWriter:
     def _build(self, item: Item, build: Callable[[], Expression]) -> Expression:
         """Build the expression of an item. The deferred values that it reads go inside.
 
-        They are written on lines of their own if the expression would become too long. If the item has effects, all
+        They are written on separate lines if the expression would become too long. If the item has effects, all
         other deferred values are written before it.
         """
         values, read = self._values, operands(item)
@@ -326,13 +326,13 @@ class ForwardWriter:
         while True:
             inside = [node for node in inside if node in values.deferred]
             expression = build()
-            if any(node not in values.deferred for node in inside):  # a size was asked of one: it has a variable now
+            if any(node not in values.deferred for node in inside):  # a size of one was read: it has a variable now
                 continue
             parts = [values.deferred[node].item for node in inside if node.target not in OF_MODEL_DTYPE]
             if self._names is None or not parts or self._fits(item, parts, expression):
                 values.consume(read)
                 return expression
-            # A value that has a name in the source reads better on a line of its own.
+            # A value that has a name in the source reads better on a separate line.
             written = [node for node in inside if node.target not in OF_MODEL_DTYPE]
             for node in [node for node in written if self._names.is_named(node)] or written:
                 values.write(node, exempt=read)
@@ -407,7 +407,7 @@ def write_forward(
         contents: the items of the class.
         tree: the modules of the class.
         parameters: the names of the parameters.
-        source: finds names and line breaks in the model's source. Without it, every value has a line of its own and a
+        source: finds names and line breaks in the model's source. Without it, every value has a separate line and a
             neutral name, so that two classes of equal structure have equal statements.
         hints: names for values that have none in the source.
         numbers: writes numbers as the model's source does. It keeps the attributes that it wrote.

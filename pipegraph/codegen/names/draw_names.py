@@ -1,4 +1,4 @@
-"""The names of a stage's random numbers: the same for every cut, wherever the stage's own modules draw them."""
+"""The names of a stage's random numbers. They do not depend on the cuts, or on the stage's own modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pipegraph.graph.nodes import arguments_of, path_of
 
 
 def draw_names(captured: Captured, nodes: Sequence[fx.Node], called: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The draws of a stage by the module of the stage that makes them, in the order in which it does in training.
+    """The names of a stage's draws by the module of the stage that makes them, in the order of training.
 
-    A draw is called after the module of the model that makes it, and by how many draws that makes before it. Left out
-    are modules that draw what is called after themselves, from 0 on.
+    The name of a draw is the module of the model that makes it, and the number of draws that the module makes before.
+    Modules whose draws are exactly those with their own name, from 0 on, are left out.
 
     Args:
         captured: the model.

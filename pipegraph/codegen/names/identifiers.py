@@ -28,8 +28,8 @@ _AMBIGUOUS = frozenset({"l", "O", "I"})
 def is_plain(name: str) -> bool:
     """Return whether ``self.<name>`` reads the attribute of that name.
 
-    It does for an identifier that is no keyword, that Python does not normalise to another, and that a class body does
-    not mangle (``__x``).
+    It does for an identifier that is not a keyword, if Python does not normalise it to another name, and if a class
+    body does not mangle it (``__x``).
     """
     identifier = name.isidentifier() and unicodedata.normalize("NFKC", name) == name
     mangled = name.startswith("__") and not name.endswith("__")

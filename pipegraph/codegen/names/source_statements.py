@@ -28,7 +28,7 @@ from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 
 
 def assigned_names(node: ast.stmt) -> tuple[str, ...]:
-    """The names that a statement assigns to, or writes into; none if some target is no name."""
+    """The names that a statement assigns to, or writes into; empty if a target is not a name."""
     if isinstance(node, ast.Assign):
         target = node.targets[-1]
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
@@ -117,11 +117,11 @@ class SourceStatement:
 
 
 class SourceStatements:
-    """Finds statements; there are none for a model without source files.
+    """Finds statements in the model's source. It finds nothing for a model without source files.
 
     Args:
         captured: the model.
-        helper: a function. Inside its calls, its body stands for that of a ``forward``.
+        helper: a function. Inside its calls, its body is used like that of a ``forward``.
     """
 
     def __init__(self, captured: Captured, helper: str = "") -> None:

@@ -280,7 +280,7 @@ SELF = Name("self")
 
 
 def attribute(owner: Expression, name: str) -> Expression:
-    """The attribute of any name: ``owner.name`` or, if the name is no identifier, ``getattr(owner, "…")``."""
+    """The attribute of any name: ``owner.name`` or, if the name is not an identifier, ``getattr(owner, "…")``."""
     return Attribute(owner, name) if is_plain(name) else call("getattr", owner, string(name))
 
 

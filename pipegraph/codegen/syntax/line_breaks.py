@@ -88,7 +88,7 @@ def _methods(value: str) -> list[int]:
 
 
 def _in_brackets(value: str, indent: int) -> list[str]:
-    """A value on a line of its own, or broken before each of its loosest operators."""
+    """A value on a separate line, or broken before each of its loosest operators."""
     if len(value) + indent <= LINE_LENGTH:
         return [" " * indent + value]
     starts = [0, *(position + 1 for position in _loosest_operators(value)), len(value) + 1]
@@ -108,8 +108,10 @@ def _loosest_operators(value: str) -> list[int]:
 
 
 def _last_bracket(line: str, width: int) -> tuple[int, int]:
-    """The positions of the last outermost pair of brackets that begins before ``width``, or else of the first pair;
-    −1 if there is none. Empty brackets do not count."""
+    """The positions of the last outermost pair of brackets that begins before ``width``, or else of the first pair.
+
+    Both are −1 without such a pair. Empty brackets do not count.
+    """
     start, pair = -1, (-1, -1)
     for position, depth in _depths(line):
         if line[position] in _OPEN and not depth:

@@ -190,7 +190,7 @@ class IndexTest:
 def separating_test(indices: Sequence[int], kinds: Sequence[Kind]) -> tuple[IndexTest, Kind] | None:
     """A test that holds for the indices of one kind only, and that kind.
 
-    None if there are not exactly two kinds, or if no test separates them.
+    None if the number of kinds is not two, or if no test separates them.
 
     Args:
         indices: in ascending order.

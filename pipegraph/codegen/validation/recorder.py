@@ -63,9 +63,9 @@ class _Value:
     """A tensor.
 
     Attributes:
-        tensor: itself, which has to live as long as its identity is used.
-        memory: in which it lies.
-        steps: the way from the tensor that was made with the memory; None if that is no known view.
+        tensor: the tensor, which has to live as long as its identity is used.
+        memory: the memory of its values.
+        steps: the views from the tensor that was made with the memory to this one; None if they are not known.
         term: of its values after ``writes`` writes into the memory.
         requires_grad: whether a gradient flows through it.
     """

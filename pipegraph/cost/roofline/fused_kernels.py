@@ -1,7 +1,7 @@
 """The kernels that a device runs for a graph of ATen operators: Inductor's, and attention as a GPU computes it.
 
-Of Inductor's, neighbours that loop over the same elements share one, which reads each of its inputs once and writes
-each of its results once. Views are free, and constants are computed where they are read.
+In Inductor, neighbouring operators that loop over the same elements share a kernel, which reads each of its inputs
+once and writes each of its results once. Views are free. The kernels that read a constant compute it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class FusedKernel:
         return read + sum(self.writes.values())
 
     def fits(self, elements: int, reduced: Reduction | None) -> bool:
-        """Return whether it can run loops over so many elements, which reduce them to so many."""
+        """Return whether it can run loops over ``elements`` elements, reduced to ``reduced`` unless that is None."""
         if reduced is None:
             return elements == self.elements or (self.reduced is not None and elements == self.reduced[0])
         return elements == self.elements and self.reduced in (None, reduced)
@@ -144,7 +144,7 @@ class _Fusion:
             return
         base = self._base_of(node.all_input_nodes[0])
         if node.target is operator.getitem and base in self._maker:
-            self._maker[node] = self._maker[base]  # one of several results, each with memory of its own
+            self._maker[node] = self._maker[base]  # one of several results, each in its own memory
         else:
             self._base[node] = base
 
@@ -181,9 +181,10 @@ class _Fusion:
         return list(dict.fromkeys(self._maker[base] for base in bases if base in self._maker))
 
     def _candidates(self, node: fx.Node, makers: Sequence[FusedKernel], last: int) -> list[FusedKernel]:
-        """Loops that make what the node reads, or read it too, and that run when all that it reads has been made.
+        """Loops that compute or read an input of the node, and that can run when all its inputs are computed.
 
-        A loop that nobody has waited for can run later than it stands, behind the `last` of the `makers`.
+        A loop with results that no kernel has read yet can run later than its position, after the `last` of the
+        `makers`.
         """
         readers = (kernel for arg in node.all_input_nodes for kernel in self._readers.get(self._base_of(arg), ()))
         return [

@@ -27,12 +27,12 @@ Sizes = dict[str, float]
 class FusionRole(Enum):
     """How an operator runs."""
 
-    VIEW = "not at all: its result is the memory of its input, or no tensor"
+    VIEW = "not at all: its result is the memory of its input, or not a tensor"
     CONSTANT = "where its result is read"
     ELEMENTWISE = "in a loop over the elements of its result, which neighbours may share"
     REDUCTION = "in a loop over the elements of its input, which neighbours may share"
     SCATTER = "in a loop over the elements of its source, after the loop that makes what it writes into"
-    KERNEL = "in a kernel of its own"
+    KERNEL = "in a separate kernel"
 
 
 _ROLES: dict[Loop | None, FusionRole] = {

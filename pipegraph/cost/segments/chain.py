@@ -3,7 +3,7 @@
 Candidate cuts are the beginnings and ends of module calls at every depth. Of those, a cut is kept where
 
 - each side has work, every value that crosses is a tensor, and no write in place is parted from its tensor;
-- it is the lightest between two heavy operations: a norm, an activation or an addition is not worth a cut of its own;
+- it is the lightest between two heavy operations: a norm, an activation or an addition is not worth a separate cut;
 - it is not much heavier than lighter ones close by: within a layer, q, k and v are not parted.
 """
 
@@ -26,7 +26,7 @@ from pipegraph.graph.partition.replicated_values import parameter_free, replicat
 from pipegraph.graph.partition.split_points import Point, SplitPoint
 from pipegraph.units import format_number_of
 
-# A cut inside a layer that carries more than this many times what lighter cuts before and behind it carry is left out.
+# A cut inside a layer is left out if it carries more than this many times the bytes of lighter cuts around it.
 _HEAVIER = 2
 
 
@@ -37,9 +37,9 @@ class FineSegment:
     Attributes:
         point: the split point that would start a stage here; None for the first segment.
         begins_layer: whether one of ``Captured.segments`` begins here, light operations aside.
-        boundary_bytes: what crosses a cut right behind the segment, for one microbatch: each value that is read
-            further on, however far, and not made again there. 0 for the last segment.
-        gradient_bytes: what comes back over that cut: the part of it that a gradient flows through.
+        boundary_bytes: bytes that cross a cut right after the segment, for one microbatch: of each value that any
+            later segment reads and does not compute again. 0 for the last segment.
+        gradient_bytes: bytes that come back over that cut: of those values that a gradient flows through.
     """
 
     start: int
@@ -58,7 +58,7 @@ class Chain:
     segments: tuple[FineSegment, ...]
 
     def check_stages(self, stages: int) -> None:
-        """Raise PlanError if the segments are too few for so many stages."""
+        """Raise PlanError if there are fewer segments than ``stages``."""
         if stages > len(self.segments):
             segments = format_number_of("segment", len(self.segments))
             raise PlanError(
@@ -251,7 +251,7 @@ class _Crossing:
 
 
 def _span(counts: list[int], start: int, stop: int, amount: int) -> None:
-    """Add to the cuts behind the operation ``start`` and before the operation ``stop``, as differences."""
+    """Add to the cuts after the operation ``start`` and before the operation ``stop``, as differences."""
     counts[start + 1] += amount
     counts[stop + 1] -= amount
 
@@ -278,8 +278,8 @@ def _weight_dimensions(captured: Captured, node: fx.Node) -> int:
 
 
 def _without_heavier(captured: Captured, cuts: Sequence[_Cut]) -> list[_Cut]:
-    """Leave out each cut inside a segment of ``Captured.segments`` that carries much more than one before it and one
-    behind it, there or at the segment's ends."""
+    """Leave out each cut inside a segment of ``Captured.segments`` that carries much more than a cut before it and a
+    cut after it, in the segment or at its ends."""
     positions = [cut.position for cut in cuts]
     dropped: set[int] = set()
     for segment in captured.segments:

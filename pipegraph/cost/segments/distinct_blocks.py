@@ -42,15 +42,15 @@ from pipegraph.schedule import Kind
 
 
 def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradients: Collection[str] = ()) -> int:
-    """Return the most that a graph holds while it runs, beyond what is there before, kernel by kernel.
+    """Return the peak bytes of a graph while it runs, without the memory allocated before, kernel by kernel.
 
-    A value that neighbours in one kernel hand on is never in memory. Any other is there from the kernel that makes it
-    to the last one that reads it, or to the end if the graph returns it. Products that are gradients run last, and are
-    added to what is there. The more counts of two ways to run a kernel: compiled, it has all of its results beside
-    what it reads, or writes them over that; not compiled, its operations run one after the other.
+    A value that only the kernel that computes it reads is never in memory. Any other value is in memory from the kernel
+    that computes it to the last one that reads it, or to the end if the graph returns it. Products that are gradients
+    run last, and are added to memory that exists. A kernel counts as the larger of two ways to run it: compiled, all of
+    its results are in memory next to its inputs, or overwrite them; not compiled, its operations run one by one.
 
     Args:
-        kernel_graph: its nodes have their values, without memory, in ``meta["val"]``.
+        kernel_graph: its nodes have their values, as fake tensors, in ``meta["val"]``.
         dropped: inputs whose memory is free after the last kernel that reads them.
         gradients: the results that are gradients of weights.
     """
@@ -85,8 +85,8 @@ def peak_bytes(kernel_graph: KernelGraph, dropped: Collection[str] = (), gradien
 
 
 def _written_over(kernel: FusedKernel, new: Mapping[fx.Node, int], freed: Mapping[fx.Node, Sequence[fx.Node]]) -> int:
-    """Return the bytes of results that loops write over values of as many bytes that were made before, and that no
-    later kernel reads."""
+    """Return the bytes of results that loops write over earlier values of the same size that no later kernel
+    reads."""
     if kernel.role is not FusionRole.ELEMENTWISE:
         return 0
     sizes = Counter(value_size(node) for nodes in freed.values() for node in nodes if node.op == "call_function")
@@ -242,9 +242,10 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class SegmentGroup:
-    """Segments of a chain in a row, taken as one piece, and their block.
+    """Consecutive segments of a chain, taken as one piece, and their block.
 
-    ``region`` is the module in whose region, which is computed again from what goes in, all of it lies; empty without.
+    ``region`` is the module whose region contains the whole piece and is computed again from its inputs; empty if no
+    region does.
     """
 
     segments: range
@@ -372,7 +373,7 @@ def _regions(subgraph: Subgraph, recompute: Recompute, between: bool) -> Regions
 
 
 def _region_around(subgraph: Subgraph, recompute: Recompute) -> str:
-    """Return the module of the one region of "block" that all operations of a piece are in; empty if there is none."""
+    """Return the module of the "block" region that contains all operations of a piece; empty if no region does."""
     if not recompute.rules:
         return ""
     scopes = {recompute.region(tuple(fqn for _, fqn in path_of(node))) for node in subgraph.nodes}
@@ -394,7 +395,7 @@ def _block(subgraph: Subgraph, count: int, regions: Regions, tracing: BlockOptio
 
 
 def _key(subgraph: Subgraph, regions: Regions) -> str:
-    """Return a key that is equal for pieces of equal structure and regions. The default is no part of it."""
+    """Return a key that is equal for pieces of equal structure and regions. It does not depend on the default."""
     if not regions.places:
         return subgraph.key
     return hashlib.sha256(f"{subgraph.key} {regions.signature[1]}".encode()).hexdigest()

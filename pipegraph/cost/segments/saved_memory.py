@@ -20,8 +20,8 @@ class SavedMemory:
     """The memory kept for the backward of one microbatch, without parameters and buffers.
 
     ``inputs``, ``outputs``, ``input_gradients`` and ``output_gradients`` are positions among the piece's own: other
-    pieces may hold the same memory. ``apart`` is the size of everything else, in bytes, by the position of the
-    operation in ``Subgraph.nodes`` that makes it, or in whose backward it is made; None for that of the loss.
+    pieces may hold the same memory. ``apart`` is the size of all other memory, in bytes, by the position in
+    ``Subgraph.nodes`` of the operation that allocates it, in its forward or backward; None for the loss.
     """
 
     inputs: tuple[int, ...] = ()

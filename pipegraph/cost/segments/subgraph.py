@@ -1,4 +1,4 @@
-"""A run of a graph's operations as a module of its own, to trace and to run."""
+"""Consecutive operations of a graph as a separate module, to trace and to run."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def fx_graph(subgraph: Subgraph) -> fx.GraphModule:
 
 
 class SubgraphModule(nn.Module):
-    """Run a subgraph on tensors of its own: ``state``, in the order of ``Subgraph.state``.
+    """Run a subgraph on its own state tensors: ``state``, in the order of ``Subgraph.state``.
 
     ``no_grad`` and ``autocast`` blocks of the model are entered as the model does; tensors that the model makes on the
-    device it was captured on are made on ``device``. ``instead`` are functions to run in the place of operations. In a
-    graph that is traced of this, the place of an operation is its position in ``Subgraph.nodes``.
+    device it was captured on are made on ``device``. ``instead`` maps operations to functions that replace them. In a
+    graph traced from this module, the place of an operation is its position in ``Subgraph.nodes``.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def random_input(node: fx.Node, device: torch.device, generator: torch.Generator
 
 
 def random_state(captured: Captured, node: fx.Node, device: torch.device, generator: torch.Generator) -> Tensor:
-    """A parameter as it would be initialised; a buffer or constant keeps its values, where it has any.
+    """A parameter as it would be initialised; a buffer or constant keeps its values, if it has any.
 
     Values are of a size that keeps activations normal: how long some kernels take depends on how many are negative.
     """

@@ -80,10 +80,10 @@ def convolution(call: RowCall) -> State:
 
 
 def _on_last(call: RowCall, count: Callable[[Any], int], weights: bool = False) -> State:
-    """The rows of what is computed on the last dimensions of each argument, for all indices of those before them.
+    """The rows of a result computed on the last dimensions of each argument, for every index of the leading ones.
 
     Args:
-        count: of an argument: how many dimensions these are.
+        count: gives the number of these last dimensions of an argument.
         weights: whether the other arguments are weights.
     """
     first = source(call)

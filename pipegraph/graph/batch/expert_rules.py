@@ -30,7 +30,7 @@ from pipegraph.graph.operators import operator_of
 
 
 def _order_of(state: State, kind: str) -> Sorted:
-    """The order in the state of a value of a kind. Raises NoRuleError if it is none."""
+    """The `Sorted` content of a state. Raises NoRuleError if it has another content or kind."""
     if isinstance(state, Rows) and isinstance(state.content, Sorted) and state.content.kind == kind:
         return state.content
     raise NoRuleError

@@ -36,10 +36,10 @@ _LISTS: Final = frozenset(
 
 
 def conventional_roles(model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[int, BatchRole]]:
-    """(Position, role) of inputs of a model of transformers whose names say their role.
+    """(Position, role) of the inputs of a transformers model whose names define their role.
 
-    Patches of images are one flat stream if their grids are given beside them; else there is one image for each row of
-    text, if there are equally many. Positions of several axes are ``[axes, batch, length]``.
+    Image patches are one flat stream if their grids are also inputs. Otherwise there is one image for each row of text,
+    if the numbers are equal. Positions of several axes are ``[axes, batch, length]``.
 
     Args:
         leaves: the name and the value of each leaf of the inputs.
@@ -122,7 +122,7 @@ def declared_roles(
         if not positions:
             tensors = list(dict.fromkeys(names[-1] for names, leaf in places if isinstance(leaf, Tensor)))
             raise CaptureError(
-                f"batch_dims names {name!r}, which is no tensor of the example.{nearest(name, tensors)}\n"
+                f"batch_dims names {name!r}, which is not a tensor of the example.{nearest(name, tensors)}\n"
                 f"Try: {', '.join(tensors)}."
             )
         for at in positions:

@@ -173,8 +173,8 @@ class RowCall:
             broadcasts: whether a dimension of size 1 fits any other one.
 
         Raises:
-            RowsMixError: two arguments have their rows along other dimensions, so that each row meets all; or one has
-                a size of its own there.
+            RowsMixError: two arguments have their rows along different dimensions, so that each row is combined with
+                all rows; or an argument without rows is not broadcast along the dimension of the rows.
         """
         common: Rows | None = None
         without_rows: list[tuple[Any, Place]] = []
@@ -199,7 +199,7 @@ class RowCall:
         return common
 
     def broadcast(self, nodes: Sequence[Any], shape: Sequence[int]) -> State:
-        """The rows of what is computed element by element from arguments that are broadcast to a shape."""
+        """The rows of the result of a pointwise operator with arguments that are broadcast to a shape."""
         offsets = ((node, len(shape) - len(self.shape_of(node))) for node in nodes)
         return self.aligned((node, moved_by(offset)) for node, offset in offsets) or INVARIANT
 

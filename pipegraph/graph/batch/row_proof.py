@@ -52,7 +52,7 @@ class RowProof:
         certain: operators on whose mixed rows an output depends.
         undecided: operators without a rule on which an output depends.
         scalars: reductions over rows for outputs of one number, such as a loss.
-        updates: operators that mix rows for what is written into a buffer.
+        updates: operators that mix rows in a value that is written into a buffer.
     """
 
     states: Mapping[fx.Node, State]

@@ -91,7 +91,7 @@ def expand(call: RowCall) -> State:
 
 
 def repeat(call: RowCall) -> State:
-    """For copies one after the other: rows stay where they are, and copies of a whole tensor are equal rows."""
+    """For consecutive copies: rows keep their dimension, and copies of a tensor without rows are equal rows."""
     state, shape = call.state(source(call)), call.shape
     source_shape = call.shape_of(source(call))
     offset = len(shape) - len(source_shape)

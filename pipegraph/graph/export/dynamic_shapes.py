@@ -43,14 +43,14 @@ USUAL_NAMES: Final = SizeNames()
 
 @dataclass(frozen=True)
 class WantedSizes:
-    """Which sizes of inputs may vary, and how they are called.
+    """Which sizes of inputs may vary, and their names.
 
     Attributes:
-        fixed: the dimensions whose sizes do not vary; None for all.
+        fixed: the dimensions with fixed sizes; None for all.
         names: of sizes.
-        bounds: name of a size → its smallest and its largest value; None if it has none.
-        places: the dimensions that have to vary → where they are: ``tokens.shape[1]``.
-        fixed_rows: of the fixed ones, those of rows that do not vary in another input.
+        bounds: name of a size → its smallest and its largest value; None for no bound.
+        places: dimension that has to vary → its expression: ``tokens.shape[1]``.
+        fixed_rows: the dimensions of rows that are fixed because the model fixes the rows of another input.
     """
 
     fixed: frozenset[InputDimension] | None = frozenset()
@@ -122,7 +122,7 @@ def wanted_sizes(
         if unknown is not None:
             hint = nearest(str(unknown), by_name)
             raise CaptureError(
-                f"dynamic_shapes names {unknown!r}, which is no argument of the example.{hint}\n"
+                f"dynamic_shapes names {unknown!r}, which is not an argument of the example.{hint}\n"
                 f"Try: {', '.join(by_name)}."
             )
         specs = [dynamic_shapes.get(name) for name in names]
@@ -194,7 +194,9 @@ def _sizes_from_specs(
             fixed.add(dimension)
         elif isinstance(name, str):
             if not name.isidentifier():
-                raise CaptureError(f"dynamic_shapes calls {place} {name!r}, which is no name in Python.\nTry: {_FORM}.")
+                raise CaptureError(
+                    f"dynamic_shapes calls {place} {name!r}, which is not a Python identifier.\nTry: {_FORM}."
+                )
             names[dimension] = name
             places[dimension] = place
             bounds[name] = (getattr(spec, "min", None), _upper(getattr(spec, "max", None)))
@@ -218,5 +220,5 @@ def _sizes_from_specs(
 
 
 def _upper(bound: Any) -> int | None:
-    """The largest size; None for torch's way to say that there is none."""
+    """The largest size; None if the bound is torch's value for no bound."""
     return bound if isinstance(bound, int) and bound < 2**31 else None

@@ -36,7 +36,7 @@ def explanation(model: nn.Module, error: Exception, mode: str = "") -> str:
         problem, advice = _of_returned(returned["path"])
     elif _depends_on_values(error) and _passes_through(error, _DISTRIBUTIONS):
         problem = "a distribution of torch.distributions checks its arguments by their values"
-        advice = "validate_args=False where it is made"
+        advice = "validate_args=False in the call that creates it"
     elif _depends_on_values(error):
         advice = "for a branch, compute both sides and choose with torch.where; for a number, pass it as an argument"
         if chance := _PROBABILITY.search(where or ""):

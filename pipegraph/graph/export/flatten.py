@@ -116,7 +116,7 @@ class _Flattening:
         else:
             if isinstance(self.exported.constants.get(spec.target or ""), torch.Generator):
                 raise CaptureError(
-                    "The model draws from a torch.Generator of its own, and a stage would not have its state.\n"
+                    "The model draws from its own torch.Generator, and a stage would not have its state.\n"
                     f"  at {source_line(next(iter(node.users), node))}\n"
                     "Try: without generator=, and Pipeline(seed=...), with which random numbers follow from the step."
                 )
@@ -271,7 +271,7 @@ class _Flattening:
 
 
 def _unsupported(node: fx.Node) -> str:
-    """The message for a call of the graph that is no operator of torch."""
+    """The message for a call in the graph that is not an operator of torch."""
     at = f"\n  at {line}" if (line := source_line(node)) else ""
     if getattr(node.target, "__module__", "").startswith("torch._functorch"):
         return (

@@ -22,7 +22,7 @@ _LARGEST: Final = 2**20
 
 
 def is_exact(node: fx.Node) -> bool:
-    """Return whether the operations of fractions behind a symbolic integer may be combined."""
+    """Return whether the operations on fractions that compute a symbolic integer may be combined."""
     operations = list(_operations(node))
     return len(operations) <= 1 or all(map(_is_exact_operation, operations))
 

@@ -1,4 +1,4 @@
-"""Calls of a model's own functions: helpers beside its classes, and ``torch.autograd.Function``s with a backward."""
+"""Calls of a model's own functions: helpers in its files, and ``torch.autograd.Function``s with a backward."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _VARYING = 6  # a dynamic size, in such arguments
 
 
 class HelperCalls:
-    """Names the calls of functions that the modules of a model have beside them in their files, while it is traced.
+    """Names the calls of helper functions, which are in the files of a model's modules, while the model is traced.
 
-    Such a function takes tensors and numbers, and no modules. Each of its calls gets a name of its own, which stands in
-    the stack traces of its operations in place of the function's: ``rotate_half()@3``.
+    Such a function takes tensors and numbers, and no modules. Each call gets a separate name, which replaces the name
+    of the function in the stack traces of its operations: ``rotate_half()@3``.
 
     Args:
-        model: is traced.
+        model: the model that is traced.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._files = {type(module).__module__ for module in model.modules()}
         self._count: Counter[str] = Counter()
-        self._names: dict[FrameType, str] = {}  # those of helpers, which are kept for what they return
+        self._names: dict[FrameType, str] = {}  # of helpers, kept to mark what they return
 
     def name(self, tracer: Any, frame: FrameType) -> str:
-        """The name of the call that a frame is, or of its function if it is none of a helper.
+        """The name of the call that a frame belongs to; the name of its function if that is not a helper.
 
-        The values of the parameters are those of the first operation that the call runs.
+        The parameters are read at the first operation that the call runs.
         """
         if frame in self._names:
             return self._names[frame]
@@ -184,7 +184,7 @@ def _check_derivative(function: Any, apply: Callable[..., Any], args: tuple[Any,
     equal, failure = None, None
     for limit in (_SMALL, math.inf):
         try:
-            with ThreadPoolExecutor(1) as pool:  # the modes in which torch.export traces are of its own thread
+            with ThreadPoolExecutor(1) as pool:  # the modes of torch.export are active only in its thread
                 equal = pool.submit(compare, limit).result()
             break
         except Exception as error:  # whatever a Function raises on values that it was not written for

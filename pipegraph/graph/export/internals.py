@@ -16,7 +16,7 @@ from pipegraph.graph.internals import replaced
 def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
     """Call ``see`` when an export fixes a size of an input that might vary, while the code that fixes it runs.
 
-    torch says which sizes are fixed, but not by which line of the model; it logs a line of its own.
+    torch says which sizes are fixed, but not by which line of the model; the line that it logs is in torch.
 
     Args:
         see: takes the size as torch names it, ``L['tokens'].size()[1]``, and its value.
@@ -36,13 +36,13 @@ def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
 
 @contextmanager
 def size_expressions_seen(see: Callable[[sympy.Basic, Callable[[sympy.Basic], list[str]]], None]) -> Iterator[None]:
-    """Call ``see`` before an export works out whether something holds of sizes, while the code that asks runs.
+    """Call ``see`` before an export evaluates a condition on sizes, while the code that needs it runs.
 
-    torch simplifies such an expression again at each question, and has no limit of how long it may be. What holds is
-    noted outside of the method that is replaced here, so that the line that asks stays the one that torch notes.
+    torch simplifies the expression again at each evaluation, and does not limit its length. torch records guards
+    outside of the method that is replaced here, so that it still records the line of the code that needs them.
 
     Args:
-        see: takes the expression, and what names the sizes behind a symbol as torch does.
+        see: takes the expression, and a function that returns torch's names of the sizes of a symbol.
     """
 
     def evaluate(original: Callable[..., Any], env: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What every call of a module, or of a function beside one, takes and returns while a model is exported."""
+"""The arguments and results of every call of a module, or of a helper function, while a model is exported."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def record_calls(model: nn.Module) -> AbstractContextManager[None]:
-    """Mark the arguments and results of every call of a module, or of a function beside one, that ``torch.export``
-    traces inside."""
+    """Mark the arguments and results of every call of a module, or of a helper function in the same file, that
+    ``torch.export`` traces inside."""
     helpers, running = HelperCalls(model), list[str]()
     return module_calls_wrapped(partial(_run_recorded, model, helpers, running), helpers.name)
 

@@ -146,7 +146,7 @@ class _DtypeComparison:
         return True
 
     def _common_node(self, node: fx.Node, twin: fx.Node) -> fx.Node | None:
-        """Return the value that is ``node`` in one graph and ``twin`` in the other; None if there is none."""
+        """Return the value that is ``node`` in one graph and ``twin`` in the other; None if they differ."""
         source, twin = unsliced_node(node), unsliced_node(twin)
         if self._graphs.node_of(twin) is source:
             return node
@@ -315,7 +315,7 @@ def _missing_cast(
         dtypes: the dtypes of the model in the graph that has the cast, and in this one.
 
     Returns:
-        the new node; None if ``cast`` is no cast, or would do something.
+        the new node; None if ``cast`` is not a cast, or would have an effect.
     """
     if cast.target is not aten.to.dtype or unsliced_node(cast.all_input_nodes[0]) not in value_of:
         return None

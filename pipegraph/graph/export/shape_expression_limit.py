@@ -46,7 +46,7 @@ class ShapeExpressionLimit:
         free_dims: the dimensions that have to vary however long it takes.
 
     Attributes:
-        refusal: the sizes that made the first one too long; None as long as there is none.
+        refusal: the error for the first expression that is too long; None before that.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], free_dims: AbstractSet[InputDimension]) -> None:

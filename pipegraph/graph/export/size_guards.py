@@ -18,13 +18,13 @@ _LARGEST = 64
 
 
 class SizeGuards:
-    """The relations that hold wherever an exported program is the model.
+    """The relations of sizes under which an exported program does what the model does.
 
     Attributes:
         captured: size → its value at capture.
         required: the relations that the program depends on.
-        assumed: relations that say no more than that a size is not 1, which ``torch.export`` takes for granted of each:
-            ``n > 1``, ``m != m * n`` and ``m % (m * n) != 0``. The model may be the same where they do not hold.
+        assumed: relations that only say that a size is not 1, which ``torch.export`` assumes of each size: ``n > 1``,
+            ``m != m * n`` and ``m % (m * n) != 0``. The program may do the same as the model if they do not hold.
     """
 
     def __init__(self, captured: Sizes, guards: Iterable[sympy.Basic]) -> None:

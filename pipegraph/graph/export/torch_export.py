@@ -114,7 +114,7 @@ def name_in_lists(program: ExportedProgram, model: nn.Module) -> None:
 
 
 def _name(fqn: str, model: nn.Module) -> str | None:
-    """The name without slices; None for a slice itself, which is no module of the model."""
+    """The name without slices; None for a slice itself, which is not a module of the model."""
     parts: list[str] = []
     names: list[str] | None = None  # of what the last slice has
     for part in fqn.split("."):

@@ -64,7 +64,7 @@ def without_remainders(guards: SizeGuards, is_same: Callable[[Sizes], bool]) -> 
 
 
 def sizes_of_some_remainders(guards: SizeGuards) -> Iterator[sympy.Symbol]:
-    """Yield the sizes for only some of whose remainders a program holds: for multiples of a chunk, say."""
+    """Yield the sizes that a program allows only with some remainders: multiples of a chunk, for example."""
     relations = frozenset(filter(_has_remainder, guards.required))
     for symbol in sorted({symbol for relation in relations for symbol in relation.free_symbols}, key=str):
         if any(guards.failing({symbol: guards.captured[symbol] + away}) & relations for away in (1, 2)):
@@ -164,10 +164,10 @@ class Trace:
         return replace(limits, captured={str(symbol): size for symbol, size in captured.items()})
 
     def sizes_of(self, example: Example, batch: int | None, seq: int | None) -> dict[sympy.Symbol, int]:
-        """The sizes of an example that vary, with other rows and tokens: dimensions 0 and 1 of its first tensor.
+        """The dynamic sizes of an example, with other rows and tokens: dimensions 0 and 1 of its first tensor.
 
         Raises:
-            CaptureError: the model does not take as many.
+            CaptureError: the model does not take these sizes.
         """
         sizes = self.sizes.values_in(example)
         options = [(name, dim, size) for name, dim, size in (("batch", 0, batch), ("seq", 1, seq)) if size is not None]

@@ -21,14 +21,14 @@ from pipegraph.graph.export.trace import Example
 from pipegraph.graph.internals import TorchDispatchMode, pytree, values_of
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 
-# What is counted may grow with the square of a size: an iteration over as many elements in each iteration.
+# Counts may grow with the square of a size: each iteration of a loop may loop over all elements again.
 _DEGREE = 2
 # Beyond what models often take at once: windows and chunks of 64.
 _LARGE = 67
 _SMALL = (5, 4, 3, 2, 1)
-# What is given the values of a tensor that Python made: `torch.tensor([…])`.
+# Operators that take the values of a tensor made in Python: `torch.tensor([…])`.
 _CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-# Keys of the counts, beside operators and constants.
+# Keys of the counts, in addition to operators and constants.
 _RUNS, _NUMBERS = "operations", "numbers"
 
 
@@ -170,8 +170,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _lowest(counted: _Counts, dimensions: frozenset[InputDimension], size: int, second: int) -> int | None:
-    """The smallest size from which on all that is counted is a polynomial of the size; None if it is none at those of
-    the captures."""
+    """The smallest size from which on all counts are polynomials of the size; None if they are not at the sizes of the
+    captures."""
     smallest = min(size, second)
     sizes = sorted({smallest, smallest + 1, max(size, second), max(size, second) + 1, max(_LARGE, 2 * size + 1)})
     if not _is_polynomial(counted, dimensions, sizes):

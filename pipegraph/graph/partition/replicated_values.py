@@ -19,10 +19,10 @@ _MEMORY_PER_LINK_BYTE = 16
 
 @lru_cache(maxsize=4)  # asked for once per split point
 def parameter_free(captured: Captured) -> frozenset[fx.Node]:
-    """The operations that depend on no parameter and no activation, and give the same result wherever they run.
+    """The operations that depend on no parameter and no activation, and give the same result on every rank.
 
-    An integer or boolean input of the model (token ids, an attention mask) is no activation: every rank may be given
-    it.
+    An integer or boolean input of the model (token ids, an attention mask) is not an activation: every rank may
+    receive it.
     """
     written = {node.meta["writes"] for node in captured.nodes if "writes" in node.meta}
     free: set[fx.Node] = set()

@@ -25,7 +25,7 @@ class SplitPoint(Enum):
 
 @dataclass(frozen=True)
 class Point:
-    """``layers.4`` starts a stage at that module; ``layers.3:end`` starts one behind it.
+    """``layers.4`` starts a stage at that module; ``layers.3:end`` starts one after it.
 
     Attributes:
         fqn: the name of the module.
@@ -169,7 +169,7 @@ def _examples(captured: Captured, start: int) -> str:
 
 
 def _unknown(captured: Captured, point: Point) -> str:
-    """The message for a point at a module that runs nothing, or that is none."""
+    """The message for a point at a module that runs nothing or does not exist."""
     choices = _choices(captured, point.side)
     guess = closest(point.fqn, choices)
     question = f' Did you mean "{guess}"?' if guess is not None else ""

@@ -55,8 +55,8 @@ class Boundary:
 def divide_into_stages(captured: Captured) -> tuple[StageGraph, ...]:
     """The stages between the ``split_point`` markers of a graph.
 
-    A value that a later stage reads goes straight there, over any number of stages; one that depends on no parameter
-    and no activation is made again where it is read, if that is cheaper.
+    A value that a later stage reads is sent directly to it, over any number of stages. A value that depends on no
+    parameter and no activation is computed again in the stage that reads it, if that is cheaper.
 
     Raises:
         PlanError: a split point parts an in-place write from the tensor it writes into.

@@ -1,4 +1,4 @@
-"""Write what is the same for every input as a person would: numbers where they are read, masks as causal or windows."""
+"""Write values that are the same for every input as a person would: numbers in place, masks as causal or windows."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from pipegraph.graph.symbolic_size import SymbolicSize
 
 aten = torch.ops.aten
 
-# What takes a tensor of indices, and may be given a list.
+# Operations that take a tensor of indices, and also accept a list.
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 _FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
 
-# A mask that takes no more operations (``positions > 0``) stays as it is: the plain form has as many.
+# A mask of at most this number of operations (``positions > 0``) stays as it is: the plain form is not shorter.
 _OPERATIONS = 4
 # The largest tensor that is computed while capturing: the masks of 8,192 tokens in 2 rows.
 _LARGEST = 2**27
-# A dynamic size is tried by so much above the numbers that a mask is made from, and is the same modulo it.
+# A mask is tried with smaller values of large dynamic sizes: equal modulo this number, and at least this number above
+# the numbers that the mask is made from.
 _BEYOND = 64
 
 _Ends = tuple[int | None, int | None]
@@ -46,8 +47,9 @@ _Ends = tuple[int | None, int | None]
 
 
 def write_constants(graph: fx.Graph) -> None:
-    """Replace a constant of one element, or a short list of indices, by the operations that make it, for each reader:
-    only then is it no buffer.
+    """Replace a constant of one element, or a short list of indices, by operations that make it for each reader.
+
+    Otherwise the stage would store it as a buffer.
 
     before:  c = get_attr(constant);  y = mul(x, c)      # torch.tensor(64.0) in the model's code
     after:   c = full([], 64.0);  y = mul(x, c)
@@ -155,7 +157,7 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _has_other_readers(node: fx.Node, unknown: set[fx.Node]) -> bool:
-    """Return whether something that is no fixed mask itself reads a mask; within the making of a mask nothing does."""
+    """Return whether a mask has a reader other than fixed masks. Intermediate masks of a computation have none."""
     return any(not (user.op == "call_function" and _is_fixed(user, unknown) and _is_mask(user)) for user in node.users)
 
 

@@ -116,10 +116,10 @@ def _is_plain_cast(node: fx.Node) -> bool:
 
 
 def _reference(node: fx.Node, arguments: dict[str, list[tuple[int, fx.Node]]]) -> fx.Node | None:
-    """Return a value that has the dtype of a cast in both dtypes.
+    """Return a value that has the dtype of a cast in both dtypes of the model.
 
-    It is the nearest such value that the cast is computed from, which is there wherever the model is cut. Only if there
-    is none, it is the first such argument of the innermost module call that has one.
+    It is the nearest such value that the cast is computed from, which is available for every cut of the model.
+    Otherwise it is the first such argument of the innermost module call that has one.
     """
     dtypes = dtypes_of(node)
     waiting, visited = deque(node.all_input_nodes), {node}
@@ -138,10 +138,10 @@ def _reference(node: fx.Node, arguments: dict[str, list[tuple[int, fx.Node]]]) -
 
 
 def follow_created_dtypes(graph: fx.Graph) -> None:
-    """Put the model's dtype, and what ``torch.finfo`` says of it, in the place of their values at capture.
+    """Replace dtypes and limits of ``torch.finfo`` that were recorded at capture by those of the model's present dtype.
 
-    `follow_dtypes` is for casts, which have a value to follow. This is for the others. The source of a stage takes the
-    dtype from a value at hand.
+    `follow_dtypes` is for casts, which have a value to follow. This is for all other operations. The source of a stage
+    takes the dtype from a value that it has.
 
     before:  m = zeros([4], dtype=torch.float32);  y = where(x, m, -3.4028234663852886e+38)
     after:   d = model_dtype(torch.float32, torch.bfloat16);  m = zeros([4], dtype=d);  y = where(x, m, model_number(…))

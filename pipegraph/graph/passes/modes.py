@@ -27,13 +27,13 @@ def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> b
 
 
 def mark_mode_differences(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
-    """Mark what drops values in evaluation mode too, and make branches of what only one mode does.
+    """Mark dropouts that drop values in evaluation mode too, and make branches of operations that only one mode runs.
 
     before:  y = dropout(x, 0.1, True)      in ``evaluation`` as well
     after:   y = dropout(x, 0.1, True)      # in_every_mode: F.dropout(x), without training=self.training
 
     Raises:
-        OtherGraphError: there is a difference that is no branch.
+        OtherGraphError: a difference cannot be written as a branch.
     """
     _mark_dropouts(_own_operations(graph, modules), _own_operations(evaluation, modules))
     merge_modes(graph, evaluation, modules)

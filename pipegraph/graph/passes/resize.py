@@ -55,7 +55,7 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _resized(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A fake tensor like another one, with another shape and as many elements skipped between its dimensions."""
+    """Return a fake tensor with another shape; the gaps between its dimensions in memory scale with it."""
     if tuple(value.shape) == tuple(shape):
         return value
     strides = list(value.stride())

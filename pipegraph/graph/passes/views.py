@@ -25,7 +25,7 @@ Sizes = tuple[int, ...]
 def cancel_views(graph: fx.Graph) -> None:
     """Take out a reshape to the shape that is there, and two views of which the second undoes the first.
 
-    source:  a = transpose(x, 1, 2);  b = transpose(a, 1, 2);  c = view(b, [8, 64])      with x [8, 64]
+    before:  a = transpose(x, 1, 2);  b = transpose(a, 1, 2);  c = view(b, [8, 64])      with x [8, 64]
     after:   x in the place of c
     """
     for node in list(graph.nodes):
@@ -43,7 +43,7 @@ def cancel_views(graph: fx.Graph) -> None:
 
 
 def _is_undone(first: fx.Node, second: fx.Node) -> bool:
-    """Return whether every element is where it was before the first view."""
+    """Return whether the second view undoes the first: every element is back in its place."""
     if shape_of(first.args[0]) != shape_of(second):
         return False
     tensor = torch.empty(shape_of(first.args[0]), device="meta")

@@ -17,10 +17,10 @@ aten = torch.ops.aten
 
 
 def place_buffer_updates(graph: fx.Graph) -> None:
-    """Move the update of a buffer that ``forward`` assigns to (``self.mean = …``) behind the last operation that needs
-    the old value; ``torch.export`` has it at the very end, which is in the last stage.
+    """Move the update of a buffer that ``forward`` assigns to (``self.mean = …``) after the last use of the old value.
 
-    The update is erased if its value is the buffer itself, changed in place (``self.count += 1``).
+    ``torch.export`` puts the update at the very end, which is in the last stage. The update is erased if its value
+    is the buffer itself, changed in place (``self.count += 1``).
 
     before:  m = lerp(mean, x, 0.1);  y = sub(x, m);  z = linear(y, weight);  copy_(mean, m)
     after:   m = lerp(mean, x, 0.1);  copy_(mean, m);  y = sub(x, m);  z = linear(y, weight)
@@ -40,7 +40,7 @@ def place_buffer_updates(graph: fx.Graph) -> None:
 
 
 def _last_copies(graph: fx.Graph) -> list[Any]:
-    """The copies with no other operation behind them; a ``copy_`` that the model itself calls is not there."""
+    """Return the copies at the end of the graph; a ``copy_`` that the model itself calls is not at the end."""
     operations = [node for node in graph.nodes if node.op == "call_function"]
     last = takewhile(lambda node: node.target is torch.ops.aten.copy_.default, reversed(operations))
     return list(last)[::-1]
@@ -59,7 +59,7 @@ def _is_update(value: fx.Node, buffer: fx.Node) -> bool:
 def drop_write_backs(graph: fx.Graph) -> None:
     """Erase what Python adds to ``x[0] += y``: the sum, already written into ``x[0]``, is assigned to ``x[0]``.
 
-    previous_node:  a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0);  copy_(c, b)
+    before:  a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0);  copy_(c, b)
     after:   a = select(x, 0, 0);  b = add_(a, y);  c = select(x, 0, 0)
     """
     for node in list(graph.nodes):
@@ -79,13 +79,13 @@ def _call(node: fx.Node) -> object:
 
 
 def functionalize_writes(graph: fx.Graph) -> None:
-    """Rewrite ``x.add_(y)`` as ``x + y`` wherever nothing else can see the difference, so that any cut is legal.
+    """Rewrite ``x.add_(y)`` as ``x + y`` if nothing else can see the difference, so that any cut is legal.
 
     A write into a view (``x[:, 0] = 5``), into a tensor that has a view, or into a buffer stays as it is. It is marked
-    with ``meta["writes"]``, the name of the node that made the memory: a split point may not part the two.
+    with ``meta["writes"]``, the name of the node that made the memory: no split point may separate the two.
 
-    A write keeps the dtype of what it writes into. Where another operand gives the new tensor another dtype in a
-    converted model, as a float32 table does, the new tensor is cast: ``(x + table).type_as(x)``.
+    A write keeps the dtype of the tensor that it writes into. If another operand, such as a float32 table, gives the
+    new tensor another dtype in a converted model, the new tensor is cast: ``(x + table).type_as(x)``.
 
     before:  a = relu(x);  b = add_(a, y);  c = mul(a, 2)
     after:   a = relu(x);  b = add(a, y);  c = mul(b, 2)
@@ -175,7 +175,7 @@ def _call_of_owner(node: fx.Node, buffer: fx.Node) -> str | None:
 
 
 def _functional(node: fx.Node) -> OpOverload | None:
-    """``aten.add_.Tensor`` → ``aten.add.Tensor``; None if there is none that gives the same."""
+    """Return ``aten.add.Tensor`` for ``aten.add_.Tensor``; None if no functional form gives the same result."""
     target = node.target
     assert isinstance(target, OpOverload)
     name, overload = operator_name(target)
@@ -199,7 +199,7 @@ def _keeps_type(functional: OpOverload, node: fx.Node) -> bool:
 
 
 def _replace_later_uses(target: fx.Node, write: fx.Node) -> None:
-    """Let uses of ``target`` behind ``write`` read ``write``, which has the same value by then."""
+    """Replace ``target`` by ``write`` in the operations after ``write``, where both have the same value."""
     for user in list(target.users):
         if user > write:
             user.replace_input_with(target, write)

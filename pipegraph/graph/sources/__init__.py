@@ -11,7 +11,7 @@ from pipegraph.graph.sources.model_source import ModelSource
 
 
 def find_source(model: str) -> Path:
-    """Return the file of MODEL, of which nothing is run or read. Raises SourceError if there is none."""
+    """Return the file of MODEL without running or reading it. Raises SourceError if it does not exist."""
     return config_file(model) if model.startswith("hf:") else model_file(model)
 
 

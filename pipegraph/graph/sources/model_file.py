@@ -55,7 +55,7 @@ def model_file(model: str) -> Path:
     if not model or name == "":
         raise SourceError(
             f"MODEL is {model!r}, which names no {'model in the file' if model else 'file'}.\n"
-            "Try: a path to a .py file that defines build_model, with or without :NAME behind it."
+            "Try: a path to a .py file that defines build_model, with or without :NAME after it."
         )
     require_path(path, "MODEL is a file", error=SourceError)
     if not path.is_file():

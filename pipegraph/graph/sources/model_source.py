@@ -40,15 +40,15 @@ class TrainingFunctions:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model and what is needed to capture, check and train it.
+    """A model and everything needed to capture, check and train it.
 
     Attributes:
         args, kwargs: the example, one microbatch.
         batch_dims: name of an input → its role, as `pipegraph.capture` takes it.
         tp_plan: pattern of module names → style of tensor parallelism.
-        batch, seq: rows and tokens of a microbatch, if they are not to be the example's.
+        batch, seq: rows and tokens of a microbatch; None for those of the example.
         rebuild: builds the same model again.
-        inputs_of: makes keyword inputs of so many rows; None if only an example is there.
+        inputs_of: makes keyword inputs with a given number of rows; None if only an example exists.
         config: the fields of a Hugging Face configuration that the model was built from.
         initial_values: which parameters have initial values because no weights were found for them; "" for none.
     """

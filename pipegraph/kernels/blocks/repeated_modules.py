@@ -29,21 +29,21 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 @dataclass
 class RecordedCall:
-    """The first call with its signature. No tensor here has memory.
+    """The first call with its signature. All tensors here are fake tensors.
 
     Attributes:
         module, original: the module and its own forward.
         signature: equal for calls that run the same code, whatever their sizes are called.
-        sizes: those of its arguments.
+        sizes: the sizes of its arguments.
         state: the module's parameters and buffers.
         leaves, spec: the flattened arguments.
         regions: what its backward computes again, in the modules inside.
         inside: the call around this one.
-        within: of the calls with this signature, how many each region around their modules has; None is no region.
+        within: the number of calls with this signature in each region around their modules; None for no region.
         results, results_spec: the flattened result: the position of an argument, a tensor, or a constant in a tuple.
         grad_enabled, autocast: the modes of the call.
         is_refused: it cannot be a block.
-        draws: how many random numbers' keys it takes.
+        draws: the number of keys of random numbers that it takes.
         block: its graphs, once traced.
     """
 
@@ -155,7 +155,7 @@ class RepeatedModules:
             yield
 
     def with_keys(self, function: Callable[..., Any], outside: str) -> Callable[..., Any]:
-        """The function with one more argument, the last: the keys of its draws. A block takes those of its own."""
+        """Return the function with one more argument, the last: the keys of its draws. A block takes its own keys."""
 
         def seeded(primals: Sequence[Tensor]) -> Any:
             *tensors, keys = primals
@@ -284,9 +284,9 @@ class BlockSizes:
     Two calls with equal layouts run the same code, whatever their sizes: the caller's `seq // 2` is as good as `seq`.
 
     Attributes:
-        layouts: of each argument, its `TensorLayout`, the symbol of a size, or None for what is neither.
-        symbols: what stands for the block's sizes in the layouts.
-        values: what the sizes are in the caller.
+        layouts: for each argument, its `TensorLayout`, the symbol of a size, or None if it is not a tensor or a size.
+        symbols: the symbols of the block's sizes in the layouts.
+        values: the values of the sizes in the caller.
     """
 
     layouts: tuple[Any, ...]
@@ -337,7 +337,7 @@ class _Names:
         return tuple(map(self.symbol_of, values))
 
     def strides(self, tensor: Tensor, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The strides as expressions of the sizes' symbols. What does not follow from them is a symbol of its own."""
+        """The strides as expressions of the sizes' symbols. A stride that does not follow from them is a symbol."""
         if dimensions(contiguous_strides(tensor.shape)) == dimensions(tensor.stride()):
             return contiguous_strides(shape)
         return tuple(map(self._stride, tensor.stride()))

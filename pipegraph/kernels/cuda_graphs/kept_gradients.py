@@ -21,12 +21,12 @@ class KeptGradients:
         self._memory: dict[int, Tensor] = {}
 
     def places(self, parameters: Mapping[int, Tensor]) -> Places | None:
-        """Give each parameter a `.grad`, zeros if it has none, and return where they are.
+        """Give each parameter a `.grad`, zeros if it has none, and return the addresses of the gradients.
 
-        Memory that someone else still reads is left to them, as a gradient that was kept when `.grad` was set to None.
+        Memory that other code still holds, such as a gradient from before `.grad` was set to None, is not used again.
 
         Args:
-            parameters: by a number, always the same for a parameter.
+            parameters: by number; a parameter always has the same number.
 
         Returns:
             None if a gradient cannot be added to in place.

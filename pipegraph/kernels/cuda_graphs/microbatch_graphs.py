@@ -1,4 +1,4 @@
-"""F, I, W and B of one microbatch in flight as graphs, in memory of its own."""
+"""F, I, W and B of one microbatch in flight as CUDA graphs, in its own memory."""
 
 from __future__ import annotations
 

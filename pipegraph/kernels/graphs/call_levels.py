@@ -1,4 +1,4 @@
-"""The order in which a graph runs that calls blocks: level by level, what lies between calls, then calls."""
+"""The order in which a graph that calls blocks runs: in each level, first the nodes between calls, then the calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pipegraph.kernels.symbolic.symbolic_sizes import is_size
 
 
 def levels_of(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """(nodes between calls of blocks, calls) in the order in which they can run, in as few levels as calls need.
+    """Return the levels of a graph in the order in which they can run, each (nodes between calls of blocks, calls).
 
-    What needs no call is computed where it is first read: what a backward computes again takes no memory until then.
-    What draws from torch's generators does so in the order of the graph, and so gets the numbers that the model gets.
+    The number of levels is the smallest that the calls allow. A node that needs no call is in the level of its first
+    reader: a value that a backward computes again takes no memory until then. Operations that draw from torch's
+    generators run in the order of the graph, and so get the same numbers as in the model.
     """
     level: dict[fx.Node, int] = {}
     draw, draw_in_call = 0, 0  # the first levels in which the next random operation, or call of one, may run
@@ -25,7 +26,7 @@ def levels_of(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
             if is_random(node):
                 is_call = node.target is OPERATION
                 draw_in_call = level[node] = max(level[node], draw_in_call if is_call else draw)
-                draw = level[node] + is_call  # calls run behind the rest of their level
+                draw = level[node] + is_call  # calls run after the rest of their level
     next_draw = max(level.values(), default=0)
     for node in reversed(level):
         if level[node] == 0 and node.target is not OPERATION:
@@ -33,7 +34,7 @@ def levels_of(graph: fx.Graph) -> list[tuple[list[fx.Node], list[fx.Node]]]:
             if is_random(node):
                 level[node] = min(level[node], next_draw)
             items = (user for user in node.users if user.target is operator.getitem)
-            level |= dict.fromkeys(items, level[node])  # they stay with what returns them
+            level |= dict.fromkeys(items, level[node])  # they stay with the node that returns them
         if is_random(node):
             next_draw = level[node]
     levels: list[tuple[list[fx.Node], list[fx.Node]]] = [([], []) for _ in range(max(level.values(), default=0) + 1)]

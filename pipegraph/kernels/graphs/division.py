@@ -60,16 +60,16 @@ class BackwardGraphs:
 
 
 def saved_values(joint: JointGraph, regions: Regions) -> set[fx.Node]:
-    """Return the values that F keeps for the backward, besides primals.
+    """Return the values that F keeps for the backward, except primals.
 
-    Always kept are random values, results of blocks and of collectives: the backward does not compute them again. Never
-    kept are views, instead of which what they view is kept, and constants, such as the zeros that a gradient starts as.
-    In a region of "block" nothing else is kept but what goes into it and comes out, and with a policy what that says.
-    "offload" keeps what "min-cut" does.
+    Random values and the results of blocks and collectives are always kept: the backward does not compute them again.
+    Views are never kept, only the tensors that they view. Constants, such as the initial zeros of a gradient, are never
+    kept. Apart from that, a region of "block" keeps its inputs and outputs only, and a region with a policy also the
+    values that the policy saves. "offload" keeps the same values as "min-cut".
 
     Args:
         joint: the graph.
-        regions: those of its operations. "block" counts as "min-cut" for a region that calls blocks.
+        regions: the regions of its operations. "block" counts as "min-cut" for a region that calls blocks.
     """
     forward = _forward_nodes(joint)
     scope = {node: regions.region_of(node) for node in forward}
@@ -174,7 +174,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a node's result shares: itself if it is no view."""
+    """Return the node whose memory a node's result shares: the node itself if it is not a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -95,7 +95,7 @@ def trace(
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """Return what a node reads from an attribute of its graph: a tensor that is no primal. None for other nodes."""
+    """Return the attribute of the graph that a node reads: a tensor that is not a primal. None for other nodes."""
     return getattr(module, str(node.target)) if node.op == "get_attr" else None
 
 
@@ -153,8 +153,10 @@ def _joint_graph(
 
 
 def _check_backward(nodes: Iterable[fx.Node]) -> None:
-    """Refuse a forward that the backward runs again and that draws random numbers, as in torch's checkpoint: what puts
-    the generator's state back is no operation, so the graph would draw other numbers."""
+    """Raise RuntimeError if the backward draws random numbers, as torch's checkpoint does when it runs a forward again.
+
+    Restoring the state of the generator is not an operation of the graph, so the graph would draw other numbers.
+    """
     if any(map(is_random, nodes)):
         raise RuntimeError("its backward draws random numbers, as a checkpoint around a dropout does")
 
@@ -172,9 +174,9 @@ def _check_node(module: fx.GraphModule, node: fx.Node) -> None:
         readers = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
         raise RuntimeError(f"it keeps a tensor of shape {shape}, which {readers} reads, from one call to the next")
     if torch.is_grad_enabled() and constant.requires_grad:
-        raise RuntimeError(f"a tensor of shape {shape} requires a gradient, and is no parameter of a module")
+        raise RuntimeError(f"a tensor of shape {shape} requires a gradient, and is not a parameter of a module")
     if any(internals.is_mutable(user.target) for user in node.users):
-        raise RuntimeError(f"it writes to a tensor of shape {shape} that is no buffer of a module")
+        raise RuntimeError(f"it writes to a tensor of shape {shape} that is not a buffer of a module")
 
 
 def _copy_written(graph: fx.Graph, primals: Sequence[fx.Node], written: Sequence[int]) -> None:

@@ -66,10 +66,10 @@ def cache_folder() -> str:
 
 
 def keep_folders() -> None:
-    """Let Inductor's folders stay where they are when this process's temporary folder becomes another.
+    """Keep Inductor's folders in their place when this process's temporary folder changes.
 
-    By default all are in the temporary folder. A variable sets that of kernels; that of compiled headers, which take
-    five seconds, follows from a function alone.
+    By default all are in the temporary folder. An environment variable sets the folder of kernels. Only a function
+    gives the folder of compiled headers, which take five seconds.
     """
     from torch._inductor.runtime import cache_dir_utils, runtime_utils
 

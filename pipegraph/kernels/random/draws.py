@@ -1,8 +1,8 @@
-"""RandomOps: the random operations of a stage, each with a key of its own in the place of torch's generator.
+"""RandomOps: the random operations of a stage, each with its own key in place of torch's generator.
 
-A key is found by the module that draws and by how many draws the module has made before in the same forward. Names
-stay out of graphs, so that equal layers share one: a graph takes the keys of its draws as one more tensor [draws].
-What torch's checkpoint runs again in the backward draws with the keys of the first time.
+A key is found by the module that draws and by the number of its earlier draws in the same forward. Names are not part
+of graphs, so that equal layers share one graph: it takes the keys of its draws as one more tensor [draws]. Operations
+that torch's checkpoint runs again in the backward draw with the same keys as the first time.
 
 stage    keys [5] ─┬─ [0:2] ─▶ block of layers.0     keys [2] ─┬─ [0] ─▶ dropout of attn
                    ├─ [2:4] ─▶ block of layers.1               └─ [1] ─▶ dropout of mlp
@@ -59,7 +59,7 @@ class CounterGenerator:
         return (mixed >> 32 ^ (mixed >> 63 & 1)) & _LOW
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers between 0 and 1, both excluded: the middles of as many equal parts as the dtype tells apart."""
+        """Numbers between 0 and 1, both excluded: midpoints of 1 / eps (of the dtype) equal intervals, at most 2³²."""
         digits = min(32, -round(math.log2(torch.finfo(dtype).eps)))
         return ((self.bits(shape) >> (32 - digits)).to(dtype) + 0.5) * 2.0**-digits
 
@@ -221,8 +221,8 @@ class RandomOps:
         self._names = {id(module): name for name, module in root.named_modules()}
         self._calls = [outside]
         self._key = key
-        self._keys: dict[int, Key] = {}  # by position, for what is run again when other microbatches have drawn
-        self._again: int | None = None  # the position of the next draw of what is run again
+        self._keys: dict[int, Key] = {}  # by position: operations may run again after other microbatches have drawn
+        self._again: int | None = None  # the position of the next draw if operations run again
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -283,7 +283,7 @@ class RandomOps:
     def _dispatch(self, operation: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not is_draw(operation, args, kwargs):
             return operation(*args, **kwargs)
-        if internals.takes_distributed(types):  # it draws for the shard of this rank, by an operation of its own
+        if internals.takes_distributed(types):  # DTensor draws for the shard of this rank, by another operation
             return NotImplemented
         position = self.take([""]).start
         arguments = internals.arguments(operation, args, kwargs)
@@ -356,14 +356,13 @@ def numbered(modules: Sequence[str], position: int) -> tuple[str, int]:
 
 @contextmanager
 def refusing_draws() -> Iterator[None]:
-    """A context for a backward. Raises PipegraphError for a draw in it: it repeats one of the forward, and nothing says
-    which."""
+    """A context for a backward. Raises PipegraphError for a draw in it: it repeats an unknown draw of the forward."""
 
     def dispatch(operation: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if is_draw(operation, args, kwargs):
             raise PipegraphError(
-                f"a backward draws random numbers ({operation}), and seed= cannot tell which of the forward's they "
-                'are.\nTry: torch.utils.checkpoint, or recompute="block", for what is to be computed again.'
+                f"a backward draws random numbers ({operation}), and seed= cannot tell which numbers of the "
+                'forward they repeat.\nTry: torch.utils.checkpoint, or recompute="block", to compute values again.'
             )
         return operation(*args, **kwargs)
 

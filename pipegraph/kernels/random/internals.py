@@ -52,8 +52,10 @@ _local = threading.local()
 
 @contextmanager
 def checkpointing(repeatable: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let `torch.utils.checkpoint`, called in this thread, run another function again in the backward: what
-    `repeatable` makes of its own when the checkpoint begins. Threads may do so at once, each with its own.
+    """Let `torch.utils.checkpoint`, called in this thread, run another function again in the backward.
+
+    When a checkpoint begins, `repeatable` takes the checkpoint's function and returns the one to run again. Several
+    threads may use this context at once, each with its own `repeatable`.
     """
     global _users
     repeatables: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = vars(_local).setdefault("repeatables", [])

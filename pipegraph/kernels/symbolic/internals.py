@@ -20,11 +20,11 @@ class UnboundSizeError(RuntimeError):
 
 
 def shape_environment() -> Any:
-    """Return what collects the conditions on symbols.
+    """Return a new shape environment, which collects the conditions on symbols.
 
     Public torch has symbols only inside `torch.export` and `torch.compile`. Two sizes that are equal now stay two
     symbols, and an operation whose shape depends on values raises, as it does without symbols. A symbol may be 1.
-    Where torch would make a symbol of its own for a size, UnboundSizeError is raised: no call says what its number is.
+    If torch would make a new symbol for a size, UnboundSizeError is raised: no call gives its value.
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -67,7 +67,7 @@ def placeholder_symbol(index: int) -> Any:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Return whether a value is no number yet."""
+    """Return whether a value is symbolic, not a number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
@@ -134,9 +134,9 @@ def condition_count(environment: Any) -> int:
 
 
 def conditions(environment: Any) -> list[Any]:
-    """Return what holds for the symbols wherever the graphs traced and compiled with them are right.
+    """Return the conditions on the symbols under which the graphs traced and compiled with them are right.
 
-    `produce_guards_expression`, with which torch's cache of compiled graphs does the same, gives text for `eval`.
+    `produce_guards_expression`, which torch's cache of compiled graphs uses for this, gives text for `eval`.
     """
     import sympy
 
@@ -148,7 +148,7 @@ def conditions(environment: Any) -> list[Any]:
 
 
 def hold(conditions: Iterable[Any], numbers: Mapping[Any, int]) -> bool:
-    """Return whether all conditions hold for these numbers of their symbols. Torch has functions of its own in them."""
+    """Return whether all conditions hold for these values of their symbols. Conditions may have functions of torch."""
     import sympy
 
     values = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}

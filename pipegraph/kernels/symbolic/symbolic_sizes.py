@@ -147,7 +147,7 @@ def size_nodes(
     """Return sizes as arguments of a node: numbers, or nodes that are computed from the placeholders.
 
     Args:
-        graph: to which the nodes are added, where it is inserting.
+        graph: gets the nodes, at its insertion point.
         values: numbers and symbolic values.
         sizes: their symbols.
         placeholders: of the graph, one for each symbol.
@@ -228,14 +228,14 @@ def call_layout(
 
     A dimension is a size if it has a name, or was another number in an earlier call. Dimensions with one name are one
     size, and so are those without a name that were equal in all calls. A dimension of unknown meaning that always had
-    the number of a named size is that size: a target has the batch's rows, and a row's tokens. What was never more than
-    1 is no size: it may be a dimension that broadcasts.
+    the number of a named size is that size: a target has the batch's rows, and a row's tokens. A dimension that was
+    never more than 1 is not a size: it may be one that broadcasts.
 
     Args:
         tensors: of this call.
         calls: the shapes of the calls until now, this one included.
         names: of each tensor, what is known of its dimensions.
-        ones_as_sizes: whether what is 1 now, and was more, is a size. It is then traced as the number that it was.
+        ones_as_sizes: whether a dimension that is 1 now, and was more, is a size. It is traced with its largest number.
     """
     sizes: dict[Any, CallSize] = {}
     by_history: dict[tuple[int, ...], CallSize] = {}

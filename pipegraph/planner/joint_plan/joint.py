@@ -37,15 +37,15 @@ def joint_plan(
     """Compare the plans of a model for a cluster, and return them with the best one.
 
     Args:
-        capture_rows: captures the model with so many rows of a microbatch; also returns its loss and their target, as
-            `PlanOptions` has them.
-        rows: the fewest to consider; twice, four times and eight times as many are considered too.
-        options: how the model is priced, ``auto`` as ``time``; ``memory_bytes`` is one figure, of a device.
-        devices: how many there are.
+        capture_rows: captures the model with a number of rows of a microbatch; also returns the loss and the target, as
+            in `PlanOptions`.
+        rows: the least number of rows to consider; two, four and eight times this number are considered too.
+        options: how the model is priced, ``auto`` as ``time``; ``memory_bytes`` is one number, the memory of a device.
+        devices: the number of devices.
         global_batch: rows of a step over all devices.
         schedules: to compare.
-        tp_plan: what the ranks along tp divide; without one there is no tp.
-        most_tp: the most ranks along tp; by default those of a node.
+        tp_plan: the model's tensor-parallel plan; without one there is no tp.
+        most_tp: the largest number of ranks along tp; by default the ranks of a node.
 
     Raises:
         PlanError: no layout has numbers that are possible; a `MemoryShortage` if nothing fits.

@@ -42,14 +42,13 @@ class Layout:
         return _WHOLE_STATE if self.dp_shard == 1 else _GATHERED + _WHOLE_STATE / self.dp_shard
 
     def gather_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return what it takes to gather the parameters of a stage, of so many bytes, and to put them in their
-        places."""
+        """Return the seconds to gather the parameters of a stage, ``size`` bytes, and to copy them to their places."""
         if self.dp_shard == 1:
             return 0.0
         return collective_seconds(hardware.links, GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
 
     def reduce_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return what it takes to reduce the gradients of a stage, of so many bytes, which are put together first."""
+        """Return the seconds to reduce the gradients of a stage, ``size`` bytes, which are copied together first."""
         if self.copies == 1:
             return 0.0
         scatter = collective_seconds(hardware.links, REDUCE, size, self.dp_shard, self.tp)
@@ -67,7 +66,7 @@ class Layout:
 
 
 def layouts(devices: int, most_stages: int, most_tp: int) -> Iterator[Layout]:
-    """Yield every layout of so many devices with no longer a pipeline and no more ranks along tp than these."""
+    """Yield every layout of the devices with at most ``most_stages`` ranks along pp and ``most_tp`` ranks along tp."""
     for tp in _divisors(devices):
         for pp in _divisors(devices // tp):
             copies = devices // tp // pp
@@ -76,7 +75,7 @@ def layouts(devices: int, most_stages: int, most_tp: int) -> Iterator[Layout]:
 
 
 def _copied(hardware: Hardware, size: float) -> float:
-    """Return what it takes to copy so many bytes."""
+    """Return the seconds to copy ``size`` bytes."""
     return 2 * size / hardware.bytes_per_second(2 * size)
 
 

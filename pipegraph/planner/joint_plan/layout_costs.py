@@ -77,15 +77,15 @@ class _KeptParts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayoutCosts:
-    """The prices of a model with each choice of what to compute again, for one and for two times its rows.
+    """The prices of a model with each choice of recompute, for ``rows`` rows and for two times this number.
 
-    Between and beyond these, what a microbatch takes grows evenly with its rows; bytes do so exactly. Ranks along tp
-    divide the part of each segment's time and bytes that the model's tensor-parallel plan divides; of what it needs
-    while it runs the same part as of all its values.
+    For other numbers of rows, the time and bytes of a microbatch are linear in its rows; for bytes this is exact. Ranks
+    along tp divide the part of each segment's time and bytes that the model's tensor-parallel plan divides. Of its
+    transient bytes they divide the same part as of all its values.
 
     Attributes:
-        single, double: the prices for ``rows``, and for twice as many.
-        shares: what tp divides; empty for a model without a plan.
+        single, double: the prices for ``rows`` rows, and for two times this number.
+        shares: the part of each segment that tp divides; empty for a model without a plan.
     """
 
     hardware: Hardware
@@ -134,7 +134,7 @@ class LayoutCosts:
         return _totals(self, layout.tp, rows)
 
     def least_makespan(self, layout: Layout, rows: int, microbatches: int, whole_backwards: bool) -> float:
-        """Return the least seconds of a step with one stage on a rank, wherever the chain is cut, also inside segments.
+        """Return the least seconds of a step with one stage on a rank, over all cuts, also those inside segments.
 
         Rank s computes for m·w(s) seconds, after F of all earlier stages on the first microbatch. With
         ``whole_backwards`` their B on the last microbatch comes after its own.
@@ -293,8 +293,8 @@ def resident_seconds(
     layout: Layout,
     hardware: Hardware,
 ) -> float:
-    """Return what gathering and reducing add to a step in which only so many stages of a rank are whole at a time, so
-    that they are gathered again and again."""
+    """Return the seconds that gathering and reducing add to a step in which only ``resident`` stages of a rank are
+    whole at a time, so that stages are gathered repeatedly."""
     sizes = [stage.parameter_bytes for stage in stages]
     with_collectives = replace(
         times,

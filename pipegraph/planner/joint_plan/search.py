@@ -47,8 +47,8 @@ class CandidateProblems:
         self._slowest: dict[JointCandidate, float] = {}
 
     def may_fit(self, candidate: JointCandidate) -> bool:
-        """Whether the mean over ranks of what they hold at least is no more than the limit: parameters, and what one
-        microbatch keeps."""
+        """Whether a lower bound of the mean memory of a rank is within the limit: parameters, and the saved values of
+        one microbatch."""
         if self._memory is None:
             return True
         totals = self._costs.totals(candidate.layout, candidate.rows)
@@ -123,7 +123,7 @@ class CandidateProblems:
 
 
 def min_memory_variant(candidate: JointCandidate) -> JointCandidate:
-    """Return a candidate with the division of its copies, and as few whole stages, as leave the most memory."""
+    """Return the variant of a candidate that leaves the most memory: all copies shard, with the fewest whole stages."""
     layout = candidate.layout
     resident = 1 if candidate.chunks > 1 and layout.copies > 1 else None
     return replace(candidate, layout=replace(layout, dp_replicate=1, dp_shard=layout.copies), resident=resident)
@@ -150,7 +150,7 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 """The schedules that are compared by default."""
 
 _LOW_EFFORT = 0.02  # for every candidate that its bound does not rule out
-_MOST_ACTIONS = 60_000  # of a step; a candidate with more is no better than one with more rows
+_MOST_ACTIONS = 60_000  # of a step; a candidate with more actions is not better than one with more rows
 _PASSED = 8  # candidates whose bounds are made tighter before one of them is searched
 _ROWS = (1, 2, 4, 8)  # times the rows of the example
 
@@ -219,7 +219,8 @@ class JointSearch:
         if not self.candidates:
             raise PlanError(
                 f"No layout of {self._of_cluster} devices divides a batch of {self._batch} rows into microbatches of "
-                f"{self._costs.rows}, 2, 4 or 8 times as many.\nTry: {argument('global_batch', self._of_cluster)}."
+                f"{self._costs.rows}, or 2, 4 or 8 times that number.\n"
+                f"Try: {argument('global_batch', self._of_cluster)}."
             )
         problems = self._problems
         bounds = {candidate: problems.bound(candidate) for candidate in self.candidates if problems.may_fit(candidate)}

@@ -67,14 +67,14 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorShare:
-    """Of one segment and one microbatch.
+    """The part of one segment that the ranks along tp divide, for one microbatch.
 
     Attributes:
-        work: what its nodes compute.
-        divided: those of its nodes of whose results each rank has a part.
+        work: the work of each of its nodes.
+        divided: the nodes whose results are divided between the ranks.
         values, parameters: the parts of its values with a gradient and of its parameters that are divided.
         forward, backward: bytes of each tensor that all ranks along tp reduce in F, and in I.
-        gathered: bytes of each that they gather in F.
+        gathered: bytes of each tensor that they gather in F.
     """
 
     work: tuple[_Work, ...]
@@ -86,7 +86,7 @@ class TensorShare:
     gathered: tuple[int, ...] = ()
 
     def time_left(self, hardware: Hardware, ranks: int) -> float:
-        """Return the part of its time that each of so many ranks along tp takes, by a roofline."""
+        """Return the fraction of the segment's time that each of ``ranks`` ranks along tp takes, by a roofline."""
         total_time, divided_time = (sum(work.seconds(hardware, tp) for work in self.work) for tp in (1, ranks))
         return divided_time / total_time if total_time else 1.0
 
@@ -103,8 +103,8 @@ class TensorShare:
 def tensor_shares(chain: Chain, plan: Mapping[str, str]) -> list[TensorShare]:
     """Return the share of each segment.
 
-    A value is in parts from a module of the style "colwise" on up to one of "rowwise", and from a product with a
-    divided parameter of its own up to the next. Other styles than those above divide nothing here.
+    Values are divided from a module of the style "colwise" up to one of the style "rowwise", and from a product with a
+    parameter that has its own style up to the next such product. Styles that are not listed above divide nothing here.
     """
     division = _Division(chain.captured.nodes, plan)
     return [_share(chain.nodes(index, index + 1), division) for index in range(len(chain.segments))]
@@ -114,8 +114,8 @@ class _Division:
     """How the nodes of a graph are divided.
 
     Attributes:
-        divides: node → "n" or "k" as for `_Work`; no entry for what each rank computes whole.
-        parts: nodes of whose results each rank has a part.
+        divides: node → "n" or "k" as for `_Work`; no entry for a node that each rank computes whole.
+        parts: nodes whose results are divided between the ranks.
     """
 
     def __init__(self, nodes: Sequence[fx.Node], plan: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer behind `solve`.
+"""The optimizer of `solve`.
 
 solve ─▶ cut_search ─▶ branch_and_bound ─▶ local_search ─▶ objectives ─▶ prefix_sums
 

@@ -125,7 +125,7 @@ def largest_stage(objective: Objective, cuts: Integers, segments: int) -> float:
 
 
 def _most_even(objective: Objective, space: CutSpace, cuts: Integers) -> Integers:
-    """Return the cuts with the least sum of squares of stages, of all whose largest stage is no larger than here."""
+    """Return the cuts with the least sum of squares of stages, among those whose largest stage is not larger."""
     largest = largest_stage(objective, cuts, space.last[-1]) * (1 + EQUAL)
 
     def squares(stage: int, begins: Integers, ends: Integers) -> Floats:

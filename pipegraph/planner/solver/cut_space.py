@@ -170,7 +170,7 @@ class CutSpace:
 
 
 class StageFigures:
-    """What stages cost wherever a space has them: computed once, and looked up for parts of the space."""
+    """The costs of all stages in a space of cuts: computed once, and looked up for parts of the space."""
 
     def __init__(self, costs: StageCosts, space: CutSpace) -> None:
         self._first = space.first

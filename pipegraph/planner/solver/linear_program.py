@@ -46,7 +46,7 @@ class LinearProgram:
         self._solver.addRows(len(table), lower, upper, count, starts, columns, values)
 
     def solve(self) -> LinearSolution | None:
-        """Return the solution; None if there is none.
+        """Return the solution; None if the program has no solution.
 
         Raises:
             ArithmeticError: the solver gave up.

@@ -14,7 +14,7 @@ from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, Lin
 
 EQUAL = 1e-9  # figures that differ by less than this part are equal
 _BOUNDS = 16  # linear bounds that are remembered
-_CALL_STEPS, _CANDIDATE_STEPS = 60_000, 40  # a call takes as long as so many steps, and as so many candidates
+_CALL_STEPS, _CANDIDATE_STEPS = 60_000, 40  # the overhead of a call, in steps and in candidates
 
 _TRIED = 64  # neighbours valued at once
 _REACH = 3  # segments by which a single cut moves, at most
@@ -103,11 +103,11 @@ class Moves(NamedTuple):
 def hill_climb(
     incumbents: Incumbents, cuts: Integers, segments: int, moves: Moves | None = None, until: float = np.inf
 ) -> tuple[Integers, float]:
-    """Move from cuts (cuts,) to better neighbours for as long as there is one, or until so many steps are spent.
+    """Move from cuts (cuts,) to better neighbours as long as one exists, or until ``until`` steps are spent.
     Returns the last cuts and their value.
 
-    Neighbours that remembered linear bounds show to be no better are left out. Of the others, the most promising ones
-    come first.
+    Neighbours are left out if the remembered linear bounds show that they are not better. The most promising of the
+    others come first.
     """
     neighbours_of = neighbours if moves is None else moves.near
     value = float(incumbents.add(cuts[None])[0])
@@ -132,7 +132,7 @@ def hill_climb(
 def iterated_local_search(
     incumbents: Incumbents, cuts: Integers, segments: int, until: int, moves: Moves | None = None
 ) -> None:
-    """Climb again and again from the best cuts after random moves, until so many steps are spent.
+    """Repeat hill climbing from the best cuts after random moves, until ``until`` steps are spent.
 
     Source: Lourenço, Martin and Stützle, 2003.
     """

@@ -264,7 +264,7 @@ def _paths(order: Order) -> Iterator[StagePath]:
 
 
 def _not_dominated(paths: Sequence[StagePath]) -> list[StagePath]:
-    """Return the paths of which no other contains as much of everything."""
+    """Return the paths except those that another path equals or exceeds in every figure."""
     every = np.unique(np.array(paths, np.int64), axis=0)
     covered = (every[:, None] <= every).all(axis=2) & ~np.eye(len(every), dtype=bool)
     return [StagePath(*row) for row in every[~covered.any(axis=1)].tolist()]

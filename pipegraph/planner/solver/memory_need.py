@@ -58,8 +58,8 @@ class MemoryNeed:
     - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
       arrived. What is offloaded counts while it is here (`pipegraph.schedule.offload_windows`);
-    - while an action runs, its stage's `TransientBytes` on top of what is held before, and after: of W and B with the
-      gradients of parameters that they made and have not yet added to the others;
+    - while an action runs, its stage's `TransientBytes` in addition to the bytes held before the action, or after it;
+      after W and B also the gradients of parameters that they made and have not yet added to the others;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
       posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
     """

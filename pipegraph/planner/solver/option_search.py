@@ -249,7 +249,7 @@ def every_candidate(segments: int, may: Booleans) -> list[Integers]:
 
 
 def option_moves(may: Booleans) -> Moves:
-    """Moves of cuts, of the options of single stages, and of a cut with the options of a stage beside it."""
+    """Return moves of cuts, of the options of single stages, and of a cut with the options of a stage next to it."""
     stages = len(may)
 
     def near(candidate: Integers, segments: int) -> Integers:

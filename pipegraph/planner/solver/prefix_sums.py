@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, STATE, TRAINED, OFFLOADED, ADDED = QUANTITIES = range(9)
-"""What adds up over the segments of a stage. ``HELD`` is the bytes of parameters, buffers and constants; ``SAVED``
+"""What adds up over the segments of a stage. ``STATE`` is the bytes of parameters, buffers and constants; ``SAVED``
 those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not; ``ADDED`` those of parameters
 whose gradients are made before they are added."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD

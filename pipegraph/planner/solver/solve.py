@@ -96,14 +96,15 @@ def solve(
 
     Args:
         costs: the cost of each segment for one microbatch.
-        stages: how many to make.
+        stages: the number of stages to make.
         schedule: a name that `pipegraph.schedule.build` knows, or a schedule.
         microbatches: of a step, if the schedule is a name.
         placement: "loop" or "v"; the schedule must have it.
-        ranks: the schedule must have as many. A schedule with any number of stages on a rank gets so many.
+        ranks: the number of ranks that the schedule must have. A schedule that can have any number of stages on a rank
+            gets this number of ranks.
         objective: "makespan", seconds of a step as `simulate` computes them, or "bottleneck", seconds that the slowest
             stage computes for one microbatch.
-        memory_bytes: what each rank has: one figure or size ("80GiB"), or one per rank. Activations, parameters,
+        memory_bytes: the memory of each rank: one number or size ("80GiB"), or one per rank. Activations, parameters,
             buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
         link: (latency in seconds, bandwidth in bytes per second) between ranks, or a function of (rank, other rank)
             that returns it. Without a link, crossing a boundary takes no time.
@@ -113,7 +114,7 @@ def solve(
         alternatives: how many other cuts to return, at most.
         effort: scales how long the search continues. 1 is a few seconds.
         names: of the segments, for messages.
-        advises: whether a shortage of memory says what would be enough, which takes long to find.
+        advises: whether a `MemoryShortage` says how much memory would be enough, which takes long to find.
         memory: another name of ``memory_bytes``.
 
     Raises:
@@ -213,11 +214,12 @@ def _starts_that_fit(
     effort: float,
     memory_of: Callable[[int], MemoryNeed] | None,
 ) -> list[Integers]:
-    """Return the starts and, if none of them fits, the cuts that need the least.
+    """Return the starts and, if none of them fits, the cuts that need the least memory.
 
-    ``memory_of`` gives the need of the same schedule with another number of stages; it raises ScheduleError or
-    PlanError if there is none. Without it, a shortage does not say what other numbers need. Raises a MemoryShortage
-    that says what would fit if the cuts that need the least do not.
+    ``memory_of`` returns the need of the same schedule with another number of stages; it raises ScheduleError or
+    PlanError if the schedule cannot have that number. Without ``memory_of``, a MemoryShortage does not say how much
+    memory other numbers of stages need. Raises a MemoryShortage that says how much memory would be enough if the cuts
+    that need the least memory do not fit.
     """
     if any(memory.fits(start[None])[0] for start in starts):
         return list(starts)
@@ -266,7 +268,7 @@ def _parts_of_need(memory: MemoryNeed, cuts: Integers) -> str:
 def _with_more_stages(
     sums: PrefixSums, memory: MemoryNeed, effort: float, memory_of: Callable[[int], MemoryNeed]
 ) -> list[str]:
-    """Say how much memory twice as many stages need, four times as many, and so on until they fit."""
+    """Return a line on the memory that two times the number of stages need, four times, and so on until they fit."""
     needs: list[str] = []
     for doubled in range(1, _DOUBLINGS + 1):
         stages = memory.stages << doubled

@@ -132,13 +132,13 @@ def memory_of_ranks(memory_bytes: float | str | Sequence[float | str] | None, ra
 def resolve_schedule(
     schedule: str | Schedule, stages: int, microbatches: int, placement: str | None, ranks: int | None
 ) -> Schedule:
-    """Return the schedule of so many stages, checked and without transfers.
+    """Return the schedule for ``stages`` stages, checked and without transfers.
 
     Args:
-        schedule: a name, which gets as many ranks as the stages need; or a schedule, which has its own ranks and
-            microbatches.
-        stages, microbatches: of a step.
-        placement, ranks: what the schedule must have; None for any.
+        schedule: a name, which gets the number of ranks that the stages need; or a schedule, which has its own ranks
+            and microbatches.
+        stages, microbatches: the numbers of a step.
+        placement, ranks: the placement and number of ranks that the schedule must have; None for any.
 
     Raises:
         ScheduleError: an unknown name, numbers that the schedule cannot have, or a schedule that is wrong.

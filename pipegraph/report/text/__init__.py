@@ -39,10 +39,10 @@ def table(
 
     Args:
         headers: the names of the columns.
-        rows: the cells, as many in each as headers.
-        width: columns of the terminal; None: as many as the table takes. In a narrower one, cells of words are cut off
-            and columns are left out, which a line below the table names.
-        optional: the headers of columns that are left out where they would be cut off, first the first.
+        rows: the cells of each row, one for each header.
+        width: columns of the terminal; None for no limit. If the table is wider, cells of words are cut off and columns
+            are left out; a line below the table names the latter.
+        optional: the headers of columns that are left out, in this order, until the other columns fit.
     """
     columns = [_Column(name, [row[index] for row in rows], name in optional) for index, name in enumerate(headers)]
     room, dropped = _room(width), list[str]()

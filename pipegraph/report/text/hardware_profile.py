@@ -13,7 +13,7 @@ from pipegraph.units import format_bytes, format_count, format_seconds
 
 
 def render_hardware(hardware: Hardware, width: int | None = None) -> str:
-    """Return the device, a line for each kind of figure, and where they are from."""
+    """Return the device, a line for each kind of figure, and the sources of the figures."""
     links = hardware.links
     rows = [
         *_flops(hardware),

@@ -30,7 +30,7 @@ _LETTERS = "E what runs before the layers, t a layer, L what runs after them"
 _BAR = 40  # columns of the longest bar
 _PARTS = ((Kind.F, "forward", "█"), (Kind.I, "input_grad", "▓"), (Kind.W, "weight_grad", "░"))
 _PROSE = 120  # columns of a paragraph in a file
-_PROVED = 5e-5  # a smaller gap is none
+_PROVED = 5e-5  # a smaller gap counts as zero
 _SMALLEST = 1e-3  # a smaller one would be 0.0 % or 0.1 %
 
 

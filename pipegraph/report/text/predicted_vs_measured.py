@@ -120,7 +120,7 @@ def stage_time_table(
 
 
 def _collectives(compared: RunComparison, width: int | None) -> str:
-    """Return the table of collectives, which run beside the stages; empty if there are none."""
+    """Return the table of collectives, which run in parallel with the stages; empty without collectives."""
     stages = compared.collectives
     if not stages:
         return ""

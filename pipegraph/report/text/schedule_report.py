@@ -198,7 +198,7 @@ def render_grid(
 
 
 def render_legend(schedule: Schedule, width: int | None = None) -> Text:
-    """Return what the colours of a coloured grid mean, in as many lines as the width needs."""
+    """Return the meaning of the colours of a coloured grid, in lines that fit the width."""
     colours = ActionColours.from_schedule(schedule)
     entries = []
     for kind, fills in colours.legend():
@@ -275,7 +275,7 @@ def _collective_boxes(collectives: RankCollectives, scale: float, coloured: bool
 
 
 def _text(action: Action, width: int, coloured: bool) -> str:
-    """Return the text of a box of this width: as much of its action as fits."""
+    """Return the text of a box of this width: the part of its action that fits."""
     if coloured:
         number = str(action.microbatch)
         return f" {number}" if len(number) < width else number if len(number) == width else ""

@@ -37,7 +37,7 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
     if analysis.collectives:
         collectives = render_stage_times(analysis.collectives, analysis.run.schedule.placement, width, CollectiveKind)
         unit = stage_time_format(analysis.collectives).unit
-        parts.append(f"collectives of each stage, beside its actions, in {unit} (medians)\n{collectives}")
+        parts.append(f"collectives of each stage, in parallel with its actions, in {unit} (medians)\n{collectives}")
     if analysis.idle:
         step_name = "the simulated step" if analysis.run.shares_process else "a step (mean)"
         unit = idle_times(analysis).unit
@@ -94,7 +94,7 @@ def remarks(analysis: RunAnalysis) -> Iterator[str]:
     run = analysis.run
     yield from (f"note: {note}" for note in run.notes)
     if run.shares_process:
-        yield "note: ranks in one process wait for each other, which is no bubble: the bubble is of the simulated step"
+        yield "note: ranks in one process wait for each other, so the bubble is that of the simulated step"
     elif run.clock_error is not None and len(run.ranks) > 1:
         yield f"note: the ranks' clocks agree to ± {format_seconds(run.clock_error)}"
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):

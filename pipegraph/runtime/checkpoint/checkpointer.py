@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints of a pipeline, one at a time, also in a thread beside the steps."""
+"""Saves and loads checkpoints of a pipeline, one at a time, also in a thread while steps run."""
 
 from __future__ import annotations
 

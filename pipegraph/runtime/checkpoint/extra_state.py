@@ -1,7 +1,7 @@
-"""What the user saves beside the model: objects with a `state_dict`, and plain values; different ones on each rank.
+"""Extra state that the user saves with the model: objects with a `state_dict`, and plain values, of each rank.
 
 Equal values are stored once. A value that differs, such as the position in each data-parallel rank's share of the data,
-goes back to the rank that it is from.
+is restored on the rank that saved it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def version_for(name: str, saved: SavedExtra, saved_grid: RankGrid, now: RankGri
     raise CheckpointError(
         f"{named} was saved with different values on {saved_grid.size} ranks ({_text(saved_grid)}), and there are "
         f"{now.size} now ({_text(now)}): nothing says which rank takes which.\n"
-        f"Try: as many data-parallel ranks as there were; or {left_out}, which leaves it out."
+        f"Try: the same number of data-parallel ranks as before; or {left_out}, which leaves it out."
     )
 
 

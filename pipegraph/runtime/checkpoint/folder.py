@@ -29,11 +29,11 @@ _PARTIAL: Final = re.compile(r"\.step-\d+\.partial")
 
 
 class SavedExtra(Entry, frozen=True):
-    """What the user saved beside the model.
+    """Extra state that the user saved with the model.
 
     Attributes:
-        is_stateful: whether it is what the ``state_dict()`` of an object returned, or a plain value.
-        versions: of each rank, which of the different values that the ranks had is its own.
+        is_stateful: whether it is the ``state_dict()`` of an object; otherwise it is a plain value.
+        versions: for each rank, the index of its value among the different values of all ranks.
     """
 
     is_stateful: bool

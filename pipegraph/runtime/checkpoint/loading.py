@@ -30,10 +30,10 @@ class Checkpoint:
     """A checkpoint that was read.
 
     Attributes:
-        folder: where it is.
-        step: how many steps were done when it was saved.
-        extra: plain values as they were saved; of objects that `load` was not given, what their `state_dict()` was.
-        has_random_state: whether the random number generators continue as they were, because the ranks are the same.
+        folder: its path.
+        step: the number of steps that were done when it was saved.
+        extra: the saved plain values, and the `state_dict()` of each saved object that `load` was not given.
+        has_random_state: whether the random number generators resume the saved states, as the ranks are the same.
     """
 
     folder: Path
@@ -43,12 +43,12 @@ class Checkpoint:
 
 
 def find_newest(directory: Path, ranks: CheckpointRanks) -> tuple[Path, CheckpointIndex]:
-    """The newest whole checkpoint of a folder, or the one that the folder is. Collective.
+    """Return the newest whole checkpoint of a folder, or the folder itself if it is a checkpoint. Collective.
 
-    Each rank reads a part of the files. Warns on the first rank of those that are damaged.
+    Each rank reads a part of the files. The first rank warns about damaged checkpoints.
 
     Raises:
-        CheckpointError: there is none; on every rank.
+        CheckpointError: the folder has no whole checkpoint; on every rank.
     """
     candidate_names = ranks.agree(
         lambda: [str(path.relative_to(directory)) for path in folder.candidates(directory)] if ranks.is_first else []

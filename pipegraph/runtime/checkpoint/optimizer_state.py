@@ -35,12 +35,12 @@ class SavedGroup:
 
 @dataclass
 class OptimizerShare:
-    """What one rank knows of an optimizer but for the tensors.
+    """The part of an optimizer that one rank has, without the tensors.
 
     Attributes:
         kind: the optimizer's class.
-        groups: in their order, also those of which this rank has no parameters.
-        plain: of each parameter, the values that are no tensors.
+        groups: all groups in order, also those without parameters on this rank.
+        plain: for each parameter, the values of its state that are not tensors.
     """
 
     kind: str
@@ -62,10 +62,10 @@ class OptimizerState:
     """An optimizer over parameters of a pipeline.
 
     Args:
-        names: of all parameters of this rank, by their `id`.
+        names: the names of all parameters of this rank, by their `id`.
 
     Raises:
-        CheckpointError: it has a parameter that is not the pipeline's.
+        CheckpointError: the optimizer has a parameter that is not one of the pipeline's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -78,12 +78,12 @@ class OptimizerState:
                     raise CheckpointError(
                         f"the optimizer has a parameter of shape {list(parameter.shape)} that is not one of the "
                         "pipeline's parameters.\nTry: an optimizer over pipe.parameters(), made after the Pipeline, "
-                        'and one of its own for others, saved with extra={"optimizer": …}.'
+                        'and a separate one for other parameters, saved with extra={"optimizer": …}.'
                     )
                 self._parameters[names[id(parameter)]] = parameter, group
 
     def share(self) -> OptimizerShare:
-        """What is no tensor of a parameter's state."""
+        """Return the class, the groups and the state of this rank's parameters, without the tensors."""
         groups = []
         for group in self._optimizer.param_groups:
             options = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_OPTIONS}
@@ -179,13 +179,13 @@ class _NewState:
 
 
 def merge(shares: Sequence[OptimizerShare]) -> OptimizerShare:
-    """What all ranks know together.
+    """Merge the shares of all ranks.
 
-    Groups with the same place are one if every rank has as many, those without parameters on that rank included. Else
-    groups with the same options are one.
+    Groups at the same index are merged if every rank has the same number of groups; a group without parameters on a
+    rank counts, too. Otherwise groups with the same options are merged.
 
     Raises:
-        CheckpointError: the ranks have different optimizers, or options.
+        CheckpointError: the ranks have different optimizers or options.
     """
     kinds = sorted({share.kind for share in shares})
     if len(kinds) > 1:

@@ -1,7 +1,7 @@
-"""Planners of torch.distributed.checkpoint (DCP) that know packed parameters, such as gate and up in one.
+"""Planners of torch.distributed.checkpoint (DCP) for packed parameters, such as gate and up in one tensor.
 
-A rank has a part of the gate and a part of the up, one behind the other; in the whole they lie apart. DCP takes what a
-rank holds of a DTensor for one piece. Here each part is a piece of its own, so that a checkpoint fits every mesh.
+A rank has a part of the gate, followed by a part of the up; in the whole tensor these parts are not adjacent. DCP
+treats a rank's part of a DTensor as one piece. Here each part is a separate piece: a checkpoint then fits every mesh.
 
 whole     gate 0 | gate 1 | up 0 | up 1
 rank 0    gate 0 | up 0   ─▶ two pieces, each with its place in the whole

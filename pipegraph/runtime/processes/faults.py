@@ -135,7 +135,7 @@ class FaultGuard:
     def watch(self, abort: Callable[[], None]) -> None:
         """Look for another rank's failure in a thread, until this rank fails or is done.
 
-        `abort` ends what this rank waits for. Everything else is closed by whoever uses it.
+        `abort` ends the operation that this rank waits for. All other connections are closed by their users.
         """
         threading.Thread(target=self._watch, args=(abort,), name="pipegraph-faults", daemon=True).start()
 

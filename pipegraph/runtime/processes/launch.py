@@ -1,11 +1,11 @@
-"""Starting one process per rank. What those processes do is in `launched_rank`.
+"""Starting one process per rank. The code of those processes is in `launched_rank`.
 
 Parent                                   one child per rank
 launch ────────────────────────────────▶ exit_with_parent
   │                                        … the run …
   └─ one PipegraphError ◀── error.json ── record_failure
 
-torch is imported only where it is needed, so that a child that fails early does so at once.
+torch is imported only in functions that need it, so that a child that fails early fails at once.
 """
 
 from __future__ import annotations
@@ -94,15 +94,16 @@ def launch(
 
 
 def check_processes(schedule: Schedule, processes: int, launched: bool = False, pipelines: int = 1) -> None:
-    """Raise `ScheduleError` unless so many processes can run the schedule: one per rank, or one for all ranks.
+    """Raise `ScheduleError` unless `processes` can run the schedule: one process per rank, or one for all ranks.
 
-    What nobody launched is started here, which one machine can do for a limited number.
+    Without a launcher the processes are started on this machine, which can start only a limited number.
 
-    One for all must be a plain process, not one that a launcher started, and in no mesh.
+    One process for all ranks must be a plain process: it was not started by a launcher, and is not in a mesh.
 
     Args:
-        processes: of each pipeline.
-        pipelines: how many there are in a mesh.
+        processes: the number of processes of each pipeline.
+        launched: whether a launcher started this process.
+        pipelines: the number of pipelines in a mesh.
     """
     if processes * pipelines > _MOST_PROCESSES and not launched:
         raise ScheduleError(
@@ -127,13 +128,16 @@ def pipeline_ranks(
     launched: bool = False,
     planned: Collection[str] = (),
 ) -> int | None:
-    """How many of so many processes a pipeline has, if others lie along other dimensions; None if that is left open.
+    """Return the number of processes of one pipeline in a mesh; None if `processes` is None.
 
     Args:
-        usual: how many ranks the schedule has unless it is given others, for advice.
-        planned: dimensions of a plan, which options set aside.
+        processes: the number of processes in the mesh.
+        lengths: the number of ranks along each other dimension.
+        usual: returns the default number of ranks of the schedule, for advice.
+        planned: dimensions of a plan, which options override.
 
-    Raises ArgumentError if they do not make whole pipelines.
+    Raises:
+        ArgumentError: the processes cannot be divided into whole pipelines.
     """
     ranks_per_stage = math.prod(lengths.values())
     if processes is None or processes % ranks_per_stage == 0:
@@ -164,7 +168,7 @@ def _start(arguments: Sequence[str], folder: Path, rank: int, environment: Mappi
     folder.mkdir()
     log, error_file = folder / "stderr.log", folder / "error.json"
     with log.open("wb") as stderr:
-        # A session of its own: Ctrl-C on the terminal reaches the parent alone, which then stops all children.
+        # In a new session: Ctrl-C on the terminal reaches only the parent, which then stops all children.
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stderr=stderr,
@@ -199,7 +203,7 @@ def _wait(children: Sequence[_Child], timeout: float) -> list[_Child]:
 
 
 def _stop(children: Sequence[_Child], seconds: float) -> None:
-    """Stop the children that still run; kill those that do not end in so many seconds."""
+    """Stop the children that still run; kill those that do not end within `seconds`."""
     for child in children:
         if child.process.poll() is None:
             child.was_stopped = True

@@ -1,7 +1,7 @@
-"""What a process does that a launcher (torchrun, or `launch`) started as one of several ranks.
+"""Functions for a process that a launcher (torchrun, or `launch`) started as one of several ranks.
 
-It says why it failed, ends with its launcher, and leaves nothing behind. torch is imported only where it is needed, so
-that a rank that fails early does so at once.
+It reports why it failed, ends with its launcher, and leaves no files or processes. torch is imported only in functions
+that need it, so that a rank that fails early fails at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_launched() -> bool:
 
 
 def environment_ranks() -> tuple[int, int]:
-    """This process's rank, and how many there are, as a launcher has set them. Raises RuntimeFault for what is none."""
+    """Return this process's rank and the number of ranks, as a launcher has set them. Raises RuntimeFault."""
     rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
         raise RuntimeFault(
@@ -70,10 +70,10 @@ def scratch_folder() -> str | None:
 
 
 def stop_own_children() -> None:
-    """End what this rank has started, compilers above all, which would continue for seconds without it.
+    """End the processes that this rank has started, mainly compilers, which would continue for seconds without it.
 
-    That is its process group, if its launcher gave it a session of its own. Without one, others may be in the group: a
-    shell's ``| tee``.
+    They are in its process group, if its launcher started it in a new session. Otherwise the group may have other
+    processes, such as a shell's ``| tee``, and no process is ended.
     """
     if not is_launched() or os.getsid(0) != os.getpid():
         return
@@ -83,10 +83,10 @@ def stop_own_children() -> None:
 
 
 def use_scratch_folder() -> None:
-    """Make this process's temporary files in the launcher's folder for it, which is removed however the process ends.
+    """Create this process's temporary files in the launcher's folder for it, which is always removed.
 
-    A signal may come while torch has one open, as it does when it compiles. Inductor's folders, by default temporary
-    as well, stay where they are.
+    A signal may end the process while torch has a temporary file open, as it does when it compiles. The paths of
+    Inductor's folders, which are temporary by default, do not change.
     """
     folder = scratch_folder()
     if folder is None:

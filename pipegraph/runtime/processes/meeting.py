@@ -137,7 +137,7 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
             "Try: torchrun, which sets all four; or unset RANK to run all stages in this process."
         )
     if not (port.isdecimal() and 0 < int(port) < 2**16):
-        raise RuntimeFault(f"MASTER_PORT is {port!r}, which is no port.\nTry: torchrun, which sets it; or 29500.")
+        raise RuntimeFault(f"MASTER_PORT is {port!r}, which is not a port.\nTry: torchrun, which sets it; or 29500.")
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
         if hosts and loopback.is_loopback(host):

@@ -77,7 +77,7 @@ class RankGrid:
         return next(rank for rank in range(self.size) if self._all_coordinates[rank].get(PIPELINE, 0) == place)
 
     def crosses_nodes(self, name: str, per_node: int) -> bool:
-        """Whether ranks of one line along a dimension lie in several nodes, each of so many ranks after one another."""
+        """Whether ranks of one line along a dimension are on several nodes, each of `per_node` consecutive ranks."""
         return any(len({member // per_node for member in self.line(rank, name)}) > 1 for rank in range(self.size))
 
     def text(self, rank: int) -> str:
@@ -95,13 +95,13 @@ class RankGrid:
 
 
 def grid_of(ranks: int, lengths: Mapping[str, int], order: Sequence[str] = DIMENSIONS) -> RankGrid:
-    """The grid of so many ranks along `pp`, and along other dimensions as many as `lengths` says.
+    """Return the grid with `ranks` along `pp`, and with `lengths` along the other dimensions.
 
     Args:
-        order: all of `DIMENSIONS`, the one whose ranks lie farthest from each other first.
+        order: all of `DIMENSIONS`, from the outermost to the innermost.
 
     Raises:
-        ArgumentError: the order lacks a dimension, or has another one.
+        ArgumentError: the order lacks a dimension, or has an unknown one.
     """
     check_dimensions(order)
     if sorted(order) != sorted(DIMENSIONS):
@@ -115,7 +115,7 @@ def grid_of(ranks: int, lengths: Mapping[str, int], order: Sequence[str] = DIMEN
 
 
 def single(size: int) -> RankGrid:
-    """The grid of one pipeline of so many ranks."""
+    """Return the grid of one pipeline of `size` ranks."""
     return RankGrid((PIPELINE,), (size,))
 
 
@@ -150,7 +150,7 @@ def check_mesh(mesh: DeviceMesh, group: ProcessGroup | None) -> RankGrid:
 
 
 def check_dimensions(names: Sequence[str]) -> None:
-    """Raise ArgumentError for a name that is none of `DIMENSIONS`."""
+    """Raise ArgumentError for a name that is not in `DIMENSIONS`."""
     for name in names:
         if name not in DIMENSIONS:
             raise ArgumentError(

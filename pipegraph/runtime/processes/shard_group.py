@@ -68,13 +68,13 @@ class ShardLine:
             return collectives.start_gather(rows, self.place, self._group)
 
     def start_reduce(self, rows: Tensor) -> tuple[list[Reduction], Callable[[], Tensor]]:
-        """Start to add up rows [ranks, elements] over ranks and replicas, which uses them up. Each rank gets its own.
+        """Start to sum rows [ranks, elements] over ranks and replicas, which may change them. Each rank gets its row.
 
-        NCCL's sum over replicas is behind that of the line in a stream of its own, so that all ranks start both in the
-        same order and none waits. Gloo has no streams: it adds up all rows on every rank of all replicas.
+        NCCL's sum over replicas follows the sum over the line in a separate stream, so that all ranks start both in the
+        same order and no rank waits. Gloo has no streams: it sums all rows on every rank of all replicas.
 
         Returns:
-            The messages, and what returns this rank's sum, with memory of its own, once they are waited for.
+            The messages, and a function that returns this rank's sum, in separate memory, once they are waited for.
         """
         with lost_connections(None):
             if self._sums is not self._group and self._replica_stream is None:

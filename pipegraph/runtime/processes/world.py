@@ -58,7 +58,7 @@ def local_device(device: str | torch.device) -> torch.device:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise PipegraphError(f"{device!r} is no device of torch: {error}.\nTry: cpu or cuda.") from None
+        raise PipegraphError(f"{device!r} is not a device of torch: {error}.\nTry: cpu or cuda.") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise PipegraphError(f"device {str(device)!r} was asked for, and torch finds no GPU.\nTry: device='cpu'.")
     if str(device) == "cuda":
@@ -73,7 +73,7 @@ def local_device(device: str | torch.device) -> torch.device:
 
 
 _CLOSING_SECONDS: Final = 10.0
-"""How long NCCL may take for what is on its way when everything ends."""
+"""The time limit for NCCL to finish pending messages before its connections are closed."""
 
 
 class LoneProcess:
@@ -97,10 +97,11 @@ class LoneProcess:
 class World:
     """This process among those of one pipeline, or of the pipelines of a mesh, and its connections to them.
 
-    Ranks are numbered within all of them, and named by their place in the grid. Each world has a `store` of its own.
+    Ranks are numbered over all these processes, and named by their place in the grid. Each world has a separate
+    `store`.
 
     Args:
-        processes: of each rank, its number in the default group.
+        processes: the number of each rank in the default group.
 
     Attributes:
         pipeline: the ranks of this process's pipeline, in its order.

@@ -1,13 +1,13 @@
 """The transport between processes: gloo for tensors on the CPU, NCCL for those on a GPU; or gloo there as well, through
 CPU memory, if the default group was made for it.
 
-Every direction of every pair of ranks that talk has a group of its own. NCCL works off the transfers of a group one
+Every direction of every pair of ranks that communicate has a separate group. NCCL runs the transfers of a group one
 after the other: with a group per direction there is no order in which two ranks could wait for each other. And when a
-rank closes its side, every rank that waits for it notices, whatever else is on its way to others.
+rank closes its side, every rank that waits for it notices, also while other messages are pending.
 
-With NCCL each group has a CUDA stream of its own, so that transfers run beside computation. A send or receive begins
-when everything is done that the current stream holds at that moment: after the kernel that made the tensor, and after
-the last one that read the buffer. Waiting for it makes the current stream wait, never the host.
+With NCCL each group has a separate CUDA stream, so that transfers overlap with computation. A send or receive begins
+after all work that the current stream holds at that moment: after the kernel that made the tensor, and after the last
+one that read the buffer. Waiting for it makes the current stream wait, never the CPU.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class BufferPool:
 
     Buffers of shapes that a step has not used are dropped at the end of it.
 
-    A buffer belongs to whoever took it until it is released, so that there are as many as the schedule holds messages
-    at one time. One that is not released is never used again, and its memory lives as long as its tensors.
+    A buffer is used for one message until it is released, so that there is one buffer for each message that the
+    schedule holds at one time. A buffer that is not released is never used again, and its memory lives as long as its
+    tensors.
 
     On a GPU a released buffer may still be read by kernels that are enqueued. That is safe: a receive into it begins
     when everything is done that the current stream holds at that moment.

@@ -30,7 +30,7 @@ class Receive(Protocol):
     def release(self) -> None:
         """Give the tensors' memory back after the last read. A later message overwrites it.
 
-        If that memory lives on elsewhere, it is never released: it then belongs to whoever holds it.
+        Memory that is still in use elsewhere is never released: it belongs to its other holder.
         """
         ...
 
@@ -55,7 +55,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End every connection, so that whoever waits for this rank stops waiting."""
+        """End every connection, so that ranks that wait for this one stop waiting."""
         ...
 
 

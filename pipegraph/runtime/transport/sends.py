@@ -91,7 +91,7 @@ class NcclSends:
         self._pending.append(send)
 
     def check(self) -> None:
-        pass  # whoever adds a message learns of it
+        pass  # `add` raises the error
 
     def finish(self) -> None:
         self._pending = deque(send for send in self._pending if not send.is_sent())
@@ -104,14 +104,14 @@ _Queue = SimpleQueue[PendingSend | threading.Event | None]
 
 
 class SendFailures:
-    """What went wrong in the threads that send. `report` is called at once with what no other rank can notice."""
+    """Errors of the threads that send. `report` is called at once with an error that no other rank can notice."""
 
     def __init__(self, report: Callable[[SendFailed], None]) -> None:
         self._report = report
         self._first: ConnectionLost | SendFailed | None = None
 
     def add(self, send: PendingSend, error: BaseException) -> None:
-        """Keep the error, and end the connection: whoever waits for the message would else wait for ever."""
+        """Keep the error and end the connection: otherwise the receiver would wait for the message forever."""
         failure = error if isinstance(error, ConnectionLost) else SendFailed(send.peer, str(send.transfer or ""))
         if failure is not error:
             failure.__cause__ = error
@@ -134,7 +134,7 @@ class GlooSends:
     when it is waited for. One thread for both would let a message whose receiver is not ready hold up all others.
 
     Small messages are started at once, and waited for together: to wake the thread for each of them takes 30 µs of the
-    main thread's time, where all else of an action takes 77. They keep less than `KEPT` in memory meanwhile.
+    main thread's time, where all else of an action takes 77. They keep less than `SMALL_BYTES` in memory meanwhile.
 
     Args:
         report: called at once, in the thread, if one failed for anything but a lost connection.

@@ -76,9 +76,9 @@ def grouped_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator
 def climb_gathers(
     orders: Orders, resident: int, cost: Callable[[Orders, Cost], Cost], runs: int, random: Random
 ) -> tuple[Cost, Orders]:
-    """Bring the uses of a stage from one gather to another, and keep what costs no more, in at most so many runs.
+    """Move uses of a stage from one gather to another, at most ``runs`` times, and keep changes that do not cost more.
 
-    ``cost`` may return anything larger for orders that cost more than what it is given.
+    For orders that cost more than its second argument, ``cost`` may return any larger cost.
     """
     best = cost(orders, IMPOSSIBLE_COST)
     for _ in range(runs):
@@ -92,7 +92,7 @@ def climb_gathers(
 
 
 def _with_one_gather_less(order: Sequence[int], resident: int, random: Random) -> list[int] | None:
-    """Return the order with all uses of a residency next to one before of the same stage; None if there is none."""
+    """Return the order with two residencies of a stage joined, by moving the uses of one; None if no stage has two."""
     stages = [code // PER_STAGE for code in order]
     all_residencies = residencies([(stage,) for stage in stages], resident)
     again = [
@@ -175,8 +175,8 @@ _REFILLED = 12  # the number of greedy orders of which the W are placed again
 _OVERRUNS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 _HISTORY = 80
-"""Late acceptance hill climbing (Burke and Bykov, 2017): a change is kept if the result is no slower than the orders
-were so many changes ago. So the search crosses level ground and gets out of shallow hollows."""
+"""Late acceptance hill climbing (Burke and Bykov, 2017): a change is kept if the orders are not slower than they were
+`_HISTORY` changes ago. So the search crosses plateaus and leaves shallow local minima."""
 
 _CLIMB_OVERRUNS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 _JOINED_ACTIONS = 500_000  # actions that are simulated to join backwards, with an effort of 1: some seconds
@@ -276,7 +276,7 @@ def search(
 def _climb_gathers(
     problem: OrderProblem, candidates: FoundSchedules, start: Schedule, resident: int, runs: int
 ) -> Orders:
-    """Return orders that are no slower than those of a schedule, with as few gathers as changes of them lead to."""
+    """Return the orders with the fewest gathers that changes of a schedule's orders reach without a longer makespan."""
 
     def cost(orders: Orders, most: Cost) -> Cost:
         if not all(_is_possible(order, problem.memory_limit) for order in orders):
@@ -355,7 +355,7 @@ _State = TypeVar("_State", Orders, Skeleton)
 
 
 def _climb_skeleton(problem: OrderProblem, start: Skeleton, runs: int, goal: float, random: Random) -> TimedOrders:
-    """Return the fastest orders that changes of a skeleton lead to, in at most so many runs."""
+    """Return the fastest orders that changes of a skeleton lead to, in at most ``runs`` runs."""
 
     def change(skeleton: Skeleton, timed: TimedOrders, path: CriticalPath) -> Skeleton | None:
         if random.random() < 0.25:
@@ -373,7 +373,7 @@ def _climb_skeleton(problem: OrderProblem, start: Skeleton, runs: int, goal: flo
 
 
 def _climb_orders(problem: OrderProblem, start: Orders, runs: int, goal: float, random: Random) -> TimedOrders:
-    """Return the fastest orders that changes of orders lead to, in at most so many runs."""
+    """Return the fastest orders that changes of orders lead to, in at most ``runs`` runs."""
 
     def change(orders: Orders, timed: TimedOrders, path: CriticalPath) -> Orders | None:
         rank, at = random.choice(path)
@@ -416,7 +416,7 @@ def _climb(
 
 
 def _moved(order: Sequence[int], at: int, by: int) -> list[int] | None:
-    """Return the order with one action moved by so many places; None if that changes nothing."""
+    """Return the order with the action ``at`` moved by ``by`` places; None if that changes nothing."""
     to = min(max(at + by, 0), len(order) - 1)
     if not 0 <= at < len(order) or order[at] == order[to]:
         return None

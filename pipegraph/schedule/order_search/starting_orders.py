@@ -33,8 +33,8 @@ _CODES = {
 }
 _KINDS = {FORWARD: Kind.F, INPUT_GRAD: Kind.I, WEIGHT_GRAD: Kind.W}
 
-# What greedy rules differ in: how many times as many microbatches as in 1F1B are in flight on each stage (None: all),
-# the overrun, and the priorities of (I, F) on the last stage of a rank and on its other stages.
+# The settings of greedy rules: the number of microbatches in flight on each stage, in multiples of that of 1F1B (None:
+# all), the overrun, and the priorities of (I, F) on the last stage of a rank and on its other stages.
 _IN_FLIGHT = (None, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0)
 _OVERRUNS = (0.0, 0.3, 0.6, 0.9)
 _PRIORITIES = ((0, 2, 1, 3), (0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 3, 1))
@@ -129,7 +129,7 @@ class _GreedyRun:
         return best, next_arrival, full
 
     def _weight_grad(self, rank: int) -> int | None:
-        """Return the W for which the largest number of microbatches waits; None if there is none."""
+        """Return the W for which the largest number of microbatches waits; None if no microbatch waits."""
         begun = self._begun
         waiting, code = max(
             (begun[code - 1] - begun[code], code)

@@ -44,6 +44,6 @@ def find_recipe(name: str) -> Recipe:
 
 
 def trains(name: str) -> bool:
-    """Return whether the schedule of this name has a backward. A name that is no recipe's counts as one that has."""
+    """Return whether the schedule of this name has a backward. An unknown name counts as one with a backward."""
     recipe = _BY_NAME.get(name.casefold())
     return recipe is None or recipe.trains

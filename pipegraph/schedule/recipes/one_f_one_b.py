@@ -19,7 +19,7 @@ def one_f_one_b(lead: int, ranks: int, microbatches: int, chunks: int, group: in
     rank 0  0F0 0F1     0B0 0F2 0B1     0B2
     rank 1      1F0 1B0 1F1 1B1 1F2 1B2
 
-    Eager 1F1B (Zhuang et al., 2022), k = 2: transfers hide behind the additional forwards at the start.
+    Eager 1F1B (Zhuang et al., 2022), k = 2: transfers overlap with the additional forwards at the start.
 
     rank 0  0F0 0F1 0F2 0B0     0B1     0B2
     rank 1      1F0 1B0 1F1 1B1 1F2 1B2

@@ -170,9 +170,9 @@ _GainOf = Callable[[float], float]  # of a makespan
 
 @dataclass(frozen=True)
 class CommandNames:
-    """What commands are given: the package's folder, and the model that was split; empty if unknown.
+    """Arguments of commands: the package's folder, and the model that was split; empty if unknown.
 
-    `mesh` has the options of the dimensions beside `pp`, ``--dp-shard 2``.
+    `mesh` has the options of the dimensions other than `pp`, such as ``--dp-shard 2``.
     """
 
     package: str = ""
@@ -390,7 +390,7 @@ def _divides_backward(schedule: Schedule) -> bool:
 
 
 def _rebuilt(name: str, schedule: Schedule, microbatches: int) -> Schedule | None:
-    """Build the schedule of this name for the same stages on the same ranks; None if there is none."""
+    """Build the schedule of this name for the same stages on the same ranks; None if that is not possible."""
     try:
         new_schedule = build(name, schedule.ranks, microbatches, schedule.stages // schedule.ranks)
     except ScheduleError:

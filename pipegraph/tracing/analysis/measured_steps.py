@@ -26,7 +26,7 @@ class MeasuredStep:
         transfers: of each rank, its SENDs and RECVs, likewise.
         rank_complete: of each rank, whether it ran exactly the schedule's actions, in order.
         iterations: of each rank, seconds of the step with data and optimizer; None if no trace has them.
-        collectives: of each rank, what ran beside its actions, likewise.
+        collectives: of each rank, the collectives that ran in parallel with its actions, likewise.
     """
 
     number: int

@@ -38,10 +38,10 @@ PARTS = {
 """What a rank's time goes into. A transfer hands a message over, a wait ends when one has arrived."""
 
 _PROCESS_FIGURES: Final = 6
-"""how many figures a process tells of itself, before those of its ranks"""
+"""the number of figures of a process itself, before those of its ranks"""
 
 COLLECTIVES: Final = "collectives"
-"""The part beside the others: how long collectives of the schedule ran."""
+"""The part that overlaps with the others: how long collectives of the schedule ran."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class StepFigures:
         loss: None if the step has none.
         samples, tokens: of the batch of all data-parallel ranks, as `batch_sizes` counts them.
         seconds: of the pipeline: from the first action of any rank to the end of the last one.
-        iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the begin in the first
+        iteration: seconds of a whole iteration of the user's loop, the optimizer included: from the start in the first
             process to the end in the last one.
         bubble: the share of ``seconds`` in which ranks computed nothing, their mean; None if they share a process.
-        ranks: of each rank of the mesh, the seconds that went into each of `PARTS`, and beside them into `COLLECTIVES`.
+        ranks: of each rank of the mesh, the seconds that each of `PARTS`, and also `COLLECTIVES`, took.
         peak_bytes: of each process, since it began: the peak of what torch had allocated on its GPU or, without a GPU,
             of the machine's memory that the process held.
     """

@@ -141,10 +141,10 @@ def count_collectives(events: Sequence[Event]) -> list[int]:
 
 
 def match_collectives(events: Sequence[Event], counts: Sequence[Sequence[float]]) -> list[Event]:
-    """Rename collectives such that the plugin sees equally many, of one library, in all processes.
+    """Rename collectives so that the plugin sees the same number, of one library, in all processes.
 
-    All those of the first library that every process used equally often keep their names; if there is none, those in
-    `LOSS_SPAN` do.
+    The collectives of the first library that every process used equally often keep their names; without such a library,
+    those in `LOSS_SPAN` do.
 
     Args:
         events: of this process.

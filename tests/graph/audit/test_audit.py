@@ -45,7 +45,7 @@ def test_what_no_stage_does_is_refused(kind: str, place: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the forward of Model sets")
-@pytest.mark.parametrize(("kind", "place"), [each for each in product(models.RIGHT, models.PLACES) if each != REFUSED])
+@pytest.mark.parametrize(("kind", "place"), [case for case in product(models.RIGHT, models.PLACES) if case != REFUSED])
 def test_what_a_stage_does_as_well_is_right(kind: str, place: str, tmp_path: Path) -> None:
     """Three steps, because a buffer is another one in each."""
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_what_a_stage_does_as_well_is_right(kind: str, place: str, tmp_path: Pat
         return (output - target).square().mean()
 
     pipe = pipegraph.Pipeline(package, kernels="autograd", loss_fn=loss_fn)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (pipe, model)]
+    optimizers = [torch.optim.SGD(owner.parameters(), 0.1) for owner in (pipe, model)]
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -65,7 +65,7 @@ def test_what_a_stage_does_as_well_is_right(kind: str, place: str, tmp_path: Pat
         expected.backward()
         loss = pipe.step(X, target=torch.ones(4, 8)).loss
         torch.testing.assert_close(loss, expected.detach())
-        gradients = {name: each.grad for stage in pipe.stages.values() for name, each in stage.named_parameters()}
+        gradients = {name: param.grad for stage in pipe.stages.values() for name, param in stage.named_parameters()}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(gradients[name], parameter.grad)
@@ -94,7 +94,7 @@ def test_a_model_is_left_as_it_was() -> None:
 def test_torch_is_left_as_it_was(kind: str) -> None:
     model = models.Model(kind, "forward")
     torch.manual_seed(7)
-    before = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     with pytest.raises(CaptureError):
         pipegraph.capture(model, (X,))
-    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), rng_state)

@@ -49,9 +49,9 @@ def test_hooks_are_those_of_the_whole_batch(package: Package, kernels: str, sche
     batches = batch(), batch(12, 2)
     for x, target in batches:
         pipe.step(x, target=target)
-    found = {name: parameter.grad for stage in pipe.stages.values() for name, parameter in stage.named_parameters()}
+    actual = {name: parameter.grad for stage in pipe.stages.values() for name, parameter in stage.named_parameters()}
     for name, gradient in expected_gradients(*batches).items():
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(actual[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
     assert all(not count.autograd for count in pipe.kernels_report()) or kernels == "autograd"
 
 
@@ -66,9 +66,9 @@ def test_a_stage_that_is_trained_alone_has_them(package: Package) -> None:
     with pipegraph.StandaloneStages(package, stages).summed_gradients():
         for rows in (slice(0, 4), slice(4, 8)):
             (F.cross_entropy(stages[2](stages[1](stages[0](x[rows]))), target[rows]) / 2).backward()
-    found = {name: parameter.grad for stage in stages.values() for name, parameter in stage.named_parameters()}
+    actual = {name: parameter.grad for stage in stages.values() for name, parameter in stage.named_parameters()}
     for name, gradient in expected_gradients((x, target)).items():
-        torch.testing.assert_close(found[name], gradient)
+        torch.testing.assert_close(actual[name], gradient)
     alone = package.load_stage(1)
     parameter = alone.get_parameter("layers.1.up.weight")
     parameter.sum().backward()
@@ -85,11 +85,11 @@ def test_a_stage_that_is_trained_alone_has_them(package: Package) -> None:
     ],
 )
 def test_hooks_on_several_ranks(package: Package, shape: dict[str, int], error: str) -> None:
-    said = ranks.run(train_on_ranks, math.prod(shape.values()), str(package.path), shape, timeout=100)
+    errors = ranks.run(train_on_ranks, math.prod(shape.values()), str(package.path), shape, timeout=100)
     if error:
-        assert all(len(each) == 1 and error in each[0] and "Try: " in each[0] for each in said), said
+        assert all(len(texts) == 1 and error in texts[0] and "Try: " in texts[0] for texts in errors), errors
     else:
-        assert said == [[]] * len(said), said
+        assert errors == [[]] * len(errors), errors
 
 
 def test_the_source_of_a_hook(package: Package) -> None:

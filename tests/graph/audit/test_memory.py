@@ -70,7 +70,7 @@ def build(hold: Any) -> Reads:
 def train(model: nn.Module, package: Path, steps: int = 3) -> None:
     """Compare steps of a pipeline with those of the model."""
     pipe = pipegraph.Pipeline(package, kernels="autograd", loss_fn=F.mse_loss)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (pipe, model)]
+    optimizers = [torch.optim.SGD(owner.parameters(), 0.1) for owner in (pipe, model)]
     for _ in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -98,8 +98,8 @@ def test_parameters_outside_of_modules_are_trained(hold: Any, tmp_path: Path) ->
 )
 def test_other_tensors_with_the_memory_of_a_parameter_are_refused(alias: Callable[[Tensor], Tensor]) -> None:
     def hold(model: Reads) -> Callable[[], Tensor]:
-        held = alias(model.first.weight)
-        return lambda: held.reshape(-1, 8).mean(0, keepdim=True).expand(8, 8)
+        memory = alias(model.first.weight)
+        return lambda: memory.reshape(-1, 8).mean(0, keepdim=True).expand(8, 8)
 
     with pytest.raises(CaptureError, match=r"is memory of the parameter first.weight, (.|\n)*\nTry: .*clone\(\)"):
         pipegraph.capture(build(hold), (X,))

@@ -69,7 +69,7 @@ def test_equal_names_of_different_sizes_are_refused() -> None:
 def test_declared_roles_are_proved() -> None:
     captured = pipegraph.capture(Masked(), (X, KEEP), batch_dims={"keep": None})
     assert roles(captured) == {"x": 0, "keep": "whole"}
-    assert [each.operator for each in captured.batch.mixing] == ["index"]
+    assert [mixing.operator for mixing in captured.batch.mixing] == ["index"]
 
 
 def test_a_declared_dimension_names_the_batch() -> None:
@@ -95,8 +95,8 @@ def test_a_list_may_mix_rows() -> None:
             return torch.where((ids == 0)[..., None], images, self.embed(ids))
 
     inputs = torch.randint(20, (4, 5)), torch.randn(7, 12)
-    found = pipegraph.capture(Stream(), inputs).batch
-    assert [each.operator for each in found.mixing] == ["cumsum"]
+    batch = pipegraph.capture(Stream(), inputs).batch
+    assert [mixing.operator for mixing in batch.mixing] == ["cumsum"]
     captured = pipegraph.capture(Stream(), inputs, batch_dims={"patches": "list"})
     assert roles(captured) == {"ids": 0, "patches": "list"}
     assert captured.batch.mixing == ()

@@ -88,8 +88,8 @@ def test_an_operator_that_mixes_rows_is_named_with_its_line(name: str) -> None:
 
 
 def test_rows_keep_their_place_through_merged_dimensions() -> None:
-    found = captured(lambda h: h.transpose(0, 1).reshape(h.shape[1], -1))
-    assert [found.batch.dims[node] for node in found.returned] == [1]
+    capture = captured(lambda h: h.transpose(0, 1).reshape(h.shape[1], -1))
+    assert [capture.batch.dims[node] for node in capture.returned] == [1]
 
 
 def test_an_output_that_follows_from_no_row_has_no_dimension() -> None:
@@ -101,14 +101,14 @@ def test_an_output_that_follows_from_no_row_has_no_dimension() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x * self.scale, self.scale
 
-    found = pipegraph.capture(Temperature(), (torch.randn(2, 3),))
-    assert [found.batch.dims[node] for node in found.returned] == [0, None]
+    capture = pipegraph.capture(Temperature(), (torch.randn(2, 3),))
+    assert [capture.batch.dims[node] for node in capture.returned] == [0, None]
 
 
 def test_a_loss_over_rows_is_computed_for_each_microbatch() -> None:
-    found = captured(lambda h: h.square().mean())
-    assert found.batch.mixing == ()
-    assert [(each.operator, each.result) for each in found.batch.per_microbatch] == [("mean", "number")]
+    capture = captured(lambda h: h.square().mean())
+    assert capture.batch.mixing == ()
+    assert [(mixing.operator, mixing.result) for mixing in capture.batch.per_microbatch] == [("mean", "number")]
 
 
 def test_a_contrastive_loss_of_the_model_mixes_rows() -> None:
@@ -116,14 +116,14 @@ def test_a_contrastive_loss_of_the_model_mixes_rows() -> None:
         rows = F.normalize(h.flatten(1), dim=1)
         return F.cross_entropy(rows @ rows.t(), torch.arange(rows.shape[0]))
 
-    assert [each.operator for each in captured(loss).batch.mixing] == ["matmul"]
+    assert [mixing.operator for mixing in captured(loss).batch.mixing] == ["matmul"]
 
 
 def test_batch_norm_mixes_rows_by_design() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
     batch = pipegraph.capture(model, (torch.randn(3, 6),)).batch
     assert batch.mixing == ()
-    assert [each.operator for each in batch.per_microbatch][:2] == ["batch norm", "random numbers"]
+    assert [mixing.operator for mixing in batch.per_microbatch][:2] == ["batch norm", "random numbers"]
 
 
 def test_what_one_mode_mixes_is_found() -> None:
@@ -138,7 +138,7 @@ def test_what_one_mode_mixes_is_found() -> None:
                 h = h - h.mean(0)
             return h
 
-    assert [each.operator for each in pipegraph.capture(Centered(), (torch.randn(3, 6),)).batch.mixing] == ["mean"]
+    assert [mixing.operator for mixing in pipegraph.capture(Centered(), (torch.randn(3, 6),)).batch.mixing] == ["mean"]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -146,8 +146,8 @@ def test_a_recurrent_layer_has_its_rows_along_one_dimension(batch_first: bool) -
     model = nn.GRU(6, 4, batch_first=batch_first)
     batch = pipegraph.capture(model, (torch.randn(3, 5, 6),), batch_dims={"input": 0 if batch_first else 1}).batch
     assert batch.mixing == ()
-    other = pipegraph.capture(model, (torch.randn(3, 5, 6),), batch_dims={"input": 1 if batch_first else 0}).batch
-    assert [each.operator for each in other.mixing] == ["gru"]
+    other_batch = pipegraph.capture(model, (torch.randn(3, 5, 6),), batch_dims={"input": 1 if batch_first else 0}).batch
+    assert [mixing.operator for mixing in other_batch.mixing] == ["gru"]
 
 
 def test_the_dimension_with_which_nothing_mixes_rows_is_suggested() -> None:
@@ -192,7 +192,7 @@ def test_values_decide_where_no_rule_does() -> None:
     assert (batch.proof, batch.mixing) == ("values", ())
     batch = captured(lambda h: reversed_rows(h)).batch
     assert batch.proof == "values"
-    assert [each.operator for each in batch.mixing] == ["reversed_rows"]
+    assert [mixing.operator for mixing in batch.mixing] == ["reversed_rows"]
 
 
 def test_a_mode_with_random_outputs_decides_nothing() -> None:

@@ -42,18 +42,18 @@ def preparing_headers() -> threading.Thread:
 
 @contextmanager
 def remembered_instruction_sets() -> Iterator[None]:
-    """Let Inductor believe that this machine can run what it could run before, and what is less than it can run.
+    """Let Inductor use the instruction sets that ran on this machine before, and narrower ones, without a test.
 
-    Once in each process it loads a library for each set of instructions, in processes of their own: a second, and nine
-    where none was compiled before. There is no public way to tell it the answer. A file in its cache stands for one
-    that was yes; compiler and flags, the machine and what its processor can do are in the file's name. Inductor asks
-    for the widest set first, and uses the first that runs: those after it are not tried.
+    Once in each process, Inductor loads a library for each instruction set, in separate processes. This takes a second,
+    or nine seconds if no library was compiled before. No public interface tells it the answer. A file in its cache says
+    that a set runs. The file's name is a digest of the compiler, its flags, the machine and the features of its
+    processor. Inductor asks for the widest set first, and uses the first that runs: the sets after it are not tested.
     """
     from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
 
     original = VecISA.check_build
     answers: dict[str, bool] = {}
-    """Whether a set of instructions runs all that it was asked."""
+    """For each instruction set, whether it passed all its tests."""
 
     def check_build(instructions: Any, code: str) -> bool:
         name = str(instructions)

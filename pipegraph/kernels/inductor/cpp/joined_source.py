@@ -13,10 +13,10 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$\n?", re.MULTILINE)
 
 
 def joined_source(sources: Sequence[str]) -> str:
-    """Return one source with the functions of all, each in a namespace of its own.
+    """Return one source with the functions of all sources, each in its own namespace.
 
-    What they include stands before the first: no header is read within a namespace. `extern "C"` functions of two
-    namespaces are one if their names are the same, so that a macro gives each its number.
+    Include directives come before the first function: no header is read within a namespace. `extern "C"` functions
+    with one name are one function even in two namespaces, so a macro adds a number to each name.
     """
     includes = dict.fromkeys(line.strip() for source in sources for line in _INCLUDE.findall(source))
     lines = list(includes)
