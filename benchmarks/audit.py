@@ -1,8 +1,8 @@
-"""What a model does beside its operations: `python -m benchmarks.audit`.
+"""What a model does in addition to its operations: `python -m benchmarks.audit`.
 
 Each kind of `tests.graph.audit.models` is done in each place: in the model's own forward, in that of a child, in a
 function, in training or in evaluation alone, and some of them in the loss. Three steps of a pipeline are compared with
-the model's. Printed is for each kind whether it is refused, right, or silently wrong, and how many are.
+the model's. For each kind it prints whether it is refused, right, or silently wrong; and the count of each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOSSES = ("counter", "appends", "sets_item", "seeds", "seeds_generator", "draws"
 
 
 def loss_of(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss that does a kind, with a state of its own."""
+    """A loss that does this kind, with its own state."""
     state = models.State()
     do = getattr(state, kind)
     return lambda output, target: (do(output) - target).square().mean()
@@ -39,7 +39,7 @@ def outcome(model: nn.Module, reference: nn.Module, kernels: str, losses: tuple[
     """Whether three steps of a pipeline are those of the model: "refused", "right" or "silent".
 
     Args:
-        reference: an equal model, which is trained beside it.
+        reference: an equal model, which is trained in the same way.
         losses: of the pipeline, and of the model.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,7 @@ def bare_step(schedule: Schedule, shape: tuple[int, ...], seconds: Callable[[Act
     """Return a function that runs this rank's actions of a schedule, with sleeps in place of kernels. Collective.
 
     Nothing is computed or checked: all messages are sent from one tensor, and each is received into a new one. Each
-    direction between two ranks has a group of its own, as in pipegraph.
+    direction between two ranks has a separate group, as in pipegraph.
 
     Args:
         shape: of each message, in float32.

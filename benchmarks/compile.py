@@ -38,7 +38,7 @@ CONTENDERS = "pipegraph", "torch.compile"
 
 
 def write_package(layers: int, folder: Path) -> None:
-    """Write the package of a Llama with as many layers, cut in two."""
+    """Write the package of a Llama with `layers` layers, split in two."""
     case = replace(CASE, layers=layers)
     tokens, _ = case.batch()
     captured = pipegraph.capture(case.unsplit(case.build()), (tokens[: case.rows],))

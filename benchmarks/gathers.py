@@ -4,7 +4,7 @@ python benchmarks/gathers.py [--ranks 4] [--chunks 8] [--microbatches 16] [--res
 
 F, I and W of a stage take 1 each, a gather and a reduction as long as --unshard. Rows: the order of interleaved-1f1b as
 torch lowers it; the fewest gathers that this order allows, as `lower` places them; and the orders that `search` finds,
-within the memory of that order, within twice as much, and without a limit. Waiting is for gathers alone.
+within the memory of that order, within twice that memory, and without a limit. Waiting is for gathers alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 python -m benchmarks.large [--stages 16] [--seq 8192] [--json]
 
-Llama 3.1 with 405 B parameters is split by the command line in a process of its own, once whole and once with 32 of
+Llama 3.1 with 405 B parameters is split by the command line in a separate process, once whole and once with 32 of
 its 126 layers: layers are loops in the source, so depth adds hardly any lines. Seconds and memory are those of the
 whole process, imports included.
 """

@@ -1,8 +1,8 @@
 """The pictures of the pages, drawn again: ``python -m benchmarks.pictures``.
 
 It plans the example transformer for zb-v with times measured here, runs it on two processes, and has Chromium
-photograph the report of the run. It takes some minutes of an idle machine; the guide says beside the picture what is
-in it. Those of TensorBoard are photographed by hand: its time series draw themselves only in a window, with
+photograph the report of the run. It takes some minutes of an idle machine; the guide explains each picture next to
+it. Those of TensorBoard are photographed by hand: its time series draw themselves only in a window, with
 ``^bubble$|^time/step$|timeline`` as filter and the settings closed, and the plugin's view loads its scripts from the
 web.
 """

@@ -5,7 +5,7 @@ python benchmarks/planner_scale.py --devices 64 --global-batch 512 --hardware h2
 
 Llama 3.1 with 405 B parameters and DeepSeek-V3 with 671 B are loaded, captured, priced and planned: with
 1F1B and nothing recomputed; with --search, over all that `pipegraph plan` compares by default; or with --devices, Llama
-alone, over all axes of a cluster. Each model has a process of its own, with one thread; after each phase its CPU
+alone, over all axes of a cluster. Each model has a separate process, with one thread; after each phase its CPU
 seconds and its largest resident memory so far are recorded.
 """
 
@@ -176,7 +176,7 @@ def measure(
 
 
 def _plan_ranks(source: Any, options: Any, ranks: int, search: bool, phase: Any) -> tuple[Any, int, int]:
-    """Return the best plan for so many ranks, how many were considered, and for how many cuts were searched for."""
+    """Return the best plan for `ranks`, the number of plans considered, and the number for which cuts were searched."""
     from pipegraph.graph.capture import capture
     from pipegraph.planner.comparison import candidates, compare_plans
     from pipegraph.planner.model_comparison import price_candidates
@@ -213,7 +213,7 @@ def main(
     ranks: int = 16,
     seq: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 4096,
     search: Annotated[bool, typer.Option(help="Search every schedule and recompute, as pipegraph plan does.")] = False,
-    devices: Annotated[int, typer.Option(help="Plan Llama for so many devices, over all axes.")] = 0,
+    devices: Annotated[int, typer.Option(help="Plan Llama for this number of devices, over all axes.")] = 0,
     global_batch: Annotated[int, typer.Option(help="Rows of a step, over all devices.")] = 512,
     hardware: Annotated[str, typer.Option(help="Whose profile prices them.")] = "h100",
     as_json: Annotated[bool, typer.Option("--json")] = False,

@@ -112,7 +112,7 @@ class Overhead:
     one_process: float
     """seconds, with all ranks in one process"""
     processes: float
-    """CPU seconds of a rank's main thread in a process of its own, transfers over gloo included; the largest of all"""
+    """CPU seconds of a rank's main thread, with a process for each rank and transfers over gloo; the largest of all"""
     bare: float
     """the same without a runtime: what gloo takes"""
 

@@ -4,7 +4,7 @@ python benchmarks/schedules.py [--effort 0.2] [--json]
 
 The settings are those that the Zero Bubble papers measured (8 ranks; seconds of F, I and W of a rank, and of a hop),
 and the first of them with unequal stages. For each named schedule: its makespan ÷ the lower bound for its stages, and
-the same for what `search` finds with as many stages on a rank, the same placement and no more memory.
+the same for what `search` finds with the same placement and number of stages on a rank, and no more memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Do transformers' plans of tensor parallelism train what the model trains?
 
 `python -m benchmarks.tp_plans` makes a small version of every causal language model for which transformers has a plan,
-splits it in two, and trains two steps under `zb-h1` on four processes, pp 2 × tp 2, beside the unsplit model.
+splits it in two, trains it for two steps under `zb-h1` on four processes, pp 2 × tp 2, and compares it with the unsplit
+model.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ def architectures() -> list[str]:
 
 
 def small_config(name: str) -> Any:
-    """A small configuration of an architecture. Raises ValueError for one that has parts with their own."""
+    """A small configuration of an architecture. Raises ValueError for one with sub-configurations."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     default = CONFIG_MAPPING[name]()
     if default.sub_configs:
-        raise ValueError(f"it has {', '.join(default.sub_configs)} of its own")
+        raise ValueError(f"it has the sub-configurations {', '.join(default.sub_configs)}")
     settings = default.to_dict()
     chosen = {key: value for key, value in SMALL.items() if key in settings and not isinstance(settings[key], list)}
     if "qk_rope_head_dim" in settings:
@@ -157,7 +158,7 @@ class Worst:
 
 
 def worst_difference(small_model: SmallModel, mesh: Any) -> Worst:
-    """Train two steps, the unsplit model beside them."""
+    """Train the pipeline and the unsplit model for two steps, and compare them."""
     model = build(small_model.config)
     exact = copy.deepcopy(model).double()
     if hasattr(exact, "set_experts_implementation"):
@@ -232,7 +233,10 @@ def _quiet() -> Iterator[None]:
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Architectures whose name contains this.")] = None,
 ) -> None:
-    """Train small versions of the architectures on a mesh, beside the unsplit models. Exit code 1 if one differs."""
+    """Train small versions of the architectures on a mesh, and compare them with the unsplit models.
+
+    Exit code 1 if one differs.
+    """
     names = [name for name in architectures() if not only or any(part in name for part in only)]
     every, verdicts = [], Counter[str]()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ def mark_processes() -> None:
 
 
 def left_processes(patience: float = _PATIENCE) -> list[str]:
-    """The processes of this one that continue, as ``number: command``; waits for a while until there are none."""
+    """Wait a while for the processes of this one to end, and return those that do not end as ``number: command``."""
     deadline = time.monotonic() + patience
     while (processes := _running()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A TensorBoard of its own for a test."""
+"""A separate TensorBoard for a test."""
 
 from __future__ import annotations
 

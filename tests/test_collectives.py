@@ -1,4 +1,4 @@
-"""Rows that ranks gather and add up, over gloo, beside what they must come to."""
+"""Rows that ranks gather and add up over gloo, compared with the expected values."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from benchmarks.faults.fault_try import SCHEDULES, draw
 
 
 def write_package(stages: int, folder: Path) -> Path:
-    """A package of so many stages."""
+    """A package of `stages` stages."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(stages)]
     captured = pipegraph.capture(nn.Sequential(*layers), (torch.randn(16, 64),))

@@ -1,8 +1,8 @@
 """The command: `python -m benchmarks.gpu -o gpu.md`, on a machine with a GPU that nothing else uses.
 
-It prints tables in Markdown, under the device's name: F, I and W of a stage in bfloat16 beside torch.compile's forward
-and backward; what F keeps, predicted and counted; a step with all stages on the device, with and without copies to the
-host; the roofline's error for each distinct block; and F, I and W as CUDA graphs, for each `--length`. With
+It prints tables in Markdown, under the device's name: F, I and W of a stage in bfloat16, compared with torch.compile's
+forward and backward; what F keeps, predicted and counted; a step with all stages on the device, with and without copies
+to CPU memory; the roofline's error for each distinct block; and F, I and W as CUDA graphs, for each `--length`. With
 `--device cpu` it shows that it works.
 """
 

@@ -1,4 +1,4 @@
-"""The roofline of a hardware profile beside what each distinct block of the model takes on the device."""
+"""The roofline of a hardware profile, compared with the times of each distinct block of the model on the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BlockError:
 
 
 def block_errors(setting: Setting, seconds: float) -> dict[str, list[BlockError]]:
-    """Measure each distinct block for so many seconds together. What each profile predicts, by its name."""
+    """Measure the distinct blocks, for `seconds` in all. Returns the errors of each profile, by its name."""
     options = MeasureOptions(device=str(setting.device), seconds=seconds)
     measured = price(setting.captured, "measured", setting.hardware, setting=options)
     return {profile.name: _errors(price(setting.captured, "time", profile), measured) for profile in setting.profiles}

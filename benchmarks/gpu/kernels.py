@@ -23,7 +23,7 @@ GRAPHS = "CUDA graphs"
 
 
 class Contender:
-    """A stage with kernels of its own, and one microbatch."""
+    """A stage with its own kernels, and one microbatch."""
 
     def __init__(self, setting: Setting, stage: nn.Module, recorder: MakeRecorder | None = None) -> None:
         self.stage = stage

@@ -1,4 +1,4 @@
-"""Steps of a whole pipeline on one device: what passes between its actions, and copies to the host beside them."""
+"""Steps of a whole pipeline on one device: the time between its actions, and copies to CPU memory at the same time."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipegraph.units import UNKNOWN, format_bytes, format_percent
 
 
 def kernels(timings: Mapping[str, Timing]) -> str:
-    """A microbatch of the stage, beside torch.compile."""
+    """A microbatch of the stage, compared with torch.compile."""
     rows = [[name, _milliseconds(timing.seconds), _ratio(timing)] for name, timing in timings.items()]
     return _section("A microbatch of the stage", ["", "ms", f"÷ {COMPILED} (quartiles)"], rows)
 

@@ -17,7 +17,7 @@ VOCABULARY = 1024
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its loss and tensor-parallel plan, and inputs and target of so many rows."""
+    """A model with its loss and tensor-parallel plan, and a function from a number of rows to inputs and target."""
 
     model: nn.Module
     loss: Callable[[Any, Any], Tensor]

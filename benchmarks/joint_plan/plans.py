@@ -36,7 +36,7 @@ class FourthPlan:
 
     Attributes:
         name: its layout.
-        package: where it was written.
+        package: its folder.
         rows, microbatches: of a pipeline.
         step: predicted seconds.
         memory: predicted bytes of each rank of a pipeline, without those to receive into, which are not measured.

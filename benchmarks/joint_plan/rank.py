@@ -105,7 +105,7 @@ class _Run:
         self._alone: list[float] = []
 
     def run_alone(self) -> None:
-        """Run F and B of a step's microbatches, one process after the other: each stands for a device of its own.
+        """Run F and B of a step's microbatches, one process after the other: each stands for a separate device.
 
         Those along tp, which wait for each other, run together.
         """

@@ -27,7 +27,7 @@ _PARTIAL: Final = ".step-*.partial"
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank is sent SIGKILL so many seconds after a moment.
+    """A rank is sent SIGKILL `delay` seconds after a moment.
 
     Attributes:
         moment: "start" of the ranks; a "step" that is done; or "saving", when the next checkpoint is being written.
@@ -45,7 +45,7 @@ class Kill:
 
 
 def draw(chance: random.Random, kills: int) -> list[Kill]:
-    """So many kills at random, in the order in which they come."""
+    """Draw `kills` kills at random, in the order in which they come."""
     planned_kills = []
     for step in sorted(chance.randrange(STEPS - _SAVED_EVERY) for _ in range(kills)):
         moment = chance.choice(("start", "step", "saving", "saving"))

@@ -3,8 +3,8 @@
     step − limit = page faults + cache and memory + preempted + divided backward + loss + cuts    (the kernels)
                  + imbalance + busiest rank idle + transfers + interpreter + unexplained
 
-Kernels are counted by the processor's time of the thread that runs them. "Alone" is a rank's kernels run for as many
-microbatches as a step has, while the other rank waits. A cause that the limit has as well counts as the difference.
+Kernels are counted by the processor's time of the thread that runs them. "Alone": a rank's kernels run for all
+microbatches of a step, while the other rank waits. If the limit has a cause too, the difference is counted.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _in_turn(bench: Bench, contender: Contender, run: Callable[[], Cost]) -> Cos
 
 
 def _message_seconds(size: int) -> float:
-    """Return half of what a message of so many bytes takes to another rank and back: the median of some."""
+    """Return half of the seconds of a message of `size` bytes to another rank and back: the median of some."""
     message, rank = torch.zeros(max(1, size), dtype=torch.uint8), dist.get_rank()
     if rank > 1:
         return 0.0

@@ -48,7 +48,7 @@ class CutSearch:
     Args:
         case: what is run.
         captured: the model, for a microbatch.
-        measured: whether segments are measured here, in two processes beside each other; otherwise by a roofline.
+        measured: whether segments are measured here, in two processes at the same time; otherwise by a roofline.
     """
 
     def __init__(self, case: Case, captured: Any, measured: bool) -> None:
@@ -71,9 +71,9 @@ class CutSearch:
         self._stage = cache(self._priced.stage)
 
     def shortlist(self, schedule: str, inside: bool, count: int) -> list[Candidate]:
-        """Return so many cuts that are worth trying between layers, and with `inside` as many that may cut layers.
+        """Return `count` cuts between layers to try, and with `inside` the same number that may be inside layers.
 
-        What can be cut inside layers is pipegraph's, which has whole backwards where nothing waits for them.
+        Only pipegraph's stages can be cut inside layers; they have whole backwards if nothing waits for them.
         """
         candidates = []
         for places in (self._anywhere, self._between) if inside else (self._between,):
@@ -92,7 +92,7 @@ class CutSearch:
         return Times(*figures, hop=HOP)
 
     def _promising(self, places: Iterable[str], placement: Sequence[int], count: int) -> list[Cuts]:
-        """Return so many cuts at these places: those whose busiest rank has the least to do."""
+        """Return the `count` cuts at these places whose busiest rank has the least to do."""
 
         def most(cuts: Cuts) -> float:
             loads = [0.0] * RANKS
@@ -103,7 +103,7 @@ class CutSearch:
         return sorted(self._combinations(places, len(placement) - 1), key=most)[:count]
 
     def _combinations(self, places: Iterable[str], count: int) -> Iterator[Cuts]:
-        """Return all ways to cut at so many of these places, in the model's order."""
+        """Return all ways to cut at `count` of these places, in the model's order."""
         distinct = {self._indices[place]: place for place in reversed(tuple(places))}
         return itertools.combinations([distinct[index] for index in sorted(distinct)], count)
 

@@ -68,7 +68,7 @@ class Case:
         return [self.part(model, start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def even(self, stages: int) -> tuple[str, ...]:
-        """Return the cuts that give every stage as many layers: what users begin with."""
+        """Return the cuts that give every stage the same number of layers: what users begin with."""
         layers = len(self.places)  # the head counts as none
         return tuple(self.places[layers * stage // stages - 1] for stage in range(1, stages))
 
@@ -182,8 +182,8 @@ class UNetCase(Case):
 class _UNetPart(nn.Module):
     """Skips are handed on from part to part, because torch's and DeepSpeed's stages only talk to their neighbours.
 
-    Neither can send a gradient that is not contiguous, as that of a concatenation's part: hence the view of a view. Nor
-    can torch detach one when it divides the backward: hence the clone of what is handed on.
+    Neither can send a gradient that is not contiguous, such as that of a part of a concatenation: hence the view of a
+    view. Nor can torch detach a view when it divides the backward: hence the clone of the skips.
     """
 
     def __init__(self, model: Any, start: int, stop: int) -> None:

@@ -31,11 +31,11 @@ V = "ZBVZeroBubble", "DualPipeV"
 class TorchPipeline(Contender):
     """A schedule of torch.distributed.pipelining over parts of the model.
 
-    The loss is divided by the number of microbatches where it is computed, so that torch need not divide all gradients.
+    The loss function itself divides by the number of microbatches, so that torch need not divide all gradients.
 
     Args:
-        compiled: whether stages and loss are, stages under schedules that allow it.
-        compiled_loss, joined_outputs: False and True are what a user gets who asks for nothing else.
+        compiled: whether the loss is compiled, and under schedules that allow it the stages.
+        compiled_loss, joined_outputs: False and True are what a user gets by default.
         group: the pipeline's processes; by default all.
         prepare: shards, and compiles, a stage in place of compiling all of it.
     """
@@ -169,7 +169,7 @@ class _KeepsGradients(torch.optim.Optimizer):
 
 
 def _compiled(module: nn.Module) -> Any:
-    """Return a stage under torch.compile, with a code object of its own."""
+    """Return a stage under torch.compile, with a separate code object."""
     module.forward = MethodType(own_code(type(module).forward), module)
     return torch.compile(module, dynamic=False)
 

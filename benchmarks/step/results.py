@@ -14,14 +14,14 @@ from pipegraph.schedule import from_csv
 RESULTS_FILE = Path(__file__).with_name("kept.json")
 KEY_FIELDS = "case", "table", "torch", "machine", "kernels"
 """A run is compared with the kept one that is alike in these."""
-FLOOR = 0.01  # by so much a ratio may be worse though quartiles are closer together than runs are
+FLOOR = 0.01  # a ratio may be worse by this, because runs differ by more than their quartiles
 
 
 def figures(measured: dict[str, Any]) -> dict[str, Any]:
     """Return the run without its rounds: for each contender seconds, and ratios as (quartile, median, quartile).
 
     Ratios are taken within a round: to the limit's steps right before and after, and of these to those of the fastest
-    of pipegraph's, or of the first contender if there is none of pipegraph's.
+    of pipegraph's, or of the first contender if none is pipegraph's.
     """
     rounds = measured["rounds"]
     names = [name for name in measured["cuts"] if name in rounds[0]["seconds"]]

@@ -89,7 +89,7 @@ def _compile(module: Any) -> None:
 
 
 def check_shards(case: Case, shards: int) -> str | None:
-    """Return why a case cannot be run on so many shards; None if it can."""
+    """Return why a case cannot be run on this number of shards; None if it can."""
     if shards < 1 or case.rows % shards:
         return f"a microbatch has {case.rows} rows, which {shards} shards cannot divide"
     if case.microbatches < RANKS * shards:

@@ -122,7 +122,7 @@ class Stopwatch:
         """Return what the kernels of all stages here take for a step's microbatches, one stage after the other.
 
         Args:
-            divided: whether I and W run for as many microbatches as in the step; otherwise B runs for all.
+            divided: whether I and W run for the microbatches that the step divides; otherwise B runs for all.
             with_loss: False leaves the loss out; the outputs are given a gradient in place of it.
         """
         return total(self._stage_alone(stage, divided, with_loss) for stage in self.calls)

@@ -33,7 +33,7 @@ from tests.zoo.visit import loss_fn
 Tensors = dict[str, Tensor | None]
 STAGES = 3
 CLOSE = 1e-5
-"""Relative. What differs by more is rounding only if the model differs by as much from itself in float64."""
+"""Relative. A larger difference is rounding only if the model differs from itself in float64 by no less."""
 CHECKS = (
     "verify",
     "training",
@@ -46,7 +46,7 @@ CHECKS = (
     "bfloat16",
     "float16",
 )
-"""What each model is put to. ``smaller`` and ``larger`` are its two other sizes."""
+"""The checks of each model. ``smaller`` and ``larger`` are its two other sizes."""
 
 
 class Verdict(Enum):
@@ -67,7 +67,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: a difference, or why there is none."""
+    """The result of a check: a difference, or why nothing was compared."""
 
     verdict: Verdict
     difference: float = 0.0
@@ -279,7 +279,7 @@ def _literals(case: SurveyCase, package: Package, outcomes: Mapping[str, CheckRe
     """How many numbers of the source come from the example's sizes.
 
     A 3 may be the batch of 3, or the three parts of a projection. So the model is captured again at other sizes, and
-    a number counts if it is a size of the example, or a product of its sizes, and then is no longer there. Sizes that
+    a number counts if it is a size of the example, or a product of its sizes, and is then missing. Sizes that
     the model itself fixes are its own numbers.
     """
     size = 1 if case.sizes and outcomes["smaller"].verdict is not Verdict.NOT_TAKEN else 0
@@ -296,7 +296,7 @@ def _literals(case: SurveyCase, package: Package, outcomes: Mapping[str, CheckRe
 
 
 def _compared(reference: Tensors, actual: Tensors, exact: Callable[[], Tensors]) -> CheckResult:
-    """Compare, and take what the model loses by rounding for the tolerance where it is needed."""
+    """Compare. If the difference is not small, the model's own rounding error is the tolerance."""
     apart = difference(reference, actual)
     if apart <= CLOSE:
         return CheckResult(Verdict.COMPARED, apart, CLOSE)

@@ -151,7 +151,7 @@ class ComplexRotaryLayer(nn.Module):
 
 
 class ComplexRotaryLM(nn.Module):
-    """A language model with complex rotary positions, and a mask made of the length at hand."""
+    """A language model with complex rotary positions, and a mask made from the length of the input."""
 
     def __init__(self, vocabulary: int = 96, dim: int = 32, depth: int = 4) -> None:
         super().__init__()

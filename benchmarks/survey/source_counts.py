@@ -21,9 +21,9 @@ class SourceCounts:
 
     Attributes:
         lines: of source in the whole package.
-        numbered: classes ``Name2`` beside a class ``Name``.
+        numbered: classes ``Name2`` in addition to a class ``Name``.
         operators: uses of ``torch.ops``.
-        constants: tensors ``self.constant`` and so on, without a name of their own.
+        constants: tensors without a name: ``self.constant`` and so on.
     """
 
     lines: int

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.runtime.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 Size = tuple[int, ...]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,8 +39,8 @@ class SurveyCase:
     def model(self) -> nn.Module:
         """The model in training mode, the same at each call.
 
-        A little noise is added to its parameters: many models begin with factors of 0 or 1, which would hide what is
-        behind them.
+        A little noise is added to its parameters: many models begin with factors of 0 or 1, which would hide errors
+        in other parts.
         """
         torch.manual_seed(0)
         model = self.build().train()
@@ -50,7 +50,7 @@ class SurveyCase:
         return model
 
     def arguments(self, batch: int = BATCH, index: int = 0) -> Inputs:
-        """Positional and keyword arguments of so many rows, at one of the case's sizes."""
+        """Positional and keyword arguments of ``batch`` rows, at one of the case's sizes."""
         torch.manual_seed(1)
         return self.inputs(batch, self.sizes[index] if self.sizes else ())
 

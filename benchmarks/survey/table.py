@@ -25,7 +25,7 @@ def cell(outcome: CheckResult) -> str:
 
 
 def report_lines(report: Report) -> Iterator[str]:
-    """What was found for one model: its cells, and the messages behind them."""
+    """The results for one model: its cells, and their messages."""
     yield f"{report.case.name}  ({report.case.origin})"
     if report.error:
         yield f"  not split: {report.error}"

@@ -77,4 +77,4 @@ ZOO = (
         for name, (inputs, sizes) in _HANDWRITTEN.items()
     ),
 )
-"""Hugging Face architectures, and hand-written models whose shape is no chain of equal layers."""
+"""Hugging Face architectures, and hand-written models that are not a chain of equal layers."""

@@ -30,7 +30,7 @@ def main() -> None:
         print(f"{name}: {len(run)} steps, evaluation {', '.join(f'{x:.3f}' for x in evaluations[name].values())}")
     for name, run in other_runs:
         apart = max(abs(loss - reference[step]) for step, loss in run.items() if step in reference)
-        print(f"{name} is {apart:.1e} from {first} where they are farthest apart")
+        print(f"{name} differs from {first} by at most {apart:.1e}")
     arguments.out.write_text(draw(losses, evaluations).to_svg("Losses of training runs"))
     print(f"wrote {arguments.out}")
 

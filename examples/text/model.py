@@ -25,7 +25,7 @@ WIDTH, HEADS, LAYERS = 128, 4, 4
 
 
 class Layer(nn.Module):
-    """Causal attention and a perceptron, each beside a residual: ``[batch, bytes, WIDTH]`` → the same."""
+    """Causal attention and a perceptron, each with a residual connection: ``[batch, bytes, WIDTH]`` → the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +93,9 @@ def evaluation_data(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Windows:
-    """Random windows of a text, batch after batch without end: the same batches however many ranks share their rows.
+    """Endless batches of random windows of a text, the same for any number of ranks that share their rows.
 
-    It says where it is, and so a run that is gone on with sees the batches that it has not seen.
+    Its state is its position, so that a resumed run sees the batches that it has not seen.
     """
 
     def __init__(self, text: Tensor, rank: int, world: int) -> None:

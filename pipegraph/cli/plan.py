@@ -182,13 +182,13 @@ def _plan_cluster(
     from torch import Tensor
 
     from pipegraph.graph.capture import capture_rows
-    from pipegraph.graph.internals import pytree
     from pipegraph.graph.sources.huggingface import tp_plan_of
     from pipegraph.planner.joint_plan.joint import joint_plan
     from pipegraph.planner.joint_plan.search import SCHEDULES
     from pipegraph.planner.plan_file import PlanFile
     from pipegraph.report.text.joint_tables import joint_comparison_dict, render_joint_comparison
     from pipegraph.report.text.plan_tables import render_plan
+    from pipegraph.torch_private.pytrees import pytree
     from pipegraph.workflows.batch import loss_and_target
 
     inputs = [leaf for leaf in pytree.tree_leaves((source.args, source.kwargs)) if isinstance(leaf, Tensor)]

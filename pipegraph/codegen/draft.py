@@ -16,7 +16,6 @@ from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
 from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.initial_values import InitialValues, initial_values
-from pipegraph.codegen.internals import defining_module
 from pipegraph.codegen.names.draw_names import draw_names
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.model_names import dtype_name
@@ -27,7 +26,6 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.batch_report import BatchReport
 from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.graph.index_bounds import index_bound
-from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
 from pipegraph.graph.passes.gradients import untrained_parameters
@@ -48,6 +46,8 @@ from pipegraph.package import (
 )
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.planner.plan import Plan
+from pipegraph.torch_private.operators import OpOverload, defining_module
+from pipegraph.torch_private.pytrees import pytree
 from pipegraph.version import __version__
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipegraph.cost.segments.distinct_blocks import Block
 from pipegraph.cost.segments.saved_memory import memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
-from pipegraph.graph.internals import pytree
 from pipegraph.kernels import make
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- gpu queue -------------------------------------------------------------------------------------------------------
 # Work that a GPU does while the host launches what is timed: none of that then waits for its launch.

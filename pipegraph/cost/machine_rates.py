@@ -17,10 +17,9 @@ from pipegraph.cost.hardware import OTHER_OPERATIONS
 from pipegraph.cost.measured_sizes import Axes, MeasuredSizes, sizes_on
 from pipegraph.cost.roofline.graph_price import trace_aten
 from pipegraph.cost.size_table import SizeTable, Values
-from pipegraph.kernels import internals
 from pipegraph.kernels.compilers import compile_graphs
-from pipegraph.kernels.inductor.cpp import internals as cpp_internals
-from pipegraph.kernels.internals import Run
+from pipegraph.torch_private.cpp_inductor import compiler_is_missing
+from pipegraph.torch_private.tracing import Run, boxed
 
 _FEWEST, _MOST = 5, 30  # samples
 _WINDOW = 9  # elements of a convolution's window
@@ -280,10 +279,10 @@ def compiled(functions: Sequence[tuple[Function, Sequence[Tensor]]]) -> list[Cal
     distinct = list(dict.fromkeys((function, tuple(inputs)) for function, inputs in functions))
     modules = [trace_aten(function, inputs) for function, inputs in distinct]
     compiled_runs: Sequence[Run | Exception] = []
-    if cpp_internals.compiler_is_missing() is None:
+    if compiler_is_missing() is None:
         compiled_runs = compile_graphs(modules)
     runs = {
-        key: internals.boxed(module) if run is None or isinstance(run, Exception) else run
+        key: boxed(module) if run is None or isinstance(run, Exception) else run
         for key, module, run in itertools.zip_longest(distinct, modules, compiled_runs)
     }
     return [partial(_call, runs[function, tuple(inputs)], inputs) for function, inputs in functions]

@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import fx
 
-from pipegraph.graph.internals import OpOverload, schema_arguments
 from pipegraph.graph.nodes import arguments_of
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.operators import OpOverload, schema_arguments
 
 
 def is_written(node: fx.Node) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from pipegraph.graph.captured import CHECKPOINTED, Captured
-from pipegraph.graph.internals import call_name
 from pipegraph.graph.nodes import helper_function, helpers_of, path_of
+from pipegraph.torch_private.export import call_name
 
 
 @dataclass

@@ -29,7 +29,6 @@ from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.trace import Example, Trace, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
-from pipegraph.graph.internals import CAPTURE_LOCK, pytree
 from pipegraph.graph.model_structure import (
     check_classes,
     check_keys,
@@ -48,6 +47,8 @@ from pipegraph.graph.passes.resize import resize
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 from pipegraph.progress import listen, track
+from pipegraph.torch_private.export import CAPTURE_LOCK
+from pipegraph.torch_private.pytrees import pytree
 
 
 def capture(

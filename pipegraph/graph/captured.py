@@ -14,10 +14,10 @@ from torch import fx, nn
 from pipegraph.errors import one_line
 from pipegraph.graph.batch_report import BatchReport
 from pipegraph.graph.initialisation import Initialisation
-from pipegraph.graph.internals import call_name
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.symbolic_size import SizeLimits
 from pipegraph.recompute import DEFAULT, Recompute
+from pipegraph.torch_private.export import call_name
 from pipegraph.units import format_count, format_number_of
 
 

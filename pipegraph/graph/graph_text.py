@@ -10,12 +10,13 @@ from torch import fx
 
 from pipegraph.graph.calls import CallTree, call_tree
 from pipegraph.graph.captured import Captured, split_point
-from pipegraph.graph.internals import OpOverload, call_name
 from pipegraph.graph.nodes import path_of, shape_of
 from pipegraph.graph.partition.segments import holds_parameter, whole_calls
 from pipegraph.graph.partition.split_points import SplitPoint
 from pipegraph.graph.partition.stages import Boundary, StageGraph
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.export import call_name
+from pipegraph.torch_private.operators import OpOverload
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _FLAGS = ("requires_grad", "cut_off", "in_every_mode", "follows_buffer")

@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch import fx
 
-from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 aten = torch.ops.aten
 

@@ -18,13 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.internals import (
-    can_reset_parameters,
-    initialise_of_transformers,
-    reset_parameters,
-    storage_identity,
-)
 from pipegraph.graph.nodes import number_of
+from pipegraph.torch_private.modules import can_reset_parameters, initialise_of_transformers, reset_parameters
+from pipegraph.torch_private.tensors import storage_identity
 
 _MARK = "_pipegraph_initialisation"
 

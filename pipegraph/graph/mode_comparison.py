@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from pipegraph.graph.calls import CallTree, argument_place, call_tree, result_place, sorted_by_place
 from pipegraph.graph.captured import STRUCTURE, ModuleEntry
-from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.mode_differences import (
     ModeDifference,
     ModeDifferences,
@@ -23,6 +22,8 @@ from pipegraph.graph.mode_differences import (
 from pipegraph.graph.model_structure import follows_mode, mentions_mode
 from pipegraph.graph.nodes import any_layout, arguments_of, path_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload
+from pipegraph.torch_private.pytrees import pytree
 
 aten = torch.ops.aten
 

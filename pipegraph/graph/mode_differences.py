@@ -11,9 +11,9 @@ from torch import fx
 
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.calls import argument_place
-from pipegraph.graph.internals import OpOverload
 from pipegraph.graph.nodes import path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.operators import OpOverload
 
 aten = torch.ops.aten
 

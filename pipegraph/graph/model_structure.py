@@ -17,9 +17,11 @@ from torch.export import ExportedProgram
 from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import EVALUATION_OUTPUTS, ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.initialisation import initialisation_of
-from pipegraph.graph.internals import has_forward_hooks, is_persistent, memory_of, pytree
 from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.nodes import label_of
+from pipegraph.torch_private.modules import has_forward_hooks, is_persistent
+from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.tensors import memory_of
 
 _TORCH = Path(torch.__file__).parent
 

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from pipegraph.errors import is_user_file
-from pipegraph.graph.internals import OpOverload, fake_empty, pytree, schema_arguments
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.fake_tensors import fake_empty
+from pipegraph.torch_private.operators import OpOverload, schema_arguments
+from pipegraph.torch_private.pytrees import pytree
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 from torch import fx
 
-from pipegraph.graph.internals import OpOverload, operator_name
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 
 class View(Enum):

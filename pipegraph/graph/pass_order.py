@@ -15,7 +15,6 @@ from pipegraph.debug import InvalidGraphError, dump, verifying
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.captured import StateEntry, by_mode, model_dtype, model_number
 from pipegraph.graph.graph_text import graph_text, type_text
-from pipegraph.graph.internals import OpOverload, fake_empty, fake_mode_of, is_mutable, pytree
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.passes.constants import simplify_masks, write_constants
 from pipegraph.graph.passes.dtypes import (
@@ -44,6 +43,9 @@ from pipegraph.graph.passes.writes import (
     place_buffer_updates,
     read_buffers_anew,
 )
+from pipegraph.torch_private.fake_tensors import fake_empty, fake_mode_of
+from pipegraph.torch_private.operators import OpOverload, is_mutable
+from pipegraph.torch_private.pytrees import pytree
 from pipegraph.units import format_seconds
 
 # ---- verifier --------------------------------------------------------------------------------------------------------

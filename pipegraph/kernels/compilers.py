@@ -13,24 +13,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
 from pipegraph.kernels.graphs.convolution_gradients import convolution_backward, separate_gradients
 from pipegraph.kernels.graphs.regions import Regions
-from pipegraph.kernels.inductor import internals as inductor_internals
-from pipegraph.kernels.inductor.cpp import internals as cpp_internals
-from pipegraph.kernels.internals import Run
 from pipegraph.kernels.program import Compiler
 from pipegraph.progress import track
 from pipegraph.recompute import Recompute
+from pipegraph.torch_private.cpp_inductor import (
+    compiled_together,
+    compiler_is_missing,
+    preparing_headers,
+    wait_for_headers,
+)
+from pipegraph.torch_private.inductor import cache_folder, compile_graph, inductor_decompositions
+from pipegraph.torch_private.tracing import TORCH_LOCK, Run, boxed
 
 
 @functools.cache
 def compiler(name: str) -> Compiler:
     """Return the compiler "inductor" or "eager", one for all stages of this process."""
     if name == "inductor":
-        missing = cpp_internals.compiler_is_missing()
+        missing = compiler_is_missing()
         if missing is None:
             return Compiler(_inductor)
         warnings.warn(
@@ -51,15 +55,15 @@ def decompositions(inductor: bool) -> Mapping[Any, Any]:
     Inductor wants some taken apart, and is to leave others whole; an operation whose results belong to both I and W is
     two.
     """
-    table = without_cpu_pools(inductor_internals.inductor_decompositions()) if inductor else {}
+    table = without_cpu_pools(inductor_decompositions()) if inductor else {}
     if inductor and not torch.cuda.is_initialized():
-        cpp_internals.preparing_headers()
+        preparing_headers()
     decomposition = table.get(convolution_backward, lambda *args: NotImplemented)
     return {**table, convolution_backward: functools.partial(separate_gradients, decomposition)}
 
 
 def _eager(modules: Sequence[fx.GraphModule]) -> list[Run]:
-    return [internals.boxed(module) for module in modules]
+    return [boxed(module) for module in modules]
 
 
 def _inductor(modules: Sequence[fx.GraphModule]) -> list[Run]:
@@ -71,7 +75,7 @@ def _inductor(modules: Sequence[fx.GraphModule]) -> list[Run]:
                 f"Inductor cannot compile a part of a stage, which runs uncompiled: {type(run).__name__}: {reason}",
                 stacklevel=2,
             )
-            runs[index] = internals.boxed(module)
+            runs[index] = boxed(module)
     return runs  # type: ignore[return-value]
 
 
@@ -97,7 +101,7 @@ def compile_graphs(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
 def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
     """Remove the files of Inductor's cache that could not be loaded, if they were there at the start. Return whether
     there were any. Another process may have written them again since."""
-    folder, removed = Path(inductor_internals.cache_folder()).resolve(), False
+    folder, removed = Path(cache_folder()).resolve(), False
     while error is not None:
         for name in re.findall(r"/\S+?\.(?:py|so)\b", str(error)):
             file = Path(name).resolve()
@@ -111,13 +115,13 @@ def _remove_damaged_files(error: BaseException | None, start: float) -> bool:
 def _compile_together(modules: Sequence[fx.GraphModule]) -> list[Run | Exception]:
     results: list[Run | Exception] = []
     ends: list[int] = []
-    cpp_internals.wait_for_headers()
-    with internals.TORCH_LOCK, warnings.catch_warnings():
+    wait_for_headers()
+    with TORCH_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses deprecated parts of torch
-        with cpp_internals.compiled_together() as waits:
+        with compiled_together() as waits:
             for module in track("writing kernels", modules):
                 try:
-                    results.append(inductor_internals.compile_graph(module))
+                    results.append(compile_graph(module))
                 except Exception as error:
                     results.append(error)
                 ends.append(len(waits))

@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipegraph.kernels.internals import copy_all, version
 from pipegraph.kernels.sharded import local
+from pipegraph.torch_private.tensors import copy_all
+from pipegraph.torch_private.tensors import version_of as version
 
 
 class ComputedCopies:

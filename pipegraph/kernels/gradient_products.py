@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import KernelGraph
 from pipegraph.kernels.graphs.division import is_view
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
+from pipegraph.torch_private.tracing import boxed
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ class GradientProduct:
     """
 
     def __init__(self, operands: fx.GraphModule, is_transposed: bool) -> None:
-        self._operands = internals.boxed(operands)
+        self._operands = boxed(operands)
         self._is_transposed = is_transposed
 
     def __call__(self, numbers: Numbers, inputs: list[Tensor], sums: Sums) -> Sequence[Tensor]:

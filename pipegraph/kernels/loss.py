@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError, is_user_file
-from pipegraph.kernels import internals
 from pipegraph.kernels.interface import Loss
+from pipegraph.torch_private.fake_tensors import is_fake
+from pipegraph.torch_private.modules import attributes as torch_attributes
+from pipegraph.torch_private.modules import children
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 """The containers that can be changed in place, and put back."""
@@ -134,7 +136,7 @@ def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) ->
 
 def check_memory(tensors: Iterable[Any]) -> None:
     """Raise PipegraphError if a result is a fake tensor."""
-    if any(isinstance(tensor, Tensor) and internals.is_fake(tensor) for tensor in tensors):
+    if any(isinstance(tensor, Tensor) and is_fake(tensor) for tensor in tensors):
         raise PipegraphError(
             "the stage or loss_fn reads a tensor that it made when it was called first, which was to trace it: there "
             "are no numbers in it.\nTry: make that tensor before the first step, or kernels='autograd'."
@@ -208,7 +210,7 @@ def _read_by(value: Any, names: set[str]) -> Iterable[Any]:
     if type(value) in CONTAINERS:
         return value.values()
     if isinstance(value, nn.Module):
-        return (*internals.children(value).values(), *internals.attributes(value).values())
+        return (*children(value).values(), *torch_attributes(value).values())
     if isinstance(value, partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.MethodType):

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.sharded import is_sharded, layout, local, rebuilt
 from pipegraph.kernels.symbolic.symbolic_sizes import are_equal
+from pipegraph.torch_private.modules import renew_rnn_weights, rnn_weight_lists, tensor_dicts
+from pipegraph.torch_private.tensors import add_all
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class ModuleState:
         modules = list(modules)
         places: dict[int, list[_TensorPlace]] = {}
         for module in modules:
-            for tensors in internals.tensor_dicts(module):
+            for tensors in tensor_dicts(module):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         places.setdefault(id(tensor), []).append(_TensorPlace(module, tensors, name))
         self._places = list(places.values())
-        self._recurrent = [module for module in modules if internals.rnn_weight_lists(module)]
+        self._recurrent = [module for module in modules if rnn_weight_lists(module)]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -54,7 +55,7 @@ class ModuleState:
         """
         previous_tensors = self.tensors()
         replacements = [rebuilt(tensor, like) for tensor, like in zip(tensors, previous_tensors, strict=True)]
-        weight_lists = [(module, internals.rnn_weight_lists(module)) for module in self._recurrent]
+        weight_lists = [(module, rnn_weight_lists(module)) for module in self._recurrent]
         self._set_tensors(replacements)
         try:
             yield
@@ -72,7 +73,7 @@ class ModuleState:
             for place in places:
                 place.tensors[place.name] = tensor
         for module in self._recurrent:
-            internals.renew_rnn_weights(module)
+            renew_rnn_weights(module)
 
 
 def with_strides(tensor: Tensor, strides: Sequence[Any]) -> Tensor:
@@ -112,7 +113,7 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], shared: Sequence[Tensor |
         else:  # the user put a gradient there, in another layout
             parameter.grad = parameter.grad + rebuilt(gradient, parameter)
     if sums:
-        internals.add_all(sums, addends)
+        add_all(sums, addends)
 
 
 def gradient_in_place(parameter: Tensor) -> Tensor | None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.gradient_products import NO_SUMS, GradientProduct, Sums, apart_from_graph, find_products
 from pipegraph.kernels.graphs.block_operation import (
@@ -31,8 +30,8 @@ from pipegraph.kernels.graphs.block_operation import (
 )
 from pipegraph.kernels.graphs.call_levels import levels_of
 from pipegraph.kernels.graphs.joint_graph import constant_of
-from pipegraph.kernels.internals import Run
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, SymbolicSizes, dimensions, is_size
+from pipegraph.torch_private.tracing import Run, boxed
 
 
 class CompiledGraph:
@@ -66,7 +65,7 @@ class CompiledGraph:
         next step their sizes have another variant.
         """
         if self._uncompiled is None:
-            self._uncompiled = internals.boxed(self.module)
+            self._uncompiled = boxed(self.module)
         return self._uncompiled
 
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import internals
 from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
+from pipegraph.torch_private.dtensor import local_tensor
+from pipegraph.torch_private.dtensor import waited as torch_waited
+from pipegraph.torch_private.modules import hook_dicts
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -36,7 +38,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a DTensor: the same memory, without autograd. Return another tensor itself."""
-    return internals.local_tensor(tensor) if is_sharded(tensor) else tensor
+    return local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 def differentiable_local(tensor: Any) -> Tensor:
@@ -103,12 +105,12 @@ def is_style(value: Any) -> bool:
 
 def runs_fsdp_hooks(module: nn.Module) -> bool:
     """Return whether `fully_shard` has hooks on a module, which gather and reduce. Its class alone does not say so."""
-    return any(_is_of_fsdp(hook) for hooks in internals.hook_dicts(module).values() for hook in hooks.values())
+    return any(_is_of_fsdp(hook) for hooks in hook_dicts(module).values() for hook in hooks.values())
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:
     """Take the hooks of `fully_shard` off a module. Nobody has handles of them."""
-    for hooks in internals.hook_dicts(module).values():
+    for hooks in hook_dicts(module).values():
         for number in [number for number, hook in hooks.items() if _is_of_fsdp(hook)]:
             del hooks[number]
 
@@ -157,7 +159,7 @@ def check_outputs(outputs: Sequence[Any]) -> None:
 
 def waited(output: Any) -> Any:
     """Wait for the collective of a tensor. Return anything else itself."""
-    return output if type(output) in _PLAIN or not isinstance(output, Tensor) else internals.waited(output)
+    return output if type(output) in _PLAIN or not isinstance(output, Tensor) else torch_waited(output)
 
 
 def shards(tensor: Tensor, like: Any) -> Tensor:

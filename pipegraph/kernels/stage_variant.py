@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.blocks.differentiate import TraceOptions, differentiate
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.block_operation import GradientMask
@@ -25,6 +24,9 @@ from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Num
 from pipegraph.kernels.trace_guard import unchanged, value_signature
 from pipegraph.recompute import Recompute
 from pipegraph.side_effects import effects_noted
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.pytrees import tree_flatten, tree_unflatten
+from pipegraph.torch_private.tracing import GraphSources
 
 Results = tuple[int | tuple[Any], ...]
 """Of each output, the position of its tensor among those returned, or the constant that it is."""
@@ -65,7 +67,7 @@ class StageCall:
     def from_arguments(cls, inputs: Sequence[Any], target: Any, with_loss: bool, differentiable: bool) -> StageCall:
         """Return the call with these inputs; the target counts only with the loss."""
         target = target if with_loss else None
-        leaves, spec = ([target], None) if isinstance(target, Tensor) else internals.tree_flatten(target)
+        leaves, spec = ([target], None) if isinstance(target, Tensor) else tree_flatten(target)
         gradients = tuple(differentiable and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
         return cls(len(inputs), [*inputs, *leaves], spec, with_loss, differentiable, gradients)
 
@@ -207,7 +209,7 @@ class StageVariant:
         return self._programs[kind, mask]
 
     def _compile(self, requests: list[tuple[str, GradientMask]]) -> None:
-        sources = internals.GraphSources()
+        sources = GraphSources()
         self._programs |= zip(requests, self._compiler.programs(self.divided, requests), strict=True)
         sources.release_with(self)
 
@@ -250,7 +252,7 @@ def trace(
     Raises:
         Exception: whatever the stage raises on fake tensors.
     """
-    sources = internals.GraphSources()
+    sources = GraphSources()
     results: list[int | tuple[Any]] = []
     metrics: dict[str, Tensor] = {}
     leaves, inputs = call.leaves, call.inputs
@@ -262,7 +264,7 @@ def trace(
         outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
         loss, loss_metrics = None, dict[str, Tensor]()
         if call.with_loss:
-            target = internals.tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
+            target = tree_unflatten(values[inputs:], call.target_spec) if call.target_spec else values[-1]
             loss, loss_metrics = compute_loss(stage.loss, outputs, target)
         check_outputs(outputs)
         check_gradients(outputs, stage.output_gradients)
@@ -295,7 +297,7 @@ def trace(
     with (
         unchanged(guarded_objects),
         _no_effects(),
-        internals.fake_tensors(sizes.environment),
+        fake_tensors(sizes.environment),
         torch.set_grad_enabled(call.differentiable),
     ):
         primals = [

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import internals
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import CONTAINERS, Namespace, objects_held_by
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import check_traceable, is_layout, is_style, layout, local
 from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
+from pipegraph.torch_private.modules import attributes as torch_attributes
+from pipegraph.torch_private.modules import children as torch_children
+from pipegraph.torch_private.modules import hook_dicts, hook_numbers, tensor_dicts
+from pipegraph.torch_private.tensors import has_hooks
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -78,21 +81,20 @@ def _of_module(module: nn.Module, numbers: _Numbers) -> tuple[Any, ...]:
     if id(module) in numbers.objects:
         return ("again", numbers.objects[id(module)])
     numbers.objects[id(module)] = len(numbers.objects)
-    attributes = tuple((name, _of_value(item, numbers)) for name, item in internals.attributes(module).items())
+    attributes = tuple((name, _of_value(item, numbers)) for name, item in torch_attributes(module).items())
     # Hooks are numbered among the module's own: no two of the process are registered under one number.
-    registered = sorted(internals.hook_numbers(module))
+    registered = sorted(hook_numbers(module))
     hooks = tuple(
         (name, tuple((registered.index(number), _of_value(hook, numbers)) for number, hook in hook_dict.items()))
-        for name, hook_dict in internals.hook_dicts(module).items()
+        for name, hook_dict in hook_dicts(module).items()
     )
     tensors = tuple(
         (name, None if tensor is None else numbers.tensors.setdefault(id(tensor), len(numbers.tensors)))
-        for tensor_dict in internals.tensor_dicts(module)
+        for tensor_dict in tensor_dicts(module)
         for name, tensor in tensor_dict.items()
     )
     children = tuple(
-        (name, None if child is None else _of_module(child, numbers))
-        for name, child in internals.children(module).items()
+        (name, None if child is None else _of_module(child, numbers)) for name, child in torch_children(module).items()
     )
     return (type(module), attributes, hooks, tensors, children)
 
@@ -276,9 +278,9 @@ class TraceGuard:
         read = objects_held_by(self._loss)
         loss_modules = (part for root in read if isinstance(root, nn.Module) for part in root.modules())
         modules = list(dict.fromkeys((*self._stage.modules(), *loss_modules)))
-        tensors = [tensor for module in modules for kind in internals.tensor_dicts(module) for tensor in kind.values()]
+        tensors = [tensor for module in modules for kind in tensor_dicts(module) for tensor in kind.values()]
         tensors += [tensor for tensor in read if isinstance(tensor, Tensor)]
-        of_modules = tuple(map(id, modules)), tuple(map(internals.hook_numbers, modules))
+        of_modules = tuple(map(id, modules)), tuple(map(hook_numbers, modules))
         of_tensors = tuple(map(id, tensors))
         changed = None
         if of_modules != self._of_modules:
@@ -314,5 +316,5 @@ def _check_plain(tensor: Tensor) -> None:
     """
     if type(local(tensor)) not in (Tensor, nn.Parameter, nn.Buffer):
         raise RuntimeError(f"a parameter or buffer is a {type(tensor).__name__}")
-    if internals.has_hooks(tensor):
+    if has_hooks(tensor):
         raise RuntimeError(f"a parameter of shape {list(tensor.shape)} has a hook")

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.autocast import AutocastState, autocast_state
-from pipegraph.kernels.internals import fake_tensors
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.trace_guard import unchanged
 from pipegraph.package import Manifest
 from pipegraph.runtime.wiring import Edge, StageWiring, torch_dtype, zeros_for
+from pipegraph.torch_private.fake_tensors import fake_tensors
 
 Dtypes = dict[str, torch.dtype]
 """value → its dtype"""

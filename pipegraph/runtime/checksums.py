@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pipegraph.runtime.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 ABSENT: Final = -(2**63)
 """The checksum of an input that a rank was not given."""

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, nearest
-from pipegraph.kernels.internals import has_hooks
 from pipegraph.kernels.sharded import is_sharded, local, rebuilt, remove_fsdp_hooks, runs_fsdp_hooks
-from pipegraph.runtime.internals import packed_place, pytree, sharding_policy
 from pipegraph.runtime.processes.rank_grid import DATA, SHARD
+from pipegraph.torch_private.dtensor import packed_place, sharding_policy
+from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.tensors import has_hooks
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh

@@ -17,8 +17,8 @@ from torch import nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import is_sharded
-from pipegraph.runtime import internals
 from pipegraph.runtime.parameters import parameters_of
+from pipegraph.torch_private.tensors import take_hooks
 
 _GRADIENT: Final = "register_hook"
 
@@ -49,7 +49,7 @@ class GradientHooks:
             ParameterHooks(index, name, hooks)
             for index, stage in stages.items()
             for name, parameter in stage.named_parameters()
-            if (hooks := internals.take_hooks(parameter, type(stage).__module__))
+            if (hooks := take_hooks(parameter, type(stage).__module__))
         ]
 
     def check(self, stages: Mapping[int, nn.Module], sharded: frozenset[int]) -> None:

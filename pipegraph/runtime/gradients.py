@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from pipegraph.errors import ArgumentError
 from pipegraph.kernels.loss import objects_held_by
 from pipegraph.kernels.sharded import is_sharded, layout, local, number_of_each_rank
-from pipegraph.runtime import internals
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS
 from pipegraph.runtime.processes.world import World
+from pipegraph.torch_private.amp import infinities_found, is_unscaled, unscaling_of_parts
 
 
 def clip_grad_norm(
@@ -152,7 +152,7 @@ def _shared_methods(scaler: GradScaler, world: World, guard: FaultGuard) -> dict
     def unscale(optimizer: Optimizer) -> None:
         scaler.scale(torch.zeros((), device=device))  # which makes the scale on ranks that compute no loss
         kind.unscale_(scaler, optimizer)
-        flags = internals.infinities_found(scaler, optimizer)
+        flags = infinities_found(scaler, optimizer)
         most = torch.stack([flag.to(device) for flag in flags]).max() if flags else torch.zeros((), device=device)
         with guard:
             world.along(*DIMENSIONS).all_reduce(most, ReduceOp.MAX)
@@ -160,8 +160,8 @@ def _shared_methods(scaler: GradScaler, world: World, guard: FaultGuard) -> dict
             flag.copy_(most)
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not internals.is_unscaled(scaler, optimizer):
+        if not is_unscaled(scaler, optimizer):
             scaler.unscale_(optimizer)
         return kind.step(scaler, optimizer, *args, **kwargs)
 
-    return {"unscale_": unscale, "step": step, **internals.unscaling_of_parts(scaler, local)}
+    return {"unscale_": unscale, "step": step, **unscaling_of_parts(scaler, local)}

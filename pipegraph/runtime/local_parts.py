@@ -19,8 +19,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import ArgumentError
-from pipegraph.kernels.internals import tensor_dicts
-from pipegraph.runtime.internals import differentiable_part, packed_shard, pytree
+from pipegraph.torch_private.dtensor import differentiable_part, packed_shard
+from pipegraph.torch_private.modules import tensor_dicts
+from pipegraph.torch_private.pytrees import pytree
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh

@@ -24,10 +24,10 @@ from pipegraph.kernels.sharded import is_sharded
 from pipegraph.kernels.trace_guard import unchanged
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
-from pipegraph.runtime import internals
-from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.targets import cut_target, join_target
+from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.tensors import version_of
 
 _ROUNDING: Final = 1e-4
 """Relative. What differs by more is computed again with float64, in which rounding is out of the question."""
@@ -219,21 +219,21 @@ class LossCheck:
     def _writes_to_outputs(self, part: _Part) -> bool:
         """Whether the loss changes what it is given, which the backward may read."""
         copies = tuple(map(_copied, part.outputs))
-        versions = [internals.version(tensor) for tensor in copies if isinstance(tensor, Tensor)]
+        versions = [version_of(tensor) for tensor in copies if isinstance(tensor, Tensor)]
         with suppress(Exception):
             self._value(part._replace(outputs=copies))
-        return versions != [internals.version(tensor) for tensor in copies if isinstance(tensor, Tensor)]
+        return versions != [version_of(tensor) for tensor in copies if isinstance(tensor, Tensor)]
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
         """A context after which what the loss counts, or collects, is as before."""
         objects = [item for item in objects_held_by(self._loss) if not isinstance(item, nn.Module)]
         tensors = [item for item in objects if isinstance(item, Tensor) and item.numel() <= _LARGEST_STATE]
-        copies = [(tensor, internals.version(tensor), tensor.detach().clone()) for tensor in tensors]
+        copies = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in tensors]
         with suppress(RuntimeError), unchanged([item for item in objects if not isinstance(item, Tensor)]):
             yield
         for tensor, version, copy_of in copies:
-            if internals.version(tensor) != version:
+            if version_of(tensor) != version:
                 tensor.detach().copy_(copy_of)
 
     def _combined(self, microbatch: _Part, parts: Sequence[_Part]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from pipegraph.errors import ArgumentError, BatchError, nearest
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
 from pipegraph.runtime.batch import StepBatch
-from pipegraph.runtime.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 IGNORED: Final = -100
 """The label that `torch.nn.functional.cross_entropy` leaves out."""

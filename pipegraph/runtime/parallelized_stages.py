@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError, PipegraphError
-from pipegraph.kernels.internals import fake_tensors
 from pipegraph.kernels.sharded import layout_text, wrapper_of
 from pipegraph.package import Manifest, Value
 from pipegraph.package.prediction import Prediction
@@ -29,7 +28,6 @@ from pipegraph.runtime.fully_sharded import (
     fully_shard_stage,
     sharded_modules,
 )
-from pipegraph.runtime.internals import sharding_policy, sharding_ranks
 from pipegraph.runtime.parameters import computed_in, owner_of
 from pipegraph.runtime.precision import check_batch_norms
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
@@ -38,6 +36,8 @@ from pipegraph.runtime.running_modules import failed_in, running_modules
 from pipegraph.runtime.ties import find_ties
 from pipegraph.runtime.tp_check import DivisionCheck
 from pipegraph.runtime.wiring import torch_dtype, zeros_for
+from pipegraph.torch_private.dtensor import sharding_policy, sharding_ranks
+from pipegraph.torch_private.fake_tensors import fake_tensors
 
 # ---- divided boundaries ----------------------------------------------------------------------------------------------
 # What stages take and return once their parameters are divided: the whole on every rank, or a part on each.

@@ -11,12 +11,12 @@ from __future__ import annotations
 from torch import nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels.internals import has_hooks
 from pipegraph.runtime.gradient_reduction import trained_by
 from pipegraph.runtime.parameters import Stages, parameters_of
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.shard_transfers import all_parameters
 from pipegraph.runtime.ties import TiedWeights
+from pipegraph.torch_private.tensors import has_hooks
 
 
 class ParameterChecks:

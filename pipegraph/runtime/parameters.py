@@ -16,8 +16,8 @@ from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, shards
 from pipegraph.package import CALLER, Manifest, Package
 from pipegraph.progress import track
-from pipegraph.runtime import internals
 from pipegraph.runtime.replicas import check_replication, unwrapped
+from pipegraph.torch_private.distributed import checkpointed
 
 Stages = Mapping[int, nn.Module]
 
@@ -110,7 +110,7 @@ def _wrapped(stage: nn.Module) -> set[str]:
     return {
         f"{name}.{place}" if name else place
         for name, module in stage.named_modules(remove_duplicate=False)
-        if (inner := internals.checkpointed(module)) is not None
+        if (inner := checkpointed(module)) is not None
         for place, child in module.named_children()
         if child is inner
     }
@@ -135,7 +135,7 @@ def parameter_at(stage: nn.Module, name: str) -> object:
 
 
 def _inmost(module: nn.Module) -> nn.Module:
-    while (inner := internals.checkpointed(module)) is not None:
+    while (inner := checkpointed(module)) is not None:
         module = inner
     return module
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pipegraph.errors import ScheduleError, one_line
+from pipegraph.errors import PipegraphError, one_line
 from pipegraph.kernels import Maker
 from pipegraph.kernels.cpu import keep_freed_memory
-from pipegraph.package import Manifest, Package
-from pipegraph.package.prediction import Prediction
+from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
+from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
+from pipegraph.runtime.checkpoint.saving import SaveRequest
 from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
 from pipegraph.runtime.kernel_makers import graph_recorder, stage_makers, stage_recompute
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
@@ -27,174 +28,26 @@ from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.parallelized_stages import resident_stages
-from pipegraph.runtime.pipeline_state import PipelineState
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
 from pipegraph.runtime.processes.clock import ClockOffset
-from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, RankGrid, single
 from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join_world
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_options
-from pipegraph.runtime.schedule_choice import resolve_schedule
+from pipegraph.runtime.schedule_choice import as_planned, resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult
 from pipegraph.runtime.step_runner import StepRunner
 from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.runtime.tensor_parallel import Plan
-from pipegraph.schedule import Schedule, build, without_transfers
-from pipegraph.schedule.recipes import find_recipe
+from pipegraph.schedule import Schedule, without_transfers
 from pipegraph.units import format_number_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
     from pipegraph.kernels.kernel_report import KernelCount
-
-# ---- pipeline ranks --------------------------------------------------------------------------------------------------
-# The processes of a pipeline: their places in the mesh, and the texts that they exchange.
-
-
-class PipelineRanks:
-    """The part of `Pipeline` that is about its processes."""
-
-    schedule: Schedule
-    ranks: tuple[int, ...]
-    _processes: World | LoneProcess
-    _guard: FaultGuard
-
-    @property
-    def grid(self) -> RankGrid:
-        """Where the ranks of the mesh are; without a mesh those of this pipeline."""
-        return self._processes.grid if isinstance(self._processes, World) else single(self.schedule.ranks)
-
-    @property
-    def mesh_ranks(self) -> tuple[int, ...]:
-        """For each rank of the schedule, its number in the grid."""
-        if isinstance(self._processes, World):
-            return self._processes.pipeline
-        return tuple(range(self.schedule.ranks))
-
-    @property
-    def dp_rank(self) -> int:
-        """The place of this process among the data-parallel ranks, for samplers: which share of a batch it is given."""
-        world = self._processes
-        return world.grid.line(world.rank, *DATA).index(world.rank) if isinstance(world, World) else 0
-
-    @property
-    def dp_size(self) -> int:
-        """The number of data-parallel ranks; 1 without a mesh."""
-        world = self._processes
-        return world.grid.length(*DATA) if isinstance(world, World) else 1
-
-    def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
-        """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
-
-        No process continues before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
-        """
-        with self._guard, lost_connections(None, "gather()"):
-            return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))
-
-    def gather_text(self, text: str, everywhere: bool = False) -> list[str]:
-        """The texts of the same processes, by rank. Collective: all must call it."""
-        with self._guard, lost_connections(None, "gather_text()"):
-            return self._processes.gather_text(text, *(DIMENSIONS if everywhere else ()))
-
-    def clock_offset(self) -> ClockOffset:
-        """Measure by messages how far this process's clock is from rank 0's. Collective: every rank of the mesh must
-        call it."""
-        with self._guard, lost_connections(None, "clock_offset()"):
-            return self._processes.clock_offset()
-
-
-# ---- pipeline --------------------------------------------------------------------------------------------------------
-
-
-# ---- planned schedule ------------------------------------------------------------------------------------------------
-# The schedule, microbatches and ranks that a package was planned for, in place of what the caller leaves out.
-
-
-DEFAULT_SCHEDULE: Final = "1f1b"
-
-
-class ScheduleChoice(NamedTuple):
-    """The arguments of `resolve_schedule`."""
-
-    schedule: str | PathLike[str] | Schedule
-    microbatches: int | None
-    ranks: int | None
-
-
-def as_planned(
-    manifest: Manifest, schedule: str | PathLike[str] | Schedule | None, microbatches: int | None
-) -> ScheduleChoice:
-    """Return the choice of a caller, completed by the plan of the package, or by 1F1B and one microbatch without one.
-
-    Warns if the plan is for an order that no name stands for.
-    """
-    plan = manifest.prediction
-    if schedule is None:
-        schedule = DEFAULT_SCHEDULE if plan is None else _name_of(plan)
-    if plan is None or not isinstance(schedule, str) or schedule.endswith(".csv"):
-        return ScheduleChoice(schedule, microbatches, None)
-    name = find_recipe(schedule).name
-    ranks = len(set(plan.placement)) if name == plan.schedule else None
-    return ScheduleChoice(name, plan.microbatches if microbatches is None else microbatches, ranks)
-
-
-def _name_of(plan: Prediction) -> str:
-    """The name of the plan's schedule; that of the default one if the plan has another order."""
-    ranks = len(set(plan.placement))
-    try:
-        schedule = build(plan.schedule, ranks, plan.microbatches, len(plan.placement) // ranks)
-    except ScheduleError:
-        schedule = None
-    if schedule is not None and tuple(schedule.placement) == tuple(plan.placement):
-        return schedule.name
-    warnings.warn(
-        f"the package is planned for {plan.schedule}, an order that is in a file; {DEFAULT_SCHEDULE} runs instead. "
-        "Try: Pipeline(…, schedule=FILE) with that CSV file.",
-        stacklevel=4,
-    )
-    return DEFAULT_SCHEDULE
-
-
-# ---- pipeline --------------------------------------------------------------------------------------------------------
-
-
-# ---- pipeline kernels ------------------------------------------------------------------------------------------------
-# The kernels of a pipeline's stages on this process: traced again, and counted.
-
-
-class PipelineKernels:
-    """What a pipeline says of its kernels."""
-
-    _runner: StepRunner
-
-    def retrace(self) -> None:
-        """Trace the stages of this process, and the loss, again at their next call. Not collective.
-
-        For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
-        that were compiled are used again for graphs that come out equal.
-        """
-        for kernels in self._runner.kernels.values():
-            kernels.retrace()
-
-    def kernels_report(self) -> list[KernelCount]:
-        """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
-
-        for count in pipe.kernels_report():
-            print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
-        """
-        from pipegraph.kernels.kernel_report import kernels_report
-
-        return kernels_report(self._runner.kernels)
-
-
-# ---- pipeline --------------------------------------------------------------------------------------------------------
-
-
-# ---- pipeline text ---------------------------------------------------------------------------------------------------
-# What `repr` shows of a pipeline.
+    from pipegraph.runtime.checkpoint.loading import Checkpoint
 
 
 def describe_pipeline(
@@ -215,10 +68,7 @@ def describe_pipeline(
     )
 
 
-# ---- pipeline --------------------------------------------------------------------------------------------------------
-
-
-class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
+class Pipeline:
     """Runs a package under a schedule.
 
     Under a launcher such as torchrun, or with a process group, every process holds the stages of one rank, and all
@@ -387,11 +237,22 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
                 check_inputs,
                 padding,
             )
-        super().__init__(prepared.manifest, self._runner.stages, self.device, self._processes, self._guard, numbers)
+        self._numbers = numbers
+        self._checkpointer = Checkpointer(
+            prepared.manifest, self._runner.stages, self.device, self._processes, self._guard
+        )
 
     def __repr__(self) -> str:
         name = self.package.path.name
         return describe_pipeline(name, self.schedule, self.ranks, self.stages, self.device, self.kernels)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise PipegraphError(
+            "a Pipeline cannot be copied or pickled: it holds kernels, and connections to other processes.\n"
+            "Try: state_dict() for its weights, save() for a checkpoint, or another Pipeline of the same package."
+        )
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -517,3 +378,187 @@ class Pipeline(PipelineState, PipelineRanks, PipelineKernels):
         outputs = self._runner.joined(inputs, results) if request.return_outputs else None
         weight = None if loss is None else inputs.scale.divisor
         return StepResult(loss, losses, outputs, metrics, weight), inputs.batch.sizes
+
+    # ---- kernels -----------------------------------------------------------------------------------------------------
+
+    def retrace(self) -> None:
+        """Trace the stages of this process, and the loss, again at their next call. Not collective.
+
+        For changes that are not noticed: an attribute of a module, a number or a function that `loss_fn` reads. Kernels
+        that were compiled are used again for graphs that come out equal.
+        """
+        for kernels in self._runner.kernels.values():
+            kernels.retrace()
+
+    def kernels_report(self) -> list[KernelCount]:
+        """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
+
+        for count in pipe.kernels_report():
+            print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
+        """
+        from pipegraph.kernels.kernel_report import kernels_report
+
+        return kernels_report(self._runner.kernels)
+
+    # ---- ranks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def grid(self) -> RankGrid:
+        """Where the ranks of the mesh are; without a mesh those of this pipeline."""
+        return self._processes.grid if isinstance(self._processes, World) else single(self.schedule.ranks)
+
+    @property
+    def mesh_ranks(self) -> tuple[int, ...]:
+        """For each rank of the schedule, its number in the grid."""
+        if isinstance(self._processes, World):
+            return self._processes.pipeline
+        return tuple(range(self.schedule.ranks))
+
+    @property
+    def dp_rank(self) -> int:
+        """The place of this process among the data-parallel ranks, for samplers: which share of a batch it is given."""
+        world = self._processes
+        return world.grid.line(world.rank, *DATA).index(world.rank) if isinstance(world, World) else 0
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks; 1 without a mesh."""
+        world = self._processes
+        return world.grid.length(*DATA) if isinstance(world, World) else 1
+
+    def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
+        """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
+
+        No process continues before all have called. In a mesh these are the ranks along `pp`, or all with `everywhere`.
+        """
+        with self._guard, lost_connections(None, "gather()"):
+            return self._processes.gather(figures, *(DIMENSIONS if everywhere else ()))
+
+    def gather_text(self, text: str, everywhere: bool = False) -> list[str]:
+        """The texts of the same processes, by rank. Collective: all must call it."""
+        with self._guard, lost_connections(None, "gather_text()"):
+            return self._processes.gather_text(text, *(DIMENSIONS if everywhere else ()))
+
+    def clock_offset(self) -> ClockOffset:
+        """Measure by messages how far this process's clock is from rank 0's. Collective: every rank of the mesh must
+        call it."""
+        with self._guard, lost_connections(None, "clock_offset()"):
+            return self._processes.clock_offset()
+
+    # ---- state and checkpoints ---------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, each once, under the model's name. A tied weight has its first name."""
+        return parameters.named_parameters(self._runner.stages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of the model's `state_dict()` that belong to this rank's stages."""
+        return parameters.state_dict(self._runner.stages)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load this rank's part of a state dict of the model."""
+        parameters.load_state_dict(self.package.manifest, self._runner.stages, state_dict)
+
+    def save(
+        self,
+        folder: str | PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        background: bool = False,
+        keep: int | None = None,
+        frozen: bool = True,
+    ) -> Path:
+        """Save a checkpoint as ``folder/step-00000123``, which is there whole or not at all. Collective.
+
+            pipe.save("checkpoints", optimizer, step=step, extra={"scheduler": scheduler}, keep=3)
+
+        In it are parameters and persistent buffers, a tied weight once, the optimizer's state and options, all under
+        the model's names; `extra`; and the state of torch's random number generators on each rank. It is written with
+        torch.distributed.checkpoint, each rank what it holds, into a folder that all ranks share.
+
+        Args:
+            folder: where the run's checkpoints are. Only one run saves into it.
+            optimizer: over parameters of `pipe.parameters()`, on each rank the same class, groups and options.
+            step: how many steps are done. A checkpoint of this step that is there already is replaced.
+            extra: objects with `state_dict` and `load_state_dict`, such as a learning rate scheduler, a `GradScaler` or
+                a data loader, and plain values; the same names on every rank. Values that differ between ranks are all
+                saved.
+            background: copy everything to CPU memory, and write it while steps continue. The next `save` or
+                `load`, or `wait_for_save`, waits for it and raises its errors. The process does not end before it is
+                done. A step that fails ends it, and the checkpoint before it is the newest.
+            keep: how many checkpoints stay, this one and the newest before it; by default all.
+            frozen: whether parameters that need no gradient are saved as well. Without them, as for adapters alone,
+                `load` leaves those as they are that need none then.
+
+        Returns:
+            The checkpoint's folder. With `background` it is there later.
+
+        Raises:
+            CheckpointError: a rank cannot save, such as on a full disk; on every rank. Nothing is left of it, and the
+                pipeline can continue.
+            RuntimeFault: a rank is gone.
+        """
+        steps = self._numbers.steps
+        request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {}, steps, frozen)
+        return self._checkpointer.save(request)
+
+    def prepare_save(self) -> None:
+        """Connect the ranks for checkpoints now instead of at the first one. Collective.
+
+        A rank that dies before the first checkpoint then ends it at once on the others, not after the timeout.
+        """
+        self._checkpointer.prepare()
+
+    def wait_for_save(self) -> Path | None:
+        """Wait until a checkpoint that is saved in the background is there. Collective.
+
+        Returns:
+            Its folder; None if none was being saved.
+
+        Raises:
+            CheckpointError: it could not be saved.
+            RuntimeFault: a rank is gone.
+        """
+        return self._checkpointer.wait()
+
+    def load(
+        self,
+        folder: str | PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
+        """Resume from the newest checkpoint that is whole. Collective.
+
+            start = pipe.load("checkpoints", optimizer, extra={"scheduler": scheduler}).step
+
+        It may have been saved with another number of stages or ranks, other cuts, schedule or mesh. All files are
+        compared with their digests first; a warning names each damaged checkpoint, and the previous one is loaded.
+        With `Pipeline(seed=)` random numbers continue as they were; without it, only if every dimension of the mesh
+        has the same number of ranks as before.
+
+        Args:
+            folder: that of the run, or one of the ``step-…`` folders in it.
+            optimizer: gets the saved state and options, if it has the class of the saved optimizer and the same
+                parameters in its groups. Without it only the model is loaded.
+            extra: the objects that were saved, under the same names; each takes its state with `load_state_dict`.
+                Values that differ between ranks need the same ranks, or the same number of data-parallel ranks if the
+                values are equal along each pipeline.
+
+        Returns:
+            The `step` and the `folder` of the checkpoint, and `extra`: the saved plain values; without the argument
+            `extra`, also the states of the saved objects. A value that does not fit the ranks of this run is left out
+            with a warning if `extra` does not name it.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint, or it is of another model, another optimizer or other
+                extras, with their names; on every rank. Nothing is changed then.
+            RuntimeFault: a rank is gone.
+        """
+        checkpoint, self._numbers.steps = self._checkpointer.load(Path(folder), optimizer, extra)
+        return checkpoint

@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError, PipegraphError, closest, nearest
 from pipegraph.kernels import LowPrecisionKernels, StageKernels
-from pipegraph.kernels.internals import version
 from pipegraph.package import Manifest
-from pipegraph.runtime.internals import pytree, reporting_operations
 from pipegraph.runtime.wiring import torch_dtype, zeros_for
+from pipegraph.torch_private.distributed import reporting_operations
+from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.tensors import version_of as version
 
 # ---- fp32 buffers ----------------------------------------------------------------------------------------------------
 # Which buffers of a stage keep their dtype when the stage computes in 16 bits.

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import local
-from pipegraph.runtime import internals
 from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
 from pipegraph.runtime.processes.group import lost_connections
+from pipegraph.torch_private.distributed import has_communication_hook, is_replicated
 
 
 def unwrapped(stage: nn.Module) -> nn.Module:
@@ -43,7 +43,7 @@ def check_replication(index: int, stage: nn.Module) -> None:
                 f"parallelize_fn put DistributedDataParallel around {where}, where each backward of a microbatch would "
                 f"reduce gradients, or none would.\nTry: return DistributedDataParallel(stage), around the whole stage."
             )
-        if internals.is_replicated(module):
+        if is_replicated(module):
             raise PipegraphError(
                 f"parallelize_fn applied replicate to {where}. It reduces the gradients of the first microbatch alone: "
                 f"each forward prepares one reduction, and a schedule has several backwards after a forward.\n"
@@ -52,7 +52,7 @@ def check_replication(index: int, stage: nn.Module) -> None:
 
 
 def _check_communication_hook(index: int, stage: nn.Module) -> None:
-    if isinstance(stage, DistributedDataParallel) and internals.has_communication_hook(stage):
+    if isinstance(stage, DistributedDataParallel) and has_communication_hook(stage):
         raise PipegraphError(
             f"stage {index} has a communication hook, which belongs to the reduction of DistributedDataParallel's own "
             f"backward. That does not run here.\nTry: without the hook."

@@ -164,9 +164,6 @@ def check_without_loss(schedule: str, trains: bool, has_target: bool) -> None:
         )
 
 
-# ---- step runner -----------------------------------------------------------------------------------------------------
-
-
 # ---- step executors --------------------------------------------------------------------------------------------------
 # The executors of a pipeline, for each number of microbatches that its steps have, made when they are first needed.
 
@@ -257,9 +254,6 @@ class StepExecutors:
                 self._pipeline_schedule, self._choice, microbatches, self._processes
             )
         return self._built[microbatches]
-
-
-# ---- step runner -----------------------------------------------------------------------------------------------------
 
 
 # ---- executor turns --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.errors import BatchError
-from pipegraph.runtime.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 
 def cut_target(

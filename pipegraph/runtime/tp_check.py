@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Value
-from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.running_modules import failed_in, running_modules
 from pipegraph.runtime.wiring import from_memory, random_for, shape_in_memory
+from pipegraph.torch_private.pytrees import pytree
 
 _COMPARED: Final = 4096
 """the number of elements of a tensor that are compared, at random positions"""

@@ -18,9 +18,9 @@ from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.machine import require_room
 from pipegraph.package import Manifest, Value
-from pipegraph.runtime.internals import pytree
 from pipegraph.runtime.loss_reduction import LossFunction
 from pipegraph.runtime.wiring import random_for
+from pipegraph.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,6 @@ def _dims(manifest: Manifest, structure: Any, path: str = "") -> dict[str, int |
     return dims
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
-
-
 # ---- verification ----------------------------------------------------------------------------------------------------
 # The result of `verify`: everything that was compared, as text and as JSON.
 

@@ -24,7 +24,7 @@ Command = Callable[..., Result]
 
 
 def program(*arguments: object, timeout: float = 100, cwd: Path = ROOT) -> Result:
-    """``python *arguments`` in a process of its own."""
+    """Run ``python *arguments`` in a separate process."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False
     )

@@ -1,4 +1,4 @@
-"""Bars on a terminal, and nothing without one. The terminal is a pseudo terminal, the command a process of its own."""
+"""Bars are shown on a terminal only. The tests use a pseudo terminal, and run the command in a separate process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.live import Live
 
 from pipegraph.cli import progress_bar
+from pipegraph.kernels import compilers
 from pipegraph.kernels.compilers import compile_graphs
-from pipegraph.kernels.inductor import internals
 from pipegraph.progress import listen, report_progress, track
 from pipegraph.runtime.processes.progress_relay import ProgressRelay, relay_progress
 from tests.cli.command import ROOT, Command
@@ -82,7 +82,7 @@ class Terminal(io.StringIO):
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, delay: float = 0.0) -> Terminal:
-    """In the test itself: pytest puts a stderr of its own in place behind every fixture."""
+    """Replace stderr with a terminal. Call it in the test itself: pytest replaces stderr after every fixture."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(progress_bar, "_DELAY", delay)
     terminal = Terminal()
@@ -191,7 +191,7 @@ def test_nothing_is_shown_without_a_terminal(pipegraph: Command, chain: Path, mo
 
 
 def test_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "compile_graph", lambda module: module)
+    monkeypatch.setattr(compilers, "compile_graph", lambda module: module)
     reports: list[tuple[str, int, int]] = []
     with listen(lambda *report: reports.append(report)):
         assert compile_graphs(["one", "two"]) == ["one", "two"]  # type: ignore[list-item, comparison-overlap]

@@ -66,7 +66,7 @@ example_inputs = (torch.ones(2, 5, 4),)
 
 
 def test_a_number_of_steps_is_said_to_be_fixed_only_if_it_is(pipegraph: Command, tmp_path: Path) -> None:
-    """A stage that begins inside the loop takes as many values as steps are left."""
+    """A stage that begins inside the loop takes one value for each step that is left."""
     (tmp_path / "loop.py").write_text(LOOP)
     at_head = pipegraph("split", tmp_path / "loop.py", "--points", "head", "-o", tmp_path / "behind")
     inside = pipegraph("split", tmp_path / "loop.py", "--stages", 2, "--balance", "uniform", "-o", tmp_path / "inside")

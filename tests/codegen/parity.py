@@ -154,7 +154,7 @@ def _check(value: Value, tensor: Tensor) -> None:
 def _backward(outputs: Any) -> None:
     floats = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if floats:
-        # A weighted sum: the gradient of a plain one is zero behind a softmax or a normalisation.
+        # A weighted sum: the gradient of a plain sum is zero after a softmax or a normalisation.
         torch.stack([(leaf.abs() * _weights(leaf)).sum() for leaf in floats]).sum().backward()
 
 

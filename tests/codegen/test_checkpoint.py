@@ -269,7 +269,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_built(llama: Saved,
 
 
 class Swapped:
-    """Stands for a conversion of transformers that is no joining of parts."""
+    """Stands for a conversion of transformers that does not join parts."""
 
     operations = ("PermuteForRope",)
     target_patterns = (".q_proj.weight",)

@@ -16,7 +16,7 @@ DTYPES = {"scale": torch.float32, "rotation": torch.complex64, "shift": torch.fl
 
 
 class Rotated(nn.Module):
-    """A block with a table of its own, which turns pairs of features by the angles that it is given."""
+    """A block with its own table, which rotates pairs of features by the given angles."""
 
     def __init__(self) -> None:
         super().__init__()

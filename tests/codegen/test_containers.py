@@ -13,7 +13,7 @@ from tests.codegen.parity import differences, forward_lines, split
 
 
 class WithContainer(nn.Module):
-    """A container of three blocks, and a head behind it."""
+    """A container of three blocks, followed by a head."""
 
     def __init__(self, container: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class WithContainer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """A list with a name of its own."""
+    """A ModuleList with another class name."""
 
 
 def blocks() -> list[nn.Module]:

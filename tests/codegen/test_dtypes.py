@@ -99,7 +99,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("kernels", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_product_for_each_expert_is_the_same_in_two_dtypes(kernels: str, tmp_path: Path) -> None:
-    """transformers runs an operator of its own while float32 is traced, and torch's otherwise."""
+    """transformers runs its own operator while float32 is traced, and torch's operator otherwise."""
     pytest.importorskip("transformers")
     texts, ends = [], torch.tensor([2, 2, 6], dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):

@@ -19,7 +19,7 @@ BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
 
 
 class Averaged(nn.Module):
-    """Computes a number that is no whole one from a size, which only a fixed size can be written as."""
+    """Computes a float from a size; the source can only contain this number if the size is fixed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sum(1) / x.shape[1] ** 0.5

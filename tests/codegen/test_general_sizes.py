@@ -122,7 +122,7 @@ class BranchesOnItsList(Steps):
 
 
 class ScalesLongTexts(Steps):
-    """A factor that is no whole number depends on the length."""
+    """A float factor depends on the length."""
 
     def forward(self, x: Tensor) -> Tensor:
         states = self.states(x)
@@ -188,7 +188,7 @@ def test_the_fewest_steps_are_those_that_the_model_takes(tmp_path: Path) -> None
 
 
 class Translator(nn.Module):
-    """Two loops, each with a length of its own."""
+    """Two loops, each with its own length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_a_step_takes_other_lengths_than_the_captured_one(translator: Package) -
 
 
 def test_a_cut_inside_the_loop_fixes_the_steps(tmp_path: Path) -> None:
-    """Stages hand on what is left of them, and a forward takes so many values."""
+    """A stage passes on the values of the steps that are left, and a forward takes a fixed number of values."""
     package = split(tmp_path, EachStep(), (torch.randn(BATCH, STEPS, 8),), cut=2)
     assert package.manifest.values["x"].shape == ("batch", STEPS, 8)
     pipe = pipeline(package, loss_fn=nn.functional.mse_loss)

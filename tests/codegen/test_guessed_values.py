@@ -66,7 +66,7 @@ class Numbers(nn.Module):
 
 
 class Hooked(nn.Module):
-    """A module of torch that is written as a class of its own, for its hook."""
+    """A module of torch that is written as a separate class because it has a hook."""
 
     def __init__(self) -> None:
         super().__init__()

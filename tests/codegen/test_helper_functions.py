@@ -1,4 +1,4 @@
-"""Functions beside the model's classes stand once in a package, and are called as the model calls them."""
+"""Functions outside the model's classes are written once in a package, and are called as the model calls them."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class Masked(nn.Module):
 
 
 def test_what_has_no_tensor_makes_none_on_a_device_of_its_own(tmp_path: Path) -> None:
-    """Nor in a dtype of its own: it is written where there is a tensor that has both."""
+    """The code of a module without tensors is written in a module that has a tensor with its device and dtype."""
     model, x = Masked(), torch.randn(2, 5, 8)
     package = split(tmp_path, model, (x,), cut="scores")
     assert "get_default_device" not in source(package) and "float32" not in source(package)

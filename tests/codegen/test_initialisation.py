@@ -142,7 +142,7 @@ def test_the_source_says_how(package: Package) -> None:
 
 
 class InitialisesChild(nn.Module):
-    """Has a ``reset_parameters`` of its own, which initialises what its child holds too."""
+    """Its own ``reset_parameters`` also initialises a parameter of its child."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from tests.codegen.parity import differences, split
 
 
 class OfEachLayer(nn.Module):
-    """Has experts of its own for each layer, in a list of lists."""
+    """Has separate experts for each layer, in a list of lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Shared(nn.Module):
 
 
 class Twice(Shared):
-    """Repeats a statement, without numbers that grow: that is no loop."""
+    """Repeats a statement without numbers that grow, which is not written as a loop."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.rounds):

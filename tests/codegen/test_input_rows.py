@@ -39,7 +39,7 @@ def test_targets_that_are_flattened_as_outputs_are_have_their_sizes(tmp_path: Pa
 
 
 class Towers(nn.Module):
-    """Returns features of two inputs, which no operation asks to have as many rows."""
+    """Returns features of two inputs; no operation requires them to have the same number of rows."""
 
     def __init__(self) -> None:
         super().__init__()

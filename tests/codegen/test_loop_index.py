@@ -41,6 +41,6 @@ def test_a_test_holds_for_the_kind_that_it_is_for(start: int, kinds: str, find: 
     separation = find(numbers, kinds)
     if separation is not None:
         test, true_kind = separation
-        assert [bool(eval(test.of(Name("i")).text, {"i": number})) for number in numbers] == [
+        assert [bool(eval(test.expression(Name("i")).text, {"i": number})) for number in numbers] == [
             kind == true_kind for kind in kinds
         ]

@@ -204,7 +204,7 @@ def test_a_row_in_the_middle_stage(model: type[Row], tmp_path: Path) -> None:
         (["5", "6", "7"], 1),
         (["2", "1", "0"], 0),
         (["0", "1", "one"], 1),
-        (["01", "02", "03"], 0),  # str(i) is no name of theirs
+        (["01", "02", "03"], 0),  # str(i) is not one of these names
         (["\u0660", "\u0661", "\u0662"], 0),
         (["a", "b", "c"], 0),
     ],

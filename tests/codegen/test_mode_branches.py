@@ -193,7 +193,7 @@ class Spectral(Layers):
 
 
 class SpectralHook(Layers):
-    """The older function does so in a hook, of whose mode the layer of torch knows nothing."""
+    """The older function does so in a hook that depends on the mode, though torch's layer itself does not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -245,7 +245,7 @@ def test_a_batch_norm_that_is_switched_off_stays_off(middle: nn.Module, train: b
 
 
 class Inactive(nn.Module):
-    """A dropout that the source switches off, beside one that follows the mode and one that never stops."""
+    """A dropout that the source switches off, one that follows the mode, and one that is always active."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class Recurrent(Blocks):
 
 
 class OtherMethod(Blocks):
-    """A module's ``forward``, a method beside it, and its weight taken directly."""
+    """Calls a module's ``forward``, calls its child alone, and reads its weight directly."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a.linear(x)
@@ -267,7 +267,7 @@ CASES = {
 }
 
 
-# Attention is a case of its own; tests/codegen/test_attention.py has encoders.
+# Attention is a separate case; tests/codegen/test_attention.py has encoders.
 SLOW = ("a whole Transformer",)
 
 

@@ -20,7 +20,7 @@ Function = Callable[[Tensor, Tensor], Any]
 
 # x and y are f32[4, 6]; x carries a gradient, y is an input.
 CASES: list[tuple[Function, str]] = [
-    # operators, with brackets where they are needed and nowhere else
+    # operators, with brackets only if they are needed
     (lambda x, y: x + y * 2, "x + y * 2"),
     (lambda x, y: (x + y) * 2, "(x + y) * 2"),
     (lambda x, y: x - (y - x), "x - (y - x)"),

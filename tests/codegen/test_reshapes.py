@@ -26,7 +26,7 @@ shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 
 @st.composite
 def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
-    """A shape, another of as many elements, and that other as source has it, perhaps with −1."""
+    """A shape, a second shape of the same number of elements, and the second as source has it, perhaps with −1."""
     source = draw(st.lists(st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6]), max_size=4).map(tuple))
     factors = [prime for size in source for prime in {0: [0], 4: [2, 2], 6: [2, 3]}.get(size, [size])]
     factors = draw(st.permutations(factors)) if draw(st.booleans()) else factors

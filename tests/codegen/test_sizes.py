@@ -315,7 +315,7 @@ class Unrolled(nn.Module):
 
 
 class Strided(nn.Module):
-    """The sides of its images follow from those of the input: no tensor behind the first layer has these."""
+    """The sizes of its images follow from those of the input, which no tensor after the first layer has."""
 
     def __init__(self) -> None:
         super().__init__()

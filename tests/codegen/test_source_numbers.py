@@ -14,7 +14,7 @@ from tests.codegen.parity import differences, source, split
 
 
 def halves(x: Tensor) -> Tensor:
-    """A function with a whole number of its own."""
+    """A function with a whole number in its code."""
     return x[..., :4] * x[..., 4:].exp().clamp(max=6)
 
 
@@ -116,7 +116,7 @@ def test_quotients_of_sizes_stay_quotients(tmp_path: Path) -> None:
 
 
 class TwoHeads(nn.Module):
-    """Leaves the number of heads open, which is that of a dimension beside."""
+    """Leaves the number of heads open, which equals the size of another dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_a_size_that_the_source_leaves_open_stays_open(tmp_path: Path) -> None:
 
 
 class Transposed(nn.Module):
-    """Has as many heads as the number of a dimension, and as many rows of a table."""
+    """Its attributes have the values 4 and 3, which are also indices of dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

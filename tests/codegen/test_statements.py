@@ -13,7 +13,7 @@ from tests.codegen.parity import differences, forward_lines, split
 
 
 class Steps(nn.Module):
-    """A ``forward`` of a subclass, and a head behind it."""
+    """Calls ``steps`` of a subclass, and then a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def rotate(x: Tensor, factor: Tensor) -> Tensor:
 
 
 class InFunctions(Steps):
-    """A function beside the class is called."""
+    """Calls a function that is defined outside the class."""
 
     def steps(self, x: Tensor) -> Tensor:
         factor = x.mean() + 1

@@ -22,7 +22,7 @@ from pipegraph.planner.plan import Plan
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import plan_of
 
-# None in sys.modules makes an import fail, wherever the module could be found.
+# None in sys.modules makes an import fail, even if the module is installed.
 STANDALONE = """
 import sys
 
@@ -198,7 +198,7 @@ def test_a_package_is_replaced_only_when_asked(plan: Plan, tmp_path: Path) -> No
         PackageError, match=r"out already holds a package.\nTry: overwrite=True to replace it, or out with"
     ):
         pipegraph.write_package(plan, tmp_path / "out")
-    package.load_stage(0)  # leaves no __pycache__ behind that would count as a file of the user's
+    package.load_stage(0)  # makes no __pycache__, which would count as a file of the user
     (package.path / "stage_1.py").write_text("# mine\n")
     with pytest.raises(
         PackageError, match=r"already holds a package whose stage_1.py was edited by hand.\nTry: overwrite=True"

@@ -63,7 +63,7 @@ class Order(Blocks):
 
 
 class AcrossTheCut(Blocks):
-    """A view made before the cut, a write behind it: rewritten, as nothing else sees the memory."""
+    """A view is made before the cut and written to after it: rewritten, as no other tensor reads the memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -79,7 +79,7 @@ class Inputs(Blocks):
 
 
 class Statistics(Blocks):
-    """A running mean and a counter, as a module of its own keeps them."""
+    """Keeps a running mean and a counter, as a user's own module does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class ReadLater(Blocks):
 
 
 class AssignedBelow(Blocks):
-    """In a module of its own."""
+    """A submodule assigns the buffers."""
 
     class Mean(nn.Module):
         mean: Tensor
@@ -197,7 +197,7 @@ class CopyBeforeWrite(Blocks):
 
 
 class Copied(Blocks):
-    """A buffer written by the model's own ``copy_``, at the top of the model, and read behind it."""
+    """The top module of the model writes a buffer with its own ``copy_``, and reads it after that."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors that a model's code makes of numbers stand in the source where they are read."""
+"""Tensors that a model's code makes from numbers are written at the place that reads them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_floating_point_operations_of_the_chain() -> None:
 @pytest.mark.parametrize(
     ("balance", "points"),
     [
-        ("time", ["5"]),  # the last layer is as much work as the five before it
+        ("time", ["5"]),  # the last layer costs the same as the five before it
         ("measured", None),
         ("flops", ["5"]),
         ("parameters", ["5"]),

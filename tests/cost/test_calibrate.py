@@ -19,7 +19,6 @@ from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
-from pipegraph.kernels.inductor.cpp import internals
 
 CPU = torch.device("cpu")
 QUICK = Stopwatch(CPU, budget=0.001)
@@ -38,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "sizes_on", lambda device: few)
     monkeypatch.setattr(machine_rates, "_NEW", (2**20, 2**25))
     monkeypatch.setattr(calibrate, "_FOOTPRINTS", {"cpu": (0, 2**22)})
-    monkeypatch.setattr(internals, "compiler_is_missing", lambda: "none in tests")
+    monkeypatch.setattr(machine_rates, "compiler_is_missing", lambda: "none in tests")
 
 
 def test_a_median_of_runs_and_how_far_they_are_apart() -> None:

@@ -125,7 +125,7 @@ def test_two_kernels_never_wait_for_each_other() -> None:
 
 
 def test_a_loop_runs_later_if_nothing_waits_for_it() -> None:
-    """exp is computed in the loop behind the second product, and not written before it."""
+    """exp is computed in the loop after the second product, and not written before it."""
     a = torch.empty(64, 64)
     cost = price(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a)
     assert count(lambda a, b: torch.mm(a, b).exp() * torch.mm(b, a), a, a) == 3

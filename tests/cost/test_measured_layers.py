@@ -1,4 +1,4 @@
-"""The balance ``auto``: what is measured, what follows from it, and where nothing is."""
+"""The balance ``auto``: which blocks are measured, how their times are used, and when no block is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that segments and stages keep for their backwards, beside what the kernels keep."""
+"""The bytes that segments and stages save for backward, compared with the bytes that the kernels save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models on a GPU: one step of a pipeline with all stages on it, beside the same step of the unsplit model."""
+"""Models on a GPU: one step of a pipeline with all stages on it is compared with that of the unsplit model."""
 
 from __future__ import annotations
 

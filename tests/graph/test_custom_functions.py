@@ -17,7 +17,7 @@ from tests.codegen.parity import differences, split
 
 
 class Doubled(torch.autograd.Function):
-    """A backward of its own making."""
+    """A function with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

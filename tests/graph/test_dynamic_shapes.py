@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_the_batch_varies_where_torch_cannot_let_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative positions of a Conformer end in an assertion of torch's own; its batch is none of them."""
+    """torch raises an AssertionError if relative positions of a Conformer are dynamic; its batch may be dynamic."""
     original_export = torch_export._export
 
     def export(mode: Any, model: Any, args: Any, kwargs: Any, dtype: Any, fixed: Any, *options: bool) -> Any:

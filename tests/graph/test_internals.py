@@ -14,7 +14,7 @@ from torch.fx.proxy import TracerBase
 
 import pipegraph
 from pipegraph.errors import CaptureError
-from pipegraph.graph.internals import autograd_functions_wrapped, module_calls_wrapped
+from pipegraph.torch_private.export import autograd_functions_wrapped, module_calls_wrapped
 
 METHODS = (
     (torch.autograd.Function, "apply"),

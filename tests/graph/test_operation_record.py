@@ -163,7 +163,7 @@ class Unmasked(Half):
 
 
 class Branchless(Half):
-    """What torch itself chooses by the device is no branch; nor is a question without consequences."""
+    """A choice that torch itself makes by device is not a branch, and neither is a condition without an effect."""
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type if x.device.type != "mps" else "cpu"

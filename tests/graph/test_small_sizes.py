@@ -25,7 +25,7 @@ class Branches(Layer):
 
 
 class CallsOthers(Layer):
-    """What nothing reads is no part of the program."""
+    """A result that nothing reads is not a part of the program."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.linear(x * 3)

@@ -75,7 +75,7 @@ ATTENTION = ["unsqueeze", "unsqueeze", "unsqueeze", "scaled_dot_product_attentio
 @pytest.mark.parametrize(
     ("function", "left"),
     [
-        # back to where it was
+        # back to the original shape
         (lambda x: x.view(2, 3, 4).exp(), ["exp"]),
         (lambda x: x.transpose(1, 2).transpose(2, 1).exp(), ["exp"]),
         (lambda x: x.unsqueeze(1).squeeze(1).exp(), ["exp"]),

@@ -33,7 +33,7 @@ def _in_place(stage: Any, x: Tensor) -> Tensor:
 
 
 class Doubled(torch.autograd.Function):
-    """A gradient that is not the one of what is computed."""
+    """A custom gradient that is not the derivative of the forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A forward or loss that sets attributes is left to autograd, and tracing leaves nothing behind."""
+"""A forward or loss that sets attributes is left to autograd, and tracing restores the attributes."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_the_report_says_which_block_could_not_be_traced_and_why(monkeypatch: py
 
 
 class Streams(nn.Module):
-    """Layers through which two tensors go one after the other, each with numbers of its own before them."""
+    """Calls the same layers on two tensors, one after the other, and draws random numbers before each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
+from pipegraph.kernels import compilers
 from pipegraph.kernels.compilers import compile_graphs
-from pipegraph.kernels.inductor import internals
-from pipegraph.kernels.internals import Run, fake_tensors, trace
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.tracing import Run, trace
 
 
 def test_a_graph_that_was_compiled_before_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +57,7 @@ def test_a_damaged_file_of_the_cache_is_removed_and_compiled_again(
             raise RuntimeError(f"Failed to import {file}\nSyntaxError: '(' was never closed (abc.py, line 1)")
         return run
 
-    monkeypatch.setattr(internals, "compile_graph", compile_graph)
+    monkeypatch.setattr(compilers, "compile_graph", compile_graph)
     graph = fx.Graph()
     graph.output(())
     (result,) = compile_graphs([fx.GraphModule({}, graph)])

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from pipegraph.kernels.compilers import compile_graphs, decompositions
 from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
 from pipegraph.kernels.graphs.convolution_gradients import convolution_backward
-from pipegraph.kernels.internals import fake_tensors, trace
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.tracing import trace
 from tests.kernels.stages import assert_as_autograd
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ def test_one_call_returns_all_gradients_of_a_convolution_in_b() -> None:
     divided = kernels.variants[-1].divided
     backward = divided.backward(divided.full_mask)
     assert backward.input is not None and backward.weight is not None
-    assert convolution_masks(backward.whole.module.graph) == [[True, True, False], [True, True, True]]
+    assert convolution_masks(backward.full.module.graph) == [[True, True, False], [True, True, True]]
     assert convolution_masks(backward.input.module.graph) == [[True, False, False]] * 2
     assert convolution_masks(backward.weight.module.graph) == [[False, True, False], [False, True, True]]
 
@@ -37,7 +38,7 @@ def test_a_convolution_that_runs_twice_has_a_call_for_each() -> None:
     shared = nn.Conv2d(4, 4, 3, padding=1)
     kernels = assert_as_autograd(nn.Sequential(shared, nn.Tanh(), shared), (images,))
     divided = kernels.variants[-1].divided
-    assert len(convolution_masks(divided.backward(divided.full_mask).whole.module.graph)) == 2
+    assert len(convolution_masks(divided.backward(divided.full_mask).full.module.graph)) == 2
 
 
 def pools(x: Tensor) -> list[Tensor]:

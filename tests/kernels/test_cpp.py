@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA
 
 from pipegraph.kernels.compilers import compile_graphs
-from pipegraph.kernels.inductor.cpp import internals
-from pipegraph.kernels.inductor.cpp.internals import Kernel, load_kernels
-from pipegraph.kernels.inductor.cpp.joined_source import joined_source
-from pipegraph.kernels.internals import fake_tensors, trace
+from pipegraph.torch_private import cpp_inductor
+from pipegraph.torch_private.cpp_inductor import Kernel, joined_source, load_kernels, remembered_instruction_sets
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.tracing import trace
 
 SCALED = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -62,7 +62,7 @@ def test_a_library_has_eight_kernels_at_most(monkeypatch: pytest.MonkeyPatch) ->
         counts.append(len(kernels))
         return [partial(Kernel, kernel.argument_types, kernel.source) for kernel in kernels]
 
-    monkeypatch.setattr(internals, "_load_library", library)
+    monkeypatch.setattr(cpp_inductor, "_load_library", library)
     kernels = [Kernel(TYPES, str(index)) for index in range(17)]
     assert [load() for load in load_kernels(kernels)] == kernels
     assert counts == [8, 8, 1]
@@ -111,7 +111,7 @@ def test_a_set_of_instructions_is_tried_once_on_a_machine(tmp_path: Path, monkey
     answers = iter([False, True, False])
     monkeypatch.setattr(VecISA, "check_build", lambda instructions, code: next(answers))
     instructions = VecAVX2()
-    with internals.remembered_instruction_sets():
+    with remembered_instruction_sets():
         assert [instructions.check_build("one") for _ in range(4)] == [False, True, True, True]
         assert not instructions.check_build("another")
         monkeypatch.setattr("platform.node", lambda: "another machine")
@@ -133,7 +133,7 @@ def test_sets_of_instructions_after_the_one_that_is_used_are_not_tried(
         return runs
 
     monkeypatch.setattr(VecISA, "check_build", check_build)
-    with internals.remembered_instruction_sets():
+    with remembered_instruction_sets():
         assert VecAVX512().check_build("one") == runs
         assert VecAVX2().check_build("one") == runs
     assert tried == (["avx512"] if runs else ["avx512", "avx2"])

@@ -1,4 +1,4 @@
-"""Kernels that are recorded: which, in whose memory, and when not. A call that is made again stands for a graph."""
+"""Which kernels are recorded, in which memory, and when none are. A call that is repeated stands for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.kernels.stages import Function, Layers, linear, tokens, x
 
 
 class Recorded:
-    """A stage with recorded kernels beside the same stage under autograd.
+    """Compares a stage with recorded kernels to the same stage under autograd.
 
     Attributes:
-        events: what was recorded and replayed.
+        events: the recordings and replays, in order.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gradients of weights are added where they are: no other memory, no other operation."""
+"""Gradients of weights are accumulated in place, without other memory or another operation."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.torch_version import TORCH
 
 
 class Comparison:
-    """A stage's kernels beside autograd's, for an input of any shape. Each call is a step of one microbatch."""
+    """Compares a stage's kernels with autograd for an input of any shape. Each call is a step of one microbatch."""
 
     def __init__(self, stage: nn.Module, kernels: str = "eager", loss: Any = None, **options: Any) -> None:
         self.stage, self.reference, self.loss = stage, copy.deepcopy(stage), loss
@@ -255,9 +255,9 @@ def test_a_loss_that_is_refused_is_refused_at_every_size() -> None:
         compare(torch.randn(5, 8))
 
 
-@pytest.mark.slow  # the tests beside it compile one size after the other
+@pytest.mark.slow  # the other tests compile one size after the other
 def test_inductor_compiles_for_all_sizes_on_no_condition() -> None:
-    """Not for sums of few rows or of many, for slices, or for the sizes at hand."""
+    """There is no condition for sums of few or many rows, for slices, or for the sizes of the example."""
 
     def function(stage: Any, x: Tensor) -> Tensor:
         return torch.tanh(stage.a(x[1:]) + stage.b(x[:-1])).flatten(0, 1)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from pipegraph.kernels.internals import fake_tensors
 from pipegraph.kernels.random.draws import RandomOps
+from pipegraph.torch_private.fake_tensors import fake_tensors
 
 SECONDS = 20.0
 

@@ -16,9 +16,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import compilers, make
-from pipegraph.kernels import internals as kernel_internals
-from pipegraph.kernels.inductor import internals
-from pipegraph.kernels.inductor.cpp import internals as cpp_internals
+from pipegraph.torch_private.tracing import trace
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, assert_as_autograd, linear, x
 from tests.slow import cases
@@ -112,7 +110,7 @@ def test_unknown_recomputation_is_refused() -> None:
 
 
 def test_without_a_compiler_for_cpp_graphs_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp_internals, "compiler_is_missing", lambda: "none found")
+    monkeypatch.setattr(compilers, "compiler_is_missing", lambda: "none found")
     compilers.compiler.cache_clear()
     with pytest.warns(UserWarning, match=r"needs a C\+\+ compiler.*none found"):
         assert_as_autograd(Layers(), (x,), kernels="inductor")
@@ -123,7 +121,7 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.Monke
     def fail(module: Any) -> Any:
         raise AssertionError("not today")
 
-    monkeypatch.setattr(internals, "compile_graph", fail)
+    monkeypatch.setattr(compilers, "compile_graph", fail)
     compilers.compiler.cache_clear()
     with pytest.warns(UserWarning, match="cannot compile a part of a stage.*AssertionError: not today"):
         assert_as_autograd(Layers(), (x,), kernels="inductor")
@@ -155,7 +153,7 @@ def test_two_threads_do_not_trace_at_once() -> None:
         inside.pop()
         return x * 2
 
-    threads = [threading.Thread(target=kernel_internals.trace, args=(traced, (torch.ones(2),), None)) for _ in range(3)]
+    threads = [threading.Thread(target=trace, args=(traced, (torch.ones(2),), None)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

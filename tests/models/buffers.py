@@ -1,4 +1,4 @@
-"""Buffers of every sort: persistent, not persistent, shared by two layers, and a table with values of its own."""
+"""Buffers of every kind: persistent, not persistent, shared by layers, and a table with other values in each layer."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def package(written: Path, tmp_path: Path) -> Package:
-    """A copy of its own, for each test to spoil."""
+    """A new copy of the package for each test, which may damage it."""
     return Package.open(shutil.copytree(written, tmp_path / "copy"))
 
 

@@ -1,4 +1,4 @@
-"""What is trained and compared: models, where they are cut, and how. Importing this builds no model."""
+"""The cases that are trained and compared: models, their cuts, and options. Importing this module builds no model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ COMPILED = [
 ]
 
 
-# Skips to stages far away; on as many ranks as it takes. The matrix has the other schedules.
+# The model has skips to distant stages; the schedule sets the number of ranks. The matrix has the other schedules.
 @pytest.mark.parametrize(
     "schedule",
     cases([name for name in TRAINING if name not in SCHEDULES], slow=LIKE_OTHERS),

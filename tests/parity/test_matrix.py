@@ -1,6 +1,6 @@
 """Training a package equals training the unsplit model: losses, outputs, every gradient, and the state after it.
 
-Two optimizer steps, float32. Three stages run in one process, two and four in as many.
+Two optimizer steps, float32. Three stages run in one process; two and four stages run in one process for each stage.
 """
 
 from __future__ import annotations

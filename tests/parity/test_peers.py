@@ -47,7 +47,7 @@ def gradients(holder: nn.Module | pipegraph.Pipeline) -> dict[str, Tensor]:
 @pytest.mark.slow  # tests/runtime/test_ties.py has smaller models
 @pytest.mark.timeout(300)  # as of the matrix, whose work it may be the first to need
 def test_item_2_tied_weights_stay_one_weight(shared_workshop: Workshop) -> None:
-    """Elsewhere each stage trains a copy of its own, and the copies drift apart."""
+    """Elsewhere each stage trains its own copy, and the copies drift apart."""
     ranks = shared_workshop.in_processes("llama", 2)
     assert all(rank["differences"][f"gradient {name} 1"] <= TOLERANCE for rank, name in zip(ranks, NAMES, strict=True))
     first, last = (rank["copies"]["model.embed_tokens.weight"] for rank in ranks)
@@ -132,7 +132,7 @@ def test_item_6_the_state_dict_has_the_keys_of_the_model(tmp_path: Path) -> None
     assert state.keys() == expected.keys()
     assert_close(state, dict(expected))
     named = {name: buffer for stage in pipe.stages.values() for name, buffer in stage.named_buffers()}
-    assert_close(named["layers.3.table"], model.get_buffer("layers.3.table"))  # which is no part of the state
+    assert_close(named["layers.3.table"], model.get_buffer("layers.3.table"))  # which is not in the state
 
 
 def test_item_7_a_model_can_be_split_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A package trained beside its reference, by one process that holds all stages or by one rank of many."""
+"""Train a package and compare it with its reference, in one process with all stages or in one rank of many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of a session share, made once by whichever of pytest's workers asks first."""
+"""Packages and results that the tests of a session share; the first pytest worker that needs one makes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Workshop:
         return [train(self.package(CASES[case].model, stages), case, schedule, self.reference(case), kernels)]
 
     def in_processes(self, case: str, stages: int) -> list[Report]:
-        """What each rank found. All cases of so many stages run in the same processes, when the first is asked for."""
+        """The report of each rank. The first call runs all cases with this number of stages in the same processes."""
         folder = self._once(f"{stages} processes", lambda out: self._run(stages, out))
         return [json.loads((folder / f"{case} {rank}.json").read_text()) for rank in range(stages)]
 

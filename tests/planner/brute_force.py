@@ -69,7 +69,7 @@ def memory(
         usage = peak = 0.0
         away = offload_windows(order)
         for position, action in enumerate(order):
-            # What leaves behind this action is gone when it ends, and what comes before it is there when it begins.
+            # Bytes offloaded after this action are gone when it ends; bytes loaded before it are there when it begins.
             usage += sum(offloaded[window.stage] for window in away if window.back == position)
             full, weight = saved[action.stage], weights[action.stage]
             changes = {Kind.F: full if schedule.trains else 0, Kind.B: -full, Kind.I: weight - full, Kind.W: -weight}
@@ -116,7 +116,7 @@ def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost
 
 
 def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE_NUMBERS) -> st.SearchStrategy[list[SegmentCost]]:
-    """Chains of so many segments."""
+    """Chains with this number of segments."""
     return st.lists(_segments(figures), min_size=segments, max_size=segments)
 
 

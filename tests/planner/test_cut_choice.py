@@ -17,12 +17,12 @@ from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule import Times, build, simulate
 from tests.planner.machine import MACHINE, linears
 
-HEAVY_HEAD = linears(*[64] * 6, 384)  # the last layer is as much work as the six before it
+HEAVY_HEAD = linears(*[64] * 6, 384)  # the last layer costs the same as the six before it
 FLOP = 2 * 16 * 64 * 64  # of a layer and microbatch, forward
 
 
 def about(layers: int) -> Any:
-    """Seconds of so many layers' products of matrices."""
+    """The seconds of the matrix products of this number of layers."""
     return pytest.approx(layers * FLOP / 1e12, rel=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_each_cut_has_a_reason() -> None:
     prediction = plan(stages=2).prediction
     assert prediction is not None
     (cut,) = prediction.cuts
-    assert (cut.point, cut.boundary_bytes, cut.later) == ("6", 16 * 64 * 4, None)  # no stage behind the last layer
+    assert (cut.point, cut.boundary_bytes, cut.later) == ("6", 16 * 64 * 4, None)  # no stage after the last layer
     assert cut.earlier is not None and cut.earlier.value > prediction.value
     assert prediction.cuts[0].reason == (
         "stages 0 and 1 take 2.228 µs and 2.359 µs; 4.0 KiB cross; one segment earlier, at 5, "

@@ -71,7 +71,7 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
             tightest = objective.tightest_bound(chosen[None], weight).at(chosen[None])[0]
             if objective in (full, objectives[1]) or not any(any(cost.transient_bytes) for cost in chain):
                 assert tightest == pytest.approx(value, rel=1e-9, abs=1e-9)
-            assert tightest <= value + 1e-9 * (1 + value)  # of what is transient it counts the least of any cuts
+            assert tightest <= value + 1e-9 * (1 + value)  # it counts the least transient bytes of any cuts
             edges = np.array([0, *chosen, len(chain)])
             for stage in range(schedule.stages):
                 least = objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])

@@ -122,7 +122,7 @@ def test_tp_divides_what_each_choice_keeps(costs: LayoutCosts) -> None:
 
 
 def test_tp_divides_experts_embeddings_and_heads() -> None:
-    """An exchange before and behind each; the head gathers what it returns."""
+    """Each has an exchange before and after it; the head gathers its output."""
     model = mesh_mixture.build("transposed experts")
     captured = pipegraph.capture(model, (torch.zeros(2, 8, dtype=torch.int64),))
     plan = {**mesh_mixture.TRANSPOSED_PLAN, "head": "colwise_gather_output"}

@@ -47,7 +47,7 @@ def test_what_actions_need_while_they_run(transient: TransientBytes, needed: lis
     chain = [small, SegmentCost(1.0, 1.0, 1.0, 0, 50, transient_bytes=transient)] * 2
     solution = solve(chain, 2, "1f1b", 4)
     assert list(solution.memory) == memory(chain, (2,), solution.schedule) == needed
-    # The gradients of parameters are there once more at the end of a backward that leaves nothing behind.
+    # At the end of a backward that saves nothing, the gradients of parameters are in memory a second time.
     equal_chain = [SegmentCost(1.0, 1.0, 1.0, 0, 50, 80)] * 2
     assert solve(equal_chain, 2, "1f1b", 4).memory == (100 + 4 * 80 + 30, 4 * 80 + 80)
 
@@ -57,8 +57,8 @@ PARTED = from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1F1,1I0,1I1,1W0,1W1\n")
 
 @pytest.mark.parametrize(("reads", "last"), [(None, 200), (10, 200), (130, 260)])
 def test_w_keeps_what_it_reads(reads: int | None, last: int) -> None:
-    """Behind the Is of rank 1 that is all. The first stage's I has nothing to do: there W keeps everything, and the
-    gradient that came."""
+    """After the Is of rank 1, only these values are kept. The first stage's I has nothing to do: its W keeps
+    everything, and the gradient that the stage received."""
     chain = [SegmentCost(1.0, 1.0, 1.0, 7, 100, weight_saved_bytes=reads)] * 2
     solution = solve(chain, 2, PARTED, receives_ahead=0)
     assert list(solution.memory) == memory(chain, (1,), PARTED, ahead=0)

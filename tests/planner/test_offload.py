@@ -100,7 +100,7 @@ def test_asked_for_by_name_it_takes_the_time_of_its_link(captured: Any) -> None:
 
 
 def test_a_rank_waits_for_copies_that_do_not_hide() -> None:
-    """0F0 … 0F3, 0B0 … 0B3 on one rank: the copies of F0 and F1 hide behind F1 and F2 if they are as long."""
+    """0F0 … 0F3, 0B0 … 0B3 on one rank: the copies of F0 and F1 overlap with F1 and F2 if they take the same time."""
     schedule = build("gpipe", 1, 4)
     hidden, waited = (simulate(schedule, Times([1.0], [1.0], [1.0], offload=offload)) for offload in (1.0, 1.5))
     assert hidden.makespan == 12.0

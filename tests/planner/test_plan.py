@@ -46,7 +46,7 @@ CHAIN, T5, ROTARY, LATE = (f"tests/models/{name}.py" for name in ("chain", "t5",
                 "output",
             ],
         ),
-        # a container cuts where its first module begins, or behind its last
+        # a container cuts before its first module, or after its last
         (TRANSFORMER, "layers", ["tok_embeddings", "layers.0 – layers.7, norm, output"]),
         (TRANSFORMER, "layers:end", ["tok_embeddings, layers.0 – layers.7", "norm, output"]),
         (UNET, "down.2,up.1", ["down.0 – down.1", "down.2, bottom, up.0", "up.1 – up.2, head"]),

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.planner`: what was predicted beside what was measured."""
+"""`python -m benchmarks.planner`: predictions are compared with measurements."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def limits() -> tuple[int, ...]:
 
 @pytest.mark.slow
 def test_at_given_points_no_choices_are_better() -> None:
-    """Every combination of choices is tried besides."""
+    """The result is compared with every combination of choices."""
     start = next(segment.start for segment in captured().segments if segment.fqn == POINTS[0])
     options = PlanOptions(microbatches=MICROBATCHES, hardware=A100).on_ranks(2)
     priced = RecomputeOptions.price(captured(), options, [start])
@@ -97,7 +97,7 @@ def test_at_given_points_what_does_not_fit_is_refused() -> None:
 
 
 def test_given_points_need_not_be_where_a_search_would_cut() -> None:
-    """Behind an activation, also for the choice that offloads."""
+    """The point is after an activation, also for the choice that offloads."""
     point = "layers.3.act:end"
     hardware = structs.replace(A100, host_link=Link(0.0, 1e15))
     plan = pipegraph.plan(captured(), [point], microbatches=MICROBATCHES, hardware=hardware, recompute="auto")

@@ -54,7 +54,7 @@ def captured() -> Captured:
     ],
 )
 def test_a_stage_begins_with_a_call(captured: Captured, point: str, before: int) -> None:
-    """After so many calls of layers, each of two operations, and after the embedding."""
+    """The stage begins after the embedding and ``before`` calls of layers, of two operations each."""
     first, _ = pipegraph.plan(captured, points=[point]).stages
     assert len(first.nodes) == 1 + 2 * before
 

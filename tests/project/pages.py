@@ -1,11 +1,11 @@
-"""README and the pages of docs/, taken apart into blocks and run.
+"""README and the pages of docs/, divided into blocks and run.
 
-What a page shows is what a reader gets: its blocks run in order, in one folder of their own that holds a copy of
+A reader gets the output that a page shows: its blocks run in order, in one separate folder that holds a copy of
 examples/. The language of a block says what happens to it.
 
-- `console`: lines that begin with `$ ` are commands, the lines below them what they print. A line `…` stands for any
-  lines. Where the output begins with `error:`, the command has to fail, and prints it to stderr. `pipegraph` and
-  `python` run in this process; anything else is a process of its own. Of `make` only the target is looked for.
+- `console`: lines that begin with `$ ` are commands, the lines below them their output. A line `…` stands for any
+  lines. If the output begins with `error:`, the command has to fail, and prints it to stderr. `pipegraph` and
+  `python` run in this process; anything else is a separate process. For `make` the target only has to exist.
 - `python`: runs; the blocks of a page share their names.
 - `python` with a first line such as `# model.py`: the content of that file. If the file exists, it has to hold these
   lines (each part between lines of `…`); if not, it is written.
@@ -93,7 +93,7 @@ class Page:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks of code; directives of Sphinx (`{…}`) are none."""
+        """All blocks of code, without directives of Sphinx (`{…}`)."""
         return tuple(
             Block(match["language"].strip(), match["text"], self.text[: match.start("text")].count("\n") + 1)
             for match in _FENCE.finditer(self.text)

@@ -9,24 +9,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "pipegraph"
+PRIVATE = SOURCE / "torch_private"
 
 
-def uses_outside_internals() -> list[str]:
-    """``file:line name`` of each private name that is used outside the ``internals.py`` of a folder."""
+def uses_outside_torch_private() -> list[str]:
+    """``file:line name`` of each private name that is used outside of ``torch_private``."""
     defined_names = _defined_names()
     return [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in sorted(SOURCE.rglob("*.py"))
-        if path.name != "internals.py"
+        if path.parent != PRIVATE
         for line, name in _private_names(ast.parse(path.read_text()), defined_names)
     ]
 
 
 def table() -> str:
-    """A Markdown table of the functions of every ``internals.py`` and the private names that each uses."""
+    """A Markdown table of the functions of every file of ``torch_private`` and the private names that each uses."""
     defined_names = _defined_names()
     rows = ["| interface of torch | used by | 2.11 | 2.13 | 2.15 |", "|---|---|---|---|---|"]
-    for path in sorted(SOURCE.rglob("internals.py")):
+    for path in sorted(PRIVATE.glob("*.py")):
         tree = ast.parse(path.read_text())
         imported = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -48,7 +49,7 @@ def table() -> str:
                 users[private_interface].append(name)
         for unused_interface in set(imported.values()) - set(users):
             users[unused_interface].append("names of its own")
-        place = path.parent.name
+        place = path.stem
         for interface, names in sorted(users.items(), key=lambda item: item[0].lstrip("….")):
             who = ", ".join(f"`{name}`" if name.isidentifier() else name for name in names)
             rows.append(f"| `{interface}` | `{place}`: {who} | ✓ | ✓ | ✓ |")

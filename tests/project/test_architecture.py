@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.private_interfaces import ROOT, SOURCE, table, uses_outside_internals
+from tests.project.private_interfaces import ROOT, SOURCE, table, uses_outside_torch_private
 
 PAGE = ROOT / "docs" / "architecture.md"
 TABLE = re.compile(r"\| interface of torch .*\n(\|.*\n?)+")
 NOT_FOLDERS = {"__pycache__", "codegen_templates"}
 
 
-def test_private_interfaces_stand_in_internals_alone() -> None:
-    assert uses_outside_internals() == []
+def test_private_interfaces_stand_in_torch_private_alone() -> None:
+    assert uses_outside_torch_private() == []
 
 
 def test_the_page_lists_every_private_interface(request: pytest.FixtureRequest) -> None:
@@ -39,7 +39,7 @@ def test_every_file_that_is_named_is_there() -> None:
 
 
 def test_the_recipe_of_a_device_names_every_file_that_knows_one() -> None:
-    """A device has streams, events, counters or a backend of its own where these are used."""
+    """A device has its own streams, events, counters or backend in the files that use these."""
     knows = re.compile(r"torch\.cuda\.|\"cuda\"|'cuda'")
     files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if knows.search(_code(path))}
     text = PAGE.read_text()

@@ -211,9 +211,9 @@ def test_parts_one_after_the_other_are_the_model(case: Any) -> None:
     for part in parts:
         values = part(*values)
         values = values if isinstance(values, tuple) else (values,)
-    torch.testing.assert_close(values[0], case.whole(model)(inputs))
+    torch.testing.assert_close(values[0], case.unsplit(model)(inputs))
     names = {name for part in parts for name, _ in part.named_parameters()}
-    assert names == {name for name, _ in case.whole(model).named_parameters()}
+    assert names == {name for name, _ in case.unsplit(model).named_parameters()}
 
 
 def _run(ratio: list[float], schedule: str = "zb-v", accounts: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_stages_and_what_crosses() -> None:
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert "stage 0 to stage 2: h2 float32[8, 128, 512]" in titles
     assert any("2.0 MiB, the same back" in text for text in texts)
-    assert "2.0 MiB" in texts  # beside the line that goes around stage 1
+    assert "2.0 MiB" in texts  # next to the line that goes around stage 1
     assert any(text.endswith("x  int64[8, 128]  ·  8.0 KiB") for text in texts)
     assert any(text.endswith("the model's output") for text in texts)
 

@@ -43,7 +43,7 @@ def analysed(
 
 
 def analysed_with_collectives(folder: Path, messages: Sequence[Mapping[str, Any]] = ()) -> RunAnalysis:
-    """Both stages are gathered before the step, and their gradients reduced beside it."""
+    """Both stages are gathered before the step, and their gradients are reduced while it runs."""
     schedule = without_transfers(lower(SCHEDULE, sharded=range(2)))
     schedule = SCHEDULE.changed(collectives=schedule.collectives)
     times = replace(TIMES, unshard=0.0005, reduce_grad=0.0004)

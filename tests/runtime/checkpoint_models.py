@@ -69,7 +69,7 @@ class Position:
 
 
 class MasterSGD(torch.optim.SGD):
-    """Keeps each parameter in float32 beside it, and counts its steps in Python."""
+    """Keeps a float32 copy of each parameter, and counts its steps in Python."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -112,7 +112,7 @@ class Run:
         return {"scheduler": self.scheduler}
 
     def train(self, first: int, last: int) -> list[float | None]:
-        """The losses of these steps, where they are."""
+        """The losses of these steps; None on a rank without the loss."""
         losses = []
         for step in range(first, last):
             tokens, target = self.batch_of(step)

@@ -17,7 +17,7 @@ from tests.runtime.meshes import Shape, make
 from tests.runtime.packages import Sketch, Stage
 
 WIDTH, LAYERS = 64, 24
-ROWS = 4  # of one step: one each microbatch, so that activations are small beside parameters
+ROWS = 4  # of one step: one per microbatch, so that activations are small compared to parameters
 
 
 def deep(stages: int) -> Sketch:

@@ -82,7 +82,7 @@ def sent_bytes(rank: int, folder: str) -> list[int]:
 
 
 class Order:
-    """An observer of what is begun, in the order of time."""
+    """An observer that records when actions and collectives begin, in order of time."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[float, str]] = []

@@ -1,4 +1,4 @@
-"""A model with what makes a pipeline hard, over a mesh: what each rank runs, beside the model on the whole batch."""
+"""A model that is hard to pipeline, over a mesh: each rank is compared with the model on the whole batch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def each_refused(rank: int, folder: str, attempt: str, cases: list[Any]) -> list
 
 
 def _with_plan(rank: int, folder: str, plan: Any) -> None:
-    """In two pipelines, as many ranks along tp as there are for each."""
+    """Make a pipeline of two stages, each with half of the ranks along tp."""
     make(folder, {"pp": 2, "tp": dist.get_world_size() // 2}, "1f1b", tp_plan=plan)
 
 
@@ -120,7 +120,7 @@ def _sharded_over(rank: int, folder: str, case: tuple[Any, Any]) -> None:
 
 
 def _with_other_options(rank: int, folder: str, case: tuple[Any, dict[str, Any]]) -> None:
-    """One of the ranks, the last, is given options of its own."""
+    """Give other options to the last rank alone."""
     shape, options = case
     common = {"tp_plan": TP_PLAN} if "tp" in shape else {}
     make(folder, shape, "1f1b", **{**common, **(options if rank == 3 else {})})

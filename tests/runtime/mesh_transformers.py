@@ -1,4 +1,4 @@
-"""Small models of transformers over meshes by their own plans: what each rank runs, beside the whole model."""
+"""Small models of transformers over meshes by their own plans: each rank is compared with the whole model."""
 
 from __future__ import annotations
 

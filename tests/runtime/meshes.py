@@ -1,4 +1,4 @@
-"""Pipelines over meshes: the model, what each rank runs, and the unsplit model on the whole batch beside it."""
+"""Pipelines over meshes: the model, and functions that compare each rank with the unsplit model on the whole batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.package import Package
-from pipegraph.runtime.internals import packed_place
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.torch_private.dtensor import packed_place
 from tests.runtime.packages import Reference, Sketch, Stage, loss
 
 WIDTH, HIDDEN, WORDS, LENGTH = 8, 16, 6, 4
@@ -39,7 +39,7 @@ Shape = dict[str, int]
 
 
 def perceptrons(stages: int, tied: bool = True, shared: bool = False) -> Sketch:
-    """Stages of two residual layers each, behind an embedding and before a head, which may have the same weight.
+    """Stages of two residual layers each, after an embedding and before a head, which may have the same weight.
 
     With `shared` all stages end with the same layer.
     """
@@ -129,9 +129,9 @@ def make(folder: str, shape: Shape, schedule: str, microbatches: int = 4, **opti
 def train(
     rank: int, folder: str, shape: Shape, schedule: str, rows: tuple[int, ...], options: dict[str, Any]
 ) -> list[str]:
-    """Three steps of AdamW, the second with two accumulated batches, beside the unsplit model. What was warned of.
+    """Compare three steps of AdamW, the second of two accumulated batches, with the unsplit model. Return warnings.
 
-    `rows` has those of each data-parallel rank.
+    `rows` has the number of rows of each data-parallel rank.
     """
     if options.get("tp_plan") == "sequence":
         options["tp_plan"] = sequence_plan()

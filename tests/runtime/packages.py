@@ -1,4 +1,4 @@
-"""Small packages written by hand, each beside the plain model that it has to equal."""
+"""Small packages written by hand, each with the plain model that it has to equal."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Sketch:
     integers: int = 6
     constants: dict[str, object] = field(default_factory=dict)
     kwargs: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # besides "batch", at capture
+    sizes: dict[str, int] = field(default_factory=dict)  # in addition to "batch", at capture
     roles: dict[str, Role] = field(default_factory=dict)  # "whole" and "list"; other values have rows
 
 
@@ -195,7 +195,7 @@ class Reference:
 
 
 def batch(manifest: Manifest, microbatches: int, seed: int = 0) -> dict[str, Tensor]:
-    """Seeded inputs for so many microbatches, by name."""
+    """Seeded inputs for this number of microbatches, by name."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, value in manifest.at_capture().values.items():

@@ -36,7 +36,7 @@ class Gate(nn.Module):
 
 
 class Layer(nn.Module):
-    """RandomOps itself, before and behind its inner modules, and in them."""
+    """Draws random numbers itself, before and after its inner modules, and in them."""
 
     def __init__(self) -> None:
         super().__init__()

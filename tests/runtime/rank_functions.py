@@ -79,9 +79,9 @@ def fail(rank: int, folder: str, how: str, failing: int, in_forward: bool, keep:
 def break_at(
     rank: int, folder: str, schedule: str, how: str, failing: int, position: int, timeout: float
 ) -> tuple[str, float, str]:
-    """After a good step rank `failing` raises, is killed or stopped before the lowered action at `position`.
+    """After a successful step rank `failing` raises, is killed or stopped before the lowered action at `position`.
 
-    What this rank says, after how many seconds, and at which action of its own it was.
+    Return the message of this rank, the seconds until it came, and the action at which this rank was.
     """
     package = Package.open(folder)
     pipe = pipeline(package, schedule=schedule, microbatches=4, loss_fn=loss, timeout=timeout)
@@ -221,14 +221,14 @@ def halved(rank: int, folder: str, converting: list[int]) -> str:
 
 
 def build(rank: int, folder: str, schedules: list[str], missing_on: int | None = None) -> None:
-    """Make a pipeline, with a schedule of its own on each rank, or without a rank's weights."""
+    """Make a pipeline, with its own schedule on each rank, or without the weights of one rank."""
     if rank == missing_on:
         folder = f"{folder}-elsewhere"
     pipeline(folder, schedule=schedules[rank], microbatches=2, loss_fn=loss)
 
 
 def groups(rank: int, folder: str) -> str:
-    """Two pipelines of two ranks side by side, each over a group of its own; the user's groups stay usable."""
+    """Two pipelines of two ranks at the same time, each over its own group; the user's groups stay usable."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     package = Package.open(folder)
     pipe = pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2])

@@ -34,11 +34,11 @@ def run(
     backend: str = "gloo",
     method: str = "forkserver",
 ) -> list[Any]:
-    """What `function(rank, *args)` returns on each rank, or the text of its error; None where it was killed.
+    """What `function(rank, *args)` returns on each rank, or the text of its error; None if it was killed.
 
     Nothing outlives the call. `store` is where the default group meets: a "file", or a "tcp" store that rank 0 hosts.
-    Rank `hung` need not end. On a GPU the method is "spawn": what is preloaded has asked for GPUs, and no process that
-    is forked after that can have one.
+    Rank `hung` need not end. On a GPU the method is "spawn": the preloaded modules have asked for GPUs, and a process
+    that is forked after that cannot use one.
     """
     context: Any = _CONTEXT if method == "forkserver" else multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory() as folder:

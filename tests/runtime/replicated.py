@@ -1,4 +1,4 @@
-"""Pipelines whose stages have replicas in other pipelines: what each rank runs, beside the whole model and batch."""
+"""Functions that ranks run: pipelines with replicas of their stages, compared with the whole model and batch."""
 
 from __future__ import annotations
 

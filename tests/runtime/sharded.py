@@ -1,4 +1,4 @@
-"""Pipelines whose stages are sharded: what each rank runs, beside the unsharded and unsplit model."""
+"""Functions that ranks run: pipelines with sharded stages, compared with the unsharded and unsplit model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torch.testing import assert_close
 
 from pipegraph.kernels import make
 from pipegraph.kernels.graphs.block_operation import OPERATION, called_graph
-from pipegraph.kernels.internals import is_collective
 from pipegraph.package import Package
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.torch_private.operators import is_collective
 from tests.runtime.packages import Reference, Sketch, Stage, batch, loss
 from tests.runtime.parity import arguments
 
 
 def perceptrons(hidden: int = 16) -> Sketch:
-    """Two stages of two equal residual layers each, behind an embedding and before a head of the same weight."""
+    """Two stages of two equal residual layers each, after an embedding and before a head with the same weight."""
     layers = (
         "self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))\n"
         "self.layers = nn.ModuleList(\n"
@@ -61,7 +61,7 @@ def _layers(stage: nn.Module) -> list[str]:
 
 
 def tensor_parallel(stage: nn.Module, mesh: DeviceMesh, use_local_output: bool = True) -> None:
-    """Every weight but those of the norms, with styles of its own for each layer."""
+    """Shard every weight except those of the norms; each layer has its own styles."""
     plan: dict[str, Any] = {}
     for name in _layers(stage):
         plan |= {f"{name}.0": ColwiseParallel(use_local_output=use_local_output), f"{name}.2": RowwiseParallel()}
@@ -188,7 +188,7 @@ def _collectives(part: Any) -> Iterator[str]:
 
 
 def wrongly_sharded(rank: int, folder: str, plan: dict[str, Any], kernels: str) -> None:
-    """`plan` is for whichever stage has such modules."""
+    """Shard each stage by the entries of `plan` for modules that it has."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "tensor"))
     pipe = Pipeline(
         folder,

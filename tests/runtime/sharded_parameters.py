@@ -1,4 +1,4 @@
-"""Stages whose parameters two ranks share, beside the same stages in one process: what ranks run."""
+"""Functions that ranks run: stages whose parameters two ranks share, compared with the same stages in one process."""
 
 from __future__ import annotations
 

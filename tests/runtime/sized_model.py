@@ -1,4 +1,4 @@
-"""A model whose batch and length may vary, and its steps beside those of a pipeline."""
+"""A model with a dynamic batch and length, and its steps, compared with those of a pipeline."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tests.runtime.packages import Sketch, Stage
 
 
 def chain(stages: int, width: int = 8) -> Sketch:
-    """Linear and tanh, so many times."""
+    """Linear and tanh, `stages` times."""
     parts, values = [], {"x": ("float32", (2, width), False)}
     for index in range(stages):
         name = f"h{index}"

@@ -1,4 +1,4 @@
-"""What steps give, beside the whole model: functions for one process, or for `ranks.run` as each rank of several."""
+"""Results of steps, compared with the whole model: functions for one process, or for each rank of `ranks.run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MICROBATCHES = 4
 
 
 def judged(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss with metrics: one with a gradient of its own, one of integers, one that is a constant, the loss itself."""
+    """A loss with metrics: one with its own gradient, one of integers, one that is a constant, the loss itself."""
     loss = (output - target).square().mean()
     hits = (output > target).sum()
     return loss, {"distance": (output - target).abs().mean(), "hits": hits, "one": torch.tensor(1.0), "loss": loss}
@@ -127,7 +127,7 @@ def given_cut(rank: int | None, folder: str, schedule: str, kernels: str = "auto
         cut_inputs = {"x": cut(x, rows), "bias": cut(bias, rows, 1), "table": table}
         if alone:
             cut_inputs = {name: argument if name in input_names else None for name, argument in cut_inputs.items()}
-        # A rank that is given no list has to be told how many there are, unless the pipeline has as many.
+        # A rank without a list has to be told the number of microbatches, unless it is the number of the pipeline.
         count = len(rows) if len(rows) != 3 else None
         targets = cut(target, rows) if is_last or not alone else None
         result = pipe.step(*cut_inputs.values(), target=targets, return_outputs=True, microbatches=count)

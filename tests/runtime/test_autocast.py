@@ -14,7 +14,7 @@ from tests.runtime.pipelines import pipeline
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Cut behind a product of matrices, which autocast makes in bfloat16, and behind a sum with float32."""
+    """Split after a matrix product, which autocast computes in bfloat16, and after a sum with float32."""
     captured = pipegraph.capture(models.model(has_norm=False), (torch.randn(models.ROWS, models.WIDTH),))
     plan = pipegraph.plan(captured, points=["layers.1.down", "layers.2"])
     return str(pipegraph.write_package(plan, tmp_path_factory.mktemp("autocast") / "package").path)

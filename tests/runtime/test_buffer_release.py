@@ -1,6 +1,6 @@
-"""Memory that messages came in is used again when, and only when, nothing reads it any more.
+"""The memory of received messages is reused when, and only when, nothing reads it any more.
 
-Released memory is overwritten here (`PIPEGRAPH_VERIFY`), so that a number read from it is none. In one process messages
+Released memory is overwritten here (`PIPEGRAPH_VERIFY`), so that a value read from it is NaN. In one process messages
 are then copied, as they are between processes.
 """
 

@@ -1,4 +1,4 @@
-"""What is saved beside the model, with other values on each rank: who gets which of them back."""
+"""Extra state, with a different value on each rank: which of these values each rank loads."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of its own, for each test to spoil."""
+    """A separate copy for each test, which may damage it."""
     return Path(shutil.copytree(written, tmp_path / "copy"))
 
 

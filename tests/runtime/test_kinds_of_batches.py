@@ -1,4 +1,4 @@
-"""Batches that are no plain rows: time first, patch streams, images beside text; each equals the unsplit model."""
+"""Batches that are not plain rows: time first, patch streams, images with text. Results equal the unsplit model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as processes: what a failed one leaves behind is one error that names it."""
+"""Ranks as processes: if one fails, one error names it, and nothing else is left of it."""
 
 from __future__ import annotations
 

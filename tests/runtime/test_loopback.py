@@ -100,7 +100,7 @@ def running(command: list[str], environment: dict[str, str]) -> Iterator[subproc
 
 
 def watch(process: subprocess.Popen[str], lines: int = 3) -> set[str]:
-    """The addresses at which its processes listen, from its start until it has printed so many lines."""
+    """The addresses at which its processes listen, from its start until it has printed `lines` lines."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     addresses, printed, deadline = set[str](), 0, time.monotonic() + 100

@@ -16,7 +16,7 @@ RANKS = (4, 7, 9)  # of the default group, of which a pipeline has some
 
 
 def together(*calls: Callable[[], object]) -> list[object]:
-    """What the calls return or raise, each in a thread of its own."""
+    """What the calls return or raise, each in a separate thread."""
     outcomes: list[object] = [None] * len(calls)
 
     def run(index: int) -> None:

@@ -20,7 +20,7 @@ Case = tuple[meshes.Shape, str, tuple[int, ...], bool, dict[str, Any]]
 
 
 def assert_trained(path: Path, *cases: Case, seconds: float = 110) -> None:
-    """Each case trains as the whole model. All of them have as many processes, which are started once."""
+    """Each case trains as the whole model. All cases use the same processes, which are started once."""
     arguments = []
     for shape, schedule, rows, tied, options in cases:
         stages = build(schedule, 2, 4).stages // (1 if shape.get("pp", 1) > 1 else 2)
@@ -138,7 +138,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow  # of their own: with replicas, and with sharded parameters, beside tensor parallel ranks
+@pytest.mark.slow  # tensor parallel ranks with replicas, and with sharded parameters
 def test_tensor_parallel_beside_other_dimensions(tmp_path: Path) -> None:
     plan = {"tp_plan": meshes.TP_PLAN}
     assert_trained(
@@ -148,7 +148,7 @@ def test_tensor_parallel_beside_other_dimensions(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow  # an order of dimensions that others have beside it: replicas, and shards
+@pytest.mark.slow  # other tests have this order of dimensions with replicas and shards
 def test_tensor_parallel_before_the_pipeline(tmp_path: Path) -> None:
     assert_trained(tmp_path, ({"tp": 2, "pp": 2}, "zb-v", (8,), True, {"tp_plan": meshes.TP_PLAN}))
 

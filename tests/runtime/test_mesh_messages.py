@@ -1,4 +1,4 @@
-"""What is sent in a step over a mesh: as often as the schedule says, once a step, beside what is left of it."""
+"""A step over a mesh sends the messages of its schedule, reduces gradients once, and leaves only shards in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.runtime import mesh_messages, meshes, ranks
 from tests.runtime.packages import Reference, write
 
 GROUPS = 3
-"""of a sharded stage: its two layers, and what is left"""
+"""of a sharded stage: its two layers, and the other parameters"""
 
 
 def test_gradients_are_reduced_when_a_stage_is_done(tmp_path: Path) -> None:

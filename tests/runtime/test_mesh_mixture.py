@@ -26,7 +26,7 @@ EXPERTS: dict[str, Any] = {"tp_plan": mesh_mixture.EXPERT_PLAN}
 
 
 def run(path: Path, *cases: Case, seconds: float = 110) -> list[list[Any]]:
-    """What each rank says of each case. All of them have as many processes, which are started once."""
+    """What each rank reports of each case. All cases use the same processes, which are started once."""
     (count,) = {math.prod(shape.values()) for _, shape, _, _ in cases}
     arguments = []
     for model, shape, schedule, options in cases:

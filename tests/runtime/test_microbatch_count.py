@@ -39,7 +39,7 @@ def test_a_number_for_one_call(folder: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-1f1b", "gpipe"])
 def test_as_many_microbatches_as_rows(schedule: str, folder: Path) -> None:
-    """Also where the schedule cannot be built for so few: it then leaves the last microbatches out."""
+    """Also if the schedule cannot be built for this number: the last microbatches are then left out."""
     pipe = made_for_4(folder, schedule)
     for rows in (3, 2, 1):
         assert_is_the_step_of_the_model(pipe, rows, 5)

@@ -1,4 +1,4 @@
-"""Saved values that wait for their backward in CPU memory: what changes is only where they are."""
+"""Saved values that wait for their backward in CPU memory: only the place of the values changes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
     ),
 }
-"""Class → its configuration's type, where it is cut, and the fields of the configuration."""
+"""Class → its configuration's type, its split point, and the fields of the configuration."""
 
 SLOW = [name for name in MODELS if name not in ("LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")]
 

@@ -58,7 +58,7 @@ def test_a_stage_that_fails_is_named_and_the_next_step_is_whole(tmp_path: Path) 
 
 
 def test_a_step_is_whole_after_one_that_failed_in_any_action(tmp_path: Path) -> None:
-    """Where that ended is no place at which the next one has waited, which would be taken for a deadlock."""
+    """The place at which a step failed is not one at which the next step waits: that would be taken for a deadlock."""
     pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=4, loss_fn=loss)
     (x,) = batch(pipe.package.manifest, 4).values()
     expected = pipe.step(x, target=torch.zeros(8)).loss

@@ -41,7 +41,7 @@ def test_fsdp_replicas(tmp_path: Path) -> None:
         ("replicate inside", "applied replicate to layer0 in stage 0"),
         ("mixed precision", "stage 0 the mixed_precision of DistributedDataParallel"),
         ("hook", "stage 0 has a communication hook"),
-        ("hook later", "stage [01] has a communication hook"),  # whichever rank comes first
+        ("hook later", "stage [01] has a communication hook"),  # of the rank that comes first
     ],
 )
 def test_what_would_reduce_wrongly_is_refused(how: str, message: str, tmp_path: Path) -> None:

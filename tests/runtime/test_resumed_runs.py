@@ -40,7 +40,7 @@ def saved(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     [
         pytest.param("4", "zb-v", {"pp": 2}, 8, marks=pytest.mark.slow),
         pytest.param("4", "zb-h1", {"pp": 4}, 8, marks=pytest.mark.slow),
-        # A microbatch for each rank: of more, each rank adds up the gradients of its own first.
+        # One microbatch for each rank: with more, each rank first adds up the gradients of its microbatches.
         ("2", "1f1b", {"pp": 2, "dp_shard": 2}, 2),
     ],
 )

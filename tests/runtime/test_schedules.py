@@ -1,4 +1,4 @@
-"""Every schedule by name gives the numbers of plain autograd, on as many ranks as it takes for the package's stages."""
+"""Every named schedule gives the numbers of plain autograd, on the number of ranks that the package's stages need."""
 
 from __future__ import annotations
 

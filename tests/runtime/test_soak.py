@@ -74,7 +74,7 @@ def check(early: Usage, late: Usage) -> None:
 
 
 def test_in_one_process(tmp_path: Path) -> None:
-    """In a process of its own: what other tests have left in this one comes and goes."""
+    """In a separate process: in this one, the usage that other tests have left may change."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         check(*pool.submit(soak, 0, str(write(chain(2), tmp_path / "chain"))).result())
 

@@ -119,7 +119,7 @@ def gradients_of_failed_step(package: str, action: str = "", ended: bool = False
 
 
 def test_a_failed_step_leaves_what_was_added_up_until_then(tmp_path: Path) -> None:
-    """In the gradients of tied weights as in others, whether it fails in a backward or beside one."""
+    """The gradients of tied weights are like others, whether the step fails during a backward or outside of one."""
     folder = str(write(models.perceptrons(4, shared=True), tmp_path / "package"))
     gradients = tie_ranks.gradients(0, folder, "gpipe", None, None)
     assert_close(gradients_of_failed_step(folder, "0B3", ended=True), gradients)

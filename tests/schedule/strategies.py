@@ -14,7 +14,9 @@ def schedules(
     microbatches: int = 8,
     lowered: bool | None = None,
 ) -> Schedule:
-    """A schedule of this or any name, on up to so many ranks, with so many microbatches or the next number that does.
+    """A schedule of this or any name, on up to ``ranks`` ranks, with up to ``microbatches`` microbatches.
+
+    The number of microbatches is raised to the next one that the schedule allows.
 
     ``lowered``: whether it has transfers; None: either.
     """

@@ -10,7 +10,7 @@ import pytest
 from pipegraph.schedule import build, check, lower, names
 from tests.slow import cases
 
-# In a process of its own, whose high-water mark counts nothing else.
+# In a separate process, so that its high-water mark counts nothing else.
 CODE = """
 import json, re, resource, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The lower bound: each of its parts where it is the one that counts."""
+"""The lower bound: each of its parts, in a case in which that part is the largest."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_drain_over_a_slow_early_stage() -> None:
 
 
 def test_the_way_back_of_the_last_microbatch() -> None:
-    """Stage 0's forwards alone, and what comes behind the last of them."""
+    """Stage 0's forwards alone, and the actions after the last of them."""
     times = Times((10, 1, 1), (1, 1, 1), (1, 1, 5))
     assert lower_bound(times, (0, 1, 2), 4) == 4 * 10 + 1 + 1 + 1 + 5
 

@@ -14,7 +14,7 @@ Uses = Sequence[tuple[int, ...]]
 
 
 def fewest_gathers(uses: Uses, resident: int) -> int:
-    """The least number of gathers of all ways to have up to so many stages whole during each use, needed or not."""
+    """The least number of gathers of all ways to have up to ``resident`` stages whole in each use, needed or not."""
     used_stages = sorted({stage for stages in uses for stage in stages})
     cost = {frozenset[int](): 0}  # of each set of whole stages, the least number of gathers that lead to it
     for stages in uses:

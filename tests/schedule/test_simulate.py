@@ -68,7 +68,7 @@ def test_each_direction_is_a_link_of_its_own() -> None:
 def test_skip_edges_go_straight() -> None:
     lowered = lower(build("gpipe", 3, 1), edges=[(0, 1), (0, 2), (1, 2)])
     times = Times.equal(3, hop={(0, 1): 1.0, (1, 2): 1.0, (0, 2): 7.0})
-    assert rows(lowered, times)[2] == "2F0 8–9 2B0 9–11"  # the skip, 1 + 7, comes behind 1F0, 2 + 1 + 1
+    assert rows(lowered, times)[2] == "2F0 8–9 2B0 9–11"  # the skip, 1 + 7, arrives after 1F0, 2 + 1 + 1
     assert rows(lowered, Times.equal(3, hop=(1.0, 4.0)))[2] == "2F0 7–8 2B0 8–10"  # it takes the longer of 1 and 4
 
 

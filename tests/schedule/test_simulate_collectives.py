@@ -1,4 +1,4 @@
-"""Collectives in simulated time: beside the actions, waited for only where that cannot be helped."""
+"""Collectives in simulated time: they run at the same time as actions, which wait for them only if they must."""
 
 from itertools import pairwise
 

@@ -59,7 +59,7 @@ def actions(trace: dict[str, Any], category: str = "user_annotation") -> list[di
 def record(
     rank: int, package: str, folder: str, steps: int, options: dict[str, int]
 ) -> tuple[str, list[float], int, int]:
-    """Record so many steps. The run's folder, the losses, and when this began and ended."""
+    """Record `steps` steps. Return the run's folder, the losses, and when this began and ended."""
     loop, losses = Loop(make_pipeline(Path(package))), []
     began = time.time_ns()
     with pipegraph.profile(loop.pipe, folder, **options) as profiler:

@@ -30,7 +30,7 @@ def manifest(
     plan: Mapping[str, Any] | None = None,
     name: str = "layers",
 ) -> Manifest:
-    """A chain of stages with so many layers each, priced if times are given."""
+    """A chain of stages with ``layers`` layers each, priced if times are given."""
     values = {"x": Value("x", "float32", (2, 4), -1, (0,))}
     values |= {f"h{n}": Value(f"h{n}", "float32", (2, 4), n, (n + 1,), True) for n in range(stages - 1)}
     values["y"] = Value("y", "float32", (2, 4), stages - 1, ())

@@ -1,4 +1,4 @@
-"""What a recorded loop leaves behind: all ranks in one process, and two processes over gloo."""
+"""What a recorded loop writes: all ranks in one process, and two processes over gloo."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_loop_of_all_ranks_in_one_process(loop: Loop, tmp_path: Path) -> None:
         ]
         info = {"run": run["run"], "rank": rank, "ranks": 2, "digits": digits[0], "mesh": {"pp": 2}, "messages": {}}
         assert first["pipegraph"] == {**info, "clock": {"offset_ns": 0, "error_ns": 0}}
-        assert list(first)[-1] == "traceEvents"  # behind its bracket the plugin writes what it knows of a GPU
+        assert list(first)[-1] == "traceEvents"  # at its last bracket the plugin adds the events of a GPU
         event_names = sorted(event["name"] for event in actions(first))
         assert event_names == sorted(2 * [action_name(action) for action in lowered.actions[rank]])
 
@@ -170,7 +170,7 @@ def test_a_loop_that_is_too_short_says_so_and_leaves_nothing(loop: Loop, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # torch's warning at warmup=0
 def test_other_observers_continue(loop: Loop, tmp_path: Path) -> None:
     class Count:
         begun = 0
@@ -194,7 +194,7 @@ def test_other_observers_continue(loop: Loop, tmp_path: Path) -> None:
     assert len(actions(traces(profiler.folder, 0)[0])) == 16
 
 
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # torch's warning at warmup=0
 def test_an_eval_in_a_recorded_step_is_no_part_of_it(loop: Loop, tmp_path: Path) -> None:
     with pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler:
         loop.pipe.evaluate(loop.inputs)

@@ -1,4 +1,4 @@
-"""What a recorded loop leaves behind where something fails: whole windows or nothing, and nobody waits."""
+"""What a recorded loop writes if something fails: whole windows or nothing; and no rank waits."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_one_profile_at_a_time(loop: Loop, package: Path, tmp_path: Path) -> Non
     assert names(profiler.folder) == ONE_WINDOW
 
 
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # as torch says of its own
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")  # torch's warning at warmup=0
 def test_a_disk_that_is_full_for_what_torch_writes(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(profiler: Any, file: str) -> None:
         Path(file).write_text('{"traceEvents": [{"ph":')

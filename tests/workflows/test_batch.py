@@ -48,7 +48,7 @@ def along(**dims: int | None) -> Manifest:
 
 
 def test_only_the_batch_is_repeated() -> None:
-    """The edges of a graph have none, and sequences may have it behind their length."""
+    """The edges of a graph have no batch dimension, and sequences may have it after their length."""
     manifest = along(x=0, edges=None, steps=1)
     shapes = [(6, 3), (2, 3), (2, 9)]
     assert [tuple(tensor.shape) for tensor in batch_from_manifest(manifest, 3).args] == shapes

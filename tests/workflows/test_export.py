@@ -93,7 +93,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors, as the index says where they are."""
+    """All tensors, from the files that the index names for them."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {file: load_file(folder / file) for file in {*index["weight_map"].values()}}
     assert set(files) == {path.name for path in folder.glob("*.safetensors")}

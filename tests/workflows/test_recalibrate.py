@@ -58,7 +58,7 @@ def cpu() -> tuple[Hardware, Manifest]:
 
 
 def correct(hardware: Hardware, manifest: Manifest, schedule: str, factors: MeasuredRatio) -> Hardware:
-    """The profile after a run on a device that takes so many times as long as ``cpu``."""
+    """The profile after a run on a device that is slower than ``cpu`` by these factors."""
     truth = priced(replace(Hardware.load("cpu"), measured_ratio=factors))
     return recalibrate_hardware(hardware, manifest, compare_run(manifest, build(schedule, 2, 4), took(truth, schedule)))
 
@@ -137,7 +137,7 @@ def test_the_profile_to_correct(cpu: tuple[Hardware, Manifest], tmp_path: Path) 
     assert profile_for(package(priced(corrected)), file) == corrected
     path = tmp_path / "other.json"
     assert profile_for(package(priced(corrected)), path, base=corrected) == replace(corrected, name="other")
-    assert profile_for(package(priced(corrected)), path) == replace(corrected, name="other")  # mine.json is beside it
+    assert profile_for(package(priced(corrected)), path) == replace(corrected, name="other")  # next to mine.json
 
 
 def test_a_profile_of_this_folder(

@@ -1,4 +1,4 @@
-"""What ranks keep for backwards that compute some layers again, beside what was predicted; and who says which."""
+"""What ranks keep for backwards that recompute some layers, compared with the prediction; and who chooses them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ranks_keep_what_was_predicted(recompute: Any, schedule: str, tmp_path: 
 
 @pytest.mark.parametrize("recompute", cases(["block", {"layers.*": "block"}, MIXED], slow=["block"]))
 def test_layers_that_a_stage_has_once_or_in_part_are_computed_again_too(recompute: Any, tmp_path: Path) -> None:
-    """What such a stage has several times, here the Mlp, is no block of its own then."""
+    """A module that such a stage has several times, here the Mlp, is not a separate block then."""
     points = ["layers.1.mlp", "layers.3", "layers.4"]
     assert_kept_as_predicted(package_of(tmp_path, points, recompute=recompute, balance="time"), "1f1b")
 

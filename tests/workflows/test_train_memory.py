@@ -1,4 +1,4 @@
-"""Memory of a run beside what was predicted of it."""
+"""Memory of a run, compared with the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What F, I, W and B need while they run, beside what was predicted."""
+"""Memory that F, I, W and B need while they run, compared with the prediction."""
 
 from __future__ import annotations
 

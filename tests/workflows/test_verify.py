@@ -38,7 +38,7 @@ def test_difference_is_relative_to_the_largest_value() -> None:
         (torch.zeros(2), None),  # a gradient that was never made, and one of zeros
         (None, torch.zeros(2)),
         (torch.tensor([1.0, -math.inf]), torch.tensor([1.0, -math.inf])),
-        (torch.full((2,), 1e-9), torch.zeros(2)),  # zero but for rounding, beside a gradient of 100
+        (torch.full((2,), 1e-9), torch.zeros(2)),  # zero except for rounding: another gradient is 100
         (torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)),
         (torch.tensor([1 + 1j]), torch.tensor([1 + 1j])),
         (torch.tensor([1.0 + 2**-9], dtype=torch.bfloat16), torch.tensor([1.0], dtype=torch.bfloat16)),

@@ -23,7 +23,7 @@ from pipegraph.workflows.verify import verify
 
 
 class Masked(nn.Module):
-    """A mask of rows, which may lie along any dimension of what is beside it."""
+    """A mask of rows, which may be along any dimension of the other input."""
 
     def __init__(self) -> None:
         super().__init__()

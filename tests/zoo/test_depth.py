@@ -40,7 +40,7 @@ class Deep(nn.Module):
 
 
 def lines(depth: int) -> int:
-    """Lines of source of a model of so many layers in eight stages."""
+    """Lines of source of a model of ``depth`` layers in eight stages."""
     captured = pipegraph.capture(Deep(depth), (torch.zeros(2, 3, dtype=torch.int64),))
     files = generate(pipegraph.plan(captured, stages=8, balance="uniform"), weights=False).files
     return sum(len(text.splitlines()) for text in files.values())

@@ -1,4 +1,4 @@
-"""One model of the zoo: captured, split, written, and trained for one step beside plain autograd."""
+"""One model of the zoo: captured, split, written, trained for one step, and compared with plain autograd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH, TOKENS = 2, 12
 
 @dataclass(frozen=True)
 class Visit:
-    """A model's package, and what one training step of it gave beside the model's own."""
+    """A model's package, and one training step of it, compared with a step of the model."""
 
     name: str
     model: nn.Module
@@ -51,7 +51,7 @@ def split_in_stages(name: str, folder: Path) -> tuple[ModelSource, Package]:
 
 
 def loss_fn(output: Any, target: Any = None) -> Tensor:
-    """A weighted mean of every output: behind a normalisation, the gradient of a plain mean is all rounding."""
+    """A weighted mean of every output: after a normalisation, the gradient of a plain mean is all rounding."""
     outputs = [tensor.float().flatten() for tensor in output_tensors(output).values() if tensor.is_floating_point()]
     return torch.stack([(values * torch.linspace(-1, 1, len(values))).mean() for values in outputs]).sum()
 

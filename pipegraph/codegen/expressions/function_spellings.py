@@ -26,8 +26,8 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.errors import CaptureError
 from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL
-from pipegraph.graph.internals import schema_arguments
 from pipegraph.graph.nodes import RELATIVE_DTYPE, source_line
+from pipegraph.torch_private.operators import schema_arguments
 
 Spelling = Callable[[OperatorCall], Expression | None]
 

@@ -22,10 +22,10 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
 )
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
-from pipegraph.graph.internals import operator_name, schema_arguments
 from pipegraph.graph.nodes import on_meta
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import operator_name, schema_arguments
 
 
 def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression) -> Expression:

@@ -22,10 +22,10 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
     method,
 )
-from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
 from pipegraph.graph.nodes import follows_model, on_meta, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload, operator_name, schema_arguments
 
 TRAINING = Attribute(SELF, "training")
 """Stands for an argument that follows the mode of the module."""

@@ -148,9 +148,6 @@ def _with_one_open(sizes: Sizes, position: int) -> Sizes:
     return (*sizes[:position], -1, *sizes[position + 1 :]) if product else sizes
 
 
-# ---- operator spellings ----------------------------------------------------------------------------------------------
-
-
 # ---- pool spellings --------------------------------------------------------------------------------------------------
 # The spellings of operators with another form in ``torch.nn.functional``: of pools and bags, which return indices as
 # well, and of products of groups.

@@ -27,7 +27,7 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.calls import ArgumentPlace, CallTree, argument_place, result_place
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.internals import has_forward_hooks
+from pipegraph.torch_private.modules import has_forward_hooks
 
 # Constructor arguments that a module keeps under no attribute, or under another name, or that are changed here: how to
 # read them back.

@@ -32,9 +32,9 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.calls import argument_place
 from pipegraph.graph.captured import Captured, StateEntry
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- computed numbers ------------------------------------------------------------------------------------------------
 # Numbers that the source of a model computes: ``self.width // 2`` of a statement, and its value.

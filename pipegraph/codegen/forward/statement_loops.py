@@ -17,8 +17,8 @@ from pipegraph.codegen.forward.local_variables import goes_over_modules
 from pipegraph.codegen.names.source_loops import SourceLoop, loops_at
 from pipegraph.codegen.names.source_statements import SourceStatements, is_of_torch
 from pipegraph.graph.captured import BRANCH
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import shape_of
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- step keys -------------------------------------------------------------------------------------------------------
 # What tells whether two items of a ``forward`` are one step of two iterations of a loop of the model's source.

@@ -23,8 +23,8 @@ from pipegraph.codegen.forward.items import (
 from pipegraph.codegen.names.sequences import named_by_caller
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
 from pipegraph.graph.captured import by_mode
-from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 
 class ValueNames:

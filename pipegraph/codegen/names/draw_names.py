@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from pipegraph.graph.captured import Captured, runs_in_training
-from pipegraph.graph.internals import OpOverload
 from pipegraph.graph.nodes import arguments_of, path_of
+from pipegraph.torch_private.operators import OpOverload
 
 
 def draw_names(captured: Captured, nodes: Sequence[fx.Node], called: Collection[str]) -> dict[str, tuple[str, ...]]:

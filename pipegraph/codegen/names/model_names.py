@@ -14,9 +14,9 @@ from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.graph.calls import CallTree, argument_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import value_text
-from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 
 class ModelNames:

@@ -17,9 +17,10 @@ from pipegraph.codegen.validation.terms import Key
 from pipegraph.graph.aliasing import written_by
 from pipegraph.graph.calls import CallTree, StageMembers, call_tree
 from pipegraph.graph.captured import BRANCH, Captured, by_mode, model_dtype, model_number
-from pipegraph.graph.internals import OpOverload, pytree, schema_arguments
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.stages import StageGraph
+from pipegraph.torch_private.operators import OpOverload, schema_arguments
+from pipegraph.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipegraph.codegen.validation.terms import Key, Operand, Terms
 from pipegraph.codegen.validation.views import dimension
-from pipegraph.graph.internals import OpOverload, operator_name, schema_arguments
+from pipegraph.torch_private.operators import OpOverload, operator_name, schema_arguments
 
 CAST: Final = "aten._to_copy."
 """The operator of a term that is another one in another dtype."""

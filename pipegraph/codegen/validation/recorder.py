@@ -19,16 +19,10 @@ from torch import Tensor
 from pipegraph.codegen.validation.operations import CAST, arguments_by_name, number_argument, operation_key
 from pipegraph.codegen.validation.terms import Key, Operand, Terms, replace_terms
 from pipegraph.codegen.validation.views import Step, expansion, split_steps, view_steps, view_term
-from pipegraph.graph.internals import (
-    OpOverload,
-    TorchDispatchMode,
-    no_dispatch,
-    operator_name,
-    schema_arguments,
-    storage_identity,
-    values_of,
-)
 from pipegraph.graph.operators import operator_of_target
+from pipegraph.torch_private.fake_tensors import TorchDispatchMode, no_dispatch, values_of
+from pipegraph.torch_private.operators import OpOverload, operator_name, schema_arguments
+from pipegraph.torch_private.tensors import storage_identity
 
 _COPIES: Final = frozenset({"clone", "_to_copy", "to", "contiguous", "lift_fresh_copy"})
 """Operators that copy a tensor if they do not change its dtype."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.codegen.validation.recorder import RecordedTerms, TermRecorder
-from pipegraph.graph.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 SMALLEST = 4
 """Calls of fewer operations are run, which takes no longer."""

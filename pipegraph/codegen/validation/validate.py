@@ -20,11 +20,13 @@ from pipegraph.codegen.validation.terms import Terms
 from pipegraph.codegen.validation.written_stage import WrongStateError, check_state, run_written, set_state
 from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.internals import call_name, new_fake_mode, pytree
 from pipegraph.graph.nodes import path_of, source_line
 from pipegraph.graph.partition.stages import StageGraph, calls_of
 from pipegraph.package.source_import import PACKAGE_NAME
 from pipegraph.planner.plan import Plan
+from pipegraph.torch_private.export import call_name
+from pipegraph.torch_private.fake_tensors import new_fake_mode
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- hooked calls ----------------------------------------------------------------------------------------------------
 # Compare the calls of modules with hooks for their backward, which get gradients of arguments and results.

@@ -14,8 +14,9 @@ from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL, batch_norms_over_all
-from pipegraph.graph.internals import is_persistent, pytree
 from pipegraph.graph.partition.stages import StageGraph
+from pipegraph.torch_private.modules import is_persistent
+from pipegraph.torch_private.pytrees import pytree
 
 
 class WrongStateError(Exception):

@@ -21,9 +21,10 @@ from pipegraph.cost.roofline.operator_work import (
     rate_name,
     result_tensors,
 )
-from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, call_of, called_graph
-from pipegraph.kernels.inductor.internals import inductor_decompositions
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.inductor import inductor_decompositions
+from pipegraph.torch_private.tracing import trace
 
 
 def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -38,9 +39,9 @@ def trace_aten(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Gra
         returned = function(*tensors)
         return list(returned) if isinstance(returned, tuple) else [returned]
 
-    with internals.fake_tensors(), torch.no_grad():
+    with fake_tensors(), torch.no_grad():
         arguments = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in inputs]
-        module = internals.trace(outputs, arguments, inductor_decompositions())
+        module = trace(outputs, arguments, inductor_decompositions())
     module.graph.eliminate_dead_code()
     return module
 

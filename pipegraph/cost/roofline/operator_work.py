@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from pipegraph.graph.internals import OpOverload, operator_name, pytree, schema_arguments
 from pipegraph.graph.operators import Loop, operator_of
 from pipegraph.kernels.graphs.division import is_view
+from pipegraph.torch_private.operators import OpOverload, operator_name, schema_arguments
+from pipegraph.torch_private.pytrees import pytree
 
 Sizes = dict[str, float]
 """m, n, k; length and head_dim; flops: what tables of a profile may be over."""

@@ -22,9 +22,8 @@ from pipegraph.cost.roofline.operator_work import FusionRole
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.segments.saved_memory import SavedMemory, kept_memory, unknown_memory
 from pipegraph.cost.segments.subgraph import Subgraph, SubgraphModule, empty_like_value, subgraph_of
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import path_of
-from pipegraph.kernels import Loss, internals
+from pipegraph.kernels import Loss
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.compilers import compiler, options
 from pipegraph.kernels.gradient_products import products_of
@@ -36,6 +35,8 @@ from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
 from pipegraph.progress import report_progress
 from pipegraph.recompute import DEFAULT, EVERYWHERE, OFFLOAD, Recompute, Region
 from pipegraph.schedule import Kind
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- live ranges -----------------------------------------------------------------------------------------------------
 # What the graphs of a block hold in memory while they run, by the live ranges of their values.
@@ -415,7 +416,7 @@ def _traced(
     subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions, regions: Regions
 ) -> DividedFunction:
     instead = {torch.ops.aten.scaled_dot_product_attention.default: fused_attention} if tracing.gpu else None
-    with internals.fake_tensors():
+    with fake_tensors():
         state = [empty_like_value(node.meta["val"]) for node in subgraph.state]
         module = SubgraphModule(subgraph, state, instead=instead)
         inputs = [empty_like_value(node.meta["val"]) for node in subgraph.inputs]

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, fx
 
 from pipegraph.cost.segments.subgraph import Subgraph
-from pipegraph.graph.internals import pytree
 from pipegraph.kernels.graphs.division import base_of, is_view
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import place_of
+from pipegraph.torch_private.pytrees import pytree
 
 
 @dataclass(frozen=True)

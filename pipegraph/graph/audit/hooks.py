@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from pipegraph.errors import CaptureError, path_from_here
 from pipegraph.graph.captured import GradientHook, StateEntry
 from pipegraph.graph.function_text import FunctionText, NotPortableError, function_text
-from pipegraph.graph.internals import backward_hooks_of, hooks_of, memory_of, version_of
+from pipegraph.torch_private.modules import backward_hooks_of
+from pipegraph.torch_private.tensors import hooks_of, memory_of, version_of
 
 _LARGEST: Final = 2**24
 """The number of elements up to which a hook is tried on a gradient."""

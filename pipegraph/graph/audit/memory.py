@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.internals import memory_of, storage_identity
+from pipegraph.torch_private.tensors import memory_of, storage_identity
 
 
 class _Extent(NamedTuple):

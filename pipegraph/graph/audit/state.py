@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import is_user_file
-from pipegraph.graph.internals import storage_identity, version_of
+from pipegraph.torch_private.tensors import storage_identity, version_of
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS: Final = (list, tuple, dict, OrderedDict, set, frozenset, deque)

@@ -8,7 +8,7 @@ from typing import Any, Final
 from pipegraph.graph.batch.row_call import Place, RowCall, moved_by
 from pipegraph.graph.batch.row_state import INVARIANT, Content, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.batch.shape_rules import Rule, rows_of, source
-from pipegraph.graph.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 
 def elementwise(call: RowCall) -> State | tuple[State, ...]:

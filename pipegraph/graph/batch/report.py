@@ -13,9 +13,9 @@ from pipegraph.graph.batch.roles import DeclaredRoles, RoleAssignment
 from pipegraph.graph.batch.row_proof import RowProof
 from pipegraph.graph.batch.row_state import Invariant, Rows
 from pipegraph.graph.batch_report import BatchReport, BatchRole, MixingOperator, Proof
-from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import arguments_of, source_line
 from pipegraph.graph.operators import Loop, operator_of
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 Compare = Callable[[Mapping[str, BatchRole]], bool | None]
 """Roles → whether the model gives the same for a batch as for its halves; None if that cannot be computed."""

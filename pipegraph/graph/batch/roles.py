@@ -21,9 +21,9 @@ from pipegraph.graph.batch.row_proof import RowProof, prove_rows
 from pipegraph.graph.batch.row_state import INVARIANT, LISTED, Rows, State
 from pipegraph.graph.batch_report import BatchRole
 from pipegraph.graph.export.dynamic_shapes import BATCH, argument_names
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import shape_of
 from pipegraph.graph.symbolic_size import InputDimension, SymbolicSize
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- conventions -----------------------------------------------------------------------------------------------------
 # Roles that follow from the names of transformers' arguments, which the library uses for one thing alone.

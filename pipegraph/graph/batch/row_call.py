@@ -10,9 +10,10 @@ from torch import Tensor, fx
 
 from pipegraph.graph.batch.row_state import INVARIANT, Content, Counts, NoRuleError, Rows, RowsMixError, State
 from pipegraph.graph.export.dynamic_shapes import BATCH
-from pipegraph.graph.internals import OpOverload, operator_name, pytree, schema_arguments
 from pipegraph.graph.nodes import arguments_of, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload, operator_name, schema_arguments
+from pipegraph.torch_private.pytrees import pytree
 
 PROOF_ROWS = 2**4 * 3**2 * 5 * 7 * 1_000_003
 """The rows at which shapes are computed. No other size has this prime factor, so that a size which is a multiple of it

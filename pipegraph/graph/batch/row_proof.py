@@ -36,9 +36,9 @@ from pipegraph.graph.batch.row_state import (
 )
 from pipegraph.graph.batch.shape_rules import SHAPE_RULES, Rule, factory
 from pipegraph.graph.captured import by_mode
-from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import named_sizes
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 Result = State | tuple[State, ...]
 

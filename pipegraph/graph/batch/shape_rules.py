@@ -17,7 +17,7 @@ import torch
 
 from pipegraph.graph.batch.row_call import RowCall, moved_by, uniform_rows
 from pipegraph.graph.batch.row_state import INVARIANT, Content, NoRuleError, Rows, RowsMixError, Sorted, State
-from pipegraph.graph.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 Rule = Callable[[RowCall], State | tuple[State, ...]]
 

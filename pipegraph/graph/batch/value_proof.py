@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipegraph.graph.batch_report import BatchRole
 from pipegraph.graph.distinct_rows import distinct_rows
-from pipegraph.graph.internals import pytree
+from pipegraph.torch_private.pytrees import pytree
 
 _TOLERANCE: Final = 1e-4
 """Relative, in float32: sums of another order differ by less, and other rows by more."""

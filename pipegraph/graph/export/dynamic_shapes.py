@@ -12,8 +12,8 @@ from torch import nn
 from torch.export import Dim
 
 from pipegraph.errors import CaptureError, nearest
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension, SizeLimits
+from pipegraph.torch_private.pytrees import pytree
 
 BATCH = "batch"
 """The name of the size that is cut into microbatches."""

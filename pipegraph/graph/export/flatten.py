@@ -19,10 +19,11 @@ from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.fractions import is_exact
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError, InputSizes, is_symbolic
 from pipegraph.graph.export.kept_sizes import OF_ATEN
-from pipegraph.graph.internals import HigherOrderOperator, OpOverload, fake_mode_of, values_of
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import number_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.fake_tensors import fake_mode_of, values_of
+from pipegraph.torch_private.operators import HigherOrderOperator, OpOverload
 
 aten = torch.ops.aten
 

@@ -21,8 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
-from pipegraph.graph.internals import pytree, symbolic_expression, traced_node
 from pipegraph.graph.nodes import HELPER_MARK
+from pipegraph.torch_private.export import symbolic_expression, traced_node
+from pipegraph.torch_private.pytrees import pytree
 
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.SymInt, torch.dtype, torch.device)
 

@@ -17,7 +17,6 @@ from pipegraph.graph.export.fractions import has_fraction
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError
 from pipegraph.graph.export.size_guards import SizeGuards, same_sizes
 from pipegraph.graph.export.torch_export import Exported
-from pipegraph.graph.internals import fake_empty, guards_of, pytree, symbolic_expression
 from pipegraph.graph.nodes import SIZES
 from pipegraph.graph.symbolic_size import (
     LONGEST_TEXT,
@@ -29,6 +28,9 @@ from pipegraph.graph.symbolic_size import (
     SymbolicSize,
     expression_text,
 )
+from pipegraph.torch_private.export import guards_of, symbolic_expression
+from pipegraph.torch_private.fake_tensors import fake_empty
+from pipegraph.torch_private.pytrees import pytree
 
 
 class InputSizes:

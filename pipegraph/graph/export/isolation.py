@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.internals import fake_mode_of, memory_of, new_fake_mode, pytree, version_of
 from pipegraph.graph.model_structure import is_layer_of_torch
+from pipegraph.torch_private.fake_tensors import fake_mode_of, new_fake_mode
+from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.tensors import memory_of, version_of
 
 # ---- tensor identity -------------------------------------------------------------------------------------------------
 # Parameters and buffers that a model reads through a list, a dict or a closure, and not as attributes of a module.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import is_user_file
-from pipegraph.graph.internals import replaced
+from pipegraph.torch_private.export import replaced
 
 aten = torch.ops.aten
 

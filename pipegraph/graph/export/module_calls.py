@@ -18,7 +18,8 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import CHECKPOINTED, plain_containers
 from pipegraph.graph.export.function_calls import HelperCalls
-from pipegraph.graph.internals import call_name, current_call, module_calls_wrapped, pytree, traced_node
+from pipegraph.torch_private.export import call_name, current_call, module_calls_wrapped, traced_node
+from pipegraph.torch_private.pytrees import pytree
 
 # Arguments whose values are recorded.
 _PLAIN = (bool, int, float, str, type(None))

@@ -30,16 +30,12 @@ from pipegraph.graph.export.isolation import (
     refusals_not_logged,
 )
 from pipegraph.graph.export.kept_sizes import CALLS
-from pipegraph.graph.internals import (
-    TorchDispatchMode,
-    exporting,
-    is_mutable,
-    pytree,
-    schema_arguments,
-    values_of,
-)
 from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.operators import operator_of_target
+from pipegraph.torch_private.export import exporting
+from pipegraph.torch_private.fake_tensors import TorchDispatchMode, values_of
+from pipegraph.torch_private.operators import is_mutable, schema_arguments
+from pipegraph.torch_private.pytrees import pytree
 
 Operations = list[Any]
 """(operator, arguments) of each operation. For a tensor stand its shape, its dtype, and a number that two tensors share

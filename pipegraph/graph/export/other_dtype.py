@@ -12,7 +12,6 @@ from torch import fx, nn
 from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.torch_export import Exported, export_in
-from pipegraph.graph.internals import OpOverload, pytree
 from pipegraph.graph.model_structure import state_of
 from pipegraph.graph.nodes import (
     OTHER_DTYPE,
@@ -25,6 +24,8 @@ from pipegraph.graph.nodes import (
 )
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload
+from pipegraph.torch_private.pytrees import pytree
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ import sympy
 import torch
 
 from pipegraph.errors import current_user_line
-from pipegraph.graph.export.internals import size_expressions_seen
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.symbolic_size import InputDimension
+from pipegraph.torch_private.export import size_expressions_seen
+from pipegraph.torch_private.pytrees import pytree
 
 _LONGEST: Final = 400
 """Numbers, sizes and operations in an expression. The models of docs/models.md have 194 at most, but for a Swin, which

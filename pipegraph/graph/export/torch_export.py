@@ -25,19 +25,16 @@ from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
 from pipegraph.graph.export.explanations import at_line, explanation, summary
 from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
-from pipegraph.graph.export.internals import fixed_sizes_seen
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
 from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_kept
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.operation_record import calls_of_model, operations_of_model
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
-from pipegraph.graph.internals import (
-    autograd_functions_wrapped,
-    pytree,
-    recurrent_layers_without_steps,
-)
 from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
+from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen
+from pipegraph.torch_private.modules import recurrent_layers_without_steps
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- python random ---------------------------------------------------------------------------------------------------
 # Random numbers of Python and NumPy that a model draws: a graph would have what one draw gives, for ever.
@@ -87,9 +84,6 @@ def _at(seed: int | None, run: Callable[..., Any], *arguments: Any) -> Any:
         if numpy is not None:
             numpy.random.seed(seed)
     return run(*arguments)
-
-
-# ---- torch export ----------------------------------------------------------------------------------------------------
 
 
 # ---- sliced lists ----------------------------------------------------------------------------------------------------

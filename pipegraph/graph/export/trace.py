@@ -25,10 +25,10 @@ from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError
 from pipegraph.graph.export.size_guards import SizeGuards, Sizes
 from pipegraph.graph.export.torch_export import Exported, export
 from pipegraph.graph.index_bounds import RangeLimit, range_limits
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.model_structure import state_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.symbolic_size import InputDimension, SizeLimits
+from pipegraph.torch_private.pytrees import pytree
 
 # ---- remainders ------------------------------------------------------------------------------------------------------
 # Sizes that a model pads to a multiple of a chunk: whether its program holds with and without padding.

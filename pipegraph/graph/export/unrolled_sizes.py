@@ -18,8 +18,9 @@ from torch import nn
 from pipegraph.graph.export.dynamic_shapes import BATCH
 from pipegraph.graph.export.operation_record import without_memory
 from pipegraph.graph.export.trace import Example
-from pipegraph.graph.internals import TorchDispatchMode, pytree, values_of
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
+from pipegraph.torch_private.fake_tensors import TorchDispatchMode, values_of
+from pipegraph.torch_private.pytrees import pytree
 
 # Counts may grow with the square of a size: each iteration of a loop may loop over all elements again.
 _DEGREE = 2

@@ -14,7 +14,6 @@ from torch import fx
 
 from pipegraph.graph.aliasing import is_stable
 from pipegraph.graph.captured import PIPE_SPLITS, VALUE
-from pipegraph.graph.internals import OpOverload, is_mutable, pytree
 from pipegraph.graph.nodes import (
     OTHER_DTYPE,
     RELATIVE_DTYPE,
@@ -27,6 +26,8 @@ from pipegraph.graph.nodes import (
 )
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload, is_mutable
+from pipegraph.torch_private.pytrees import pytree
 
 aten = torch.ops.aten
 

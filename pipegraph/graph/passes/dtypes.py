@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from pipegraph.graph.captured import model_dtype, model_number
-from pipegraph.graph.internals import OpOverload, call_name, schema_arguments
 from pipegraph.graph.nodes import (
     OTHER_DTYPE,
     RELATIVE_DTYPE,
@@ -22,6 +21,8 @@ from pipegraph.graph.nodes import (
     source_line,
 )
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.export import call_name
+from pipegraph.torch_private.operators import OpOverload, schema_arguments
 
 aten = torch.ops.aten
 

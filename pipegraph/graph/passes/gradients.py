@@ -9,9 +9,9 @@ from torch import fx
 
 from pipegraph.graph.aliasing import shared_memory, written_by
 from pipegraph.graph.captured import BRANCH, Captured
-from pipegraph.graph.internals import pytree
 from pipegraph.graph.nodes import label_of
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.pytrees import pytree
 
 
 def mark_gradients(graph: fx.Graph) -> None:

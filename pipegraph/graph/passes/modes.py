@@ -9,12 +9,14 @@ from torch import fx, nn
 
 from pipegraph.graph.calls import copy_places, replace_node
 from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, BranchPart, ModuleEntry, by_mode
-from pipegraph.graph.internals import call_name, has_forward_hooks, pytree
 from pipegraph.graph.mode_comparison import ModeComparison
 from pipegraph.graph.mode_differences import ModeDifference, OtherGraphError
 from pipegraph.graph.model_structure import follows_mode, mentions_mode
 from pipegraph.graph.nodes import SIZES, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.export import call_name
+from pipegraph.torch_private.modules import has_forward_hooks
+from pipegraph.torch_private.pytrees import pytree
 
 aten = torch.ops.aten
 

@@ -11,9 +11,10 @@ import sympy
 import torch
 from torch import fx
 
-from pipegraph.graph.internals import fake_empty, fake_mode_of, pytree
 from pipegraph.graph.nodes import SIZES, shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.fake_tensors import fake_empty, fake_mode_of
+from pipegraph.torch_private.pytrees import pytree
 
 
 def resize(graph: fx.Graph, sizes: Mapping[sympy.Symbol, int]) -> None:

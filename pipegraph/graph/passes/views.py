@@ -10,9 +10,10 @@ from torch import Tensor, fx
 
 from pipegraph.graph.aliasing import is_stable
 from pipegraph.graph.calls import replace_node
-from pipegraph.graph.internals import OpOverload, is_view
 from pipegraph.graph.nodes import any_layout, arguments_of, on_meta, set_value, shape_of
 from pipegraph.graph.operators import View, operator_of
+from pipegraph.torch_private.operators import OpOverload
+from pipegraph.torch_private.tensors import is_view
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import is_view, readers_of, viewed_by, written_by
-from pipegraph.graph.internals import OpOverload, operator_name
 from pipegraph.graph.nodes import OTHER_DTYPE, RELATIVE_DTYPE, dtypes_of, on_meta, path_of, shape_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
+from pipegraph.torch_private.operators import OpOverload, operator_name
 
 aten = torch.ops.aten
 

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.autocast import autocast_as
 from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
 from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules, TensorLayout
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.graphs.regions import ModuleRegions, Regions
-from pipegraph.kernels.internals import tree_leaves, tree_unflatten
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.random.draws import RandomOps
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.symbolic.internals import is_symbolic, number_of
 from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, dimensions
 from pipegraph.recompute import Recompute
+from pipegraph.torch_private.fake_tensors import fake_tensors
+from pipegraph.torch_private.pytrees import tree_leaves, tree_unflatten
+from pipegraph.torch_private.symbolic_shapes import is_symbolic, number_of
+from pipegraph.torch_private.tracing import python_dispatch
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def differentiate(
         expressions, blocks = now, RepeatedModules(root, regions)
         leaves = [_new_leaf(primal) for primal in primals]
         draws = RandomOps(root, outside) if options.is_seeded else None
-        with internals.python_dispatch(), blocks.recording(draws), state.replaced(leaves[: len(state)]):
+        with python_dispatch(), blocks.recording(draws), state.replaced(leaves[: len(state)]):
             outputs = function(leaves)
     inlined: dict[str, str] = {}
     while waiting := [record for record in blocks.outermost() if record.block is None]:
@@ -132,7 +133,7 @@ def _differentiate_call(record: RecordedCall, options: TraceOptions) -> DividedF
 
     with ExitStack() as stack:
         if sizes:  # with an environment of their own
-            stack.enter_context(internals.fake_tensors(sizes.environment))
+            stack.enter_context(fake_tensors(sizes.environment))
         stack.enter_context(torch.set_grad_enabled(record.grad_enabled))
         stack.enter_context(autocast_as(record.autocast))
         primals = [

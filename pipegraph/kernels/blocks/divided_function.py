@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from pipegraph.debug import dump, verifying
 from pipegraph.errors import user_line
-from pipegraph.kernels import internals
 from pipegraph.kernels.graphs import block_operation
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph
 from pipegraph.kernels.graphs.checks import check_division, runs_as_traced
@@ -23,12 +22,13 @@ from pipegraph.kernels.graphs.division import (
     forward_graph,
     saved_values,
 )
-from pipegraph.kernels.graphs.internals import outside_traces
 from pipegraph.kernels.graphs.joint_graph import JointGraph, constant_of
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.module_state import with_strides
 from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
 from pipegraph.recompute import OFFLOAD
+from pipegraph.torch_private.partitioner import outside_traces
+from pipegraph.torch_private.pytrees import tree_leaves
 
 # What torch raises where Python asks for the value of a fake tensor.
 _NUMBER_TAKEN = "DataDependentOutputException", "GuardOnDataDependentSymNode"
@@ -119,7 +119,7 @@ class DividedFunction:
         """The name of a value that is computed from no other, and is not on this type of device; None without any."""
         for node in self.joint.module.graph.nodes:
             if node.op in ("placeholder", "get_attr") or block_operation.is_random(node):
-                first, *_ = internals.tree_leaves(node.meta.get("val", constant_of(self.joint.module, node)))
+                first, *_ = tree_leaves(node.meta.get("val", constant_of(self.joint.module, node)))
                 if isinstance(first, Tensor) and first.device.type != device:  # a seed may follow on the host
                     return str(node.name)
         names = (block.begins_elsewhere(device) for block in self.blocks)

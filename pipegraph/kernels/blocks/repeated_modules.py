@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from pipegraph.kernels.autocast import AutocastState, autocast_state
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.regions import ModuleRegions, placed
-from pipegraph.kernels.internals import storage_identity, tree_flatten, tree_unflatten, version
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.random.draws import RandomOps
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
-from pipegraph.kernels.symbolic.internals import evaluate, expression, is_symbolic, placeholder_symbol
 from pipegraph.kernels.symbolic.symbolic_sizes import contiguous_strides, dimensions
 from pipegraph.kernels.trace_guard import module_signature, tensor_kind, tensor_signature, value_signature
 from pipegraph.recompute import Region
+from pipegraph.torch_private.pytrees import tree_flatten, tree_unflatten
+from pipegraph.torch_private.symbolic_shapes import evaluate, expression, is_symbolic, placeholder_symbol
+from pipegraph.torch_private.tensors import storage_identity
+from pipegraph.torch_private.tensors import version_of as version
 
 _CONSTANTS = (type(None), bool, int, float, str)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.module_state import gradient_in_place
+from pipegraph.torch_private.tensors import is_held_elsewhere, zero_all
 
 Places = tuple[int, ...]
 """The addresses of gradients"""
@@ -35,12 +35,12 @@ class KeptGradients:
         for number, parameter in parameters.items():
             if parameter.grad is None:
                 memory = self._memory.get(number)
-                if memory is None or internals.is_held_elsewhere(memory):
+                if memory is None or is_held_elsewhere(memory):
                     memory = self._memory[number] = torch.empty_like(parameter, requires_grad=False)
                 parameter.grad = memory.detach()
                 new.append(memory)
         if new:
-            internals.zero_all(new)
+            zero_all(new)
         gradients = [gradient_in_place(parameter) for parameter in parameters.values()]
         places = tuple(0 if gradient is None else gradient.data_ptr() for gradient in gradients)
         return None if 0 in places else places

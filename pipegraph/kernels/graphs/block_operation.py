@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes
+from pipegraph.torch_private.operators import OpOverload, argument_names
 
 GradientMask = tuple[bool, ...]
 """Of each output of a function: whether a gradient arrives for it."""
@@ -113,7 +113,7 @@ def is_random(node: fx.Node) -> bool:
     operation = node.target
     if operation is OPERATION:
         return node.args[3] == "F" and block_of(node).is_random
-    if not isinstance(operation, internals.OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+    if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     # The backward of attention has the tag too, but repeats the forward's numbers from the seed that it is given.
-    return "philox_seed" not in internals.argument_names(operation)
+    return "philox_seed" not in argument_names(operation)

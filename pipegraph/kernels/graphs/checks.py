@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from pipegraph.debug import InvalidGraphError
-from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import GradientMask, KernelGraph
 from pipegraph.kernels.graphs.division import BackwardGraphs, base_of
 from pipegraph.kernels.graphs.joint_graph import JointGraph, constant_of
+from pipegraph.torch_private.fake_tensors import fake_tensors
 
 
 def check_division(
@@ -71,7 +71,7 @@ def runs_as_traced(joint: JointGraph, numbers: Sequence[int]) -> bool:
     right.
     """
     values: dict[fx.Node, Any] = {}
-    with internals.fake_tensors():
+    with fake_tensors():
         for node in joint.module.graph.nodes:
             expected = _at(node.meta.get("val"), joint, numbers)
             if node.op == "placeholder":

@@ -21,14 +21,14 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, is_random
 from pipegraph.kernels.graphs.convolution_gradients import join_gradients
-from pipegraph.kernels.graphs.internals import min_cut
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.symbolic.symbolic_sizes import are_equal, is_size, size_nodes
 from pipegraph.recompute import OFFLOAD
+from pipegraph.torch_private.operators import OpOverload, is_collective, is_view_operation
+from pipegraph.torch_private.partitioner import min_cut
 
 aten = torch.ops.aten
 
@@ -168,9 +168,9 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return is_view(node.all_input_nodes[0])
-    if node.op != "call_function" or not isinstance(target, internals.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
-    return target in _VIEWS_WITHOUT_ALIAS or internals.is_view_operation(target)
+    return target in _VIEWS_WITHOUT_ALIAS or is_view_operation(target)
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -247,14 +247,14 @@ def _sharing_memory(gradients: Sequence[fx.Node | None], weights: Collection[fx.
 
 
 def _is_collective_result(node: fx.Node) -> bool:
-    return internals.is_collective(node) and node.target is torch.ops._c10d_functional.wait_tensor.default
+    return is_collective(node) and node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def _is_expensive(node: fx.Node) -> bool:
     target = node.target
-    if internals.is_collective(node):  # I does not wait for what only a weight's gradient needs
+    if is_collective(node):  # I does not wait for what only a weight's gradient needs
         return True
-    return isinstance(target, internals.OpOverload) and target.overloadpacket.__name__ in _EXPENSIVE
+    return isinstance(target, OpOverload) and target.overloadpacket.__name__ in _EXPENSIVE
 
 
 def _extract(

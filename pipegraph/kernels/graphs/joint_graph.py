@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels import internals
 from pipegraph.kernels.graphs.block_operation import is_random
-from pipegraph.kernels.graphs.internals import graph_so_far, without_duplicates
 from pipegraph.kernels.graphs.regions import inherit_places
 from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, compute_from_sizes
+from pipegraph.torch_private.fake_tensors import is_fake
+from pipegraph.torch_private.operators import is_mutable
+from pipegraph.torch_private.partitioner import graph_so_far, without_duplicates
+from pipegraph.torch_private.tracing import from_functional, functional, to_functional
+from pipegraph.torch_private.tracing import trace as torch_trace
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -72,25 +75,25 @@ def trace(
     written: list[int] = []
 
     def joint(_: list[Any], primals: list[Tensor], arriving: list[Tensor]) -> list[Tensor | None]:
-        with internals.functional():
-            leaves = [internals.to_functional(primal) for primal in primals]
+        with functional():
+            leaves = [to_functional(primal) for primal in primals]
             with state.replaced(leaves[: len(state)]):
                 outputs = function(leaves)
                 graph = graph_so_far()
                 assert graph is not None
                 forward = list(graph.nodes)
-                values = [internals.from_functional(leaf) for leaf in leaves]
+                values = [from_functional(leaf) for leaf in leaves]
                 written[:] = [index for index, primal in enumerate(primals) if values[index] is not primal]
-                gradients = _gradients(leaves, outputs, tangents, [internals.to_functional(grad) for grad in arriving])
+                gradients = _gradients(leaves, outputs, tangents, [to_functional(grad) for grad in arriving])
             backward = list(islice(graph.nodes, len(forward), None))
             _check_backward(backward)
             placeholders = graph.find_nodes(op="placeholder")
             inherit_places(forward, backward, placeholders[len(placeholders) - len(arriving) :])
             results = [*outputs, *(leaves[index] for index in written), *gradients]
-            return [None if tensor is None else internals.from_functional(tensor) for tensor in results]
+            return [None if tensor is None else from_functional(tensor) for tensor in results]
 
     arriving = [tangent for tangent in tangents if tangent is not None]
-    module = internals.trace(joint, (list(sizes.values), list(primals), arriving), decompositions)
+    module = torch_trace(joint, (list(sizes.values), list(primals), arriving), decompositions)
     return _joint_graph(module, sizes, len(primals), tangents, written)
 
 
@@ -170,12 +173,12 @@ def _check_node(module: fx.GraphModule, node: fx.Node) -> None:
     if not isinstance(constant, Tensor):
         return
     shape = list(constant.shape)
-    if internals.is_fake(constant):
+    if is_fake(constant):
         readers = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
         raise RuntimeError(f"it keeps a tensor of shape {shape}, which {readers} reads, from one call to the next")
     if torch.is_grad_enabled() and constant.requires_grad:
         raise RuntimeError(f"a tensor of shape {shape} requires a gradient, and is not a parameter of a module")
-    if any(internals.is_mutable(user.target) for user in node.users):
+    if any(is_mutable(user.target) for user in node.users):
         raise RuntimeError(f"it writes to a tensor of shape {shape} that is not a buffer of a module")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from pipegraph.kernels.graphs.internals import graph_so_far
 from pipegraph.recompute import Recompute, Region
+from pipegraph.torch_private.partitioner import graph_so_far
 
 _PLACE = "place"
 

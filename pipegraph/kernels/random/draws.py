@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels.random import internals
+from pipegraph.torch_private.checkpointing import arguments as torch_arguments
+from pipegraph.torch_private.checkpointing import checkpointing, redirecting, takes_distributed
 
 # ---- counter generator -----------------------------------------------------------------------------------------------
 # Random operations as pure functions of a key: the same numbers eager and compiled, at once and computed again.
@@ -255,7 +256,7 @@ class RandomOps:
 
     @contextmanager
     def _redirected(self) -> Iterator[None]:
-        with internals.redirecting(self._dispatch), internals.checkpointing(self._repeatable):
+        with redirecting(self._dispatch), checkpointing(self._repeatable):
             yield
 
     def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,10 +284,10 @@ class RandomOps:
     def _dispatch(self, operation: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not is_draw(operation, args, kwargs):
             return operation(*args, **kwargs)
-        if internals.takes_distributed(types):  # DTensor draws for the shard of this rank, by another operation
+        if takes_distributed(types):  # DTensor draws for the shard of this rank, by another operation
             return NotImplemented
         position = self.take([""]).start
-        arguments = internals.arguments(operation, args, kwargs)
+        arguments = torch_arguments(operation, args, kwargs)
         device = _device(arguments)
         self.device = self.device or device
         if self._key is None:
@@ -303,7 +304,7 @@ def is_draw(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     """
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    arguments = internals.arguments(operation, args, kwargs)
+    arguments = torch_arguments(operation, args, kwargs)
     if arguments.get("generator") is not None or "philox_seed" in arguments:
         return False
     if "dropout_p" in arguments:
@@ -366,5 +367,5 @@ def refusing_draws() -> Iterator[None]:
             )
         return operation(*args, **kwargs)
 
-    with internals.redirecting(dispatch):
+    with redirecting(dispatch):
         yield

@@ -13,8 +13,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from pipegraph.kernels.symbolic import internals
-from pipegraph.kernels.symbolic.internals import evaluate, expression, is_symbolic
+from pipegraph.torch_private.symbolic_shapes import (
+    condition_count,
+    evaluate,
+    expression,
+    is_symbolic,
+    new_symbol,
+    shape_environment,
+)
+from pipegraph.torch_private.symbolic_shapes import conditions as torch_conditions
+from pipegraph.torch_private.symbolic_shapes import described as torch_described
+from pipegraph.torch_private.symbolic_shapes import hold as torch_hold
 
 Numbers = tuple[int, ...]
 """The sizes of a call, in the order of the function's symbols."""
@@ -42,9 +51,9 @@ class SymbolicSizes:
     """
 
     def __init__(self, numbers: Sequence[int] = (), names: Sequence[str] | None = None) -> None:
-        self.environment = internals.shape_environment() if numbers else None
+        self.environment = shape_environment() if numbers else None
         self.values = tuple(
-            internals.new_symbol(self.environment, f"size_{index}", number) for index, number in enumerate(numbers)
+            new_symbol(self.environment, f"size_{index}", number) for index, number in enumerate(numbers)
         )
         self.symbols: tuple[Any, ...] = tuple(map(expression, self.values))
         self._names = names or [f"size_{index}" for index in range(len(numbers))]
@@ -59,9 +68,9 @@ class SymbolicSizes:
         """Return what the graphs traced and compiled until now take for granted, as expressions of the symbols."""
         if self.environment is None:
             return []
-        count = internals.condition_count(self.environment)
+        count = condition_count(self.environment)
         if count != self._condition_count:
-            self._expressions, self._condition_count = internals.conditions(self.environment), count
+            self._expressions, self._condition_count = torch_conditions(self.environment), count
             self._validity.clear()
         return self._expressions
 
@@ -69,13 +78,13 @@ class SymbolicSizes:
         """Return the conditions as text."""
         if self.environment is None:
             return []
-        return internals.described(self.environment, dict(zip(self.symbols, self._names, strict=True)))
+        return torch_described(self.environment, dict(zip(self.symbols, self._names, strict=True)))
 
     def hold(self, numbers: Numbers) -> bool:
         """Return whether the conditions hold for these sizes."""
         conditions = self.conditions()
         if numbers not in self._validity:
-            self._validity[numbers] = internals.hold(conditions, dict(zip(self.symbols, numbers, strict=True)))
+            self._validity[numbers] = torch_hold(conditions, dict(zip(self.symbols, numbers, strict=True)))
         return self._validity[numbers]
 
     def at(self, values: Iterable[Any], numbers: Sequence[Any]) -> list[Any]:

@@ -150,9 +150,6 @@ class FractionalStages:
         return np.array([np.bincount(self._stage, row, self._memory.stages) for row in self._costs * shares])
 
 
-# ---- option search ---------------------------------------------------------------------------------------------------
-
-
 # ---- option start ----------------------------------------------------------------------------------------------------
 # The candidate that a search begins with: even cuts, with the fastest options that ranks have room for.
 
@@ -225,9 +222,6 @@ def _fastest_options(
     required_bytes[forbidden] = np.inf
     chosen = np.where(np.isfinite(seconds).any(axis=1), seconds.argmin(axis=1), required_bytes.argmin(axis=1))
     return np.append(cuts, tried[chosen[placement], np.arange(stages)])
-
-
-# ---- option search ---------------------------------------------------------------------------------------------------
 
 
 # ---- option moves ----------------------------------------------------------------------------------------------------

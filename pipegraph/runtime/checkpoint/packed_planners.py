@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor, Replicate
 
-from pipegraph.runtime.internals import PackedPlace, packed_place
+from pipegraph.torch_private.dtensor import PackedPlace, packed_place
 
 Pieces = dict[torch.Size, Tensor]
 """Where each piece of a tensor begins in the whole → what this rank holds of it: the same memory."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipegraph.arguments import argument
 from pipegraph.errors import ArgumentError
-from pipegraph.runtime import internals
+from pipegraph.torch_private.distributed import make_backend
 
 TIMEOUT: Final = 30 * 60.0
 """Seconds: torch's own default for gloo."""
@@ -73,7 +73,7 @@ class Group:
         self._peer = self.ranks[1 - place] if len(self.ranks) == 2 else None  # who is lost in a collective
         with lost_connections(self._peer):
             self._backend: Any = interruptible(
-                lambda: internals.make_backend(store, place, len(self.ranks), device, timeout), device
+                lambda: make_backend(store, place, len(self.ranks), device, timeout), device
             )
 
     def send(self, tensor: Tensor, receiver: int) -> dist.Work:

@@ -65,7 +65,7 @@ def launch(
             or has not ended in time.
     """
     from pipegraph.kernels.cpu import threads_per_rank
-    from pipegraph.runtime.internals import launcher_environment
+    from pipegraph.torch_private.distributed import launcher_environment
 
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:
         common = {**(environment or {}), "OMP_NUM_THREADS": str(threads_per_rank(processes))}

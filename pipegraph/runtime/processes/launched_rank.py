@@ -91,7 +91,7 @@ def use_scratch_folder() -> None:
     folder = scratch_folder()
     if folder is None:
         return
-    from pipegraph.kernels.inductor.internals import keep_folders
+    from pipegraph.torch_private.inductor import keep_folders
 
     keep_folders()
     os.environ["TMPDIR"] = tempfile.tempdir = folder

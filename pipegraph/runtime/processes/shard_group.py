@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pipegraph import collectives
 from pipegraph.collectives import CompositeWork
-from pipegraph.runtime import internals
 from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, SHARD, RankGrid
+from pipegraph.torch_private.distributed import make_group, release_groups, uses_nccl
 
 
 class Reduction(NamedTuple):
@@ -56,7 +56,7 @@ class ShardLine:
         self._grid, self._processes = grid, processes
         self.size, self.ranks = grid.length(SHARD), self._line(SHARD)
         self.place = self.ranks.index(dist.get_rank())
-        self._replica_stream = torch.cuda.Stream(device) if internals.uses_nccl(device) else None
+        self._replica_stream = torch.cuda.Stream(device) if uses_nccl(device) else None
         summed = (SHARD,) if grid.length(REPLICATE) == 1 else DATA if self._replica_stream is None else (REPLICATE,)
         self._summed = self._line(*summed)
         groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}
@@ -100,7 +100,7 @@ class ShardLine:
         """Close the connections, which wakes every rank that waits for this one."""
         groups = dict.fromkeys(group for group in (self._sums, self._group) if group is not None)
         self._group = self._sums = None
-        internals.release_groups(list(groups))
+        release_groups(list(groups))
 
     def _line(self, *names: str) -> tuple[int, ...]:
         grid_rank = self._processes.index(dist.get_rank())
@@ -108,4 +108,4 @@ class ShardLine:
 
     def _connect(self, names: tuple[str, ...], device: torch.device, timeout: float) -> dist.ProcessGroup | None:
         numbered = [[self._processes[rank] for rank in line] for line in self._grid.lines(*names)]
-        return internals.make_group(numbered, device.type, timeout)
+        return make_group(numbered, device.type, timeout)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.loopback import is_one_machine, use_loopback
-from pipegraph.runtime import internals
 from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.faults import FAULT, FaultGuard
 from pipegraph.runtime.processes.group import (
@@ -32,6 +31,8 @@ from pipegraph.runtime.processes.launched_rank import exit_with_parent
 from pipegraph.runtime.processes.meeting import Meeting, environment_store, restart_count
 from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, TENSOR, RankGrid, check_mesh, single
 from pipegraph.runtime.processes.shard_group import ShardLine
+from pipegraph.torch_private.distributed import default_store, groups_made, name_groups_from, release_mesh, uses_nccl
+from pipegraph.torch_private.distributed import make_mesh as torch_make_mesh
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -45,7 +46,7 @@ def check_backend(grid: RankGrid, device: torch.device) -> None:
 
     Over gloo ranks of FSDP and of tensor parallelism on an H100 were gone without a word, with torch 2.11.
     """
-    if device.type == "cuda" and not internals.uses_nccl(device) and grid.size > grid.length(PIPELINE):
+    if device.type == "cuda" and not uses_nccl(device) and grid.size > grid.length(PIPELINE):
         names = [name for name in grid.names if name != PIPELINE and grid.length(name) > 1]
         raise ArgumentError(
             f"the default group was made for gloo, which does not serve tensors on a GPU along {', '.join(names)}.\n"
@@ -120,7 +121,7 @@ class World:
         self.store, self._processes = store, processes
         self.rank, self.grid, self.device = rank, grid, device
         self.timeout = timeout
-        self.uses_nccl = internals.uses_nccl(device)
+        self.uses_nccl = uses_nccl(device)
         self.pipeline = grid.line(rank, PIPELINE)
         self._groups: list[Group] = []
         self._mesh: DeviceMesh | None = None
@@ -188,7 +189,7 @@ class World:
             shape = torch.tensor(self._processes).reshape(self.grid.shape).permute(order)
             ordered = [self.grid.names[place] for place in order]
             self._agree_on_names()
-            self._mesh = internals.make_mesh(shape, ordered, self.device.type, self.timeout)
+            self._mesh = torch_make_mesh(shape, ordered, self.device.type, self.timeout)
         return self._mesh[tuple(name for name in DIMENSIONS if name in names)]
 
     def dimensions_between(self, processes: Collection[int]) -> set[str]:
@@ -206,9 +207,9 @@ class World:
 
     def _agree_on_names(self) -> None:
         """Let all ranks give the same names to the groups of torch's own that they make next. Collective."""
-        number = torch.tensor(internals.groups_made())
+        number = torch.tensor(groups_made())
         self.along(*DIMENSIONS, on_cpu=True).all_reduce(number, dist.ReduceOp.MAX)
-        internals.name_groups_from(int(number))
+        name_groups_from(int(number))
 
     def check_everywhere(self, problem: str | None) -> None:
         """Raise ArgumentError on every rank if one of them has a problem. Collective: every rank must call it."""
@@ -263,7 +264,7 @@ class World:
     def _close_groups(self, abort: bool) -> None:
         if abort and self._mesh is not None:  # else DTensors of the user's may still need it
             mesh, self._mesh = self._mesh, None
-            internals.release_mesh(mesh)
+            release_mesh(mesh)
         for line in self._lines:
             line.close()
         for group in self._groups:
@@ -297,7 +298,7 @@ def join_world(
     assert members is not None, "the default group was there, or was made above"
     ranks = dist.get_process_group_ranks(members) if mesh is None else mesh.mesh.flatten().tolist()
     grid = grid or single(len(ranks))
-    meeting = Meeting(internals.default_store(), dist.get_rank(), ranks, timeout, grid.text)
+    meeting = Meeting(default_store(), dist.get_rank(), ranks, timeout, grid.text)
     with meeting:
         chosen = local_device(device)
         check_backend(grid, chosen)

@@ -119,9 +119,6 @@ def _with_one_gather_less(order: Sequence[int], resident: int, random: Random) -
     return [*head, *(order[at] for at in uses), *tail]
 
 
-# ---- search orders ---------------------------------------------------------------------------------------------------
-
-
 # ---- found schedules -------------------------------------------------------------------------------------------------
 # The schedules that a search has found so far, and which of them is best.
 

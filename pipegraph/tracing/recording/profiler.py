@@ -23,7 +23,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError
-from pipegraph.runtime.internals import profiler_is_recording
 from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.clock import ClockOffset
@@ -31,6 +30,7 @@ from pipegraph.runtime.processes.launched_rank import scratch_folder
 from pipegraph.runtime.step_data import StepResult
 from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
 from pipegraph.schedule import Action, Collective
+from pipegraph.torch_private.distributed import profiler_is_recording
 from pipegraph.tracing import COLLECTIVE_EVENT, action_name, collective_name
 from pipegraph.tracing.recording.run_folder import make_run_folder, run_on_all_ranks, trace_file
 from pipegraph.tracing.recording.step_figures import SinkFactory, StepReporter

@@ -1,4 +1,4 @@
-"""A model that does one thing beside the operations of its graph, in one of several places."""
+"""A model that does one thing that is not an operation of its graph, in one of several places."""
 
 from __future__ import annotations
 
@@ -205,11 +205,11 @@ PLACES = ("forward", "submodule", "helper", "training", "evaluation")
 
 
 class Model(nn.Module):
-    """Does a kind between two layers.
+    """Calls a method of `State` between two layers.
 
     Args:
-        kind: a method of `State`.
-        place: where it is done: in the model's own forward, in that of a child, in a function, or in one mode alone.
+        kind: the name of the method.
+        place: what calls it: the model's own forward, the forward of a child, a function, or one mode alone.
     """
 
     def __init__(self, kind: str, place: str) -> None:

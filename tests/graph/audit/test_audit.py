@@ -1,4 +1,4 @@
-"""What a model does beside its operations is in its stages, or an error with its line: nothing is dropped."""
+"""Everything that a model does apart from its operations is in its stages, or raises an error with its line."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pipegraph.graph.captured import Captured
 
 
 class Function(nn.Module):
-    """A model that is a function, beside a layer that has something to train."""
+    """A layer with parameters, followed by a function."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""Every private interface of Inductor that compiling uses: one function each, with the reason.
-
-All were checked with torch 2.11, 2.13 and 2.15. One that a new torch breaks raises, and what it was to compile runs
-uncompiled.
-"""
+"""Inductor: compiling a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pipegraph.kernels.internals import TORCH_LOCK, Run
+from pipegraph.torch_private.tracing import TORCH_LOCK, Run
 
 
 def inductor_decompositions() -> Mapping[Any, Any]:

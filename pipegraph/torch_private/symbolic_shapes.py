@@ -1,7 +1,4 @@
-"""Every private interface of torch that symbolic sizes use: one function each, with the reason.
-
-All were checked with torch 2.11, 2.13 and 2.15. If one breaks, a stage is traced for each shape.
-"""
+"""Symbolic sizes of a traced graph."""
 
 from __future__ import annotations
 

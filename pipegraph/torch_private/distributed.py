@@ -1,7 +1,4 @@
-"""Every private or undocumented interface of torch that the runtime uses: one function each, with the reason.
-
-Checked with torch 2.11, 2.13 and 2.15. What a new torch breaks here raises an AttributeError or a TypeError.
-"""
+"""Process groups, stores, the launcher, and wrappers of modules."""
 
 from __future__ import annotations
 
@@ -11,19 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils import _pytree
 
-from pipegraph import loopback
+from pipegraph.loopback import ADDRESS
 
 
 def default_store() -> dist.Store:
@@ -163,61 +156,15 @@ def launcher_environment(rank: int, processes: int, port: int) -> dict[str, str]
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": loopback.ADDRESS,
+        "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
-def storage_info(path: str, offset: int, length: int, transforms: Sequence[str] | None) -> Any:
-    """Where a part of a tensor is in the files of torch.distributed.checkpoint, as its `FileSystemReader` takes it.
-
-    The class is private, and its module builds it nowhere but in what it unpickles.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(path, offset, length, transforms)
-
-
 def profiler_is_recording() -> bool:
     """Return whether a profiler of this process records. Torch's public profiler knows only of itself."""
     return bool(torch.autograd._profiler_enabled())
-
-
-def infinities_found(scaler: GradScaler, optimizer: Optimizer) -> list[torch.Tensor]:
-    """For each device 1.0 if `unscale_` found an infinity in an optimizer's gradients, else 0.0.
-
-    `step` and `update` read these tensors. Only subclasses in torch reduce them over ranks, and over one group alone.
-    """
-    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
-
-
-def unscaling_of_parts(scaler: GradScaler, part_of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """A method for a scaler, under its name, by which `unscale_` takes the parts of DTensors that `part_of` gives.
-
-    It takes all gradients of an optimizer in one operation, for which torch mixes DTensors neither with other tensors
-    nor with those of another mesh. Torch's own subclasses override the same method.
-    """
-    unscale_gradients = type(scaler)._unscale_grads_
-
-    def part(parameter: torch.Tensor) -> torch.Tensor:
-        if parameter.grad is None or not hasattr(parameter, "placements"):
-            return parameter
-        local_gradient = part_of(parameter.grad)
-        stand_in = local_gradient.detach()
-        stand_in.grad = local_gradient
-        return stand_in
-
-    def unscale(optimizer: Any, *args: Any) -> Any:
-        groups = [{"params": list(map(part, group["params"]))} for group in optimizer.param_groups]
-        return unscale_gradients(scaler, SimpleNamespace(param_groups=groups), *args)  # type: ignore[arg-type]
-
-    return {"_unscale_grads_": unscale}
-
-
-def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Return whether `unscale_` has been called for the gradients that an optimizer has now."""
-    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED")
 
 
 def checkpointed(module: nn.Module) -> nn.Module | None:
@@ -250,69 +197,6 @@ def has_communication_hook(wrapper: DistributedDataParallel) -> bool:
     return bool(wrapper._comm_hooks)
 
 
-def sharding_policy(module: Any) -> Any:
-    """The MixedPrecisionPolicy with which a user has applied `fully_shard` to a module, which has no public way to it.
-
-    Everything else of that follows from the parameters and their public layouts.
-    """
-    return module._get_fsdp_state()._mp_policy
-
-
-class ShardingRanks(NamedTuple):
-    """The global ranks between which `fully_shard` divides parameters, and those over which it reduces gradients."""
-
-    dividing: set[int]
-    reducing: set[int]
-
-
-def sharding_ranks(module: Any) -> ShardingRanks:
-    """Over which ranks a user has applied `fully_shard` to a module. Its mesh has no public way to it.
-
-    The layout of a parameter does not say which of its dimensions are of `fully_shard`, and which were there before.
-    """
-    state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    meshes = [group.mesh_info for group in groups if group is not None]
-    shards = [mesh_info.shard_process_group for mesh_info in meshes if mesh_info.shard_mesh_dim is not None]
-    return ShardingRanks(
-        {rank for group in shards for rank in dist.get_process_group_ranks(group)},
-        {rank for mesh_info in meshes for rank in mesh_info.mesh.mesh.flatten().tolist()},
-    )
-
-
-def packed_shard(dim: int, parts: int) -> Any:
-    """Return a placement that cuts a dimension into `parts` consecutive parts, and divides each between all ranks.
-
-    Public placements divide a dimension as a whole. torch uses this one for FSDP over tensor parallelism, and
-    transformers for packed projections.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=parts)
-
-
-class PackedPlace(NamedTuple):
-    """Which dimension of a DTensor is packed, of how many parts, and which dimension of the mesh divides them."""
-
-    dim: int
-    parts: int
-    mesh_dim: int
-
-
-def packed_place(tensor: Any) -> PackedPlace | None:
-    """Where `packed_shard` divides a DTensor; None if it does nowhere.
-
-    Torch writes FSDP over a dimension that tensor parallelism divides as it writes a packed one; but there a later
-    dimension of the mesh divides the same dimension.
-    """
-    placements = getattr(tensor, "placements", ())
-    for index, placement in enumerate(placements):
-        is_packed = type(placement) is type(packed_shard(0, 1))
-        if is_packed and not any(successor.is_shard(placement.dim) for successor in placements[index + 1 :]):
-            return PackedPlace(placement.dim, placement.split_factor, index)
-    return None
-
-
 @contextmanager
 def reporting_operations(report: Callable[[Any, Any], None]) -> Iterator[None]:
     """Call `report` with each operation that torch runs and with what it is given. The mode has no public name."""
@@ -325,40 +209,3 @@ def reporting_operations(report: Callable[[Any, Any], None]) -> Iterator[None]:
 
     with Reported():
         yield
-
-
-def differentiable_part(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor, differentiably.
-
-    Torch 2.11 cannot add up gradients of a packed tensor that have other strides than it: they get its strides here.
-    """
-    local_tensor: Tensor = tensor.to_local()
-    if torch.__version__ < "2.13" and local_tensor.requires_grad and packed_place(tensor) is not None:
-        local_tensor.register_hook(Tensor.contiguous)
-    return local_tensor
-
-
-pytree = _pytree
-"""Torch's nested containers. It has no public module for them, and other libraries do not know the classes that a model
-registered with torch."""
-
-
-def version(tensor: torch.Tensor) -> int:
-    """A number that every write to the tensor changes."""
-    return tensor._version
-
-
-def take_hooks(parameter: Tensor, module: str) -> list[tuple[str, Callable[..., Any]]]:
-    """Remove the hooks of a parameter whose functions a Python module defines. Only who registers a hook can remove it.
-
-    Returns the methods that register them, and the hooks, in the order in which autograd calls them.
-    """
-    kinds: dict[str, dict[int, Any] | None] = {
-        "register_hook": parameter._backward_hooks,
-        "register_post_accumulate_grad_hook": parameter._post_accumulate_grad_hooks,
-    }
-    registrations = []
-    for method, hooks in kinds.items():
-        keys = [key for key, hook in (hooks or {}).items() if getattr(hook, "__module__", "") == module]
-        registrations += [(method, hooks.pop(key)) for key in keys if hooks is not None]
-    return registrations

@@ -1,11 +1,9 @@
-"""Every private interface of Inductor's C++ that pipegraph uses: one function each, with the reason.
-
-All were checked with torch 2.11, 2.13 and 2.15.
-"""
+"""Inductor's compiler of C++: the kernels of a graph are compiled together."""
 
 from __future__ import annotations
 
 import platform
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,9 +15,8 @@ from typing import Any
 
 import torch
 
-from pipegraph.kernels.inductor.cpp.joined_source import function_name, joined_source
-from pipegraph.kernels.inductor.internals import cache_folder
-from pipegraph.kernels.internals import TORCH_LOCK
+from pipegraph.torch_private.inductor import cache_folder
+from pipegraph.torch_private.tracing import TORCH_LOCK
 
 
 @cache
@@ -199,3 +196,25 @@ def _load_library(kernels: Sequence[Kernel]) -> list[Callable[[], Any]]:
     first: Any = type("Library", (CppPythonBindingsCodeCache,), {"entry_function": function_name(0)})
     load_library = first.load_async(joined_source(sources), submit_fn=submit)
     return loads
+
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$\n?", re.MULTILINE)
+
+
+def joined_source(sources: Sequence[str]) -> str:
+    """Return one source with the functions of all sources, each in its own namespace.
+
+    Include directives come before the first function: no header is read within a namespace. `extern "C"` functions
+    with one name are one function even in two namespaces, so a macro adds a number to each name.
+    """
+    includes = dict.fromkeys(line.strip() for source in sources for line in _INCLUDE.findall(source))
+    lines = list(includes)
+    for index, source in enumerate(sources):
+        lines += [f"#define kernel {function_name(index)}", f"namespace part_{index} {{"]
+        lines += [_INCLUDE.sub("", source), "}", "#undef kernel"]
+    return "\n".join([*lines, ""])
+
+
+def function_name(index: int) -> str:
+    """The name of the function of a source that was joined to others."""
+    return f"kernel_{index}"

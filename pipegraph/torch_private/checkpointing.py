@@ -1,7 +1,4 @@
-"""Every private interface of torch that random numbers use: one function each, with the reason.
-
-All were checked with torch 2.11, 2.13 and 2.15. One that a new torch breaks raises.
-"""
+"""Checkpointed regions and the generators of random numbers."""
 
 from __future__ import annotations
 
@@ -45,8 +42,14 @@ def takes_distributed(types: Sequence[type]) -> bool:
 
 
 _lock = threading.Lock()
+
+
 _users = 0
+
+
 _replaced = ExitStack()
+
+
 _local = threading.local()
 
 

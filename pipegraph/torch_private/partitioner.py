@@ -1,8 +1,4 @@
-"""Every private interface of torch that joint graphs use: one function each, with the reason.
-
-All were checked with torch 2.11, 2.13 and 2.15. One that a new torch breaks raises, and the stage is then left to
-autograd.
-"""
+"""The min-cut partitioner of AOTAutograd."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import fx
 
-from pipegraph.kernels.internals import is_collective
+from pipegraph.torch_private.operators import is_collective
 
 
 def graph_so_far() -> fx.Graph | None:

@@ -1,1 +1,0 @@
-"""Compiling graphs with Inductor."""

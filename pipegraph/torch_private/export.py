@@ -1,0 +1,253 @@
+"""`torch.export` and its tracer."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._export.utils import _compiling_state_context
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from pipegraph.torch_private.fake_tensors import fake_mode_of
+
+
+@contextmanager
+def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
+    """Call ``see`` when an export fixes a size of an input that might vary, while the code that fixes it runs.
+
+    torch says which sizes are fixed, but not by which line of the model; the line that it logs is in torch.
+
+    Args:
+        see: takes the size as torch names it, ``L['tokens'].size()[1]``, and its value.
+    """
+
+    def replace(
+        original: Callable[..., None], env: ShapeEnv, symbol: sympy.Symbol, to: sympy.Expr, reason: str
+    ) -> None:
+        if to.is_Integer:
+            for source in env.var_to_sources.get(symbol, ()):
+                see(_name(source), int(to))
+        original(env, symbol, to, reason)
+
+    with replaced(ShapeEnv, "_set_replacement", replace):
+        yield
+
+
+@contextmanager
+def size_expressions_seen(see: Callable[[sympy.Basic, Callable[[sympy.Basic], list[str]]], None]) -> Iterator[None]:
+    """Call ``see`` before an export evaluates a condition on sizes, while the code that needs it runs.
+
+    torch simplifies the expression again at each evaluation, and does not limit its length. torch records guards
+    outside of the method that is replaced here, so that it still records the line of the code that needs them.
+
+    Args:
+        see: takes the expression, and a function that returns torch's names of the sizes of a symbol.
+    """
+
+    def evaluate(original: Callable[..., Any], env: ShapeEnv, expression: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(expression, sympy.Basic):
+            see(expression, lambda symbol: [_name(source) for source in env.var_to_sources.get(symbol, ())])
+        return original(env, expression, *args, **kwargs)
+
+    with replaced(ShapeEnv, "_maybe_evaluate_static", evaluate):
+        yield
+
+
+def _name(source: Any) -> str:
+    name = source.name
+    source_name: str = name() if callable(name) else name
+    return source_name
+
+
+# The folders of torch (not torchvision) and pipegraph.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+CAPTURE_LOCK = threading.RLock()
+"""Held while a model is captured: ``torch.export``, and what `replaced` puts in the place of functions, are of the
+whole process. A thread may hold it several times."""
+
+
+RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
+
+
+NameCall = Callable[[Any, types.FrameType], str]
+"""(tracer, frame of a function that is running) → the name of its call in stack traces."""
+
+
+ApplyFunction = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(function, apply, args, kwargs) → the function's result, where ``apply(*args, **kwargs)`` applies it."""
+
+
+def symbolic_expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
+    """The expression of a symbolic number of ``torch.export``; publicly there is only its text."""
+    return value.node.expr
+
+
+def guards_of(tensor: torch.Tensor) -> list[sympy.Basic]:
+    """What ``torch.export`` took for granted of the sizes of a program, as the example has it: ``s27 <= 64``.
+
+    Publicly a program names only the range of each size. A symbol that turned out to be a number or another symbol is
+    replaced. What was only asked about the layout of memory (in ``_prims_common``) is left out.
+    """
+    mode = fake_mode_of(tensor)
+    if mode is None or mode.shape_env is None:
+        return []
+    guards = (guard for guard in mode.shape_env.guards if "_prims_common" not in str(guard.sloc.framework_loc))
+    return [mode.shape_env.replace(guard.expr) for guard in guards]
+
+
+def exporting() -> AbstractContextManager[Any]:
+    """A context in which ``torch.compiler.is_exporting()`` holds, as it does in ``torch.export``.
+
+    ``_compiling_state_context``: nothing public sets the flag, and a model may ask for it.
+    """
+    return _compiling_state_context()
+
+
+@contextmanager
+def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None]:
+    """Let ``wrapper`` run every module that ``torch.export`` traces in this thread, and keep in the stack traces of
+    operations the lines of functions that a ``forward`` calls, under the names that ``name_of`` gives their calls.
+
+    ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for custom tracers, which
+    ``torch.export`` does not take. Hooks on modules, the public way, change what some of them do
+    (``nn.TransformerEncoderLayer`` asks for them), and global hooks do not get keyword arguments before the call.
+    ``_filter_traceback_frames`` of the same tracer "can be overridden to customize the frame filtering logic"; by
+    itself it keeps only the frames of ``forward`` methods.
+    """
+
+    def call_module(
+        original: Callable[..., Any],
+        tracer: _ModuleStackTracer,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if "_filter_traceback_frames" not in vars(tracer):
+            of_torch = tracer._filter_traceback_frames
+            vars(tracer)["_filter_traceback_frames"] = lambda frames: _with_helpers(
+                frames, of_torch(frames), partial(name_of, tracer)
+            )
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(tracer, module, forward, args, kwargs)
+
+        return original(tracer, module, run, args, kwargs)
+
+    with replaced(_ModuleStackTracer, "call_module", call_module):
+        yield
+
+
+def _with_helpers(
+    frames: traceback.StackSummary, torch_frames: traceback.StackSummary, name_of: Callable[[types.FrameType], str]
+) -> traceback.StackSummary:
+    """The frames that torch keeps, and those of others that they call, under other names."""
+    places = {(frame.filename, frame.lineno) for frame in torch_frames}
+    first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in places), len(frames))
+    running = _frames_outside(inspect.currentframe())
+    named = []
+    for frame in frames[first:]:
+        if (frame.filename, frame.lineno) in places:
+            named.append(frame)
+        elif not frame.filename.startswith(_LIBRARIES):
+            place = (frame.filename, frame.lineno, frame.name)
+            live_frame = next((candidate for candidate in running if _place_of(candidate) == place), None)
+            name = name_of(live_frame) if live_frame is not None else frame.name
+            named.append(traceback.FrameSummary(frame.filename, frame.lineno, name, line=frame.line))
+    return traceback.StackSummary.from_list(named)
+
+
+def _frames_outside(innermost: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The frames that led to one, outermost first, without it: a frame that holds itself keeps its tensors alive."""
+    frames = []
+    frame = innermost.f_back if innermost is not None else None
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return reversed(frames)
+
+
+def _place_of(frame: types.FrameType) -> tuple[str, int, str]:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+
+
+def call_name(recorded: str) -> str:
+    """The name of a call without the root that the tracer and the exported graph put first, each its own."""
+    return recorded.removeprefix("_export_root").removeprefix("L__self__").lstrip(".")
+
+
+def current_call(tracer: Any) -> str:
+    """The innermost call of a module that ``torch.export`` traces: ``layers.0``, ``layers.0@1`` for the second one."""
+    return next(reversed(tracer.module_stack), "")
+
+
+def traced_node(tracer: Any, tensor: torch.Tensor) -> fx.Node | None:
+    """The node of a tensor while ``torch.export`` traces; None for a tensor that is neither the result of an operation
+    nor an argument of the model. Only the private ``get_proxy_slot`` returns it."""
+    proxy = getattr(get_proxy_slot(tensor, tracer, None), "proxy", None)
+    return None if proxy is None else proxy.node
+
+
+@contextmanager
+def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
+    """Let ``wrapper`` apply every ``torch.autograd.Function`` that is applied in this thread.
+
+    ``torch.export`` leaves no trace of one in a graph, and no mode of torch sees ``autograd.Function.apply``.
+    """
+
+    def apply(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(cls, partial(original, cls), args, kwargs)
+
+    with replaced(torch.autograd.Function, "apply", apply):
+        yield
+
+
+@contextmanager
+def replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let ``replacement(original, *arguments)`` stand for a method of a class or function of a module, in this thread.
+
+    Another thread that wants to replace a method waits, so that they are put back in the reverse order. Within a
+    thread replacements nest.
+    """
+    with CAPTURE_LOCK:
+        attribute = vars(owner)[name]
+        is_classmethod = isinstance(attribute, (classmethod, types.ClassMethodDescriptorType))
+        original = _function_of(attribute)
+        thread = threading.get_ident()
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        method.__dict__.update(getattr(original, "__dict__", {}))  # torch clears the caches of some
+        setattr(owner, name, classmethod(method) if is_classmethod else method)
+        try:
+            yield
+        finally:
+            setattr(owner, name, attribute)
+
+
+def _function_of(attribute: Any) -> Callable[..., Any]:
+    """The function of an attribute of a class, which takes self or cls. From torch 2.15 on ``apply`` is in C."""
+    if isinstance(attribute, classmethod):
+        return attribute.__func__
+    if isinstance(attribute, types.ClassMethodDescriptorType):
+        return lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
+    function: Callable[..., Any] = attribute
+    return function
