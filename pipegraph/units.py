@@ -151,7 +151,7 @@ class TimeFormat:
     def for_seconds(cls, seconds: float) -> TimeFormat:
         """Return the format in which this time is a number from 1 on.
 
-        >>> TimeFormat.of(0.25)
+        >>> TimeFormat.for_seconds(0.25)
         TimeFormat(size=0.001, unit='ms', decimals=None)
         """
         if not seconds:

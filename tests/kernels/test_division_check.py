@@ -41,7 +41,7 @@ BREAKS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "I reads what is not there when it runs: later": lambda f, b: (f, replace(b, input=reading(b.input, "later"))),
     "W reads what is not there when it runs: later": lambda f, b: (f, replace(b, weight=reading(b.weight, "later"))),
     "I and W: gradients that are not returned exactly once": lambda f, b: (f, replace(b, weight=None)),
-    "B: gradients that are not returned exactly once": lambda f, b: (f, replace(b, whole=b.input)),
+    "B: gradients that are not returned exactly once": lambda f, b: (f, replace(b, full=b.input)),
     "F saves what nothing reads: more": lambda f, b: (replace(f, outputs=(*f.outputs, "more")), b),
     "W returns gradients of parameters that share memory": lambda f, b: (f, replace(b, weight=without_copy(b.weight))),
 }

@@ -27,7 +27,7 @@ def test_gradients_are_reduced_when_a_stage_is_done(tmp_path: Path) -> None:
             assert begun.index("1REDUCE_GRAD") < last < begun.index("0REDUCE_GRAD")
             for stage in range(2):
                 sent = report["sent"][f"{stage}REDUCE_GRAD"]
-                assert [(message.what, message.ranks) for message in sent] == [("all_reduce", (0, 1, 2, 3))] * messages
+                assert [(message.way, message.ranks) for message in sent] == [("all_reduce", (0, 1, 2, 3))] * messages
         assert reports[0]["counts"]["allreduce_"] == 2 * GROUPS  # nothing is left for the end of the step
 
 
