@@ -196,7 +196,7 @@ def _plan_cluster(source: Any, options: Any, devices: int, global_batch: int, ph
     """Return the best plan for a cluster, likewise."""
     from pipegraph.graph.capture import capture_rows
     from pipegraph.graph.sources.huggingface import tp_plan_of
-    from pipegraph.planner.joint_plan.joint import joint_plan
+    from pipegraph.planner.joint_plan.search import joint_plan
     from pipegraph.workflows.batch import loss_and_target
 
     def captured_rows(rows: int) -> Any:

@@ -113,7 +113,7 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     from pipegraph.graph.capture import capture_rows
     from pipegraph.graph.sources import load
     from pipegraph.graph.sources.huggingface import tp_plan_of
-    from pipegraph.planner.joint_plan.layout import Layout
+    from pipegraph.planner.joint_plan.choices import Layout
     from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
     from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
     from pipegraph.planner.plan_options import PlanOptions

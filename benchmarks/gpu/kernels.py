@@ -16,7 +16,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.stopwatch import Timing, in_turns
 from pipegraph.kernels import StageKernels, maker
 from pipegraph.kernels.cuda_graphs.recorder import CudaGraphRecorder, MakeRecorder
-from pipegraph.kernels.saved_values import held_tensors
+from pipegraph.kernels.stage_run import held_tensors
 
 COMPILED = "torch.compile"
 GRAPHS = "CUDA graphs"

@@ -183,8 +183,7 @@ def _plan_cluster(
 
     from pipegraph.graph.capture import capture_rows
     from pipegraph.graph.sources.huggingface import tp_plan_of
-    from pipegraph.planner.joint_plan.joint import joint_plan
-    from pipegraph.planner.joint_plan.search import SCHEDULES
+    from pipegraph.planner.joint_plan.search import SCHEDULES, joint_plan
     from pipegraph.planner.plan_file import PlanFile
     from pipegraph.report.text.joint_tables import joint_comparison_dict, render_joint_comparison
     from pipegraph.report.text.plan_tables import render_plan

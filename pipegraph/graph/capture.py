@@ -35,12 +35,12 @@ from pipegraph.graph.model_structure import (
     check_module_names,
     evaluation_outputs_of,
     inputs_of,
+    modes_of,
     modules_of,
     outputs_of,
 )
-from pipegraph.graph.module_modes import modes_of
 from pipegraph.graph.nodes import dtypes_of
-from pipegraph.graph.partition.segments import find_segments
+from pipegraph.graph.partition.split_points import find_segments
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
 from pipegraph.graph.passes.resize import resize

@@ -19,7 +19,7 @@ from pipegraph.graph.export.operation_record import same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.mode_differences import OtherGraphError
-from pipegraph.graph.module_modes import modes_of
+from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import mark_mode_differences, settle_fixed_modes

@@ -11,8 +11,7 @@ from torch import fx
 from pipegraph.graph.calls import CallTree, call_tree
 from pipegraph.graph.captured import Captured, split_point
 from pipegraph.graph.nodes import path_of, shape_of
-from pipegraph.graph.partition.segments import holds_parameter, whole_calls
-from pipegraph.graph.partition.split_points import SplitPoint
+from pipegraph.graph.partition.split_points import SplitPoint, holds_parameter, whole_calls
 from pipegraph.graph.partition.stages import Boundary, StageGraph
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.torch_private.export import call_name

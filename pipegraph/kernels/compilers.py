@@ -15,7 +15,7 @@ from torch import fx
 
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
-from pipegraph.kernels.graphs.convolution_gradients import convolution_backward, separate_gradients
+from pipegraph.kernels.graphs.division import convolution_backward, separate_gradients
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.program import Compiler
 from pipegraph.progress import track

@@ -8,13 +8,13 @@ Package                    the folder: open, edited, missing, damaged, check_wei
 """
 
 from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
-from pipegraph.package.listed_files import ListedFile
 from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves, sequences
 from pipegraph.package.manifest_entries import (
     CALLER,
     BatchEntry,
     Buffer,
     CheckpointNames,
+    ListedFile,
     ModelEntry,
     PlanEntry,
     Role,

@@ -18,8 +18,8 @@ from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError, nearest, one_line, path_from_here, user_line
 from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
-from pipegraph.package.listed_files import ListedFile, problems_of
 from pipegraph.package.manifest import Manifest, path_problem
+from pipegraph.package.manifest_entries import ListedFile, problems_of
 from pipegraph.package.source_import import ImportedPackage
 from pipegraph.units import format_number_of
 

@@ -16,11 +16,11 @@ from msgspec import UNSET, Meta
 from pipegraph.errors import PackageError, nearest
 from pipegraph.package.json_errors import clipped, shortened
 from pipegraph.package.json_file import KEY, Entry, FileKind, Name, Text, json_text
-from pipegraph.package.listed_files import ListedFile
 from pipegraph.package.manifest_entries import (
     CALLER,
     BatchEntry,
     CheckpointNames,
+    ListedFile,
     ModelEntry,
     PlanEntry,
     StageEntry,

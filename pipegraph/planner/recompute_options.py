@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from pipegraph.arguments import argument
 from pipegraph.cost.hardware import Link
-from pipegraph.cost.mixed_price import mix
-from pipegraph.cost.price import PricedModel
+from pipegraph.cost.price import PricedModel, mix
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.errors import ArgumentError
 from pipegraph.graph.captured import Captured, own_recompute

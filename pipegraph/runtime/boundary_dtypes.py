@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.autocast import AutocastState, autocast_state
-from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.trace_guard import unchanged
+from pipegraph.kernels.trace_guard import ModuleState, unchanged
 from pipegraph.package import Manifest
 from pipegraph.runtime.wiring import Edge, StageWiring, torch_dtype, zeros_for
 from pipegraph.torch_private.fake_tensors import fake_tensors

@@ -19,18 +19,16 @@ from pipegraph.garbage import rare_collection
 from pipegraph.kernels import StageKernels
 from pipegraph.package import CALLER
 from pipegraph.progress import report_progress
-from pipegraph.runtime.batch_loss import BatchLoss
 from pipegraph.runtime.host_memory import HostMemory
 from pipegraph.runtime.input_gradients import StepInputGradients
-from pipegraph.runtime.loss_check import LossCheck
+from pipegraph.runtime.loss_check import BatchLoss, LossCheck
 from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
+from pipegraph.runtime.parameters import TiedWeights, share_memory
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
-from pipegraph.runtime.storage import share_memory
-from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.protocol import Transport
 from pipegraph.runtime.wiring import StageWiring, Transfer, named_outputs, transfer_of
 from pipegraph.schedule import Action, Collective, Kind, Schedule

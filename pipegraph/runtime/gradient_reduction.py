@@ -15,9 +15,8 @@ from torch.distributed import Work
 
 from pipegraph.kernels.loss import objects_held_by
 from pipegraph.kernels.sharded import local
-from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.gradient_buckets import GradientBucket, buckets, overwrite_together
-from pipegraph.runtime.measurements import Message
+from pipegraph.runtime.measurements import Message, Sent
 from pipegraph.runtime.parameters import Stages, parameters_of, redistribute
 from pipegraph.runtime.processes.group import Group
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipegraph.kernels import OffloadedValues
 from pipegraph.schedule import Action, Kind
-from pipegraph.schedule.offload_windows import offload_windows
+from pipegraph.schedule.lifetimes import offload_windows
 
 _Key = tuple[int, int]  # stage, microbatch
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipegraph.errors import BatchError
 from pipegraph.package import CALLER, Manifest, Value
-from pipegraph.runtime.model_arguments import bind_arguments
+from pipegraph.runtime.batch import bind_arguments
 from pipegraph.runtime.processes.rank_grid import PIPELINE
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.wiring import torch_dtype

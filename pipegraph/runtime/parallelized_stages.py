@@ -28,12 +28,11 @@ from pipegraph.runtime.fully_sharded import (
     fully_shard_stage,
     sharded_modules,
 )
-from pipegraph.runtime.parameters import computed_in, owner_of
+from pipegraph.runtime.parameters import computed_in, find_ties, owner_of
 from pipegraph.runtime.precision import check_batch_norms
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.running_modules import failed_in, running_modules
-from pipegraph.runtime.ties import find_ties
 from pipegraph.runtime.tp_check import DivisionCheck
 from pipegraph.runtime.wiring import torch_dtype, zeros_for
 from pipegraph.torch_private.dtensor import sharding_policy, sharding_ranks

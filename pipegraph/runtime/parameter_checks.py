@@ -12,10 +12,9 @@ from torch import nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.gradient_reduction import trained_by
-from pipegraph.runtime.parameters import Stages, parameters_of
+from pipegraph.runtime.parameters import Stages, TiedWeights, parameters_of
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.shard_transfers import all_parameters
-from pipegraph.runtime.ties import TiedWeights
 from pipegraph.torch_private.tensors import has_hooks
 
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.profiler import record_function
 
-from pipegraph.runtime.collective_times import CollectiveTimer, Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_reduction import GradientReduction
+from pipegraph.runtime.measurements import CollectiveTimer, Sent
 from pipegraph.runtime.parameters import redistribute
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.schedule import Collective, CollectiveKind

@@ -29,10 +29,9 @@ from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.parallelized_stages import resident_stages
 from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
-from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, RankGrid, single
-from pipegraph.runtime.processes.world import LoneProcess, World, guard_of, join_world
+from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, guard_of, join_world
 from pipegraph.runtime.random_numbers import RandomNumbers
 from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import as_planned, resolve_schedule
@@ -46,7 +45,7 @@ from pipegraph.units import format_number_of
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-    from pipegraph.kernels.kernel_report import KernelCount
+    from pipegraph.kernels.traced import KernelCount
     from pipegraph.runtime.checkpoint.loading import Checkpoint
 
 
@@ -396,7 +395,7 @@ class Pipeline:
         for count in pipe.kernels_report():
             print(count)  # TransformerEncoderLayer (stage 0, 3): 2 static, 1 symbolic
         """
-        from pipegraph.kernels.kernel_report import kernels_report
+        from pipegraph.kernels.traced import kernels_report
 
         return kernels_report(self._runner.kernels)
 

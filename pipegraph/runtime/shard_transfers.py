@@ -19,9 +19,8 @@ from torch.distributed import Work
 
 from pipegraph.collectives import CompositeWork
 from pipegraph.kernels.sharded import local, rebuilt
-from pipegraph.runtime.collective_times import Sent
 from pipegraph.runtime.fully_sharded import ShardedGroup, ShardedParameter
-from pipegraph.runtime.measurements import Message
+from pipegraph.runtime.measurements import Message, Sent
 from pipegraph.runtime.processes.rank_grid import SHARD
 from pipegraph.runtime.processes.shard_group import Reduction, ShardLine
 

@@ -16,12 +16,11 @@ from pipegraph.errors import ArgumentError
 from pipegraph.package import Package
 from pipegraph.runtime.gradient_hooks import GradientHooks
 from pipegraph.runtime.package_agreement import open_package
-from pipegraph.runtime.parameters import differing_names
+from pipegraph.runtime.parameters import TiedWeights, differing_names
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import TIMEOUT
 from pipegraph.runtime.processes.rank_grid import single
 from pipegraph.runtime.processes.world import join_world
-from pipegraph.runtime.ties import TiedWeights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

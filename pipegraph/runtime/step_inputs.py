@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.package import Value
-from pipegraph.runtime.loss_scale import LossScale
+from pipegraph.runtime.loss_reduction import LossScale
 from pipegraph.runtime.microbatches import Microbatches
 from pipegraph.runtime.wiring import torch_dtype, zeros_for
 

@@ -15,19 +15,17 @@ from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, Schedu
 from pipegraph.kernels import Maker
 from pipegraph.package import Manifest
 from pipegraph.runtime.batch import bind_batch
-from pipegraph.runtime.batch_loss import BatchLoss, require_forwards_first
 from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
-from pipegraph.runtime.collective_times import CollectiveTimer
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
-from pipegraph.runtime.loss_check import LossCheck
-from pipegraph.runtime.loss_reduction import LossFunction, LossReduction
-from pipegraph.runtime.loss_scale import LossScale
-from pipegraph.runtime.measurements import CollectiveObserver, Observer, ObserverList
+from pipegraph.runtime.kernel_makers import make_kernels, packed_loss
+from pipegraph.runtime.loss_check import BatchLoss, LossCheck, require_forwards_first
+from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossScale
+from pipegraph.runtime.measurements import CollectiveObserver, CollectiveTimer, Observer, ObserverList
 from pipegraph.runtime.microbatches import (
     BatchLayout,
     Microbatches,
@@ -41,7 +39,7 @@ from pipegraph.runtime.microbatches import (
 from pipegraph.runtime.padding import NO_PADDING, Padding
 from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
-from pipegraph.runtime.parameters import redistribute_gradients
+from pipegraph.runtime.parameters import TiedWeights, redistribute_gradients
 from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
@@ -52,13 +50,11 @@ from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
-from pipegraph.runtime.stage_kernels import make_kernels, packed_loss
 from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.targets import join_target
-from pipegraph.runtime.ties import TiedWeights
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
 from pipegraph.runtime.wiring import rank_pairs, stage_wirings

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Collective, Kind
-from pipegraph.schedule.check import check, check_actions
-from pipegraph.schedule.check_collectives import check_collectives
+from pipegraph.schedule.check import check, check_actions, check_collectives
 from pipegraph.schedule.collective_stream import CollectiveStream
-from pipegraph.schedule.lifetimes import peak_activations
-from pipegraph.schedule.offload_windows import offload_windows
+from pipegraph.schedule.lifetimes import offload_windows, peak_activations
 from pipegraph.schedule.schedule import Schedule, require_schedule
 from pipegraph.schedule.timeline import Event, Place, Timeline
 from pipegraph.schedule.times import Times, require_times

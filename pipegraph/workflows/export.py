@@ -23,8 +23,8 @@ from pipegraph.package.tensor_files import write_tensor_index, write_tensors
 from pipegraph.progress import track
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.runtime.checkpoint.loading import find_newest
-from pipegraph.runtime.checkpoint.model_state import PREFIX, check_same_model, model_tensors
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
+from pipegraph.runtime.checkpoint.saving import PREFIX, check_same_model, model_tensors
 from pipegraph.runtime.checkpoint.storage import StoredTensors
 from pipegraph.runtime.package_agreement import check_packages
 from pipegraph.runtime.processes.group import TIMEOUT

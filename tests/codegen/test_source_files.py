@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipegraph.codegen.names.source_files import source_tree
+from pipegraph.codegen.names.source_statements import source_tree
 from tests.codegen.parity import source, split
 
 MODEL = """

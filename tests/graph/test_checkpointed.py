@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipegraph
 from pipegraph import Pipeline
-from pipegraph.kernels.saved_values import held_tensors
+from pipegraph.kernels.stage_run import held_tensors
 from pipegraph.schedule import Kind
 from tests.slow import cases
 

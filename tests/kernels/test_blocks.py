@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from pipegraph.kernels import make, maker
 from pipegraph.kernels.blocks import differentiate
-from pipegraph.kernels.kernel_report import kernels_report
 from pipegraph.kernels.program import CompiledGraph, Program
+from pipegraph.kernels.traced import kernels_report
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layer, Layers, assert_as_autograd, linear, x
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from pipegraph.kernels.compilers import compile_graphs, decompositions
 from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
-from pipegraph.kernels.graphs.convolution_gradients import convolution_backward
+from pipegraph.kernels.graphs.division import convolution_backward
 from pipegraph.torch_private.fake_tensors import fake_tensors
 from pipegraph.torch_private.tracing import trace
 from tests.kernels.stages import assert_as_autograd

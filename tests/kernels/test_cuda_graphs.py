@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import StageKernels, make, maker, stage_run
-from pipegraph.kernels.saved_values import SavedValues
+from pipegraph.kernels.stage_run import SavedValues
 from tests.kernels.cases import STAGES, build
 from tests.kernels.recording import CallRecorder
 from tests.kernels.stages import Function, Layers, linear, tokens, x

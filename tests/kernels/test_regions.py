@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import make, makers
-from pipegraph.kernels.saved_values import held_tensors
+from pipegraph.kernels.stage_run import held_tensors
 from pipegraph.recompute import Recompute
 from tests.kernels.stages import assert_as_autograd
 

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import maker
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.kernel_report import KernelCount, kernels_report
 from pipegraph.kernels.stage_variant import StageCall, StageVariant
+from pipegraph.kernels.traced import KernelCount, kernels_report
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, linear
 from tests.torch_version import TORCH

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
-from pipegraph.schedule.offload_windows import offload_windows
+from pipegraph.schedule.lifetimes import offload_windows
 from pipegraph.schedule.recipes import find_recipe
 
 Cuts = tuple[int, ...]

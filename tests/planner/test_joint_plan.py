@@ -16,17 +16,14 @@ from msgspec import structs
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
-from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, Link, collective_seconds
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PlanError
 from pipegraph.graph.nodes import value_bytes
 from pipegraph.planner.joint_plan import search as joint_search
-from pipegraph.planner.joint_plan.choices import JointCandidate
-from pipegraph.planner.joint_plan.joint import joint_plan, plan_of_choice
-from pipegraph.planner.joint_plan.layout import Layout, layouts
+from pipegraph.planner.joint_plan.choices import JointCandidate, Layout, layouts
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
-from pipegraph.planner.joint_plan.search import JointSearch
+from pipegraph.planner.joint_plan.search import JointSearch, joint_plan, plan_of_choice
 from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions

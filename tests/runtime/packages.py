@@ -28,7 +28,7 @@ from pipegraph.package import (
 )
 from pipegraph.package.manifest_entries import Role
 from pipegraph.package.sizes import BATCH, Size
-from pipegraph.runtime.model_arguments import fill_structure
+from pipegraph.runtime.batch import fill_structure
 
 INIT = """
 import json

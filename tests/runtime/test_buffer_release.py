@@ -19,8 +19,8 @@ from pipegraph import Pipeline
 from pipegraph.kernels import Forward, maker
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.runtime.executor import Executor
+from pipegraph.runtime.parameters import share_memory
 from pipegraph.runtime.step_state import ReceivedMessages
-from pipegraph.runtime.storage import share_memory
 from pipegraph.runtime.transport.distributed import BufferPool
 from pipegraph.schedule import What, lifetimes, lower, names
 from pipegraph.schedule.recipes import trains

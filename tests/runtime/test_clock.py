@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipegraph.runtime.processes.clock import ClockOffset, measure_offset
 from pipegraph.runtime.processes.group import Group
+from pipegraph.runtime.processes.world import ClockOffset, measure_offset
 from tests.runtime import ranks
 
 AHEAD = (0, 3_600_000_000_000, -5_000_000_000)  # nanoseconds that the clock of each rank is ahead of this machine's

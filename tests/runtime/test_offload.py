@@ -15,7 +15,7 @@ from pipegraph.runtime.host_memory import HostMemory
 from pipegraph.runtime.measurements import SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Kind, build, names
-from pipegraph.schedule.offload_windows import offload_windows
+from pipegraph.schedule.lifetimes import offload_windows
 from pipegraph.schedule.recipes import trains
 from tests.runtime.packages import loss, write
 from tests.runtime.sketches import chain

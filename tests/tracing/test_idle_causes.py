@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegraph.schedule import Event, Times, build
-from pipegraph.tracing.analysis.idle_causes import SimulatedIdleTimes, idle_of_step, mean_idle
-from pipegraph.tracing.analysis.measured_steps import MeasuredStep, measured_times
+from pipegraph.tracing.analysis.measured_steps import (
+    MeasuredStep,
+    SimulatedIdleTimes,
+    idle_of_step,
+    mean_idle,
+    measured_times,
+)
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
 from pipegraph.tracing.read_run import read_run
 from tests.tracing.recordings import event, rows_of, write_run

@@ -22,8 +22,7 @@ from pipegraph.codegen.expressions.module_tree import (
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
 from pipegraph.codegen.forms import Forms
-from pipegraph.codegen.forward.item_modules import conflicts, modules_in
-from pipegraph.codegen.forward.items import ClassContents, ModuleCall, Modules, Operation, Step
+from pipegraph.codegen.forward.items import ClassContents, ModuleCall, Modules, Operation, Step, conflicts, modules_in
 from pipegraph.codegen.forward.mode_branches import group_branches
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
@@ -38,7 +37,7 @@ from pipegraph.codegen.syntax.statements import Assign, ClassSource
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import helper_function, path_of
-from pipegraph.graph.partition.segments import opened_calls
+from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
 

@@ -10,9 +10,14 @@ from torch import fx, nn
 
 from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
 from pipegraph.codegen.classes.sequences import constructors_of_stage
-from pipegraph.codegen.expressions.module_tree import ModuleTree, init_statements, repeated_sequence
+from pipegraph.codegen.expressions.module_tree import (
+    ModuleTree,
+    init_statements,
+    module_access,
+    parameter_access,
+    repeated_sequence,
+)
 from pipegraph.codegen.expressions.operator_call import TRAINING
-from pipegraph.codegen.expressions.state_access import module_access, parameter_access
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature

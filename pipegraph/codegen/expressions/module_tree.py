@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import nn
@@ -325,3 +326,29 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
     test, chosen = separation
     other_constructor = next(constructor for constructor in constructors if constructor != chosen)
     return conditional(chosen, test.expression(_INDEX), other_constructor)
+
+
+# ---- state access ----------------------------------------------------------------------------------------------------
+# Expressions of the modules, parameters and buffers of a stage: ``self.layers[0].norm``.
+
+
+def module_access(tree: ModuleTree, fqn: str) -> Expression:
+    """The expression of a module of the stage; ``self.get_submodule("…")`` for an item inside a block."""
+    return _plain_access(tree, fqn) or method(SELF, "get_submodule", string(fqn))
+
+
+def parameter_access(tree: ModuleTree, fqn: str, is_buffer: bool = False) -> Expression:
+    """The expression of a parameter or buffer of the stage; ``self.get_parameter("…")`` for one inside a block."""
+    owner, _, name = fqn.rpartition(".")
+    if is_plain(name) and (module := _plain_access(tree, owner)) is not None:
+        return Attribute(module, name)
+    return method(SELF, "get_buffer" if is_buffer else "get_parameter", string(fqn))
+
+
+def _plain_access(tree: ModuleTree, fqn: str) -> Expression | None:
+    """The expression of a module as attributes; None for an item inside a block, ``layers.0.heads.1``."""
+    path = fqn.split(".") if fqn else []
+    inside: list[str] = []
+    while path and tree.at(path) is None:
+        inside.insert(0, path.pop())
+    return reduce(Attribute, inside, tree.access(path)) if all(map(is_plain, inside)) else None

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 
 from pipegraph.codegen.forward.items import Operation, Step
 from pipegraph.codegen.names.identifiers import is_plain
-from pipegraph.codegen.names.source_sizes import size_read
-from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
+from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements, size_read
 from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,

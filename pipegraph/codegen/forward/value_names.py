@@ -20,8 +20,7 @@ from pipegraph.codegen.forward.items import (
     fqn_of,
     with_inner,
 )
-from pipegraph.codegen.names.sequences import named_by_caller
-from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements
+from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements, named_by_caller
 from pipegraph.graph.captured import by_mode
 from pipegraph.graph.operators import operator_of
 from pipegraph.torch_private.operators import OpOverload, operator_name

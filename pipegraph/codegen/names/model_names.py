@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.names.identifiers import unused, variable
-from pipegraph.codegen.names.sequences import named_by_caller
-from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.codegen.names.source_statements import SourceStatements, named_by_caller
 from pipegraph.graph.calls import CallTree, argument_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.graph_text import value_text

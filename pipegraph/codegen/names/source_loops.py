@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from pipegraph.codegen.names.source_files import source_tree
+from pipegraph.codegen.names.source_statements import source_tree
 
 
 @dataclass(frozen=True)

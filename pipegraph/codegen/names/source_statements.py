@@ -4,24 +4,111 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from pipegraph.codegen.names.source_files import source_tree
-from pipegraph.codegen.names.source_sizes import assigned_sizes, dimension_of
 from pipegraph.graph.calls import parameter_names, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import HELPER_MARK, path_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
+
+# ---- source sizes ----------------------------------------------------------------------------------------------------
+# The sizes of tensors that a function of the model's source reads: ``x.shape[1]``, ``rows, length = x.shape``.
+
+
+def assigned_sizes(function: ast.AST) -> dict[str, tuple[str, int]]:
+    """Return the variables to which a function assigns the size of a tensor → the tensor, and its dimension:
+    ``rows, length = x.shape``, ``length = x.size(1)``."""
+    sizes: dict[str, tuple[str, int]] = {}
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target = node.targets[0]
+        if isinstance(target, ast.Name) and (dim := dimension_of(node.value)) is not None:
+            sizes[target.id] = _owner(node.value), dim
+        elif isinstance(target, ast.Tuple) and _is_shape(node.value):
+            owner = _owner(node.value)
+            sizes |= {part.id: (owner, dim) for dim, part in enumerate(target.elts) if isinstance(part, ast.Name)}
+    return sizes
+
+
+def dimension_of(node: ast.AST) -> int | None:
+    """Return 1 for ``x.shape[1]`` and ``x.size(1)``; None for anything else."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="shape"), slice=ast.Constant(value=int(dim))):
+            return dim
+        case ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(value=int(dim))]):
+            return dim
+    return None
+
+
+def size_read(node: ast.AST) -> tuple[ast.expr, int] | None:
+    """``x`` and −1 of ``x.shape[-1]`` and ``x.size(-1)``, whatever ``x`` is; None for anything else."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=index):
+            pass
+        case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[index]):
+            pass
+        case _:
+            return None
+    match index:
+        case ast.Constant(value=int(dim)):
+            return owner, dim
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(dim))):
+            return owner, -dim
+    return None
+
+
+def _is_shape(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
+            return True
+    return False
+
+
+def _owner(node: ast.expr) -> str:
+    """``x`` of ``x.shape``, ``x.shape[1]`` and ``x.size(1)``."""
+    names = (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
+    return next(names, "")
+
+
+# ---- source files ----------------------------------------------------------------------------------------------------
+# The files of the model's source, parsed once while they stay as they are.
+
+
+_EMPTY = ast.Module(body=[], type_ignores=[])
+_trees: dict[str, tuple[list[str], ast.Module]] = {}
+
+
+def source_tree(file: str) -> ast.Module:
+    """Return the tree of a file, or of a cell of a notebook; an empty one if it cannot be read.
+
+    A process may change a file and import it again: it is looked at each time whether it changed.
+    """
+    linecache.checkcache(file)
+    lines = linecache.getlines(file)
+    if not lines:
+        return _EMPTY
+    parsed, tree = _trees.get(file, (None, _EMPTY))
+    if parsed is not lines:  # linecache returns the same list until the file changes
+        try:
+            tree = ast.parse("".join(lines))
+        except SyntaxError:
+            tree = _EMPTY
+        _trees[file] = lines, tree
+    return tree
+
 
 # ---- assigned names --------------------------------------------------------------------------------------------------
 # The names that a statement of the model's source assigns to, or writes into.
@@ -365,3 +452,40 @@ def _sizes_in(function: ast.FunctionDef) -> dict[str, tuple[str, int]]:
 def _attributes_called(node: ast.AST) -> frozenset[str]:
     functions = (child.func for child in ast.walk(node) if isinstance(child, ast.Call))
     return frozenset(function.attr for function in functions if isinstance(function, ast.Attribute))
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+# What the model calls the values in an ``nn.Sequential``, whose own ``forward`` calls each of them ``input``.
+
+
+_FILE = nn.Sequential.forward.__code__.co_filename
+
+
+def named_by_caller(chain: Sequence[SourceStatement]) -> str | None:
+    """``x`` of ``x = self.layers(h)`` or ``return self.layers(x)``: for what an ``nn.Sequential`` and its parts make.
+
+    Args:
+        chain: the statements that led to a value, outermost first.
+    """
+    outside = list(dropwhile(lambda statement: statement.file == _FILE, reversed(chain)))
+    if len(outside) in (0, len(chain)):
+        return None
+    match outside[0].tree:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
+            pass
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as call):
+            pass
+        case ast.Return(value=ast.Call(args=[ast.Name(id=name), *_]) as call):
+            pass
+        case _:
+            return None
+    return name if _is_module(call.func) else None
+
+
+def _is_module(called: ast.expr) -> bool:
+    """Return whether a call may be that of a module: ``self.layers``, or ``stage`` of ``for stage in self.stages``."""
+    if isinstance(called, ast.Name):
+        return True
+    while isinstance(called, (ast.Attribute, ast.Subscript)):
+        called = called.value
+    return isinstance(called, ast.Name) and called.id == "self"

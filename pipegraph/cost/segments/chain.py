@@ -22,8 +22,8 @@ from pipegraph.cost.stage_cost import count_flops
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.nodes import path_of, value_bytes
-from pipegraph.graph.partition.replicated_values import parameter_free, replication_of
 from pipegraph.graph.partition.split_points import Point, SplitPoint
+from pipegraph.graph.partition.stages import parameter_free, replication_of
 from pipegraph.units import format_number_of
 
 # A cut inside a layer is left out if it carries more than this many times the bytes of lighter cuts around it.

@@ -30,8 +30,8 @@ from pipegraph.kernels.gradient_products import products_of
 from pipegraph.kernels.graphs.block_operation import KernelGraph
 from pipegraph.kernels.graphs.division import base_of
 from pipegraph.kernels.graphs.regions import Regions
-from pipegraph.kernels.module_state import ModuleState
 from pipegraph.kernels.stage_variant import StageCall, StageSpec, trace
+from pipegraph.kernels.trace_guard import ModuleState
 from pipegraph.progress import report_progress
 from pipegraph.recompute import DEFAULT, EVERYWHERE, OFFLOAD, Recompute, Region
 from pipegraph.schedule import Kind

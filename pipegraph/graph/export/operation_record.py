@@ -30,7 +30,7 @@ from pipegraph.graph.export.isolation import (
     refusals_not_logged,
 )
 from pipegraph.graph.export.kept_sizes import CALLS
-from pipegraph.graph.module_modes import modes_of
+from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.operators import operator_of_target
 from pipegraph.torch_private.export import exporting
 from pipegraph.torch_private.fake_tensors import TorchDispatchMode, values_of

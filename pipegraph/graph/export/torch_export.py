@@ -30,7 +30,7 @@ from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.operation_record import calls_of_model, operations_of_model
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
-from pipegraph.graph.module_modes import modes_of
+from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
 from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen
 from pipegraph.torch_private.modules import recurrent_layers_without_steps

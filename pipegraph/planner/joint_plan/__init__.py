@@ -1,8 +1,7 @@
 """The joint plan: how a cluster is divided, the schedule, the cuts and what is computed again, chosen together.
 
-layout.py         the dimensions of the mesh, and what collectives along them take
 tensor_shares.py  which part of each segment the ranks along tp divide
 layout_costs.py   the prices of a model for a layout and rows of a microbatch
-choices.py        candidates, and what was found for them
+choices.py        the dimensions of the mesh, candidates, and what was found for them
 search.py         which candidate is the best, and a bound for all
 """

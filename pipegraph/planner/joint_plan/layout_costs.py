@@ -14,7 +14,7 @@ import numpy as np
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.segments.attribution import divided_bytes
-from pipegraph.planner.joint_plan.layout import Layout
+from pipegraph.planner.joint_plan.choices import Layout
 from pipegraph.planner.joint_plan.tensor_shares import TensorShare
 from pipegraph.planner.plan_options import ChainCosts
 from pipegraph.planner.recompute_options import RecomputeOptions

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from pipegraph.cost.collectives import ALL_GATHER, ALL_REDUCE, collective_seconds
-from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, collective_seconds
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.stage_cost import count_flops
 from pipegraph.graph.nodes import path_of, value_bytes

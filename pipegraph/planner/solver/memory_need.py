@@ -25,7 +25,7 @@ from pipegraph.planner.solver.prefix_sums import (
 )
 from pipegraph.schedule import Schedule, lower, receive_buffers
 from pipegraph.schedule.action_arrays import B, F, I, W
-from pipegraph.schedule.offload_windows import offload_windows
+from pipegraph.schedule.lifetimes import offload_windows
 
 _OF_STAGE, _CROSSES = slice(4), 4  # columns of `_moments_of_stages`
 
@@ -57,7 +57,7 @@ class MemoryNeed:
       once;
     - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
-      arrived. What is offloaded counts while it is here (`pipegraph.schedule.offload_windows`);
+      arrived. What is offloaded counts while it is here (`pipegraph.schedule.lifetimes`);
     - while an action runs, its stage's `TransientBytes` in addition to the bytes held before the action, or after it;
       after W and B also the gradients of parameters that they made and have not yet added to the others;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is

@@ -12,7 +12,7 @@ from pipegraph.planner.step_prediction import describe_step, pricing_profile
 from pipegraph.report.text import Table, table
 from pipegraph.report.text.predicted_vs_measured import render_stage_times, stage_time_format
 from pipegraph.schedule import CollectiveKind, Timeline
-from pipegraph.tracing.analysis.idle_causes import RankIdleTime
+from pipegraph.tracing.analysis.measured_steps import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.tracing.merged_trace import MergedTrace, describe_rank, problems_of
 from pipegraph.tracing.recorded_run import RecordedRun

@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from pipegraph.errors import CheckpointError
 from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint import extra_state, folder, optimizer_state, random_state
+from pipegraph.runtime.checkpoint.extra_state import decoded
 from pipegraph.runtime.checkpoint.folder import CheckpointIndex
-from pipegraph.runtime.checkpoint.model_state import check_same_model, frozen_names, model_tensors, parameter_names
 from pipegraph.runtime.checkpoint.optimizer_state import OptimizerShare, OptimizerState
-from pipegraph.runtime.checkpoint.plain_values import decoded
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
-from pipegraph.runtime.checkpoint.saving import OPTIMIZER
+from pipegraph.runtime.checkpoint.saving import (
+    OPTIMIZER,
+    check_same_model,
+    frozen_names,
+    model_tensors,
+    parameter_names,
+)
 from pipegraph.runtime.checkpoint.storage import StoredTensors
 from pipegraph.runtime.processes.rank_grid import RankGrid
 

@@ -14,16 +14,14 @@ from pipegraph.planner.run_comparison import PredictedAndMeasured
 from pipegraph.runtime.processes.rank_grid import PIPELINE
 from pipegraph.schedule import CollectiveKind, Kind, Timeline, Times, simulate
 from pipegraph.tracing.analysis.advice import Advice, CommandNames, advise
-from pipegraph.tracing.analysis.idle_causes import (
+from pipegraph.tracing.analysis.measured_steps import (
+    MeasuredStep,
+    MeasuredTimes,
     RankIdleTime,
     SimulatedIdleTimes,
     idle_of_step,
     idle_of_timeline,
     mean_idle,
-)
-from pipegraph.tracing.analysis.measured_steps import (
-    MeasuredStep,
-    MeasuredTimes,
     measured_steps,
     measured_timeline,
     measured_times,

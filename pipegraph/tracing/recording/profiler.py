@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.launched_rank import scratch_folder
+from pipegraph.runtime.processes.world import ClockOffset
 from pipegraph.runtime.step_data import StepResult
 from pipegraph.runtime.wiring import stage_wirings, torch_dtype, transfer_of
 from pipegraph.schedule import Action, Collective

@@ -18,8 +18,8 @@ import torch
 from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.processes.clock import ClockOffset
 from pipegraph.runtime.processes.rank_grid import DATA, PIPELINE
+from pipegraph.runtime.processes.world import ClockOffset
 from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
