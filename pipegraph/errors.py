@@ -26,13 +26,26 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
+
+_ADVICE: Final = "\nTry: "
 
 
 class PipegraphError(Exception):
-    """The parent of every error that pipegraph raises on purpose."""
+    """The parent of every error that pipegraph raises on purpose.
+
+    Attributes:
+        problem: what happened, where and why.
+        advice: one thing to try; empty if there is none.
+    """
 
     exit_code: ClassVar[int] = 2
+
+    def __init__(self, problem: str, advice: str = "") -> None:
+        if not advice:  # the text of an error of another process has both
+            problem, _, advice = problem.partition(_ADVICE)
+        super().__init__(f"{problem}{_ADVICE}{advice}" if advice else problem)
+        self.problem, self.advice = problem, advice
 
 
 class SourceError(PipegraphError):
@@ -63,8 +76,8 @@ class ScheduleError(PipegraphError):
     ``places`` hold where: rank → position among its actions.
     """
 
-    def __init__(self, message: str, places: Mapping[int, int] | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, advice: str = "", places: Mapping[int, int] | None = None) -> None:
+        super().__init__(problem, advice)
         self.places = dict(places or {})
 
 
@@ -98,8 +111,8 @@ class BatchError(PipegraphError):
     ``is_of_target`` tells that the inputs fit, and the target does not fit them.
     """
 
-    def __init__(self, message: str, is_of_target: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, advice: str = "", is_of_target: bool = False) -> None:
+        super().__init__(problem, advice)
         self.is_of_target = is_of_target
 
 

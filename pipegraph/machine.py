@@ -18,6 +18,6 @@ def require_room(required_bytes: int, subject: str) -> None:
     present = memory_of_host()
     if required_bytes > present:
         raise ArgumentError(
-            f"{subject} takes {format_bytes(required_bytes)}, and this machine has {format_bytes(present)}.\n"
-            "Try: fewer rows or tokens."
+            f"{subject} takes {format_bytes(required_bytes)}, and this machine has {format_bytes(present)}.",
+            "fewer rows or tokens.",
         )

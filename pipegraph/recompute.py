@@ -125,8 +125,8 @@ class Recompute:
             near = nearest(plain, names) or nearest(plain.replace("*", "layers.0"), names)
             few = ", ".join(sorted(names, key=lambda name: (name.count("."), _order(name)))[:6])
             raise ArgumentError(
-                f'{argument("recompute")}: the pattern "{pattern}" matches no module that is called.{near}\n'
-                f"Try: a pattern that matches one of {few}{', …' if len(names) > 6 else ''}."
+                f'{argument("recompute")}: the pattern "{pattern}" matches no module that is called.{near}',
+                f"a pattern that matches one of {few}{', …' if len(names) > 6 else ''}.",
             )
 
     def __str__(self) -> str:
@@ -187,8 +187,8 @@ def parse_stages(recompute: object, stages: int) -> tuple[Recompute, ...]:
         return (Recompute.parse(recompute),) * stages
     if len(recompute) != stages:
         raise ArgumentError(
-            f"{argument('recompute')} has a choice for each of {len(recompute)} stages, and there are {stages}.\n"
-            "Try: one for each stage, or one for all."
+            f"{argument('recompute')} has a choice for each of {len(recompute)} stages, and there are {stages}.",
+            "one for each stage, or one for all.",
         )
     return tuple(map(Recompute.parse, recompute))
 

@@ -108,7 +108,7 @@ def _message(error: Exception | SystemExit) -> str:
             "Try: leave it out; what pipegraph calls has to return."
         )
     if isinstance(error, PipegraphError):
-        return str(error) if "\nTry: " in str(error) else f"{error}\nTry: --debug, which shows where it happened."
+        return str(error) if error.advice else f"{error}\nTry: --debug, which shows where it happened."
     if isinstance(error, _UsageError):
         message = error.format_message()
         verb = error.ctx.command_path if error.ctx is not None else "pipegraph"

@@ -84,10 +84,10 @@ def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
     files = list(files)
     for (file, *_), (other_file, *_) in combinations(files, 2):
         if file.resolve() == other_file.resolve():
-            raise PipegraphError(f"{other_file} was named for two files, of which one would be left.\nTry: two names.")
+            raise PipegraphError(f"{other_file} was named for two files, of which one would be left.", "two names.")
     for file, suffix, _ in files:
         if file.is_file() and file.suffix.lower() != suffix and file.stat().st_size:
-            raise PipegraphError(f"{file} exists already and is not a {suffix} file.\nTry: {file.with_suffix(suffix)}.")
+            raise PipegraphError(f"{file} exists already and is not a {suffix} file.", f"{file.with_suffix(suffix)}.")
     write_files((file, text) for file, _, text in files)
 
 
@@ -100,13 +100,13 @@ def write_files(files: Iterable[tuple[Path, str]]) -> None:
         try:
             target = file.resolve()  # of a link, which stays
             if _is_not_a_file(file):
-                raise PipegraphError(f"{file} cannot be written: it is not a regular file.\nTry: the name of a file.")
+                raise PipegraphError(f"{file} cannot be written: it is not a regular file.", "the name of a file.")
             with replaced_file(target) as part:
                 part.write_text(text, encoding="utf-8")
         except OSError as error:
             missing = not file.parent.is_dir()
             why = f"there is no folder {file.parent}" if missing else error.strerror or str(error)
-            raise PipegraphError(f"{file} cannot be written: {why}.\nTry: another folder.") from None
+            raise PipegraphError(f"{file} cannot be written: {why}.", "another folder.") from None
 
 
 def check_target(
@@ -120,20 +120,20 @@ def check_target(
     if file is None:
         return
     if _is_not_a_file(file):
-        raise PipegraphError(f"{file} cannot be written: it is not a regular file.\nTry: the name of a file.")
+        raise PipegraphError(f"{file} cannot be written: it is not a regular file.", "the name of a file.")
     if file.exists() and not overwrite and not is_replaceable(file):
-        raise PipegraphError(f"{file} exists already.\nTry: --overwrite, or another name for {option}.")
+        raise PipegraphError(f"{file} exists already.", f"--overwrite, or another name for {option}.")
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise PipegraphError(
-            f"{file} cannot be written: {folder} is a file, not a folder.\nTry: another name for {option}."
+            f"{file} cannot be written: {folder} is a file, not a folder.", f"another name for {option}."
         )
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise PipegraphError(
-            f"{file} cannot be written: {folder} takes no new file ({error.strerror}).\n"
-            f"Try: {option} with another folder."
+            f"{file} cannot be written: {folder} takes no new file ({error.strerror}).",
+            f"{option} with another folder.",
         ) from None
 
 
@@ -145,7 +145,7 @@ def write_target(file: Path | None, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PipegraphError(
-            f"{file} cannot be written: no folder can be made ({error.strerror}).\nTry: another folder."
+            f"{file} cannot be written: no folder can be made ({error.strerror}).", "another folder."
         ) from None
     write_files([(file, text)])
 

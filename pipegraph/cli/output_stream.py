@@ -38,8 +38,8 @@ class OutputStream:
             if isinstance(error, BrokenPipeError):
                 raise ClosedOutput(f"{self._name} was closed by its reader.") from error
             raise OutputError(
-                f"{self._name} cannot be written: {error.strerror or error}.\n"
-                "Try: make room there, or send the output elsewhere."
+                f"{self._name} cannot be written: {error.strerror or error}.",
+                "make room there, or send the output elsewhere.",
             ) from error
 
     def _discard(self) -> None:

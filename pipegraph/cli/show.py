@@ -51,7 +51,7 @@ def show(
     for file in (html, svg):
         if file is not None and file.resolve().is_relative_to(package.path):
             raise PackageError(
-                f"{file} lies in the package, where a later split would refuse to replace it.\nTry: another folder."
+                f"{file} lies in the package, where a later split would refuse to replace it.", "another folder."
             )
     chosen = choose_schedule(package, schedule, microbatches)
     with progress("checking weights"):

@@ -345,8 +345,8 @@ def _libraries(captured: Captured) -> dict[str, str]:
             importable = False
         if not importable:
             raise CaptureError(
-                f"The model uses {target}, which is defined in {module}: a package could not import it.\n"
-                f"Try: move the definition of the operation into a module that is installed."
+                f"The model uses {target}, which is defined in {module}: a package could not import it.",
+                "move the definition of the operation into a module that is installed.",
             )
         modules[target.namespace] = module
     return dict(sorted(modules.items()))

@@ -239,8 +239,8 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
                 break
         else:
             raise CaptureError(
-                f"The written source is not the model: {difference}. Nothing was written.\n"
-                "Try: a split point outside of that class; and please report it, with the class."
+                f"The written source is not the model: {difference}. Nothing was written.",
+                "a split point outside of that class; and please report it, with the class.",
             )
     package, files = attempt.package, attempt.files
     guessed = package.source.initial_values.guessed

@@ -108,7 +108,7 @@ def require_writable(folder: Path, overwrite: bool) -> None:
             working folder.
     """
     if folder.exists() and not folder.is_dir():
-        raise PackageError(f"{folder} is a file.\nTry: {argument('out')} with another folder.")
+        raise PackageError(f"{folder} is a file.", f"{argument('out')} with another folder.")
     above = existing_parent(folder)
     try:
         tempfile.TemporaryDirectory(dir=above).cleanup()
@@ -121,17 +121,18 @@ def require_writable(folder: Path, overwrite: bool) -> None:
     if foreign:
         raise PackageError(
             f"{folder} holds files that pipegraph did not write ({', '.join(foreign[:4])}"
-            f"{', …' if len(foreign) > 4 else ''}); it is left alone.\nTry: {argument('out')} with a new folder."
+            f"{', …' if len(foreign) > 4 else ''}); it is left alone.",
+            f"{argument('out')} with a new folder.",
         )
     if _is_worked_in(folder):
         raise PackageError(
-            f"{folder} cannot be replaced: this process works in it.\n"
-            f"Try: {argument('out')} with another folder, or from the folder above it."
+            f"{folder} cannot be replaced: this process works in it.",
+            f"{argument('out')} with another folder, or from the folder above it.",
         )
     if not is_empty and not overwrite:
         state = _package_state(folder)
         replace = f"{argument('overwrite', True)} to replace it, or {argument('out')} with a new folder"
-        raise PackageError(f"{folder} already holds {state}.\nTry: {replace}.")
+        raise PackageError(f"{folder} already holds {state}.", f"{replace}.")
 
 
 def _package_state(folder: Path) -> str:
@@ -184,7 +185,7 @@ def require_package(folder: Path) -> None:
     """
     if not (folder / MANIFEST).is_file():
         write = for_asker("pipegraph.write_package writes one", "the same command without --check writes it")
-        raise PackageError(f"{folder} holds no package to check.\nTry: {write}.")
+        raise PackageError(f"{folder} holds no package to check.", f"{write}.")
 
 
 def _lines(path: Path) -> list[str]:

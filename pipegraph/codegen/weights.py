@@ -100,4 +100,4 @@ def _check_values(captured: Captured, names: Iterable[str]) -> None:
             if kind == "weights"
             else "build the model on the CPU, so that its buffers hold their values"
         )
-        raise PackageError(f"{empty[0]}{suffix} on the meta device: there are no {kind} to write.\nTry: {advice}.")
+        raise PackageError(f"{empty[0]}{suffix} on the meta device: there are no {kind} to write.", f"{advice}.")

@@ -48,8 +48,8 @@ def parse_balance(balance: object, choices: Collection[str] = BALANCES) -> tuple
     if name not in choices or bool(colon) != (name == "type") or (name == "type" and not pattern):
         balance_names = [f"{choice}:REGEX" if choice == "type" else choice for choice in choices]
         raise ArgumentError(
-            f'Stages cannot be balanced by "{balance}".{nearest(str(balance), balance_names)}\n'
-            f"Try: {argument('balance')} with one of {', '.join(balance_names)}."
+            f'Stages cannot be balanced by "{balance}".{nearest(str(balance), balance_names)}',
+            f"{argument('balance')} with one of {', '.join(balance_names)}.",
         )
     return name, pattern
 
@@ -68,7 +68,7 @@ def begins_of_type(captured: Captured, pattern: str) -> list[int]:
     except re.error as error:
         types = _types(captured) or ["layer"]
         near = next(iter(get_close_matches(pattern, types, n=1, cutoff=0.0)), types[0])
-        raise PlanError(f"type:{pattern} is not a regular expression: {error}.\nTry: type:{near}.") from None
+        raise PlanError(f"type:{pattern} is not a regular expression: {error}.", f"type:{near}.") from None
     begins: dict[str, int] = {}
     for position, node in enumerate(captured.nodes):
         matching = (call for call, fqn in path_of(node) if regex.search(captured.modules[fqn].class_name))
@@ -90,8 +90,8 @@ def _no_match(captured: Captured, pattern: str) -> PlanError:
     types = _types(captured)
     problem = f"type:{pattern} matches no module that {captured.model_name} calls"
     if not types:
-        return PlanError(f"{problem}: it calls none.\nTry: {argument('balance', 'time')}.")
-    return PlanError(f"{problem}.{nearest(pattern, types)}\nTry: a pattern that matches one of {', '.join(types)}.")
+        return PlanError(f"{problem}: it calls none.", f"{argument('balance', 'time')}.")
+    return PlanError(f"{problem}.{nearest(pattern, types)}", f"a pattern that matches one of {', '.join(types)}.")
 
 
 def first_uses(chain: Chain, segments: Sequence[Sequence[fx.Node]]) -> list[list[StateEntry]]:

@@ -208,7 +208,8 @@ def _check_memory(blocks: Sequence[Block], device: torch.device) -> None:
     if free is not None and required > free:
         raise PlanError(
             f"To measure {len(blocks)} distinct blocks takes {format_bytes(required)}, and {format_bytes(free)} are "
-            f"free on {device}.\nTry: {argument('balance', 'time')}, which runs nothing, or a smaller microbatch."
+            f"free on {device}.",
+            f"{argument('balance', 'time')}, which runs nothing, or a smaller microbatch.",
         )
 
 

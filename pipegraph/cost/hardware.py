@@ -260,8 +260,8 @@ class Hardware(Entry, frozen=True, kw_only=True):
         if spec.name in cls.names() and spec.figures != cls.load(spec.name).figures:
             raise PipegraphError(
                 f'{file} calls its profile "{spec.name}", as pipegraph calls another profile with other figures: a '
-                f'package would not tell which of them priced it.\nTry: another "name" in it, such as '
-                f'"{spec.name}-here".'
+                f"package would not tell which of them priced it.",
+                f'another "name" in it, such as "{spec.name}-here".',
             )
         return spec
 
@@ -290,8 +290,8 @@ def check_new(file: Path) -> None:
     """Refuse a new file if its profile, which has the name of the file, would have the name of one of pipegraph."""
     if file.stem in Hardware.names():
         raise PipegraphError(
-            f'A profile has the name of its file, and pipegraph already has a profile "{file.stem}".\n'
-            f"Try: {file.with_stem(f'{file.stem}-here')}."
+            f'A profile has the name of its file, and pipegraph already has a profile "{file.stem}".',
+            f"{file.with_stem(f'{file.stem}-here')}.",
         )
 
 

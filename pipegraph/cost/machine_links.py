@@ -60,8 +60,8 @@ def measure_links(ranks: int, device: str, timeout: float = _TIMEOUT) -> LinkRat
         while not context.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise RuntimeFault(
-                    f"the links between {ranks} ranks were not measured within {timeout:g} s.\n"
-                    f"Try: fewer --ranks, or again when the machine does less."
+                    f"the links between {ranks} ranks were not measured within {timeout:g} s.",
+                    "fewer --ranks, or again when the machine does less.",
                 )
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         reason = str(error).strip().splitlines()[-1]

@@ -91,13 +91,12 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
-            f"capture takes a torch.nn.Module, not {type(model).__name__}.\n"
-            "Try: pipegraph.capture(model, args=(tokens,))."
+            f"capture takes a torch.nn.Module, not {type(model).__name__}.", "pipegraph.capture(model, args=(tokens,))."
         )
     if not isinstance(args, tuple):
-        raise CaptureError(f"args must be a tuple, not {type(args).__name__}.\nTry: args=(tokens,).")
+        raise CaptureError(f"args must be a tuple, not {type(args).__name__}.", "args=(tokens,).")
     if not isinstance(kwargs or {}, dict) or not all(isinstance(name, str) for name in kwargs or {}):
-        raise CaptureError('kwargs must be a dict from names to inputs.\nTry: kwargs={"mask": mask}.')
+        raise CaptureError("kwargs must be a dict from names to inputs.", 'kwargs={"mask": mask}.')
     example = Example(args, dict(kwargs or {}))
     _check(model, example)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
@@ -151,8 +150,8 @@ def _check(model: nn.Module, example: Example) -> None:
         if is_dataclass(leaf):
             name = type(leaf).__name__
             raise CaptureError(
-                f"An input of {type(model).__name__} is a {name}, a dataclass that torch.export does not know.\n"
-                f"Try: torch.export.register_dataclass({name}), before the capture."
+                f"An input of {type(model).__name__} is a {name}, a dataclass that torch.export does not know.",
+                f"torch.export.register_dataclass({name}), before the capture.",
             )
 
 

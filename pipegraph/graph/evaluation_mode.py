@@ -101,7 +101,7 @@ def _evaluation_graph(
         cause = error
         if isinstance(error, FixedSizeNeededError):
             cause = CaptureError(
-                f"It takes any size in training mode alone.\n  at {error.line}\nTry: dynamic_shapes=False."
+                f"It takes any size in training mode alone.\n  at {error.line}", "dynamic_shapes=False."
             )
         message = explanation(model, cause, " in evaluation mode")
         raise EvaluationCaptureError(message, message.partition("\n")[0]) from error

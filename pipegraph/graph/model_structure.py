@@ -152,8 +152,8 @@ def inputs_of(
             continue
         if leaf is not None and not isinstance(leaf, (bool, int, float, str)):
             raise CaptureError(
-                f"Input {name} is a {type(leaf).__name__}; a pipeline's inputs are tensors, numbers, strings or "
-                "None.\nTry: build the object inside the model's forward."
+                f"Input {name} is a {type(leaf).__name__}; a pipeline's inputs are tensors, numbers, strings or None.",
+                "build the object inside the model's forward.",
             )
         constants[name] = leaf
     positional, keywords = plain_containers(pytree.tree_unflatten(names, spec))
@@ -179,12 +179,12 @@ def outputs_of(graph: fx.Graph, exported: ExportedProgram) -> Any:
         if value is not None and not isinstance(value, fx.Node):
             description = repr(value) if isinstance(value, (bool, int, float, str)) else "a number that it computes"
             raise CaptureError(
-                f"The model returns {description}, which is neither a tensor nor None.\nTry: return tensors only."
+                f"The model returns {description}, which is neither a tensor nor None.", "return tensors only."
             )
         leaves.append(None if value is None else label_of(value))
     if not any(leaves):
         raise CaptureError(
-            "The model returns no tensor, so that there is nothing to train.\nTry: a return at the end of its forward."
+            "The model returns no tensor, so that there is nothing to train.", "a return at the end of its forward."
         )
     return plain_containers(pytree.tree_unflatten(leaves, spec))
 
@@ -266,7 +266,8 @@ def check_classes(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{name or type(model).__name__} is a module that torch.jit has compiled, which has no source of "
-                "Python any more.\nTry: the module before torch.jit.script or torch.jit.trace."
+                "Python any more.",
+                "the module before torch.jit.script or torch.jit.trace.",
             )
 
 
@@ -293,7 +294,7 @@ def _check(kind: str, name: str) -> None:
         problem = "holds half a character, which cannot be written: \\ud800 to \\udfff stand in pairs"
     else:
         return
-    raise CaptureError(f'The name of the {kind} "{excerpt}" {problem}.\nTry: rename it in the model.')
+    raise CaptureError(f'The name of the {kind} "{excerpt}" {problem}.', "rename it in the model.")
 
 
 def mentions_mode(cls: type[nn.Module]) -> bool:

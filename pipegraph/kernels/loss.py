@@ -39,13 +39,13 @@ def compute_loss(loss: Loss | None, outputs: tuple[Tensor, ...], target: Any) ->
             not a dict of tensors without dimensions.
     """
     if loss is None:
-        raise PipegraphError("a loss was asked of a stage that has none.\nTry: Pipeline(…, loss_fn=…).")
+        raise PipegraphError("a loss was asked of a stage that has none.", "Pipeline(…, loss_fn=…).")
     value, metrics = divide_loss(loss(outputs, target))
     needs_gradient = torch.is_grad_enabled() and any(map(requires_grad, outputs))
     if needs_gradient and isinstance(value, Tensor) and not value.requires_grad:
         raise PipegraphError(
-            "loss_fn returned a tensor without a gradient, so nothing would be trained.\n"
-            "Try: compute it from the output with tensor operations, without detach() or no_grad."
+            "loss_fn returned a tensor without a gradient, so nothing would be trained.",
+            "compute it from the output with tensor operations, without detach() or no_grad.",
         )
     check_loss(value)
     for name, metric in metrics.items():
@@ -63,8 +63,8 @@ def explained_without_target(target: Any) -> Iterator[None]:
         if target is not None or "None" not in str(error):
             raise
         raise PipegraphError(
-            f"loss_fn(output, None) raised {type(error).__name__}: {error}\nThe call was given no target.\n"
-            f"Try: target=… on the rank of the last stage."
+            f"loss_fn(output, None) raised {type(error).__name__}: {error}\nThe call was given no target.",
+            "target=… on the rank of the last stage.",
         ) from error
 
 
@@ -74,14 +74,14 @@ def divide_loss(returned: Any) -> tuple[Any, dict[Any, Any]]:
         return returned, {}
     if len(returned) != 2:
         raise PipegraphError(
-            f"loss_fn(output, target) returned a tuple of {len(returned)} items.\n"
-            "Try: return one number, or (loss, metrics) with a dict of metrics."
+            f"loss_fn(output, target) returned a tuple of {len(returned)} items.",
+            "return one number, or (loss, metrics) with a dict of metrics.",
         )
     loss, metrics = returned
     if not isinstance(metrics, dict):
         raise PipegraphError(
-            f"loss_fn returned (loss, metrics) with a {_kind(metrics)} for metrics.\n"
-            f'Try: a dict of tensors, such as {{"accuracy": …}}.'
+            f"loss_fn returned (loss, metrics) with a {_kind(metrics)} for metrics.",
+            'a dict of tensors, such as {"accuracy": …}.',
         )
     return loss, metrics
 
@@ -104,22 +104,23 @@ def check_loss(value: Any) -> None:
     else:
         description, advice = "a complex number", "take its real part, or its absolute value"
     raise PipegraphError(
-        f"loss_fn(output, target) returned {description}; a step needs a tensor of one number.\nTry: {advice}."
+        f"loss_fn(output, target) returned {description}; a step needs a tensor of one number.", f"{advice}."
     )
 
 
 def _check_metric(name: Any, metric: Any) -> None:
     if not isinstance(name, str):
-        raise PipegraphError(f"loss_fn returned a metric under the name {name!r}.\nTry: a text, such as {str(name)!r}.")
+        raise PipegraphError(f"loss_fn returned a metric under the name {name!r}.", f"a text, such as {str(name)!r}.")
     if not isinstance(metric, Tensor):
         raise PipegraphError(
             f"loss_fn returned the metric {name!r} as a {type(metric).__name__}; a number in Python would not change "
-            f"between steps.\nTry: return it as a tensor, without .item()."
+            f"between steps.",
+            "return it as a tensor, without .item().",
         )
     if metric.dim() != 0:
         raise PipegraphError(
-            f"loss_fn returned the metric {name!r} as a tensor of shape {list(metric.shape)}; a metric is one number.\n"
-            "Try: take its mean."
+            f"loss_fn returned the metric {name!r} as a tensor of shape {list(metric.shape)}; a metric is one number.",
+            "take its mean.",
         )
 
 
@@ -130,7 +131,8 @@ def check_gradients(outputs: tuple[Any, ...], has_gradient: tuple[bool, ...]) ->
             raise PipegraphError(
                 f"output {position} of the stage needs a gradient, and pipeline.json says that none comes back "
                 f"(requires_grad false): what made it would not be trained. Its parameters may have been frozen when "
-                f"the model was split.\nTry: freeze them, or split the model again with them trainable."
+                f"the model was split.",
+                "freeze them, or split the model again with them trainable.",
             )
 
 
@@ -139,7 +141,8 @@ def check_memory(tensors: Iterable[Any]) -> None:
     if any(isinstance(tensor, Tensor) and is_fake(tensor) for tensor in tensors):
         raise PipegraphError(
             "the stage or loss_fn reads a tensor that it made when it was called first, which was to trace it: there "
-            "are no numbers in it.\nTry: make that tensor before the first step, or kernels='autograd'."
+            "are no numbers in it.",
+            "make that tensor before the first step, or kernels='autograd'.",
         )
 
 

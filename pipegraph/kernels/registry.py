@@ -30,12 +30,12 @@ def _autograd(
 ) -> list[Maker]:
     if recorder is not None:
         raise PipegraphError(
-            f"{argument('kernels', 'autograd')} leaves every stage to autograd, of which no CUDA graph is recorded.\n"
-            f"Try: {argument('kernels', 'inductor')}."
+            f"{argument('kernels', 'autograd')} leaves every stage to autograd, of which no CUDA graph is recorded.",
+            f"{argument('kernels', 'inductor')}.",
         )
     if strict:
         raise PipegraphError(
-            'kernels="autograd" leaves every stage to autograd, which strict=True refuses.\nTry: one of the two.'
+            'kernels="autograd" leaves every stage to autograd, which strict=True refuses.', "one of the two."
         )
     return [AutogradKernels] * len(recompute)
 
@@ -79,8 +79,8 @@ def check_name(name: str) -> None:
     """Raise PipegraphError for a name that is not in `names()`."""
     if name not in _MAKERS:
         raise PipegraphError(
-            f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.\n'
-            f"Try: {argument('kernels', closest(name, _MAKERS) or 'inductor')}."
+            f'No kernels are called "{name}".{nearest(name, _MAKERS)} There are: {", ".join(_MAKERS)}.',
+            f"{argument('kernels', closest(name, _MAKERS) or 'inductor')}.",
         )
 
 
@@ -107,7 +107,7 @@ def makers(
     check_name(name)
     require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
     if max_variants < 1:
-        raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.\nTry: 8.")
+        raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.", "8.")
     return _MAKERS[name](recompute, max_variants, strict, recorder)
 
 

@@ -152,8 +152,9 @@ def check_outputs(outputs: Sequence[Any]) -> None:
             layouts: Any = output
             raise PipegraphError(
                 f"output {position} of the stage is a DTensor ({', '.join(map(str, layouts.placements))}); between "
-                f"stages only plain tensors are sent.\nTry: let the last module of the parallelize plan return local "
-                f"tensors (use_local_output=True), with the layout that the package's boundary has (Replicate())."
+                f"stages only plain tensors are sent.",
+                "let the last module of the parallelize plan return local "
+                "tensors (use_local_output=True), with the layout that the package's boundary has (Replicate()).",
             )
 
 

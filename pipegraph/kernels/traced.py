@@ -249,7 +249,7 @@ class TracedKernels:
     def _warn(self) -> None:
         """Warn, once, that autograd has taken over, or raise PipegraphError."""
         if self._refusal is not None and self._strict:
-            raise PipegraphError(f"{self._refusal}.\nTry: without strict, or change what cannot be traced.")
+            raise PipegraphError(f"{self._refusal}.", "without strict, or change what cannot be traced.")
         if self._refusal is not None and self._refusal not in self._warned:
             self._warned.add(self._refusal)
             warnings.warn(self._refusal, stacklevel=3)

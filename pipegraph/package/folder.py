@@ -78,12 +78,12 @@ class Package:
         if not os.path.lexists(package_path):
             neighbours = (file.parent.name for file in folder.parent.glob(f"*/{MANIFEST}"))
             raise PackageError(
-                f"There is no package {package_path}: the folder does not exist.{nearest(folder.name, neighbours)}\n"
-                f"Try: pipegraph split MODEL -o {package_path}, which writes one."
+                f"There is no package {package_path}: the folder does not exist.{nearest(folder.name, neighbours)}",
+                f"pipegraph split MODEL -o {package_path}, which writes one.",
             )
         if folder.exists() and not folder.is_dir():
             raise PackageError(
-                f"{package_path} is a file, and a package is a folder.\nTry: the folder that pipegraph split wrote."
+                f"{package_path} is a file, and a package is a folder.", "the folder that pipegraph split wrote."
             )
         while True:
             identity = _identity(folder)
@@ -225,7 +225,7 @@ class Package:
             file = f"{self.manifest.stages[index].module}.py"
             where = self.path / file if isinstance(weights, bool) else file  # a package may be on its way to its folder
             raise PackageError(
-                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.\nTry: {advice}"
+                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.", f"{advice}"
             ) from error
         self._source.keep_for(stage)
         return stage
@@ -238,8 +238,7 @@ class Package:
         finally:
             if self.identity is not None and _identity(self.path) != self.identity:
                 raise PackageError(
-                    f"{path_from_here(self.path)} was replaced by another package while it was read.\n"
-                    "Try: the same again."
+                    f"{path_from_here(self.path)} was replaced by another package while it was read.", "the same again."
                 )
 
     @cached_property
@@ -258,8 +257,8 @@ class Package:
             line = f"{at}: " if at else ""
             problem = re.sub(r"\b_pipegraph_package_\d+\.?", "", str(error))
             raise PackageError(
-                f"{path_from_here(self.path)} cannot be imported: {line}{type(error).__name__}: {problem}.\n"
-                "Try: fix what was edited or is missing (`pipegraph show` lists it), or split the model again."
+                f"{path_from_here(self.path)} cannot be imported: {line}{type(error).__name__}: {problem}.",
+                "fix what was edited or is missing (`pipegraph show` lists it), or split the model again.",
             ) from error
         source.keep_for(self)
         return source
@@ -291,12 +290,12 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
     saved = "the folder that save_pretrained writes"
     folder, single = require_path(path, "A checkpoint is given by its folder", saved, PackageError), "model.safetensors"
     if not folder.is_dir():
-        raise PackageError(f"{folder} is not a folder with a checkpoint.\nTry: {saved}.")
+        raise PackageError(f"{folder} is not a folder with a checkpoint.", f"{saved}.")
     if not any((folder / name).is_file() for name in (WEIGHTS_INDEX, single)):
         names = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
         raise PackageError(
-            f"{folder} holds neither {single} nor {WEIGHTS_INDEX}, but {names}. Pickled weights are never read.\n"
-            "Try: save_pretrained of transformers, which writes safetensors."
+            f"{folder} holds neither {single} nor {WEIGHTS_INDEX}, but {names}. Pickled weights are never read.",
+            "save_pretrained of transformers, which writes safetensors.",
         )
     return folder
 

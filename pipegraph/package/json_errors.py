@@ -38,12 +38,12 @@ class FieldError(PipegraphError, ValueError):
 
     Attributes:
         place: the field, below the structure, as `place_text` gives it.
-        problem: what is wrong with it.
+        reason: what is wrong with it.
     """
 
-    def __init__(self, place: str, problem: str) -> None:
-        super().__init__(f"{place}: {problem}" if place else problem)
-        self.place, self.problem = place, problem
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}" if place else reason)
+        self.place, self.reason = place, reason
 
 
 def place_text(place: Sequence[str | int]) -> str:
@@ -97,7 +97,7 @@ def explain(error: msgspec.ValidationError, content: Any, structure: type) -> st
     if isinstance(error.__cause__, FieldError):
         below = error.__cause__.place
         dot = "." if place and below and not below.startswith("[") else ""
-        return f"{place_text(place)}{dot}{below}: {error.__cause__.problem}".removeprefix(": ")
+        return f"{place_text(place)}{dot}{below}: {error.__cause__.reason}".removeprefix(": ")
     if is_key:
         return f"{prefix}the key {as_json(key)} {_must(message, key)}"
     if match := re.fullmatch(r"Object missing required field `(.*)`", message):

@@ -90,8 +90,10 @@ class FileKind(Generic[Structure]):
             message = explain(problem, content, self.structure)
         except RecursionError:
             message = "the file is nested too deeply"
-        except (PipegraphError, ValueError) as problem:  # of a structure, or of `_parse`
-            message = str(problem).partition("\nTry:")[0]
+        except PipegraphError as error:  # of a structure
+            message = error.problem
+        except ValueError as error:  # of `_parse`
+            message = str(error)
         raise self.problem(where, message)
 
     def problem(self, where: str, message: str) -> PipegraphError:

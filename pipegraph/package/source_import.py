@@ -111,8 +111,8 @@ class _SourceFinder(MetaPathFinder):
             return None
         if name not in files:
             raise PackageError(
-                f"{path_from_here(place)} would be imported, and pipeline.json does not list it.\n"
-                "Try: its content in a file of the package that is listed, or in a module outside of the package."
+                f"{path_from_here(place)} would be imported, and pipeline.json does not list it.",
+                "its content in a file of the package that is listed, or in a module outside of the package.",
             )
         loader = _TextLoader(fullname, str(place), None if texts is None else texts[name])
         locations = None if inside else [str(folder)]

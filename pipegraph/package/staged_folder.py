@@ -77,18 +77,19 @@ def unwritable(folder: Path, above: Path, error: OSError) -> PackageError:
     if error.errno in _FULL:
         return _write_error(folder, error)
     why = f"takes no new folder ({error.strerror})" if above.is_dir() else "is a file, not a folder"
-    return PackageError(f"{folder} cannot be written: {above} {why}.\nTry: -o with another folder.")
+    return PackageError(f"{folder} cannot be written: {above} {why}.", "-o with another folder.")
 
 
 def _write_error(folder: Path, error: OSError) -> PackageError:
     why = error.strerror or str(error)
     if error.errno not in _FULL:
-        return PackageError(f"{folder} cannot be written: {why}.\nTry: -o with another folder.")
+        return PackageError(f"{folder} cannot be written: {why}.", "-o with another folder.")
     above = existing_parent(folder)
     disk = shutil.disk_usage(above)
     return PackageError(
         f"{folder} cannot be written: {why}. The disk of {above} has {format_bytes(disk.free)} free of "
-        f"{format_bytes(disk.total)}.\nTry: make room there, or -o with a folder on another disk."
+        f"{format_bytes(disk.total)}.",
+        "make room there, or -o with a folder on another disk.",
     )
 
 

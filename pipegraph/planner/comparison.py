@@ -108,14 +108,15 @@ def candidates(
         if stages > 1 and all(plan.recompute != text for plan in plans):
             raise ArgumentError(
                 f"{argument('recompute', text)} has a choice for each of {stages} stages, and no plan that is compared "
-                f"has that number on {format_number_of('rank', ranks)}.\nTry: one for each stage, or one for all."
+                f"has that number on {format_number_of('rank', ranks)}.",
+                "one for each stage, or one for all.",
             )
     if not plans:
         several = ", ".join(recipe.name for recipe in RECIPES if recipe.any_chunks)
         raise ArgumentError(
             f"{', '.join(f'{recipe.name} has {recipe.chunks}' for recipe in recipes)} to a rank, and "
-            f"{argument('chunks', chunks or (), '--stages-per-rank')} was given.\n"
-            f"Try: {argument('schedules', option='--schedule')} with one of {several}."
+            f"{argument('chunks', chunks or (), '--stages-per-rank')} was given.",
+            f"{argument('schedules', option='--schedule')} with one of {several}.",
         )
     return tuple(plans)
 
@@ -141,8 +142,8 @@ def compare_plans(
         fewer = for_asker(f"chunks={chunks}", f"--stages-per-rank {chunks}")
         raise PlanError(
             f"The model can be cut into {format_number_of('segment', segments)}, and {fewest.schedule} has "
-            f"{ranks * fewest.chunks} stages on {ranks} ranks.\n"
-            f"Try: {argument('ranks', possible) + (' or fewer' if possible > 1 else '') if possible else fewer}."
+            f"{ranks * fewest.chunks} stages on {ranks} ranks.",
+            f"{argument('ranks', possible) + (' or fewer' if possible > 1 else '') if possible else fewer}.",
         )
     estimates, refused = _first_estimates(costs, options, ranks, plans)
     if not estimates:
@@ -242,13 +243,14 @@ def _search_cuts(
 
 
 def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: float) -> MemoryShortage:
-    choice, least = min(shortages, key=lambda pair: pair[1].needed)
+    choice, least = min(shortages, key=lambda pair: pair[1].peak)
     schedule, again = choice.schedule, choice.options.recompute_text
     return MemoryShortage(
         f"No plan that was compared fits into {format_bytes(memory)} on each rank. The closest is {schedule.name} with "
         f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {again}:\n"
-        f"{least}\nTry: {argument('memory_bytes', bytes_option(least.needed))}, or more ranks.",
-        least.needed,
+        f"{least.problem}",
+        least.peak,
+        advice=f"{argument('memory_bytes', bytes_option(least.peak))}, or more ranks.",
     )
 
 

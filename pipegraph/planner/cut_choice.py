@@ -167,7 +167,7 @@ def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoi
             least = _leanest(CutChoice(costs, options, shortage.cuts, options.schedule_of(stages)))
             if least.fits:
                 return least
-            if memory is options.memory_bytes and least.peak == shortage.needed:
+            if memory is options.memory_bytes and least.peak == shortage.peak:
                 raise
             raise _shortage(least, _NONE_FITS, "more stages") from None
         choices = [
@@ -234,7 +234,8 @@ def _shortage(choice: CutChoice, cause: str, instead: str) -> MemoryShortage:
     limits = choice.options.memory_of_ranks(choice.schedule.ranks)
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
     return MemoryShortage(
-        f"{cause}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.\n"
-        f"Try: {argument('memory_bytes', bytes_option(choice.peak))}, {argument('recompute', 'block')}, or {instead}.",
+        f"{cause}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.",
         choice.peak,
+        advice=f"{argument('memory_bytes', bytes_option(choice.peak))}, "
+        f"{argument('recompute', 'block')}, or {instead}.",
     )

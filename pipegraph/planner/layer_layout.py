@@ -42,22 +42,23 @@ def parse_layout(text: str) -> list[str]:
     letters = re.sub(r"[\s,]", "", text)
     for pattern in (_SEVERAL, _REPEATED_LETTER):
         if sum(int(match[2]) for match in pattern.finditer(letters)) > _MOST:
-            raise PlanError(f"The layout {text} has more than {_MOST:,} stages or layers.\nTry: Et*3|(tt|)*4,L.")
+            raise PlanError(f"The layout {text} has more than {_MOST:,} stages or layers.", "Et*3|(tt|)*4,L.")
         letters = pattern.sub(lambda match: match[1] * int(match[2]), letters)
     unknown = sorted(set(letters) - {EMBEDDING, LAYER, PREDICTION, LOSS, "|"})
     if unknown:
         raise PlanError(
             f'The layout {text} has "{unknown[0]}". It may have E for the embedding, t for a layer, L for what follows '
-            "the layers, | between stages, t*3 for ttt and (tt|)*2 for tt|tt|.\nTry: Et*3|(tt|)*4,L."
+            "the layers, | between stages, t*3 for ttt and (tt|)*2 for tt|tt|.",
+            "Et*3|(tt|)*4,L.",
         )
     stages = letters.split("|")
     if not any(stages):
-        raise PlanError(f"The layout {text} has no layer.\nTry: Et*3|(tt|)*4,L.")
+        raise PlanError(f"The layout {text} has no layer.", "Et*3|(tt|)*4,L.")
     empty = [number for number, stage in enumerate(stages) if not stage]
     if empty:
         raise PlanError(
-            f"Stage {empty[0]} of the layout {text} has no layer, and a stage computes something.\n"
-            f"Try: {format_layout(tuple(filter(None, stages)))}."
+            f"Stage {empty[0]} of the layout {text} has no layer, and a stage computes something.",
+            f"{format_layout(tuple(filter(None, stages)))}.",
         )
     return stages
 
@@ -96,8 +97,8 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
     layout_letters = layout_letters if row.next_segment is not None else layout_letters.removesuffix(LOSS)
     if layout_letters != row.letters:
         raise PlanError(
-            f"The layout {text} has {_described(letters)}, and {captured.model_name} has {_described(row.letters)}.\n"
-            f"Try: {argument('points', _even(row.letters, len(stages)))}."
+            f"The layout {text} has {_described(letters)}, and {captured.model_name} has {_described(row.letters)}.",
+            f"{argument('points', _even(row.letters, len(stages)))}.",
         )
     points, done = [], 0
     for stage, following in pairwise(stages):
@@ -105,7 +106,8 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
         if not done and not row.has_embedding:
             raise PlanError(
                 f"The first stage of the layout {text} has nothing to compute: {captured.model_name} begins with its "
-                f"first layer.\nTry: {argument('points', _even(row.letters, len(stages) - 1))}."
+                f"first layer.",
+                f"{argument('points', _even(row.letters, len(stages) - 1))}.",
             )
         if following[0] == LAYER:
             points.append(point_before(captured, row.layers[done]))
@@ -114,7 +116,8 @@ def layout_points(captured: Captured, text: str) -> tuple[Point, ...]:
         else:
             raise PlanError(
                 f"The last stage of the layout {text} has nothing to compute: {captured.model_name} ends with its last "
-                f"layer.\nTry: {argument('points', _even(row.letters, len(stages) - 1))}."
+                f"layer.",
+                f"{argument('points', _even(row.letters, len(stages) - 1))}.",
             )
     return tuple(points)
 
@@ -190,8 +193,8 @@ def _no_row(captured: Captured) -> PlanError:
     why = ", not in a row and once each" if len(lists) == 1 else ""
     return PlanError(
         f"A layout counts layers that follow one another in one list, and {captured.model_name} has "
-        f"{' and '.join(counts) or 'no repeated layers'}{why}.\n"
-        f"Try: {argument('points')} with names of modules, or {argument('stages', 2)}."
+        f"{' and '.join(counts) or 'no repeated layers'}{why}.",
+        f"{argument('points')} with names of modules, or {argument('stages', 2)}.",
     )
 
 

@@ -39,7 +39,7 @@ def compare_model(
             problems.append(problem)
     if not comparisons:
         shortages = [error for error in problems if isinstance(error, MemoryShortage)]
-        raise min(shortages, key=lambda shortage: shortage.needed, default=problems[0])
+        raise min(shortages, key=lambda shortage: shortage.peak, default=problems[0])
     if len(comparisons) == 1:
         return comparisons[0]
     return PlanComparison(
@@ -110,7 +110,7 @@ def _compare_given(
     if choices:
         return PlanComparison(pareto_front(choices), len(plans) - len(refused), tuple(refused))
     if shortages:
-        raise min(shortages, key=lambda problem: problem.needed)
+        raise min(shortages, key=lambda problem: problem.peak)
     raise nothing_to_compare(refused)
 
 

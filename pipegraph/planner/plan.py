@@ -57,7 +57,7 @@ def parse_points(captured: Captured, points: Sequence[str | Point] | Mapping[str
     if isinstance(points, str) and is_layout(points):
         return layout_points(captured, points)
     if isinstance(points, str):
-        raise PlanError(f"points is a string, not a sequence of names.\nTry: points={points.split(',')!r}.")
+        raise PlanError("points is a string, not a sequence of names.", f"points={points.split(',')!r}.")
     require_type(points, Iterable, "points are names of modules", 'points=["layers.4"]')
     for point in points:
         require_type(point, (str, Point), "Each of points is the name of a module", 'points=["layers.4"]')
@@ -72,7 +72,7 @@ def _side(fqn: str, side: object) -> SplitPoint:
     """Return the side of a point by its name, because torch has another enumeration with the same names."""
     name = str(getattr(side, "name", ""))
     if name not in SplitPoint.__members__:
-        raise PlanError(f"points[{fqn!r}] is {side!r}.\nTry: SplitPoint.BEGINNING or SplitPoint.END.")
+        raise PlanError(f"points[{fqn!r}] is {side!r}.", "SplitPoint.BEGINNING or SplitPoint.END.")
     return SplitPoint[name]
 
 
@@ -87,8 +87,8 @@ def equal_segments(captured: Captured, stages: int) -> tuple[tuple[Point, ...], 
         named = _few([segment.fqn for segment in chain if segment.fqn])
         count = format_number_of("segment", len(chain))
         raise PlanError(
-            f"{captured.model_name} has {count}{f' ({named})' if named else ''}, which is too few for {stages} "
-            f"stages.\nTry: {argument('stages', len(chain))}, or {argument('points')} inside a segment."
+            f"{captured.model_name} has {count}{f' ({named})' if named else ''}, which is too few for {stages} stages.",
+            f"{argument('stages', len(chain))}, or {argument('points')} inside a segment.",
         )
     firsts = [chain[round(index * len(chain) / stages)] for index in range(1, stages)]
     return tuple(point_before(captured, segment) for segment in firsts), [segment.start for segment in firsts]
@@ -249,7 +249,7 @@ def plan(
     memory_bytes = either_memory(memory, memory_bytes)
     if points is not None and stages is not None:
         choice = f"{argument('points')} or {argument('stages')}"
-        raise PlanError(f"Both split points and a number of stages were given.\nTry: {choice}, not both.")
+        raise PlanError("Both split points and a number of stages were given.", f"{choice}, not both.")
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
     options = PlanOptions(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
@@ -270,15 +270,15 @@ def plan(
         starts = locate(captured, split_points)
         if not options.timed:
             raise ArgumentError(
-                f"{argument('balance', options.balance)} chooses points, and they were given.\n"
-                f"Try: {argument('stages', len(starts) + 1)} instead, or {argument('balance', 'time')}, which "
-                "predicts what a step takes with these points."
+                f"{argument('balance', options.balance)} chooses points, and they were given.",
+                f"{argument('stages', len(starts) + 1)} instead, or {argument('balance', 'time')}, which "
+                "predicts what a step takes with these points.",
             )
     else:
         middle = captured.segments[len(captured.segments) // 2].fqn or "layers.4"
         raise PlanError(
-            f"No split point was given for {captured.model_name}.\n"
-            f"Try: {argument('points', [middle])}, or {argument('stages', 2)}."
+            f"No split point was given for {captured.model_name}.",
+            f"{argument('points', [middle])}, or {argument('stages', 2)}.",
         )
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     cut_plan = _cut(captured, split_points, starts)
@@ -304,7 +304,7 @@ def _check_types(
     require_type(hardware, profile, "hardware is a profile, its name or its file", 'hardware="h100"')
     require_type(loss, (tuple, NoneType), "loss is a function and its target", "loss=(loss_fn, target)")
     if isinstance(loss, tuple) and (len(loss) != 2 or not callable(loss[0])):
-        raise ArgumentError(f"loss is a function and its target, not {len(loss)} values.\nTry: loss=(loss_fn, target).")
+        raise ArgumentError(f"loss is a function and its target, not {len(loss)} values.", "loss=(loss_fn, target).")
     require_type(setting, (MeasureOptions, NoneType), "setting is a MeasureOptions", "setting=MeasureOptions(device)")
     require_type(cache, (Cache, NoneType), "cache is a Cache", "cache=None")
 
@@ -321,7 +321,7 @@ def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: b
     except MemoryShortage as shortage:
         if options.recompute == _BLOCK:
             raise
-        raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, options, stages)}", shortage.needed) from None
+        raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, options, stages)}", shortage.peak) from None
 
 
 def plan_of(choice: CutChoice) -> Plan:
@@ -365,9 +365,9 @@ def _with_recompute(captured: Captured, options: PlanOptions, stages: int) -> st
         peak = choose_cuts(options.price(captured), options, stages).peak
     except MemoryShortage as shortage:
         return (
-            f"With {argument('recompute', 'block')}, which keeps the least, {format_bytes(shortage.needed)} would be "
+            f"With {argument('recompute', 'block')}, which keeps the least, {format_bytes(shortage.peak)} would be "
             "enough.\n"
-            f"Try: {argument('recompute', 'block')} with {argument('memory_bytes', bytes_option(shortage.needed))}, "
+            f"Try: {argument('recompute', 'block')} with {argument('memory_bytes', bytes_option(shortage.peak))}, "
             "or more stages."
         )
     return (

@@ -130,12 +130,13 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
             problem = f"is for the inputs {_listed(self.inputs)}, and this model has {_listed(_inputs(captured))}"
             instead = "the same inputs (--batch and --seq), or pipegraph plan with these"
         if problem:
-            raise PlanError(f"The plan {problem}.\nTry: {instead}.")
+            raise PlanError(f"The plan {problem}.", f"{instead}.")
         if memory_bytes is not None and self.peak > memory_bytes:
             raise MemoryShortage(
                 f"The plan needs {format_bytes(self.peak, 2)} on its fullest rank, and "
-                f"{format_bytes(memory_bytes, 2)} are there.\nTry: pipegraph plan with this --memory.",
+                f"{format_bytes(memory_bytes, 2)} are there.",
                 self.peak,
+                advice="pipegraph plan with this --memory.",
             )
         cut_plan = plan(captured, points=self.points) if self.points else plan(captured, stages=1, balance="uniform")
         return cut_plan.predicted(self.prediction)

@@ -213,13 +213,13 @@ class PlanOptions:
             state = " with its gradient and the optimizer's state" if largest.requires_grad else ""
             raise PlanError(
                 f"The largest parameter, {largest.fqn}, takes {format_bytes(state_bytes)}{state}, "
-                f"and a rank has {format_bytes(self.largest_memory)}. No cut divides a parameter.\n"
-                f"Try: {argument('memory_bytes', bytes_option(round(state_bytes * 1.25)))}, "
-                "or shard the stage (parallelize_fn)."
+                f"and a rank has {format_bytes(self.largest_memory)}. No cut divides a parameter.",
+                f"{argument('memory_bytes', bytes_option(round(state_bytes * 1.25)))}, "
+                "or shard the stage (parallelize_fn).",
             )
 
 
 def check_number(name: str, number: object, example: int) -> None:
     """Raise ArgumentError unless this is a whole number from 1 on."""
     if type(number) is not int or number < 1:
-        raise ArgumentError(f"{name} is a whole number from 1 on, not {number!r}.\nTry: {argument(name, example)}.")
+        raise ArgumentError(f"{name} is a whole number from 1 on, not {number!r}.", f"{argument(name, example)}.")

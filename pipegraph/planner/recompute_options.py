@@ -128,9 +128,10 @@ class RecomputeOptions:
         if not choices:
             raise MemoryShortage(
                 "No cuts and choices of what to compute again that were found fit into the memory, with what several "
-                "stages hold.\nTry: more memory, or more stages.",
+                "stages hold.",
                 choice.peak,
                 choice.cuts,
+                "more memory, or more stages.",
             )
         # The joint search's, which comes last, bounds all.
         bound = next((choice.solution for choice in reversed(choices) if choice.solution is not None), None)
@@ -197,8 +198,8 @@ def parse_recompute(captured: Captured, recompute: object, stages: int) -> Recom
     choices = parse_stages(own_recompute(captured) if recompute is None else recompute, stages)
     if any(choice.policies for choice in choices):
         raise ArgumentError(
-            "recompute has a policy, which is a function: no plan can hold it.\n"
-            "Try: Pipeline(…, recompute=policy), and plan with what is the most like it."
+            "recompute has a policy, which is a function: no plan can hold it.",
+            "Pipeline(…, recompute=policy), and plan with what is the most like it.",
         )
     return choices[0] if len(set(choices)) == 1 else choices
 
@@ -210,8 +211,8 @@ def choose_recompute(captured: Captured, options: PlanOptions, stages: int, is_a
     """
     if not options.timed:
         raise ArgumentError(
-            f"{argument('balance', options.balance)} does not balance time, which a recompute for each stage changes.\n"
-            f"Try: {argument('balance', 'time')}, or one recompute for all stages."
+            f"{argument('balance', options.balance)} does not balance time, which a recompute for each stage changes.",
+            f"{argument('balance', 'time')}, or one recompute for all stages.",
         )
     if is_auto or isinstance(options.recompute, Recompute):
         return RecomputeOptions.price(captured, options).choose(options, stages)

@@ -34,8 +34,8 @@ def check_tensorboard() -> None:
     """Raise PipegraphError if tensorboard is not installed. Call it on every rank, so that none waits for another."""
     if importlib.util.find_spec("tensorboard") is None:
         raise PipegraphError(
-            "A run cannot be written for TensorBoard: tensorboard is not installed.\n"
-            "Try: pip install 'pipegraph[tensorboard]'"
+            "A run cannot be written for TensorBoard: tensorboard is not installed.",
+            "pip install 'pipegraph[tensorboard]'",
         )
 
 

@@ -31,20 +31,20 @@ def bind_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
     positional, keyword = list(args), dict(kwargs)
     if len(positional) > len(manifest.args):
         raise BatchError(
-            f"{len(positional)} positional arguments were passed; {_signature(manifest)}.\n"
-            f"Try: {len(manifest.args)} of them, and target= for the loss."
+            f"{len(positional)} positional arguments were passed; {_signature(manifest)}.",
+            f"{len(manifest.args)} of them, and target= for the loss.",
         )
     by_place = [structure for structure in manifest.args[: len(positional)] if isinstance(structure, str)]
     for structure in manifest.args[len(positional) :]:  # a positional argument may be passed by its name
         positional.append(keyword.pop(structure, None) if isinstance(structure, str) else None)
     for name in keyword:
         if name in by_place:
-            raise BatchError(f"{name} was passed twice, by its place and by its name.\nTry: one of the two.")
+            raise BatchError(f"{name} was passed twice, by its place and by its name.", "one of the two.")
         if name not in manifest.kwargs:
             argument_names = [*manifest.kwargs, *(argument for argument in manifest.args if isinstance(argument, str))]
             raise BatchError(
-                f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, argument_names)}\n"
-                f"Try: {closest(name, argument_names) or ', '.join(argument_names)}."
+                f"there is no argument {name!r}; {_signature(manifest)}.{nearest(name, argument_names)}",
+                f"{closest(name, argument_names) or ', '.join(argument_names)}.",
             )
     passed = [
         (f"argument {i}", structure, item)
@@ -77,7 +77,7 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
     elif structure is None:
         if passed is not None:
             raise BatchError(
-                f"{where} was None when the model was captured.\nTry: leave it out, or capture the model with it."
+                f"{where} was None when the model was captured.", "leave it out, or capture the model with it."
             )
     elif isinstance(structure, Mapping):
         if is_dataclass(passed) and not isinstance(passed, (type, Mapping)):  # a ModelOutput has no keys for None
@@ -85,8 +85,8 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
         if passed is not None and (not isinstance(passed, Mapping) or passed.keys() != structure.keys()):
             description = sorted(passed) if isinstance(passed, Mapping) else type(passed).__name__
             raise BatchError(
-                f"{where} is {description}; it was a dict of {sorted(structure)} when the model was captured.\n"
-                "Try: such a dict."
+                f"{where} is {description}; it was a dict of {sorted(structure)} when the model was captured.",
+                "such a dict.",
             )
         for key, item in structure.items():
             yield from _leaves(f"{where}[{key!r}]", item, None if passed is None else passed[key])
@@ -94,8 +94,8 @@ def _leaves(where: str, structure: Any, passed: Any) -> Iterator[tuple[str, Any]
         if passed is not None and (not isinstance(passed, (tuple, list)) or len(passed) != len(structure)):
             description = f"{len(passed)} items" if isinstance(passed, (tuple, list)) else type(passed).__name__
             raise BatchError(
-                f"{where} is {description}; it had {len(structure)} items when the model was captured.\n"
-                "Try: the same number of items."
+                f"{where} is {description}; it had {len(structure)} items when the model was captured.",
+                "the same number of items.",
             )
         for i, item in enumerate(structure):
             yield from _leaves(f"{where}[{i}]", item, None if passed is None else passed[i])
@@ -105,7 +105,8 @@ def _check_constant(value: Value, passed: Any) -> None:
     if passed is not None and (type(passed) is not type(value.constant) or passed != value.constant):
         raise BatchError(
             f"{value.name} is {passed!r}; it was {value.constant!r} when the model was captured, and the stages were "
-            f"written for that.\nTry: {value.constant!r}, or capture the model again with the other."
+            f"written for that.",
+            f"{value.constant!r}, or capture the model again with the other.",
         )
 
 
@@ -155,12 +156,12 @@ def bind_batch(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any
         first, count = lists[0]
         if length != count:
             raise BatchError(
-                f"{first} is a list of {count} microbatches, and {name} one of {length}.\nTry: lists of equal lengths."
+                f"{first} is a list of {count} microbatches, and {name} one of {length}.", "lists of equal lengths."
             )
         if length == 0 or request.microbatches not in (None, length):
             request_text = "" if length == 0 else f", and microbatches={request.microbatches} was given"
             raise BatchError(
-                f"{name} is a list of {length} microbatches{request_text}.\nTry: one item for each microbatch."
+                f"{name} is a list of {length} microbatches{request_text}.", "one item for each microbatch."
             )
     return StepBatch(inputs, target, lists[0][1] if lists else None)
 
@@ -210,8 +211,8 @@ def _check_role(manifest: Manifest, value: Value, count: int) -> None:
     """Raise BatchError for a whole tensor that must not be cut into several microbatches."""
     if value.batch_role == "list":
         raise BatchError(
-            f"{value.name} has the role list, and one tensor was passed for {count} microbatches.\n"
-            f"Try: a list with one tensor for each microbatch, {value.name}=[…, …]; or microbatches=1."
+            f"{value.name} has the role list, and one tensor was passed for {count} microbatches.",
+            f"a list with one tensor for each microbatch, {value.name}=[…, …]; or microbatches=1.",
         )
     mixing = manifest.batch.mixing
     if mixing and value.batch_role == "rows":
@@ -221,9 +222,9 @@ def _check_role(manifest: Manifest, value: Value, count: int) -> None:
         python = f'batch_dims={{"{name}": {dim}}}' if dim else "batch_dims="
         raise BatchError(
             f"{mixing[0]} mixes the rows of a batch{further}, so that {count} microbatches of a batch do not give its "
-            "result.\n"
-            f"Try: declare a role when the model is captured, with {python} or --batch-dim {role}; or pass lists of "
-            "microbatches; or microbatches=1."
+            "result.",
+            f"declare a role when the model is captured, with {python} or --batch-dim {role}; or pass lists of "
+            "microbatches; or microbatches=1.",
         )
 
 
@@ -250,15 +251,15 @@ def _check_limits(manifest: Manifest, sizes: Mapping[str, int]) -> None:
         if size < limits.min or (limits.max is not None and size > limits.max):
             most = f"to {limits.max}" if limits.max is not None else "or more"
             raise BatchError(
-                f"{name}, {_place_of(manifest, name)}, is {size}; the stages are the model for {limits.min} {most}.\n"
-                f"Try: {limits.min} {most}, or capture the model with {name} {size}, if it takes that."
+                f"{name}, {_place_of(manifest, name)}, is {size}; the stages are the model for {limits.min} {most}.",
+                f"{limits.min} {most}, or capture the model with {name} {size}, if it takes that.",
             )
     for condition in manifest.conditions:
         if not holds(condition, sizes):
             listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise BatchError(
-                f"the stages are the model where {condition}, and a microbatch has {listed}.\n"
-                "Try: other sizes, or capture the model with these."
+                f"the stages are the model where {condition}, and a microbatch has {listed}.",
+                "other sizes, or capture the model with these.",
             )
 
 
@@ -268,7 +269,8 @@ def _check_list(value: Value, tensors: Sequence[Tensor], step: StepSizes) -> Non
         if tensor.shape != sizes.shape(value):
             raise BatchError(
                 f"{value.name}[{index}] has the shape {list(tensor.shape)}; with the other inputs of microbatch "
-                f"{index} ({_listed(sizes)}) it is {list(sizes.shape(value))}.\nTry: that shape."
+                f"{index} ({_listed(sizes)}) it is {list(sizes.shape(value))}.",
+                "that shape.",
             )
 
 
@@ -277,18 +279,16 @@ def _check_tensor(value: Value, label: str, tensor: Any, cast_from: torch.dtype 
     cast to it."""
     if not isinstance(tensor, Tensor):
         text = "missing" if tensor is None else reprlib.repr(tensor)
-        raise BatchError(f"{label} is {text}, and the model takes a tensor.\nTry: a tensor like {value}.")
+        raise BatchError(f"{label} is {text}, and the model takes a tensor.", f"a tensor like {value}.")
     check_strided(label, tensor)
     if tensor.dim() != len(value.shape):
         raise BatchError(
-            f"{label} has the shape {list(tensor.shape)}; the captured microbatch is {value}.\n"
-            f"Try: a tensor with {format_number_of('dimension', len(value.shape))}."
+            f"{label} has the shape {list(tensor.shape)}; the captured microbatch is {value}.",
+            f"a tensor with {format_number_of('dimension', len(value.shape))}.",
         )
     dtype = torch_dtype(value)
     if tensor.dtype != dtype and not (tensor.dtype == cast_from and dtype.is_floating_point):
-        raise BatchError(
-            f"{label} is {dtype_name(tensor)}; the plan has {value}.\nTry: {label}.to(torch.{value.dtype})."
-        )
+        raise BatchError(f"{label} is {dtype_name(tensor)}; the plan has {value}.", f"{label}.to(torch.{value.dtype}).")
 
 
 def _listed(sizes: MicrobatchSizes) -> str:

@@ -123,7 +123,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name == "reshard_after_forward" and not isinstance(value, bool | None):
             raise ArgumentError(
                 f"reshard_after_forward={value!r} would keep a part of the parameters, and a schedule gathers all of "
-                "them.\nTry: True or False, and Pipeline(resident=…) for how many stages may be whole at a time."
+                "them.",
+                "True or False, and Pipeline(resident=…) for how many stages may be whole at a time.",
             )
 
 
@@ -151,8 +152,8 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
     if hooked is not None:
         raise ArgumentError(
             f"parallelize_fn gave {hooked} a hook, which would not be called: along dp_shard modules compute with the "
-            "whole parameter.\n"
-            "Try: without the hook; what it does with gradients can be done with .grad after step()."
+            "whole parameter.",
+            "without the hook; what it does with gradients can be done with .grad after step().",
         )
     groups: list[ShardedGroup] = []
     for module in (*repeated_layers(stage), stage):
@@ -199,8 +200,8 @@ def adopt_groups(index: int, stage: nn.Module, mesh: DeviceMesh, device: torch.d
                 if _ranks_of(parameter) != mesh[SHARD].mesh.tolist():
                     raise ArgumentError(
                         f"parallelize_fn divides {names[id(parameter)]} of stage {index} by fully_shard between other "
-                        'ranks than those along dp_shard.\nTry: fully_shard(module, mesh=mesh["dp_shard"]), with the '
-                        "mesh that Pipeline is given."
+                        "ranks than those along dp_shard.",
+                        'fully_shard(module, mesh=mesh["dp_shard"]), with the mesh that Pipeline is given.',
                     )
                 unsharded = _whole_like(parameter, device)
                 parameters.append(ShardedParameter(places, unsharded, _compute_dtype(parameter, policy)))
@@ -262,8 +263,8 @@ def _placement_function(stage: nn.Module, mesh: DeviceMesh, placement_fn: Any) -
         if chosen is not None or not free:
             raise ArgumentError(
                 f"tp_plan divides dimension {packed.dim} of {names[id(parameter)]} as a packed one, and the {shards} "
-                "ranks along dp_shard cannot divide it again.\n"
-                "Try: dp_replicate in place of dp_shard, or a layer without a bias."
+                "ranks along dp_shard cannot divide it again.",
+                "dp_replicate in place of dp_shard, or a layer without a bias.",
             )
         return Shard(free[0])
 

@@ -29,7 +29,7 @@ class GradientBucket:
         self._parameters = parameters
         grads = [None if leaf.grad is None else local(leaf.grad) for leaf in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in grads):
-            raise PipegraphError("sparse gradients are not reduced over ranks.\nTry: sparse=False in the embedding.")
+            raise PipegraphError("sparse gradients are not reduced over ranks.", "sparse=False in the embedding.")
         like = [local(parameter.detach()) for parameter in parameters]
         parts = [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(like, grads, strict=True)]
         counts = torch.ones(len(grads), dtype=like[0].dtype, device=like[0].device)

@@ -182,9 +182,9 @@ class MissingGradients:
             name, index = lost[0]
             suffix = f", nor did {len(lost) - 1} more parameters" if len(lost) > 1 else ""
             raise PipegraphError(
-                f"{name} of stage {index} got no gradient in this step{suffix}, and the model gives it one.\n"
-                f"Try: look in stage_{index}.py for a detach() or no_grad that the model does not have; or freeze the "
-                "parameter with requires_grad_(False); or split the model again if the package is older."
+                f"{name} of stage {index} got no gradient in this step{suffix}, and the model gives it one.",
+                f"look in stage_{index}.py for a detach() or no_grad that the model does not have; or freeze the "
+                "parameter with requires_grad_(False); or split the model again if the package is older.",
             )
         if missing and not self._has_warned:
             self._has_warned = True

@@ -66,8 +66,8 @@ class GradientHooks:
             if index in sharded or any(is_sharded(parameter) for parameter in self._parameters(stages, index, name)):
                 raise PipegraphError(
                     f"{name} of stage {index} has a hook in the model, which takes the complete gradient: along "
-                    "dp_shard and tp each rank has a part of it.\n"
-                    "Try: a mesh of pp and dp_replicate; or the model without the hook, and .grad changed after step()."
+                    "dp_shard and tp each rank has a part of it.",
+                    "a mesh of pp and dp_replicate; or the model without the hook, and .grad changed after step().",
                 )
 
     @contextmanager

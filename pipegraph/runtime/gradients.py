@@ -69,12 +69,12 @@ def checked_norm(max_norm: object, norm_type: object) -> tuple[float, float]:
     bound, p = _number(max_norm), _number(norm_type)
     if not bound >= 0:
         raise ArgumentError(
-            f"max_norm cannot be {max_norm!r}: it is the norm that gradients may have, from 0 on.\nTry: max_norm=1.0."
+            f"max_norm cannot be {max_norm!r}: it is the norm that gradients may have, from 0 on.", "max_norm=1.0."
         )
     if not p > 0:
         raise ArgumentError(
-            f"norm_type cannot be {norm_type!r}: it is the p of a p-norm, which is positive, or infinity.\n"
-            "Try: norm_type=2.0, or math.inf."
+            f"norm_type cannot be {norm_type!r}: it is the p of a p-norm, which is positive, or infinity.",
+            "norm_type=2.0, or math.inf.",
         )
     return bound, p
 

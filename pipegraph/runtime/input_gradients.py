@@ -142,8 +142,8 @@ class InputGradients:
             if _CONSTANT in of_rank.values() and len(set(of_rank.values())) > 1:
                 constant = [world.grid.text(rank) for rank, state in of_rank.items() if state == _CONSTANT]
                 raise BatchError(
-                    f"{name} requires a gradient, and not on {', '.join(constant)}, which reads it as well.\n"
-                    f"Try: {name}.requires_grad_() on every rank of the pipeline, or on none."
+                    f"{name} requires a gradient, and not on {', '.join(constant)}, which reads it as well.",
+                    f"{name}.requires_grad_() on every rank of the pipeline, or on none.",
                 )
             for sender, state in of_rank.items():
                 if state == _COMPUTED and sender != self._first[name]:

@@ -124,8 +124,8 @@ def check_has_graphs(device: str) -> None:
     """Raise PipegraphError unless a type of device has CUDA graphs."""
     if device != "cuda":
         raise PipegraphError(
-            f"{argument('cuda_graphs', True)} records what a GPU does, and the stages are on {device}.\n"
-            f"Try: {argument('device', 'cuda')}, or leave it out."
+            f"{argument('cuda_graphs', True)} records what a GPU does, and the stages are on {device}.",
+            f"{argument('device', 'cuda')}, or leave it out.",
         )
 
 
@@ -147,20 +147,22 @@ def graph_recorder(
     if not isinstance(kernels, str):
         raise PipegraphError(
             f"{argument('cuda_graphs', True)} records kernels that pipegraph has traced, and {argument('kernels')} is "
-            f"a function of yours.\nTry: {argument('kernels', 'inductor')}."
+            f"a function of yours.",
+            f"{argument('kernels', 'inductor')}.",
         )
     if any(stage_rule.offloads for stage_rule in recompute):
         raise PipegraphError(
             f"{argument('cuda_graphs', True)} keeps what a forward saves in one place of the GPU's memory, and "
-            f"{argument('recompute', 'offload')} moves it to the host.\nTry: {argument('recompute', 'min-cut')}."
+            f"{argument('recompute', 'offload')} moves it to the host.",
+            f"{argument('recompute', 'min-cut')}.",
         )
     for index, stage in stages.items():
         divided = [name for name, parameter in stage.named_parameters() if is_sharded(parameter)]
         if divided:
             raise PipegraphError(
                 f"{argument('cuda_graphs', True)} records no collectives, and {divided[0]} of stage {index} is divided "
-                "between ranks.\n"
-                "Try: a mesh of pp and dp_replicate alone."
+                "between ranks.",
+                "a mesh of pp and dp_replicate alone.",
             )
     return partial(CudaGraphRecorder, device)
 

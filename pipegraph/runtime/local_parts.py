@@ -193,7 +193,8 @@ def divide_parameter(module: nn.Module, name: str, style: str, mesh: DeviceMesh)
     if length % parts:
         raise ArgumentError(
             f"tp_plan divides dimension {placement.dim} of {name}, of shape {list(parameter.shape)}, into {parts} "
-            f"parts.\nTry: a tp that divides {length // (parts // mesh.size())}."
+            f"parts.",
+            f"a tp that divides {length // (parts // mesh.size())}.",
         )
     divided = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))

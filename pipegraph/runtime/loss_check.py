@@ -110,8 +110,8 @@ class BatchLoss:
             is_number = isinstance(numbers[0], Tensor) and numbers[0].dim() == 0
             if is_number and numbers[0].grad is not None and any(not torch.equal(numbers[0], item) for item in numbers):
                 raise BatchError(
-                    f'loss_over="batch" cannot take {value.name}, which the model computes for each microbatch alone.\n'
-                    "Try: a loss_fn of the outputs that have rows, such as logits and the target."
+                    f'loss_over="batch" cannot take {value.name}, which the model computes for each microbatch alone.',
+                    "a loss_fn of the outputs that have rows, such as logits and the target.",
                 )
 
 
@@ -129,8 +129,8 @@ def require_forwards_first(schedule: Schedule) -> None:
             fitting.append(name)
     raise ScheduleError(
         f'loss_over="batch" needs the outputs of all {schedule.microbatches} microbatches before the first backward, '
-        f"and the last stage begins its backwards earlier under {schedule.name}.\n"
-        f"Try: {', '.join(fitting) or 'gpipe'}."
+        f"and the last stage begins its backwards earlier under {schedule.name}.",
+        f"{', '.join(fitting) or 'gpipe'}.",
     )
 
 
@@ -214,10 +214,10 @@ class LossCheck:
         kind, rule = ("sum", "sum") if self._is_sum else ("mean over rows", "mean, weighted by rows,")
         raise BatchError(
             f"loss_fn is not a {kind}: it is {loss:.6g} for a microbatch, and the {rule} of its parts is "
-            f"{of_parts:.6g}. The loss of the step would depend on how the batch is cut.\n"
-            "Try: loss_weight=, with a loss_fn that returns a sum over the items that count, such as tokens that are "
+            f"{of_parts:.6g}. The loss of the step would depend on how the batch is cut.",
+            "loss_weight=, with a loss_fn that returns a sum over the items that count, such as tokens that are "
             'not masked; loss_over="batch", for a loss that compares rows with one another; or '
-            'loss_over="microbatch", to accept the loss of each microbatch as it is.'
+            'loss_over="microbatch", to accept the loss of each microbatch as it is.',
         )
 
     def _rows(self, outputs: Sequence[Any], sizes: Mapping[str, int]) -> int | None:

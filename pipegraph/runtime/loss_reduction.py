@@ -47,8 +47,8 @@ class LossReduction:
         """The reduction that the arguments of a pipeline ask for. Raises ArgumentError."""
         if reduction not in LOSS_REDUCTIONS:
             raise ArgumentError(
-                f'loss_reduction cannot be {reduction!r}.\nTry: "mean" if loss_fn returns the mean of its microbatch, '
-                f'"sum" if it returns a sum.'
+                f"loss_reduction cannot be {reduction!r}.",
+                '"mean" if loss_fn returns the mean of its microbatch, "sum" if it returns a sum.',
             )
         if weight_of is not None:
             require_type(
@@ -56,18 +56,20 @@ class LossReduction:
             )
             if reduction == "sum":
                 raise ArgumentError(
-                    'loss_weight divides the sum of losses, and loss_reduction="sum" divides by nothing.\n'
-                    "Try: one of the two."
+                    'loss_weight divides the sum of losses, and loss_reduction="sum" divides by nothing.',
+                    "one of the two.",
                 )
         if over not in LOSS_OVER:
             raise ArgumentError(
-                f'loss_over cannot be {over!r}.\nTry: "rows" for a mean over rows, "batch" for a loss that compares '
-                'the rows of a batch, or "microbatch" for one that is taken as it is for each microbatch.'
+                f"loss_over cannot be {over!r}.",
+                '"rows" for a mean over rows, "batch" for a loss that compares '
+                'the rows of a batch, or "microbatch" for one that is taken as it is for each microbatch.',
             )
         if over == "batch" and (reduction == "sum" or weight_of is not None):
             raise ArgumentError(
                 'loss_over="batch" evaluates the loss once, so that no losses are added up, as '
-                f"{'loss_weight' if weight_of is not None else 'loss_reduction'} asks for.\nTry: one of the two."
+                f"{'loss_weight' if weight_of is not None else 'loss_reduction'} asks for.",
+                "one of the two.",
             )
         return cls(reduction == "sum", weight_of, str(over))
 
@@ -83,14 +85,14 @@ def checked_weight(weight: Any, reduction: LossReduction) -> float | None:
         return None
     if reduction.weight_of is None:
         raise ArgumentError(
-            "weight is the divisor of a loss that counts items.\n"
-            "Try: Pipeline(…, loss_weight=lambda target: (target >= 0).sum()), or the step without weight."
+            "weight is the divisor of a loss that counts items.",
+            "Pipeline(…, loss_weight=lambda target: (target >= 0).sum()), or the step without weight.",
         )
     number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
         raise ArgumentError(
-            f"weight cannot be {weight!r}: it is how many items count in all accumulated steps, over all ranks.\n"
-            "Try: a number above 0."
+            f"weight cannot be {weight!r}: it is how many items count in all accumulated steps, over all ranks.",
+            "a number above 0.",
         )
     return float(number)
 
@@ -100,7 +102,7 @@ def _number(weight: Any) -> float:
     if not isinstance(number, int | float) or not 0 <= number < math.inf:
         description = f"a tensor of shape {list(weight.shape)}" if isinstance(number, Tensor) else repr(number)
         raise BatchError(
-            f"loss_weight(target) returned {description}; it is one number of items, 0 or more.\nTry: take its sum."
+            f"loss_weight(target) returned {description}; it is one number of items, 0 or more.", "take its sum."
         )
     return float(number)
 
@@ -139,8 +141,8 @@ class LossScale:
     def __post_init__(self) -> None:
         if self.counts_items and self.divisor == 0:
             raise BatchError(
-                "loss_weight counts nothing in this batch, over all ranks: its loss would be divided by 0.\n"
-                "Try: leave the batch out, or step(…, weight=…) with what counts in all accumulated steps."
+                "loss_weight counts nothing in this batch, over all ranks: its loss would be divided by 0.",
+                "leave the batch out, or step(…, weight=…) with what counts in all accumulated steps.",
             )
 
     def gradient(self, microbatch: int) -> float:

@@ -44,8 +44,8 @@ def check_packages(world: World, package: Package) -> None:
     verb = "differs" if len(different) == 1 else "differ"
     raise PackageError(
         f"{first_names([world.grid.text(rank) for rank in stale], 4)} would run another package than "
-        f"{world.grid.text(texts.index(usual))}: {first_names(different, 4)} {verb}.\n"
-        "Try: the same folder for every rank, or a new copy of it on every machine."
+        f"{world.grid.text(texts.index(usual))}: {first_names(different, 4)} {verb}.",
+        "the same folder for every rank, or a new copy of it on every machine.",
     )
 
 

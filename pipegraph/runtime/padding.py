@@ -38,11 +38,11 @@ class Padding:
             sizes = [size for size in manifest.sizes if size != BATCH]
             if name not in sizes:
                 raise ArgumentError(
-                    f"pad_to names {name!r}, which is not a dynamic size other than the rows.{nearest(name, sizes)}\n"
-                    f"Try: {', '.join(sizes) or 'without pad_to'}."
+                    f"pad_to names {name!r}, which is not a dynamic size other than the rows.{nearest(name, sizes)}",
+                    f"{', '.join(sizes) or 'without pad_to'}.",
                 )
             if type(multiple) is not int or multiple < 1:
-                raise ArgumentError(f"pad_to cannot have {multiple!r} for {name}.\nTry: a whole number from 1 on.")
+                raise ArgumentError(f"pad_to cannot have {multiple!r} for {name}.", "a whole number from 1 on.")
 
     def pad(self, manifest: Manifest, batch: StepBatch) -> StepBatch:
         """Return the batch with inputs that end in zeros, and a target that ends in `IGNORED`.
@@ -71,7 +71,7 @@ class Padding:
             return tensors
         if tensors.requires_grad:
             raise BatchError(
-                f"{value.name} requires a gradient, and pad_to pads it.\nTry: pad it before the step, without pad_to."
+                f"{value.name} requires a gradient, and pad_to pads it.", "pad it before the step, without pad_to."
             )
         return _with_ends(tensors, ends, 0)
 
@@ -96,7 +96,8 @@ class Padding:
             if leaf.is_floating_point() or leaf.is_complex():
                 raise BatchError(
                     f"the target has floats of the shape {list(leaf.shape)}, and pad_to has no number that a loss "
-                    f"leaves out.\nTry: integers with {IGNORED}, or a batch that is padded before the step.",
+                    f"leaves out.",
+                    f"integers with {IGNORED}, or a batch that is padded before the step.",
                     is_of_target=True,
                 )
             return _with_ends(leaf, ends, IGNORED)

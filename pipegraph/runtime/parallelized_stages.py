@@ -131,9 +131,9 @@ def _check(value: Value, shape: Sequence[int], full: Sequence[int], index: int, 
     if is_part and any(consumer > index for consumer in value.consumers) and value.batch_dim != differing[0]:
         return
     raise ArgumentError(
-        f"stage {index} returns {value.name} as {list(shape)} on each of {size} ranks, and the whole is {list(full)}."
-        f'\nTry: a style that gathers, such as "colwise_gather_output", for the module that makes it. Only between '
-        f"stages may a value be a part, along one dimension other than the batch."
+        f"stage {index} returns {value.name} as {list(shape)} on each of {size} ranks, and the whole is {list(full)}.",
+        'a style that gathers, such as "colwise_gather_output", for the module that makes it. Only between '
+        "stages may a value be a part, along one dimension other than the batch.",
     )
 
 
@@ -159,8 +159,8 @@ def check_is_used(name: str, value: object, dimension: str, world: World | None)
     """Raise ArgumentError if an argument was given, and the pipeline's ranks have not the dimension that it is for."""
     if value is not None and (world is None or dimension not in world.grid.names):
         raise ArgumentError(
-            f'{argument(name)} is for ranks along "{dimension}", and this pipeline has none of them.\n'
-            f'Try: mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "{dimension}")); or leave it out.'
+            f'{argument(name)} is for ranks along "{dimension}", and this pipeline has none of them.',
+            f'mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "{dimension}")); or leave it out.',
         )
 
 
@@ -253,9 +253,9 @@ def shard_stages(
             elif wrapper is not None:
                 raise ArgumentError(
                     f"parallelize_fn applied {wrapper} to stage {index}, and the mesh has ranks along dp_shard, "
-                    "between which the pipeline divides the parameters.\n"
-                    "Try: the stage without it, and its options as fsdp=…; or fully_shard with all of its options, "
-                    "and neither fsdp nor precision."
+                    "between which the pipeline divides the parameters.",
+                    "the stage without it, and its options as fsdp=…; or fully_shard with all of its options, "
+                    "and neither fsdp nor precision.",
                 )
             else:
                 check_batch_norms(stage, (options or {}).get("mp_policy"))
@@ -281,7 +281,7 @@ def resident_stages(
     """
     if resident is not None and (type(resident) is not int or resident < 1):
         raise ArgumentError(
-            f"resident cannot be {resident!r}: it is how many stages of a rank may be whole.\nTry: 1 or more."
+            f"resident cannot be {resident!r}: it is how many stages of a rank may be whole.", "1 or more."
         )
     if resident is None and plan is not None and plan.resident is not None:
         return plan.resident
@@ -302,8 +302,8 @@ def _check_sharding_ranks(stages: Mapping[int, nn.Module], world: World) -> None
                 along = ", ".join(name for name in world.grid.names if name in dividing | reducing)
                 raise ArgumentError(
                     f"parallelize_fn applied fully_shard to {where} over the ranks along {along}. It may divide "
-                    f"parameters between the ranks along {SHARD} alone, and copy them along {REPLICATE}.\n"
-                    f"Try: {_sharding_advice(dividing | reducing, world)}"
+                    f"parameters between the ranks along {SHARD} alone, and copy them along {REPLICATE}.",
+                    f"{_sharding_advice(dividing | reducing, world)}",
                 )
 
 
@@ -336,8 +336,8 @@ def _check_ties(stages: Mapping[int, nn.Module], manifest: Manifest, world: Worl
             if layout != of_first:
                 raise ArgumentError(
                     f"{argument(by)} leaves {first[1]} of stage {first[0]} as {of_first}, and {copy[1]} of stage "
-                    f"{copy[0]}, which is the same parameter, as {layout}.\nTry: what divides both alike, such as "
-                    'the styles "embedding_rowwise" and "colwise_gather_output".'
+                    f"{copy[0]}, which is the same parameter, as {layout}.",
+                    'what divides both alike, such as the styles "embedding_rowwise" and "colwise_gather_output".',
                 )
 
 

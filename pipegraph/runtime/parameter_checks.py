@@ -79,7 +79,8 @@ class ParameterChecks:
             if id(weight) not in copies:
                 raise PipegraphError(
                     f"loss_fn trains a parameter of shape {list(weight.shape)}, which it did not when the Pipeline was "
-                    f"made: {why}.\nTry: make a new Pipeline."
+                    f"made: {why}.",
+                    "make a new Pipeline.",
                 )
 
     def _check_hooks(self) -> None:
@@ -100,14 +101,14 @@ class ParameterChecks:
 
 def _replaced(name: str, why: str) -> PipegraphError:
     return PipegraphError(
-        f"{name} is not the parameter that was there when the Pipeline was made: {why}.\n"
-        "Try: change the values of that one, with copy_() or load_state_dict() without assign=True; replace parameters "
-        "and add adapters in parallelize_fn; or make a new Pipeline."
+        f"{name} is not the parameter that was there when the Pipeline was made: {why}.",
+        "change the values of that one, with copy_() or load_state_dict() without assign=True; replace parameters "
+        "and add adapters in parallelize_fn; or make a new Pipeline.",
     )
 
 
 def _not_called(name: str, why: str) -> PipegraphError:
     return PipegraphError(
-        f"{name} has a hook, which would not be called: {why}.\n"
-        "Try: without the hook; what it does with gradients can be done with .grad after step()."
+        f"{name} has a hook, which would not be called: {why}.",
+        "without the hook; what it does with gradients can be done with .grad after step().",
     )

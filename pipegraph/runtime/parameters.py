@@ -99,8 +99,8 @@ def parallelize_stages(
         returned: object = parallelize_fn(stage)
         if not isinstance(returned, nn.Module | None):
             raise PipegraphError(
-                f"parallelize_fn returned a {type(returned).__name__} for stage {index}.\n"
-                f"Try: return a module, or None if the stage was changed in place."
+                f"parallelize_fn returned a {type(returned).__name__} for stage {index}.",
+                "return a module, or None if the stage was changed in place.",
             )
         changed[index] = stage if returned is None else returned
         check_replication(index, changed[index])
@@ -108,8 +108,9 @@ def parallelize_stages(
         if missing:
             raise PipegraphError(
                 f"parallelize_fn gave the parameters of stage {index} other names: missing {missing}, added {added}. "
-                f"State dicts and tied weights go by names.\nTry: change the stage in place, as parallelize_module and "
-                f"fully_shard do; an adapter as a parameter of the module that it adapts, not as one around it."
+                f"State dicts and tied weights go by names.",
+                "change the stage in place, as parallelize_module and "
+                "fully_shard do; an adapter as a parameter of the module that it adapts, not as one around it.",
             )
     new_dtypes = _dtypes({index: unwrapped(stage) for index, stage in changed.items()})
     return changed, _converted(package.manifest, old_dtypes, new_dtypes)
@@ -549,7 +550,8 @@ def _share(ties: Sequence[Tie], stages: Mapping[int, nn.Module]) -> dict[Tie, nn
                 if parameter is not stage_parameter and (wrapper := wrapper_of(stages[stage].modules())):
                     raise PipegraphError(
                         f"{name} is tied to {tie.places[0][1]} of another stage of this rank, and {wrapper} does not "
-                        f"share parameters. Try: a schedule that gives the stages to different ranks."
+                        "share parameters.",
+                        "a schedule that gives the stages to different ranks.",
                     )
                 setattr(owner, attribute, parameter)
     return shared

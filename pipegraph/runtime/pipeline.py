@@ -247,8 +247,8 @@ class Pipeline:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise PipegraphError(
-            "a Pipeline cannot be copied or pickled: it holds kernels, and connections to other processes.\n"
-            "Try: state_dict() for its weights, save() for a checkpoint, or another Pipeline of the same package."
+            "a Pipeline cannot be copied or pickled: it holds kernels, and connections to other processes.",
+            "state_dict() for its weights, save() for a checkpoint, or another Pipeline of the same package.",
         )
 
     # ---- steps -------------------------------------------------------------------------------------------------------

@@ -263,8 +263,8 @@ class AppliedPrecision:
         if not isinstance(kernels, LowPrecisionKernels):
             raise PipegraphError(
                 "precision= needs kernels that compute in another dtype than that of parameters, and those of "
-                f"{type(kernels).__name__} do not.\n"
-                'Try: kernels="inductor" or "eager", or a method compute_in(dtype, kept).'
+                f"{type(kernels).__name__} do not.",
+                'kernels="inductor" or "eager", or a method compute_in(dtype, kept).',
             )
         kernels.compute_in(self.precision.computed, self.uncast_names[index])
 
@@ -279,7 +279,8 @@ def named_precision(name: object) -> Precision | None:
     if not isinstance(name, str) or name not in PRECISIONS:
         raise ArgumentError(
             f"{argument('precision')} cannot be {name!r}.{nearest(str(name), PRECISIONS)} There are: "
-            f"{', '.join(PRECISIONS)}.\nTry: {argument('precision', closest(str(name), PRECISIONS) or 'bf16')}."
+            f"{', '.join(PRECISIONS)}.",
+            f"{argument('precision', closest(str(name), PRECISIONS) or 'bf16')}.",
         )
     return PRECISIONS[name]
 
@@ -373,8 +374,8 @@ def sharding_options(
 
     if "mp_policy" in (options or {}):
         raise ArgumentError(
-            "precision and the mp_policy of fsdp were both given, and each says in what dtype stages compute.\n"
-            "Try: one of them."
+            "precision and the mp_policy of fsdp were both given, and each says in what dtype stages compute.",
+            "one of them.",
         )
     if not precision.is_mixed:
         return options
@@ -382,8 +383,8 @@ def sharding_options(
     norm = next((name for name, module in named if isinstance(module, _BATCH_NORMS)), None)
     if norm is not None:
         raise ArgumentError(
-            f"in mixed precision a batch norm keeps float32, and fully_shard would gather {norm} in 16 bits.\n"
-            "Try: dp_replicate in place of dp_shard."
+            f"in mixed precision a batch norm keeps float32, and fully_shard would gather {norm} in 16 bits.",
+            "dp_replicate in place of dp_shard.",
         )
     policy = MixedPrecisionPolicy(
         param_dtype=precision.computed, reduce_dtype=precision.stored, cast_forward_inputs=False
@@ -404,6 +405,6 @@ def check_batch_norms(stage: nn.Module, policy: Any) -> None:
         except RuntimeError as error:
             raise ArgumentError(
                 f"the mp_policy of fsdp computes in {policy.param_dtype}, and the batch norm {name}, whose statistics "
-                f"keep {mean.dtype if mean is not None else None}, does not run in it.\n"
-                "Try: dp_replicate in place of dp_shard, or an mp_policy without param_dtype."
+                f"keep {mean.dtype if mean is not None else None}, does not run in it.",
+                "dp_replicate in place of dp_shard, or an mp_policy without param_dtype.",
             ) from error

@@ -82,7 +82,7 @@ def seed_kernels(kernels: StageKernels, draws: StageDraws) -> None:
     """Let kernels take their random numbers from keys. Raises PipegraphError if they cannot."""
     if not isinstance(kernels, SeededKernels):
         raise PipegraphError(
-            f"seed= needs kernels that take keys for their random numbers, and {type(kernels).__name__} does not.\n"
-            'Try: kernels="inductor" or "eager", or a method draw_from(keys).'
+            f"seed= needs kernels that take keys for their random numbers, and {type(kernels).__name__} does not.",
+            'kernels="inductor" or "eager", or a method draw_from(keys).',
         )
     kernels.draw_from(draws)

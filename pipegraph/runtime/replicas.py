@@ -33,7 +33,8 @@ def check_replication(index: int, stage: nn.Module) -> None:
     if isinstance(stage, DistributedDataParallel) and stage.mixed_precision is not None:
         raise PipegraphError(
             f"parallelize_fn gave stage {index} the mixed_precision of DistributedDataParallel, whose casts are in a "
-            f"forward that does not run here.\nTry: torch.autocast around the step, or stage.to(torch.bfloat16)."
+            f"forward that does not run here.",
+            "torch.autocast around the step, or stage.to(torch.bfloat16).",
         )
     _check_communication_hook(index, stage)
     for name, module in unwrapped(stage).named_modules():
@@ -41,13 +42,14 @@ def check_replication(index: int, stage: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             raise PipegraphError(
                 f"parallelize_fn put DistributedDataParallel around {where}, where each backward of a microbatch would "
-                f"reduce gradients, or none would.\nTry: return DistributedDataParallel(stage), around the whole stage."
+                f"reduce gradients, or none would.",
+                "return DistributedDataParallel(stage), around the whole stage.",
             )
         if is_replicated(module):
             raise PipegraphError(
                 f"parallelize_fn applied replicate to {where}. It reduces the gradients of the first microbatch alone: "
-                f"each forward prepares one reduction, and a schedule has several backwards after a forward.\n"
-                f"Try: return DistributedDataParallel(stage)."
+                f"each forward prepares one reduction, and a schedule has several backwards after a forward.",
+                "return DistributedDataParallel(stage).",
             )
 
 
@@ -55,7 +57,8 @@ def _check_communication_hook(index: int, stage: nn.Module) -> None:
     if isinstance(stage, DistributedDataParallel) and has_communication_hook(stage):
         raise PipegraphError(
             f"stage {index} has a communication hook, which belongs to the reduction of DistributedDataParallel's own "
-            f"backward. That does not run here.\nTry: without the hook."
+            f"backward. That does not run here.",
+            "without the hook.",
         )
 
 

@@ -47,16 +47,16 @@ def resolve_schedule(
     resolved = schedule_for_stages(schedule, stages, 1 if microbatches is None else microbatches, processes or ranks)
     if microbatches not in (None, resolved.microbatches):
         raise ScheduleError(
-            f"{resolved.name} has {resolved.microbatches} microbatches; microbatches={microbatches} was given.\n"
-            "Try: leave it out."
+            f"{resolved.name} has {resolved.microbatches} microbatches; microbatches={microbatches} was given.",
+            "leave it out.",
         )
     if processes is not None and processes != resolved.ranks:
         count, alternatives = resolved.ranks, other_names(stages, processes)
         on = f"{resolved.name} runs the package's {stages} stages on {count} ranks, and"
         if sharing > 1:
             raise ScheduleError(
-                f"{on} the mesh has {processes} along pp.\n"
-                f"Try: {count} along pp, which takes {count * sharing} processes.{alternatives}"
+                f"{on} the mesh has {processes} along pp.",
+                f"{count} along pp, which takes {count * sharing} processes.{alternatives}",
             )
         raise ScheduleError(
             f"{on} {processes} processes were started. Start {count} (--nproc-per-node {count}), or run without "
@@ -84,9 +84,9 @@ def with_microbatches(
     if not isinstance(choice, str) or choice.endswith(".csv"):
         count = schedule.microbatches
         raise ScheduleError(
-            f"{schedule.name} is an order of {count} microbatches, and microbatches={microbatches} was given.\n"
-            f"Try: leave it out, give Pipeline the name of a schedule, or make another Pipeline with an order of "
-            f"{microbatches}."
+            f"{schedule.name} is an order of {count} microbatches, and microbatches={microbatches} was given.",
+            f"leave it out, give Pipeline the name of a schedule, or make another Pipeline with an order of "
+            f"{microbatches}.",
         )
     return resolve_schedule(choice, microbatches, schedule.stages, processes, schedule.ranks)
 

@@ -78,7 +78,8 @@ class StandaloneStages:
                 if missing or added:
                     raise ArgumentError(
                         f"The module of stage {index} has other parameters than {package.path}: missing {missing}, "
-                        f"added {added}.\nTry: the stage that load_stage({index}) of the package returns."
+                        f"added {added}.",
+                        f"the stage that load_stage({index}) of the package returns.",
                     )
             self._stages, self._hooks = dict(stages), GradientHooks(stages)
             ranks = {world.rank} if world else {0}
@@ -123,8 +124,8 @@ def _placement(package: Package, stage_texts: Sequence[str]) -> list[int]:
     for index, holders in ranks.items():
         if index >= len(package.manifest.stages):
             last = len(package.manifest.stages) - 1
-            raise ArgumentError(f"{package.path} has no stage {index}: its stages are 0 to {last}.\nTry: one of these.")
+            raise ArgumentError(f"{package.path} has no stage {index}: its stages are 0 to {last}.", "one of these.")
         if len(holders) != 1:
             where = f"on the ranks {', '.join(map(str, holders))}" if holders else "on no rank"
-            raise ArgumentError(f"Stage {index} is {where}, and has to be on one.\nTry: a group of {len(ranks)} ranks.")
+            raise ArgumentError(f"Stage {index} is {where}, and has to be on one.", f"a group of {len(ranks)} ranks.")
     return [holders[0] for _, holders in sorted(ranks.items())]

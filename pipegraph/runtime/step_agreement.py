@@ -52,21 +52,21 @@ def check_calls(records: Sequence[StepRecord], grid: RankGrid) -> None:
     if any((record.number, record.evaluates) != (first.number, first.evaluates) for record in records):
         calls = _by_rank(grid, everyone, lambda rank: f"its call {records[rank].number}, {records[rank].kind},")
         raise RuntimeFault(
-            f"ranks are in different calls: {calls}.\n"
-            "Try: the same calls of the pipeline on all ranks, in the same order; look for one that only some make."
+            f"ranks are in different calls: {calls}.",
+            "the same calls of the pipeline on all ranks, in the same order; look for one that only some make.",
         )
     if any(record.autocast != first.autocast for record in records):
         regions = _by_rank(grid, everyone, lambda rank: _autocast(records[rank].autocast))
         raise RuntimeFault(
-            f"ranks make this call in different regions of torch.autocast: {regions}.\n"
-            "Try: the same region, with the same dtype, on all ranks; or no region on any."
+            f"ranks make this call in different regions of torch.autocast: {regions}.",
+            "the same region, with the same dtype, on all ranks; or no region on any.",
         )
     for line in grid.lines(*SAME_STAGES):
         if len({records[rank].loss for rank in line}) > 1:
             losses = _by_rank(grid, line, lambda rank: "a loss" if records[rank].loss else "no loss")
             raise RuntimeFault(
-                f"ranks are in different calls: one for {losses}.\n"
-                "Try: the target on all ranks that have the last stage, or on none of them."
+                f"ranks are in different calls: one for {losses}.",
+                "the target on all ranks that have the last stage, or on none of them.",
             )
 
 
@@ -74,8 +74,8 @@ def check_training(records: Sequence[StepRecord]) -> None:
     """Raise PipegraphError if no parameter of any rank is trained in a step of training."""
     if not any(record.trains for record in records):
         raise PipegraphError(
-            "no parameter of any stage requires a gradient, so that a step would train nothing.\n"
-            "Try: requires_grad_() on the parameters to train, or pipe.evaluate(…, target=…) for the loss alone."
+            "no parameter of any stage requires a gradient, so that a step would train nothing.",
+            "requires_grad_() on the parameters to train, or pipe.evaluate(…, target=…) for the loss alone.",
         )
 
 
@@ -98,8 +98,8 @@ def trained_error(line: Sequence[int], texts: Sequence[str], grid: RankGrid) -> 
     does = ", ".join(grid.text(rank) for rank in line if first in trained[rank])
     does_not = ", ".join(grid.text(rank) for rank in line if first not in trained[rank])
     return RuntimeFault(
-        f"{first} requires a gradient on {does}, and not on {does_not}{further}. These ranks hold the same stages.\n"
-        "Try: the same requires_grad_() on all of them, between the same steps."
+        f"{first} requires a gradient on {does}, and not on {does_not}{further}. These ranks hold the same stages.",
+        "the same requires_grad_() on all of them, between the same steps.",
     )
 
 
@@ -127,7 +127,8 @@ def agreed_tables(
             counts = _by_rank(grid, [line[0] for line in pipelines], lambda rank: str(_count_of(tables, rank)))
             raise BatchError(
                 "data-parallel ranks were given lists of different numbers of microbatches, or too few rows for them: "
-                f"{counts}.\nTry: the same number on all of them; they may differ in their rows."
+                f"{counts}.",
+                "the same number on all of them; they may differ in their rows.",
             )
         rows = sum(sizes.get(BATCH, 0) for sizes in table)
         parts = even_rows(rows, count)
@@ -151,8 +152,8 @@ def _pipeline_tables(
     if any(records[rank].microbatches != microbatches for rank in line):
         counts = _by_rank(grid, line, lambda rank: str(records[rank].microbatches))
         raise RuntimeFault(
-            f"ranks of one pipeline were asked for different numbers of microbatches: {counts}.\n"
-            "Try: the same number on all of them: microbatches=, or lists of equal lengths."
+            f"ranks of one pipeline were asked for different numbers of microbatches: {counts}.",
+            "the same number on all of them: microbatches=, or lists of equal lengths.",
         )
     sizes_by_rank = {rank: layout.decode_sizes(records[rank].sizes) for rank in line}
     local = {rank: microbatch_tables(sizes_by_rank[rank], microbatches, min_rows) for rank in line}
@@ -415,8 +416,8 @@ class StepAgreement:
         if any(len(table) < len(names) for table in tables):
             unknown = [name for name in names if any(name not in table for table in tables)]
             raise RuntimeFault(
-                f"no rank was given an input that shows {', '.join(unknown)}.\n"
-                "Try: pass every input of the model to every rank."
+                f"no rank was given an input that shows {', '.join(unknown)}.",
+                "pass every input of the model to every rank.",
             )
 
 

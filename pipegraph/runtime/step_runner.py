@@ -94,9 +94,9 @@ class StepLosses:
         if self._over_batch and self._is_shared:
             raise PipegraphError(
                 'loss_over="batch" evaluates the loss on the rank of the last stage, and the outputs of the batch are '
-                "divided between data-parallel ranks.\n"
-                "Try: a mesh of pp alone; or a loss_fn that gathers the outputs of all ranks itself, with "
-                'loss_over="microbatch" and one microbatch.'
+                "divided between data-parallel ranks.",
+                "a mesh of pp alone; or a loss_fn that gathers the outputs of all ranks itself, with "
+                'loss_over="microbatch" and one microbatch.',
             )
         self._manifest, self._last = manifest, len(manifest.stages) - 1
         self._with_rows = values_with_rows(manifest)
@@ -144,19 +144,19 @@ def check_grad_mode(trains: bool) -> None:
     """Raise PipegraphError if a step would train nothing."""
     if trains and torch.is_inference_mode_enabled():
         raise PipegraphError(
-            "step() under torch.inference_mode() would train nothing: no gradient is kept there.\n"
-            "Try: step() outside it, or evaluate()."
+            "step() under torch.inference_mode() would train nothing: no gradient is kept there.",
+            "step() outside it, or evaluate().",
         )
 
 
 def check_without_loss(schedule: str, trains: bool, has_target: bool) -> None:
     """Raise PipegraphError if a step needs a loss, or is given a target, and the pipeline has no `loss_fn`."""
     if trains:
-        raise PipegraphError(f"{schedule} has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…).")
+        raise PipegraphError(f"{schedule} has a backward, which needs a loss.", "Pipeline(…, loss_fn=…).")
     if has_target:
         raise PipegraphError(
-            "a target was given, and this Pipeline has no loss_fn that takes it.\n"
-            "Try: Pipeline(…, loss_fn=…), or leave the target out."
+            "a target was given, and this Pipeline has no loss_fn that takes it.",
+            "Pipeline(…, loss_fn=…), or leave the target out.",
         )
 
 
@@ -216,7 +216,7 @@ class StepExecutors:
         if microbatches is None:
             return self._pipeline_schedule.microbatches
         if type(microbatches) is not int or microbatches < 1:
-            raise ArgumentError(f"microbatches cannot be {microbatches!r}.\nTry: a whole number from 1 on.")
+            raise ArgumentError(f"microbatches cannot be {microbatches!r}.", "a whole number from 1 on.")
         self._schedule(microbatches)
         return microbatches
 
@@ -271,8 +271,8 @@ def run_executors(executors: Sequence[Executor], inputs: StepInputs, results: St
             if len(waiting) == len(runs) and positions == [executor.position for executor, _ in waiting]:
                 at = ", ".join(f"rank {waiter.rank} at {waiter.actions[waiter.position]}" for waiter, _ in waiting)
                 raise RuntimeFault(
-                    f"the schedule deadlocks: every rank waits for another one ({at}).\n"
-                    "Try: pipegraph schedule FILE, which checks it."
+                    f"the schedule deadlocks: every rank waits for another one ({at}).",
+                    "pipegraph schedule FILE, which checks it.",
                 )
             runs = waiting
     finally:
@@ -333,7 +333,8 @@ class StepRunner:
         if self._replicas and reduction.weight_of is not None:
             raise PipegraphError(
                 "loss_weight counts items over all ranks, and DistributedDataParallel takes the mean of its replicas' "
-                "gradients.\nTry: return the stage without it, and give Pipeline a mesh with dp_replicate."
+                "gradients.",
+                "return the stage without it, and give Pipeline a mesh with dp_replicate.",
             )
         stages = {index: unwrapped(stage) for index, stage in prepared.modules.items()}
         self.stages, self._trains = stages, schedule.trains
@@ -545,7 +546,8 @@ class StepRunner:
         if self._replicas:
             raise PipegraphError(
                 "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks, too, "
-                "whose gradients the pipeline reduces.\nTry: return the stage without a wrapper."
+                "whose gradients the pipeline reduces.",
+                "return the stage without a wrapper.",
             )
         self._data_ranks = world.along(*DATA)
         parameters = copied_parameters(self.stages, sharded_parameters(groups), loss_fn)

@@ -147,13 +147,13 @@ def microbatch_tables(known_sizes: ShownSizes, microbatches: int, min_rows: int 
     least = max(min_rows, 1)
     if rows < least:
         raise BatchError(
-            f"the batch has {format_number_of('row', rows)}, and a microbatch of this package takes {least} or "
-            f"more.\nTry: {format_number_of('row', least)} or more."
+            f"the batch has {format_number_of('row', rows)}, and a microbatch of this package takes {least} or more.",
+            f"{format_number_of('row', least)} or more.",
         )
     if known_sizes.lists and rows < least * count:
         raise BatchError(
-            f"lists of {count} microbatches were passed, and the whole tensors have rows for {rows // least}.\n"
-            "Try: lists alone."
+            f"lists of {count} microbatches were passed, and the whole tensors have rows for {rows // least}.",
+            "lists alone.",
         )
     count = min(count, rows // least)
     lists: Sequence[Mapping[str, int]] = known_sizes.lists or [{}] * count

@@ -42,7 +42,8 @@ class StepOutputs:
         if metrics.keys() != first.keys():
             raise PipegraphError(
                 f"loss_fn returned {_listed(metrics)} for microbatch {microbatch}, and {_listed(first)} for microbatch "
-                f"{first_microbatch}.\nTry: the same names for each; nan for one without a value."
+                f"{first_microbatch}.",
+                "the same names for each; nan for one without a value.",
             )
         self.losses[microbatch] = loss
         self.metrics[microbatch] = metrics

@@ -73,9 +73,9 @@ def check_strided(label: str, tensor: Tensor) -> None:
     """Raise BatchError for a tensor that cannot be cut along a dimension, or has no numbers."""
     if tensor.is_nested or tensor.layout != torch.strided:
         kind, dense = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
-        raise BatchError(f"{label} is a {kind} tensor, which is not cut into microbatches.\nTry: {label}.{dense}.")
+        raise BatchError(f"{label} is a {kind} tensor, which is not cut into microbatches.", f"{label}.{dense}.")
     if tensor.is_meta:
-        raise BatchError(f"{label} is on the device meta: it has no numbers.\nTry: a tensor on a CPU or a GPU.")
+        raise BatchError(f"{label} is on the device meta: it has no numbers.", "a tensor on a CPU or a GPU.")
 
 
 def _with_plain_mappings(target: Any) -> Any:
@@ -97,8 +97,8 @@ def _cut_leaf(
     if not isinstance(leaf, Tensor):
         if _holds_tensors(leaf):
             raise BatchError(
-                f"{where} is a {type(leaf).__name__} that holds tensors, which cannot be cut.\n"
-                "Try: a dict, a list, a tuple or a named tuple of them.",
+                f"{where} is a {type(leaf).__name__} that holds tensors, which cannot be cut.",
+                "a dict, a list, a tuple or a named tuple of them.",
                 is_of_target=True,
             )
         return [leaf] * microbatches
@@ -112,7 +112,8 @@ def _cut_leaf(
         along = f" along dimension {place}" if place else ""
         raise BatchError(
             f"{where} has {tensor.shape[place]} rows{along}, and {owner} has {rows}: the loss would pair the wrong "
-            f"ones.\nTry: a target with {rows} rows, one for each of {owner}; or, if they lie along another dimension, "
+            f"ones.",
+            f"a target with {rows} rows, one for each of {owner}; or, if they lie along another dimension, "
             'capture with batch_dims={"target": DIM}.',
             is_of_target=True,
         )

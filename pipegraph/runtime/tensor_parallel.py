@@ -45,8 +45,9 @@ def check_plan(plan: Plan) -> None:
         if style in _OF_EXPERT_PARALLELISM:
             raise ArgumentError(
                 f'tp_plan gives {pattern} the style "{style}", which is not supported: it gives each rank some of the '
-                'experts.\nTry: a tp_plan with "moe_tp_experts", which gives each rank a part of every expert, or '
-                "divide the module in a parallelize_fn."
+                "experts.",
+                'a tp_plan with "moe_tp_experts", which gives each rank a part of every expert, or '
+                "divide the module in a parallelize_fn.",
             )
         if style not in (styles := _style_names()):
             raise ArgumentError(
@@ -61,7 +62,7 @@ def require_plan(plan: Plan | None, size: int) -> None:
         plan_text = '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
         advice = for_asker(f"tp_plan={plan_text}.", f"tp_plan = {plan_text} in the model's file, and split it again.")
         raise ArgumentError(
-            f"the mesh has {size} ranks along tp, and nothing says how they divide the model.\nTry: {advice}"
+            f"the mesh has {size} ranks along tp, and nothing says how they divide the model.", f"{advice}"
         )
 
 
@@ -84,8 +85,8 @@ def check_patterns(plan: Plan, names: Iterable[str]) -> None:
             near = closest(pattern, names)
             hint = f' Did you mean "{near}"?' if near is not None else ""
             raise ArgumentError(
-                f"tp_plan has a style for {pattern}, and the model has no such module.{hint}\n"
-                f"Try: a name that `pipegraph show` lists, with * in the place of numbers."
+                f"tp_plan has a style for {pattern}, and the model has no such module.{hint}",
+                "a name that `pipegraph show` lists, with * in the place of numbers.",
             )
 
 
@@ -166,8 +167,8 @@ def _divide_parameter(stage: nn.Module, name: str, style: Any, mesh: DeviceMesh)
         return
     if style not in PARAMETER_STYLES:
         raise ArgumentError(
-            f"tp_plan gives {name} the style {style!r}, which is for modules, and it is a parameter.\n"
-            f"Try: one of {', '.join(PARAMETER_STYLES)}, or the name of its module."
+            f"tp_plan gives {name} the style {style!r}, which is for modules, and it is a parameter.",
+            f"one of {', '.join(PARAMETER_STYLES)}, or the name of its module.",
         )
     owner, _, attribute = name.rpartition(".")
     divide_parameter(stage.get_submodule(owner), attribute, style, mesh)
@@ -192,8 +193,8 @@ def _check_module(index: int, name: str, style: Any, module: nn.Module, size: in
     side, features = ("outputs", module.out_features) if style == "colwise" else ("inputs", module.in_features)
     if features % size:
         raise ArgumentError(
-            f"tp_plan divides the {features} {side} of {name}, in stage {index}, and tp is {size}.\n"
-            f"Try: a tp that divides {features}."
+            f"tp_plan divides the {features} {side} of {name}, in stage {index}, and tp is {size}.",
+            f"a tp that divides {features}.",
         )
 
 
@@ -205,8 +206,8 @@ def _module_style(name: str, style: str, stage: nn.Module) -> Any:
         return WholeBeforeHeads(_latent_features(name, stage))
     if style not in (styles := _styles()):
         raise ArgumentError(
-            f'tp_plan gives {name} the style "{style}", which is for parameters, and it is a module.\n'
-            f"Try: the name of its parameter, such as {name}.weight."
+            f'tp_plan gives {name} the style "{style}", which is for parameters, and it is a module.',
+            f"the name of its parameter, such as {name}.weight.",
         )
     module = stage.get_submodule(name)
     if style in _EMBEDDING_DIMS and not isinstance(module, nn.Embedding | nn.Linear):  # which torch divides
@@ -223,8 +224,8 @@ def _latent_features(name: str, stage: nn.Module) -> int:
     if not isinstance(projection, nn.Linear):
         raise ArgumentError(
             f'tp_plan gives {name} the style "{_LATENT}", and there is no linear layer {layer_name} in its stage, from '
-            "which it follows how many features go to all heads.\n"
-            "Try: a cut that leaves both in one stage, or divide the modules in a parallelize_fn."
+            "which it follows how many features go to all heads.",
+            "a cut that leaves both in one stage, or divide the modules in a parallelize_fn.",
         )
     return projection.in_features
 

@@ -137,8 +137,8 @@ def named_outputs(
     if len(outputs) != len(wiring.outputs):
         names = ", ".join(value.name for value in wiring.outputs)
         raise RuntimeFault(
-            f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}.\n"
-            "Try: correct what its forward returns."
+            f"the stage returned {len(outputs)} values; pipeline.json lists {len(wiring.outputs)}: {names}.",
+            "correct what its forward returns.",
         )
     by_name = {}
     for value, output in zip(wiring.outputs, outputs, strict=True):
@@ -148,7 +148,8 @@ def named_outputs(
         if not isinstance(output, Tensor):
             raise RuntimeFault(
                 f"the stage returned a {type(output).__name__} for {value.name}, which goes to stage "
-                f"{value.consumers[0]}.\nTry: correct what its forward returns; pipeline.json lists {value}."
+                f"{value.consumers[0]}.",
+                f"correct what its forward returns; pipeline.json lists {value}.",
             )
         promised = dtype(value)
         if output.dtype != promised and _is_autocast(output, promised):
@@ -156,9 +157,9 @@ def named_outputs(
         if not (output.shape == shape(value) and output.dtype == promised):
             raise RuntimeFault(
                 f"the stage returned {value.name} as {dtype_name(output)}{list(output.shape)}; pipeline.json promises "
-                f"{value.name} {value.dtype}{list(shape(value))} to stage {value.consumers[0]}.\n"
-                "Try: correct the stage's source, or `values` in pipeline.json; to give all stages another dtype, use "
-                "parallelize_fn."
+                f"{value.name} {value.dtype}{list(shape(value))} to stage {value.consumers[0]}.",
+                "correct the stage's source, or `values` in pipeline.json; to give all stages another dtype, use "
+                "parallelize_fn.",
             )
         by_name[value.name] = from_memory(value, in_memory(value, output))
     return by_name
@@ -210,8 +211,8 @@ def torch_dtype(value: Value) -> torch.dtype:
     dtype = getattr(torch, value.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise PackageError(
-            f'pipeline.json gives {value.name} the dtype "{value.dtype}", which torch does not have.\n'
-            'Try: one that it has, such as "float32"; or split the model again.'
+            f'pipeline.json gives {value.name} the dtype "{value.dtype}", which torch does not have.',
+            'one that it has, such as "float32"; or split the model again.',
         )
     return dtype
 

@@ -108,7 +108,7 @@ class Action:
         """Read the text that ``str`` writes. Raises a ScheduleError that quotes the text and shows an action's form."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ScheduleError(f"{text.strip()!r} is not an action. {_FORM}\nTry: {_EXAMPLES}.")
+            raise ScheduleError(f"{text.strip()!r} is not an action. {_FORM}", f"{_EXAMPLES}.")
         stage, kind, microbatch, arrow, peer = match.groups()
         action = cls(int(stage), _kind(kind), int(microbatch), None if peer is None else int(peer))
         if arrow is not None and (arrow == ">") is not action.sends:

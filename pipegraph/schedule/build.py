@@ -37,23 +37,24 @@ def _build(name: str, ranks: int, microbatches: int, chunks: int | None = None, 
     chunks = recipe.chunks if chunks is None else chunks
     for quantity, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if type(number) is not int or number < 1:
-            raise ScheduleError(f"{recipe.name} cannot have {number!r} {quantity}.\nTry: a whole number from 1 on.")
+            raise ScheduleError(f"{recipe.name} cannot have {number!r} {quantity}.", "a whole number from 1 on.")
     if chunks != recipe.chunks and not recipe.any_chunks:
         raise ScheduleError(
-            f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it.\n"
-            f"Try: leave {argument('chunks')} out, or give {argument('chunks', recipe.chunks)}."
+            f"{recipe.name} cannot have {format_number_of('chunk', chunks)}: a rank holds {recipe.chunks} in it.",
+            f"leave {argument('chunks')} out, or give {argument('chunks', recipe.chunks)}.",
         )
     if ranks * chunks * microbatches > MOST:
         number = MOST // (ranks * chunks)
         fewer = f"{number:,} microbatches" if number else f"{max(1, MOST // microbatches):,} stages"
         raise ScheduleError(
             f"{recipe.name} cannot have {microbatches:,} microbatches on {format_number_of('stage', ranks * chunks)}: "
-            f"a step has {MOST:,} forwards at most.\nTry: {fewer} or fewer."
+            f"a step has {MOST:,} forwards at most.",
+            f"{fewer} or fewer.",
         )
     if wrong := recipe.rule(ranks, microbatches):
         request = f"{format_number_of('microbatch', microbatches)} on {format_number_of('rank', ranks)}"
         possible = wrong.microbatches if has_stages or not wrong.ranks else f"{wrong.microbatches}, or {wrong.ranks}"
-        raise ScheduleError(f"{recipe.name} cannot have {request}: {wrong.why}\nTry: {possible}.")
+        raise ScheduleError(f"{recipe.name} cannot have {request}: {wrong.why}", f"{possible}.")
     numbers = recipe.name, ranks, microbatches, chunks
     schedule = _in_use.get(numbers)
     if schedule is None:
@@ -80,8 +81,8 @@ def schedule_for_stages(schedule: str | Schedule, stages: int, microbatches: int
     if isinstance(schedule, Schedule):
         if schedule.stages != stages:
             raise ScheduleError(
-                f"{schedule.name} is for {format_number_of('stage', schedule.stages)}, and there are {stages}.\n"
-                f"Try: {format_number_of('stage', schedule.stages)}, or a schedule for {stages}."
+                f"{schedule.name} is for {format_number_of('stage', schedule.stages)}, and there are {stages}.",
+                f"{format_number_of('stage', schedule.stages)}, or a schedule for {stages}.",
             )
         return schedule
     recipe = find_recipe(schedule)
@@ -91,7 +92,7 @@ def schedule_for_stages(schedule: str | Schedule, stages: int, microbatches: int
     if stages % chunks:
         possible = [number for number in (stages // chunks * chunks, (stages // chunks + 1) * chunks) if number]
         raise ScheduleError(
-            f"{recipe.name} has {chunks} stages on each rank, which {format_number_of('stage', stages)} cannot fill.\n"
-            f"Try: {format_number_of('stage', *possible)}, or a schedule with 1 stage on each rank, such as 1f1b."
+            f"{recipe.name} has {chunks} stages on each rank, which {format_number_of('stage', stages)} cannot fill.",
+            f"{format_number_of('stage', *possible)}, or a schedule with 1 stage on each rank, such as 1f1b.",
         )
     return _build(recipe.name, stages // chunks, microbatches, chunks, has_stages=True)

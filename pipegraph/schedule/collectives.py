@@ -71,8 +71,8 @@ def _of_rank(
             if resident is not None and len(stages) > resident:
                 raise ScheduleError(
                     f"{schedule.name}: {unit_text(unit)} on rank {rank} needs {len(stages)} sharded stages at once, "
-                    f"and with resident={resident} only {format_number_of('stage', resident)} may be whole.\n"
-                    f"Try: resident={len(stages)}, or a schedule without overlapped pairs."
+                    f"and with resident={resident} only {format_number_of('stage', resident)} may be whole.",
+                    f"resident={len(stages)}, or a schedule without overlapped pairs.",
                 )
             uses.append(tuple(stages))
             ends.append(position)

@@ -39,9 +39,7 @@ def join_backwards(schedule: Schedule, times: Times, tries: int = _TRIES) -> Sch
     for kind, present in (("transfers", schedule.lowered), ("collectives", bool(schedule.collectives))):
         if present:
             remedy = "without_transfers(schedule)" if schedule.lowered else "schedule.changed(collectives=())"
-            raise ScheduleError(
-                f"{schedule.name} has {kind} already, which depend on the order.\nTry: {remedy}, first."
-            )
+            raise ScheduleError(f"{schedule.name} has {kind} already, which depend on the order.", f"{remedy}, first.")
     divided = [(action.stage, action.microbatch) for row in schedule.actions for action in row if action.kind is Kind.I]
     longest = simulate(schedule, times).makespan * (1 + EQUAL)
     most = peak_activations(schedule)

@@ -109,8 +109,8 @@ def _require_same_stages(schedule: Schedule, sharded: set[int], replicated: set[
     for verb, named, placed in (("gathers", sharded, schedule.sharded), ("reduces", reduced, schedule.reduced)):
         if (sharded or replicated) and named != placed:
             raise ScheduleError(
-                f"{schedule.name} {verb} the stages {sorted(placed)}, and those of this pipeline are {sorted(named)}.\n"
-                f"Try: schedule.changed(collectives=()), for which lower() places all of them."
+                f"{schedule.name} {verb} the stages {sorted(placed)}, and those of this pipeline are {sorted(named)}.",
+                "schedule.changed(collectives=()), for which lower() places all of them.",
             )
 
 

@@ -48,7 +48,7 @@ def lower_bound(times: Times, placement: Sequence[int], microbatches: int, memor
     if type(microbatches) is not int or microbatches < 1:
         raise ScheduleError(f"There is no bound for {microbatches!r} microbatches: give a whole number from 1 on.")
     if memory_limit is not None and not memory_limit >= 1:
-        raise ScheduleError(f"A memory limit of {memory_limit!r} activations lets nothing run.\nTry: 1 or more.")
+        raise ScheduleError(f"A memory limit of {memory_limit!r} activations lets nothing run.", "1 or more.")
     tasks = _tasks(times, placement)
     bound = 0.0
     for rank in set(placement):

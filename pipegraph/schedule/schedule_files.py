@@ -88,16 +88,16 @@ def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Sche
         collectives += waiting
         if not order:
             raise ScheduleError(
-                f"{source}, line {rank + 1}: there is no action here.\nTry: a line with actions for every rank."
+                f"{source}, line {rank + 1}: there is no action here.", "a line with actions for every rank."
             )
         orders.append(order)
     if not orders:
-        raise ScheduleError(f"{source}: there is no action.\nTry: a line for each rank, such as 0F0,0F1,0B0,0B1.")
+        raise ScheduleError(f"{source}: there is no action.", "a line for each rank, such as 0F0,0F1,0B0,0B1.")
     for stage in range(len(placement)):
         if stage not in placement:
             raise ScheduleError(
-                f"{source}: stage {stage} has no action, but stage {max(placement)} has.\n"
-                "Try: numbers of stages from 0 on, with no gap."
+                f"{source}: stage {stage} has no action, but stage {max(placement)} has.",
+                "numbers of stages from 0 on, with no gap.",
             )
     microbatches = 1 + max(action.microbatch for order in orders for action in order)
     ranks_of_stages = tuple(placement[stage] for stage in range(len(placement)))
@@ -109,8 +109,8 @@ def _parse_csv(text: str, name: str, source: str, transfers: bool) -> tuple[Sche
 def _place(action: Action | Collective, rank: int, placement: dict[int, int]) -> None:
     if (stage_rank := placement.setdefault(action.stage, rank)) != rank:
         raise ScheduleError(
-            f"{action} is of stage {action.stage}, which line {stage_rank + 1} holds: a stage is on one rank.\n"
-            f"Try: move {action} to line {stage_rank + 1}."
+            f"{action} is of stage {action.stage}, which line {stage_rank + 1} holds: a stage is on one rank.",
+            f"move {action} to line {stage_rank + 1}.",
         )
 
 
@@ -148,8 +148,9 @@ def read_csv(path: str | PathLike[str], transfers: bool = True) -> Schedule:
     try:
         check(schedule)
     except ScheduleError as error:
-        problem, picture = str(error).split("\n", 1)
-        raise ScheduleError(f"{problem} ({path.name}, {_places(error, columns)})\n{picture}", error.places) from None
+        problem, picture = error.problem.split("\n", 1)
+        place = f"{path.name}, {_places(error, columns)}"
+        raise ScheduleError(f"{problem} ({place})\n{picture}", error.advice, error.places) from None
     return schedule
 
 
@@ -160,8 +161,7 @@ def read_times(path: str | PathLike[str]) -> Times:
     try:
         return Times.from_json(text)
     except ScheduleError as error:
-        advice = "" if "\nTry: " in str(error) else f"\nTry: {TIMES_FORM}."
-        raise ScheduleError(f"{path}: {error}{advice}") from None
+        raise ScheduleError(f"{path}: {error.problem}", error.advice or f"{TIMES_FORM}.") from None
 
 
 def _read_text(subject: str, path: Path) -> str:
@@ -169,11 +169,11 @@ def _read_text(subject: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ScheduleError(
-            f"the {subject} {path} cannot be read: it is no UTF-8 text ({error.reason}).\nTry: save it as UTF-8."
+            f"the {subject} {path} cannot be read: it is no UTF-8 text ({error.reason}).", "save it as UTF-8."
         ) from None
     except OSError as error:
         raise ScheduleError(
-            f"the {subject} {path} cannot be read: {error.strerror}.\nTry: the name of a file that is there."
+            f"the {subject} {path} cannot be read: {error.strerror}.", "the name of a file that is there."
         ) from None
 
 

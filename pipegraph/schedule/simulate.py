@@ -91,8 +91,8 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     require_times("simulate", times)
     if times.stages != schedule.stages:
         raise ScheduleError(
-            f"{schedule.name} has {schedule.stages} stages, and the times are for {times.stages}.\n"
-            f"Try: times with {schedule.stages} numbers for each of forward, input_grad and weight_grad."
+            f"{schedule.name} has {schedule.stages} stages, and the times are for {times.stages}.",
+            f"times with {schedule.stages} numbers for each of forward, input_grad and weight_grad.",
         )
     check_actions(schedule)
     check_collectives(schedule)

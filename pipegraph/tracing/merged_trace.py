@@ -332,6 +332,4 @@ def _write(file: Path, events: Iterable[Event], metadata: Mapping[str, Any]) -> 
                 out.write(f"{',' if number else ''}{json.dumps(event)}\n")
             out.write(f'], "pipegraph": {json.dumps(metadata)}}}\n')
     except OSError as error:
-        raise PipegraphError(
-            f"{file} cannot be written: {error.strerror or error}.\nTry: another name for -o."
-        ) from None
+        raise PipegraphError(f"{file} cannot be written: {error.strerror or error}.", "another name for -o.") from None

@@ -265,8 +265,8 @@ def _line(grid: RankGrid, pipeline: int) -> tuple[int, ...]:
     lines = grid.lines(PIPELINE)
     if not 0 <= pipeline < len(lines):
         raise ArgumentError(
-            f"{argument('pipeline', pipeline)} is not there: the run has {format_number_of('pipeline', len(lines))}.\n"
-            f"Try: {argument('pipeline', len(lines) - 1)}."
+            f"{argument('pipeline', pipeline)} is not there: the run has {format_number_of('pipeline', len(lines))}.",
+            f"{argument('pipeline', len(lines) - 1)}.",
         )
     return lines[pipeline]
 

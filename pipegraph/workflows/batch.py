@@ -135,8 +135,8 @@ def source_loss(source: ModelSource) -> LossFunction:
         inspect.signature(loss_fn).bind("output")
     except TypeError:
         raise SourceError(
-            f"{source.name} defines loss_fn(output, target) and no example_target.\n"
-            "Try: example_target = … with the target of one microbatch, or leave loss_fn out."
+            f"{source.name} defines loss_fn(output, target) and no example_target.",
+            "example_target = … with the target of one microbatch, or leave loss_fn out.",
         ) from None
     except ValueError:  # no signature, as for a builtin
         return loss_fn
@@ -156,10 +156,10 @@ def explain_model_mismatch(manifest: Manifest, source: ModelSource | None) -> It
         is_of_target = isinstance(error, BatchError) and error.is_of_target
         if source is None or is_of_target or split == (type(source.model).__name__, source.name):
             raise
-        problem = str(error).partition("\nTry: ")[0]
         raise type(error)(
             f"The package is of {split[0]} ({split[1] or 'no file'}), and this is {type(source.model).__name__} "
-            f"({source.name}): {problem}\nTry: the model that was split, or the package of this one."
+            f"({source.name}): {error.problem}",
+            "the model that was split, or the package of this one.",
         ) from error
 
 

@@ -131,8 +131,8 @@ def export(
         place, index = find_newest(Path(checkpoint), ranks)
         if index.without_frozen:
             raise CheckpointError(
-                f"{place} was saved without its frozen parameters.\n"
-                "Try: pipe.load of it into the model that it was trained with, and pipe.save of all."
+                f"{place} was saved without its frozen parameters.",
+                "pipe.load of it into the model that it was trained with, and pipe.save of all.",
             )
         storage = ranks.agree(lambda: StoredTensors(place, index.files))
         tensors = ranks.agree(lambda: _tensors(storage.entries, package))
@@ -168,18 +168,18 @@ def export(
 
 def _require_replaceable(folder: Path, overwrite: bool) -> None:
     if folder.is_file():
-        raise PackageError(f"{folder} is a file.\nTry: {argument('out')} with a new folder.")
+        raise PackageError(f"{folder} is a file.", f"{argument('out')} with a new folder.")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not _is_export(folder):
         raise PackageError(
-            f"{folder} holds files that export did not write, and is left alone.\nTry: {argument('out')} with a new "
-            "folder."
+            f"{folder} holds files that export did not write, and is left alone.",
+            f"{argument('out')} with a new folder.",
         )
     if not overwrite:
         raise PackageError(
-            f"{folder} already holds an export.\nTry: {argument('overwrite', True)} to replace it, or "
-            f"{argument('out')} with a new folder."
+            f"{folder} already holds an export.",
+            f"{argument('overwrite', True)} to replace it, or {argument('out')} with a new folder.",
         )
 
 
@@ -216,8 +216,8 @@ def _stored_tensor(source: str, tensor: Tensor, manifest: Manifest) -> _StoredTe
     parts = manifest.checkpoint.stored.get(name, (name,))
     if not parts:
         raise PackageError(
-            f"transformers stores {name} in a form that only transformers can write.\n"
-            "Try: pipe.load in one process, and save_pretrained of the model with pipe.state_dict()."
+            f"transformers stores {name} in a form that only transformers can write.",
+            "pipe.load in one process, and save_pretrained of the model with pipe.state_dict().",
         )
     if len(parts) == 1 and "*" not in parts[0]:
         return _StoredTensor(source, tensor.shape, tensor.dtype, parts)

@@ -63,8 +63,6 @@ def profile(
     for name, number in steps.items():
         least = 1 if name == "active" else 0
         if type(number) is not int or number < least:
-            raise PipegraphError(
-                f"{name} is {number!r}: give it {least} or more.\nTry: profile(pipe, folder, active=3)."
-            )
+            raise PipegraphError(f"{name} is {number!r}: give it {least} or more.", "profile(pipe, folder, active=3).")
     schedule = torch.profiler.schedule(**steps)
     return LoopProfiler(pipe, Path(folder), schedule, lambda run: TensorBoardWriter(run, pipe, hardware))

@@ -39,20 +39,21 @@ def profile_for(package: Package, file: Path, base: Hardware | None = None, prec
     """
     if changes_dtypes(precision, package.manifest):
         raise PipegraphError(
-            f"A profile predicts the package's own dtypes, and a run in {precision} cannot correct it.\n"
-            "Try: --recalibrate without --precision, or split the model in that dtype."
+            f"A profile predicts the package's own dtypes, and a run in {precision} cannot correct it.",
+            "--recalibrate without --precision, or split the model in that dtype.",
         )
     prediction, stages = package.manifest.prediction, package.manifest.stages
     if prediction is None or prediction.balance != "time" or any(stage.cost.times is None for stage in stages):
         raise PipegraphError(
-            "No profile predicted this package's times: there is nothing to correct.\n"
-            "Try: pipegraph split … --balance time --hardware cpu, and then run with --recalibrate."
+            "No profile predicted this package's times: there is nothing to correct.",
+            "pipegraph split … --balance time --hardware cpu, and then run with --recalibrate.",
         )
     existing, name = _existing_profile(file), prediction.hardware
     if base is not None and base.name != name:
         raise PipegraphError(
             f'The package was priced with the profile "{name}", and --hardware is "{base.name}": what was measured '
-            f"does not correct it.\nTry: --hardware with the file of {name}, or pipegraph split … --hardware with this."
+            f"does not correct it.",
+            f"--hardware with the file of {name}, or pipegraph split … --hardware with this.",
         )
     profile = base
     if profile is None and existing is not None and existing.name == name:
@@ -62,7 +63,8 @@ def profile_for(package: Package, file: Path, base: Hardware | None = None, prec
     if existing is not None and existing.figures != profile.figures:
         raise PipegraphError(
             f'{file} holds the profile "{existing.name}" with other figures than those of "{name}", which priced the '
-            f"package: it is not overwritten.\nTry: --recalibrate {file.with_stem(f'{name}-corrected')}, a new file."
+            f"package: it is not overwritten.",
+            f"--recalibrate {file.with_stem(f'{name}-corrected')}, a new file.",
         )
     return replace(profile, name=file.stem if existing is None else existing.name)
 
@@ -75,8 +77,8 @@ def _existing_profile(file: Path) -> Hardware | None:
         return Hardware.load(file.absolute())  # never the one that pipegraph has by this name
     except PipegraphError as error:
         raise PipegraphError(
-            f"{file} exists, is not a hardware profile, and is not overwritten: {error}\n"
-            f"Try: --recalibrate hardware.json, or the name of another new file."
+            f"{file} exists, is not a hardware profile, and is not overwritten: {error}",
+            "--recalibrate hardware.json, or the name of another new file.",
         ) from None
 
 
@@ -90,8 +92,8 @@ def _profile_by_name(package: Package, name: str, file: Path) -> Hardware:
     places = " or ".join(map(str, near))
     raise PipegraphError(
         f'The package was priced with the profile "{name}", which is not found: no {places} holds it, and it is '
-        "not one of pipegraph's own.\n"
-        f"Try: pipegraph run {package.path} --steps 5 --hardware PATH/TO/{name}.json --recalibrate {file}"
+        "not one of pipegraph's own.",
+        f"pipegraph run {package.path} --steps 5 --hardware PATH/TO/{name}.json --recalibrate {file}",
     )
 
 
@@ -117,8 +119,8 @@ def recalibrate_hardware(hardware: Hardware, manifest: Manifest, compared: RunCo
         if not SMALLEST <= figure <= LARGEST:
             raise PipegraphError(
                 f"{name} took {figure:.3g} times as long as {hardware.name} predicts, which is too far for a "
-                f"correction ({SMALLEST:g} to {LARGEST:g}).\n"
-                "Try: --hardware with a profile of this device, which pipegraph calibrate measures."
+                f"correction ({SMALLEST:g} to {LARGEST:g}).",
+                "--hardware with a profile of this device, which pipegraph calibrate measures.",
             )
     measured, schedule = compared.measured, compared.schedule
     source = (

@@ -150,8 +150,8 @@ def _loss(source: ModelSource, loss_fn: Callable[..., Any], output: Any, target:
     except Exception as error:
         where = user_line(error)
         raise SourceError(
-            f"loss_fn of {source.name} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}\n"
-            "Try: loss_fn(output, example_target) in Python, with what the model returns for its example_inputs."
+            f"loss_fn of {source.name} raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}",
+            "loss_fn(output, example_target) in Python, with what the model returns for its example_inputs.",
         ) from error
     loss, _ = divide_loss(returned)
     check_loss(loss)
@@ -168,8 +168,8 @@ def _errors_named(source: ModelSource) -> Iterator[None]:
     except Exception as error:
         where, name = user_line(error), type(source.model).__name__
         raise SourceError(
-            f"{name} ({source.name}) raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}\n"
-            "Try: the model itself on its example_inputs in Python; it should run without error."
+            f"{name} ({source.name}) raised {type(error).__name__}: {error}{f' (at {where})' if where else ''}",
+            "the model itself on its example_inputs in Python; it should run without error.",
         ) from error
 
 
@@ -197,8 +197,8 @@ def _copy_values(source: ModelSource, model: nn.Module) -> None:
             name for name in state if state[name].shape != values[name].shape
         )
         raise SourceError(
-            f"{source.name} builds another model each time: {differing[0]} differs.\n"
-            "Try: let it build the same modules with the same sizes whenever it runs."
+            f"{source.name} builds another model each time: {differing[0]} differs.",
+            "let it build the same modules with the same sizes whenever it runs.",
         )
     with torch.no_grad():
         for name, tensor in state.items():

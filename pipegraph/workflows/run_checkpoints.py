@@ -57,10 +57,10 @@ class RunCheckpoints:
         self._pipe.prepare_save()  # while SIGTERM still ends a rank at once
         folder = self._options.folder
         if folder.exists() and not folder.is_dir():
-            raise CheckpointError(f"{folder} is a file.\nTry: --checkpoint with a folder.")
+            raise CheckpointError(f"{folder} is a file.", "--checkpoint with a folder.")
         if candidates(folder) == [folder]:
             raise CheckpointError(
-                f"{folder} is one checkpoint, and a run has a folder of them.\nTry: --checkpoint {folder.parent}."
+                f"{folder} is one checkpoint, and a run has a folder of them.", f"--checkpoint {folder.parent}."
             )
         # What one rank sees counts for all: another one may see a folder that is shared a moment later.
         if not any(row[0] for row in self._pipe.gather([bool(candidates(folder))], everywhere=True)):
@@ -68,11 +68,10 @@ class RunCheckpoints:
         try:
             checkpoint = self._pipe.load(folder, self._optimizer, self._extra)
         except CheckpointError as error:
-            problem = str(error).partition("\nTry: ")[0]
             raise CheckpointError(
-                f"the run in {folder} cannot continue: {problem}\n"
-                "Try: the package, --model, --precision and mesh that it "
-                "was saved with; or --checkpoint with a new folder, which begins again."
+                f"the run in {folder} cannot continue: {error.problem}",
+                "the package, --model, --precision and mesh that it "
+                "was saved with; or --checkpoint with a new folder, which begins again.",
             ) from error
         self.saved = checkpoint.step
         return checkpoint.folder

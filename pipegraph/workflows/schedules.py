@@ -76,7 +76,7 @@ def make_schedule(
             find_recipe(name)  # an unknown name matters more than a missing size
         missing = " and ".join(argument(noun) for noun, size in _sizes(ranks, microbatches).items() if size is None)
         example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
-        raise ScheduleError(f"{name} lacks {missing}.\nTry: {example}.")
+        raise ScheduleError(f"{name} lacks {missing}.", f"{example}.")
     elif name.casefold() == SEARCH:
         schedule = _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort, resident)
         return place_collectives(schedule, range(schedule.stages)) if sharded and resident is None else schedule
@@ -84,20 +84,21 @@ def make_schedule(
         schedule = build(name, ranks, microbatches, chunks)
     for noun, size in _sizes(ranks, microbatches).items():
         if size not in (None, count := getattr(schedule, noun)):
-            raise ScheduleError(f"{name} has {count} {noun}, and {argument(noun, size)} was given.\nTry: leave it out.")
+            raise ScheduleError(f"{name} has {count} {noun}, and {argument(noun, size)} was given.", "leave it out.")
     if chunks is not None and schedule.stages != chunks * schedule.ranks:
         raise ScheduleError(
             f"{name} has {schedule.stages} stages on {schedule.ranks} ranks, and {argument('chunks', chunks)} was "
-            "given.\nTry: leave it out."
+            "given.",
+            "leave it out.",
         )
     if placement is not None and schedule.placement != _places(placement, schedule):
         raise ScheduleError(
-            f"{schedule.name} places its stages on the ranks {schedule.placement}, which is no {placement}.\n"
-            f"Try: leave {argument('placement')} out; it chooses where {SEARCH} places stages."
+            f"{schedule.name} places its stages on the ranks {schedule.placement}, which is no {placement}.",
+            f"leave {argument('placement')} out; it chooses where {SEARCH} places stages.",
         )
     if join:
         if schedule.collectives:
-            raise ScheduleError(f"{name} has collectives, which depend on the order.\nTry: without --join-backwards.")
+            raise ScheduleError(f"{name} has collectives, which depend on the order.", "without --join-backwards.")
         schedule = join_backwards(schedule, times or unit_times(schedule.stages))
     if (sharded or resident is not None) and not schedule.collectives:
         schedule = place_collectives(schedule, range(schedule.stages), (), resident)
@@ -124,7 +125,7 @@ def _search(
         chunks = form.chunks if times is None else max(1, times.stages // ranks)
     elif chunks != form.chunks and not form.any_chunks:
         raise ScheduleError(
-            f"With the placement {placement} a rank holds {form.chunks} stages.\nTry: leave {argument('chunks')} out."
+            f"With the placement {placement} a rank holds {form.chunks} stages.", f"leave {argument('chunks')} out."
         )
     if times is None:
         times = unit_times(ranks * chunks)

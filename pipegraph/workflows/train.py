@@ -69,8 +69,8 @@ class TrainingData:
         batches, named = function(rank, world), f"{name}({rank}, {world}) of {source.name}"
         if not isinstance(batches, Iterable):
             raise SourceError(
-                f"{named} returned a {type(batches).__name__}, which holds no batches.\n"
-                "Try: a list, a generator, a torch DataLoader or any other iterable."
+                f"{named} returned a {type(batches).__name__}, which holds no batches.",
+                "a list, a generator, a torch DataLoader or any other iterable.",
             )
         has_target = source.example_target is not None
         return cls(batches, lambda item: _step_batch(item, has_target, named), named)
@@ -121,8 +121,8 @@ def _step_batch(item: Any, has_target: bool, named: str) -> Batch:
         if not isinstance(item, tuple | list) or len(item) != 2:
             kind = f"{len(item)} things" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
             raise SourceError(
-                f"a batch of {named} is {kind}; in a file with example_target it is a pair of inputs and target.\n"
-                "Try: yield inputs, target"
+                f"a batch of {named} is {kind}; in a file with example_target it is a pair of inputs and target.",
+                "yield inputs, target",
             )
         inputs, target = item
     if isinstance(inputs, dict):
@@ -186,7 +186,8 @@ class AgreedBatches:
         if len({(place, mark) for _, place, mark, _ in rows}) > self._places:
             raise SourceError(
                 f"{self._data.last} is not the same on all ranks of a pipeline, which each read it: what is random in "
-                "it has to be seeded.\nTry: generator=torch.Generator().manual_seed(rank)"
+                "it has to be seeded.",
+                "generator=torch.Generator().manual_seed(rank)",
             )
         self._begun = True
         return batch
@@ -448,8 +449,7 @@ class Training:
             raise
         except PipegraphError as error:
             self._save(background=False)
-            problem, _, advice = str(error).partition("\nTry: ")
-            raise type(error)(f"{problem}{self._saved_note()}\nTry: {advice}") from error.__cause__ or error
+            raise type(error)(f"{error.problem}{self._saved_note()}", error.advice) from error.__cause__ or error
 
     def _step(self, batch: Batch, last: int | None) -> TrainingStep | None:
         self._optimizer.zero_grad()
@@ -503,7 +503,7 @@ class Training:
                 results.append(self._pipeline.evaluate(*batch.args, target=batch.target, **batch.kwargs))
                 batch = data.take()
         if not results:
-            raise SourceError(f"{data.named} has no batch.\nTry: one or more for every data-parallel rank.")
+            raise SourceError(f"{data.named} has no batch.", "one or more for every data-parallel rank.")
         losses = [(float(result.loss), result.weight or 0.0) for result in results if result.loss is not None]
         if losses and self._prints:
             weight = math.fsum(weight for _, weight in losses)
@@ -524,9 +524,8 @@ class Training:
         except BatchError as error:
             if not self.has_data:
                 raise
-            problem, _, advice = str(error).partition("\nTry: ")
-            advice = advice or "batches of the shapes that were captured; or the model split again, with dynamic_shapes"
-            raise BatchError(f"{data.last}: {problem}\nTry: {advice}") from error
+            advice = "batches of the shapes that were captured; or the model split again, with dynamic_shapes"
+            raise BatchError(f"{data.last}: {error.problem}", error.advice or advice) from error
 
     def _saved_note(self) -> str:
         """That what is done is saved, if it is."""

@@ -38,8 +38,8 @@ def training_function(source: ModelSource | None, name: str) -> Callable[..., An
     signature, where = _SIGNATURES[name], source.name
     if not callable(function):
         raise SourceError(
-            f"{where}: {name} is a {type(function).__name__}, and to train it has to be a function, {signature}.\n"
-            f"Try: def {signature}: …; or another name for what it is now."
+            f"{where}: {name} is a {type(function).__name__}, and to train it has to be a function, {signature}.",
+            f"def {signature}: …; or another name for what it is now.",
         )
 
     def call(*arguments: Any) -> Any:
@@ -59,8 +59,8 @@ def errors_named(where: str, doing: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         line = user_line(error)
         raise SourceError(
-            f"{where}: {doing} raised {type(error).__name__}: {error}{f', at {line}' if line else ''}\n"
-            "Try: the same in Python, without pipegraph; --debug shows the traceback."
+            f"{where}: {doing} raised {type(error).__name__}: {error}{f', at {line}' if line else ''}",
+            "the same in Python, without pipegraph; --debug shows the traceback.",
         ) from error
 
 
@@ -98,19 +98,20 @@ def make_optimizer(
         assert source is not None, "it has a function"
         if learning_rate is not None:
             raise SourceError(
-                f"{source.name} has its own optimizer(parameters), and --learning-rate is that of AdamW without one.\n"
-                "Try: the learning rate in the file, or the file without optimizer."
+                f"{source.name} has its own optimizer(parameters), and --learning-rate is that of AdamW without one.",
+                "the learning rate in the file, or the file without optimizer.",
             )
         optimizer = make(list(pipe.parameters()))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise SourceError(
                 f"{source.name}: optimizer(parameters) returned a {type(optimizer).__name__}; it has to be one of "
-                "torch's.\nTry: return torch.optim.AdamW(parameters, lr=1e-3)"
+                "torch's.",
+                "return torch.optim.AdamW(parameters, lr=1e-3)",
             )
     scheduler = None if make_scheduler is None else make_scheduler(optimizer)
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise SourceError(
-            f"scheduler(optimizer) returned a {type(scheduler).__name__}, which has no step().\n"
-            "Try: return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+            f"scheduler(optimizer) returned a {type(scheduler).__name__}, which has no step().",
+            "return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)",
         )
     return optimizer, scheduler

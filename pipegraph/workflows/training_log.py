@@ -95,7 +95,7 @@ class TrainingLog:
 
 def _not_written(file: Path, error: OSError) -> PipegraphError:
     advice = "room on that disk, or --checkpoint with a folder elsewhere"
-    return PipegraphError(f"{file} cannot be written: {error.strerror}.\nTry: {advice}.")
+    return PipegraphError(f"{file} cannot be written: {error.strerror}.", f"{advice}.")
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

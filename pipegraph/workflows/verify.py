@@ -134,7 +134,7 @@ def _reason_for_lists(steps: ModelSteps, manifest: Manifest, error: SourceError)
 
     Raises BatchError if a role of the manifest is the likely cause.
     """
-    source, problem = steps.source, str(error).partition("\nTry: ")[0]
+    source, problem = steps.source, error.problem
     rows = sum(steps.batch.rows)
     if _takes(steps, steps.batch.whole_batch):
         return f"the loss does not take {rows} rows"
@@ -147,14 +147,14 @@ def _reason_for_lists(steps: ModelSteps, manifest: Manifest, error: SourceError)
         raise BatchError(
             f"The model does not take {rows} rows with the {names} of the example, which pipeline.json gives whole "
             f"to every microbatch: {problem}\n"
-            f"Its inputs: {roles(manifest)}.\n"
-            f"Try: rows for {names}, as the model takes them: split again with --batch-dim {rows_instead[1][0]}=0."
+            f"Its inputs: {roles(manifest)}.",
+            f"rows for {names}, as the model takes them: split again with --batch-dim {rows_instead[1][0]}=0.",
         )
     if BATCH in manifest.sizes:
         raise BatchError(
             f"The model takes its example, and not {rows} rows of it, which pipeline.json allows: {problem}\n"
-            f"Its inputs: {roles(manifest)}.\n"
-            "Try: the right role for each input: split again with --batch-dim NAME=DIM, NAME=whole or NAME=list."
+            f"Its inputs: {roles(manifest)}.",
+            "the right role for each input: split again with --batch-dim NAME=DIM, NAME=whole or NAME=list.",
         )
     return f"the model does not take {rows} rows"
 

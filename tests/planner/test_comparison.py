@@ -85,7 +85,7 @@ def test_nothing_fits() -> None:
         compared(330 * 1024, microbatches=[6])
     assert "No plan that was compared fits into 330.0 KiB on each rank. The closest is" in str(caught.value)
     assert "Try: memory_bytes=" in str(caught.value)
-    assert compared(caught.value.needed * 1.01, microbatches=[6]).choices
+    assert compared(caught.value.peak * 1.01, microbatches=[6]).choices
 
 
 def test_what_no_schedule_can_have_is_left_out_and_told() -> None:

@@ -89,7 +89,7 @@ def check_against_brute_force(seed: int) -> OptionSolution | None:
     if not fitting:
         with pytest.raises(MemoryShortage) as shortage:
             solve_options(*arguments, memory_bytes=limit, link=case.link)
-        assert shortage.value.needed == needs[0]
+        assert shortage.value.peak == needs[0]
         return None
     problem = OptionProblem(case.options, case.schedule, memory_bytes=limit, link=case.link)
     assert problem.fractional_bound() <= min(fitting) * (1 + 1e-9)

@@ -66,8 +66,8 @@ def _batch_norm(operator: OperatorCall) -> Expression:
     named |= {name: arguments[name] for name in ("momentum", "eps")}
     if named["momentum"] == MOMENTUM_OF_ALL:
         raise CaptureError(
-            f"A batch norm with momentum=None cannot be written as a function.\n  at {source_line(operator.node)}\n"
-            "Try: without hooks on it, or with a momentum."
+            f"A batch norm with momentum=None cannot be written as a function.\n  at {source_line(operator.node)}",
+            "without hooks on it, or with a momentum.",
         )
     return operator.function("F.batch_norm", *positional, **named)
 

@@ -62,8 +62,8 @@ class Chain:
         if stages > len(self.segments):
             segments = format_number_of("segment", len(self.segments))
             raise PlanError(
-                f"{self.captured.model_name} can be cut into {segments}, which is too few for {stages} stages.\n"
-                f"Try: {argument('stages', len(self.segments))} or fewer."
+                f"{self.captured.model_name} can be cut into {segments}, which is too few for {stages} stages.",
+                f"{argument('stages', len(self.segments))} or fewer.",
             )
 
     def nodes(self, start: int, stop: int) -> tuple[fx.Node, ...]:

@@ -107,8 +107,8 @@ def audit_model(
             results = _run(model, fake_args, fake_kwargs)
         if not torch.is_grad_enabled():
             raise CaptureError(
-                f"{type(model).__name__} cannot be captured: its forward leaves gradients switched off.\n"
-                "Try: with torch.no_grad(): around what needs none."
+                f"{type(model).__name__} cannot be captured: its forward leaves gradients switched off.",
+                "with torch.no_grad(): around what needs none.",
             )
         changes = snapshot.changes(Snapshot(model))
         notes.restore_states()
@@ -175,8 +175,8 @@ def _refuse_effects(model: nn.Module, notes: Notes) -> None:
     for effect, line in (call for call in notes.calls if not call.effect.is_compared):
         raise CaptureError(
             f"{type(model).__name__} cannot be captured: it {effect.description}, and {effect.consequence}.\n"
-            f"  at {line}\n"
-            f"Try: {effect.advice}."
+            f"  at {line}",
+            f"{effect.advice}.",
         )
 
 
@@ -190,7 +190,8 @@ def _refuse_state(model: nn.Module, place: Place, notes: Notes, problem: str) ->
         advice = f"a buffer that counts, self.register_buffer(...); or {name} as an input of the model"
     raise CaptureError(
         f"{type(model).__name__} cannot be captured: its forward changes {name}, which {problem}, and a stage would "
-        f"have its value at capture for ever.{where}\nTry: {advice}."
+        f"have its value at capture for ever.{where}",
+        f"{advice}.",
     )
 
 

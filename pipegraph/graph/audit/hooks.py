@@ -212,9 +212,9 @@ def _refusal(model: nn.Module, hook: _Hook, reason: str) -> CaptureError:
         place = f'stage.get_submodule("{hook.owner}")' if hook.owner else "the module that it is about"
     line = _line_of(hook.function)
     return CaptureError(
-        f"{subject}, which a stage would not call: {reason}.{f'{chr(10)}  at {line}' if line else ''}\n"
-        f"Try: the model without it, and the hook on the stages: Pipeline(parallelize_fn=...) gives each one to a "
-        f"function, which registers it on {place} where the stage has it."
+        f"{subject}, which a stage would not call: {reason}.{f'{chr(10)}  at {line}' if line else ''}",
+        f"the model without it, and the hook on the stages: Pipeline(parallelize_fn=...) gives each one to a "
+        f"function, which registers it on {place} where the stage has it.",
     )
 
 

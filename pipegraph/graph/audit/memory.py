@@ -29,8 +29,8 @@ def check_layouts(model: nn.Module) -> None:
         for name, tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise CaptureError(
-                    f"the {kind} {name} is sparse ({tensor.layout}), which torch.export cannot trace.\n"
-                    "Try: to_dense() of it; or its indices and values as buffers, with index_add or scatter_add."
+                    f"the {kind} {name} is sparse ({tensor.layout}), which torch.export cannot trace.",
+                    "to_dense() of it; or its indices and values as buffers, with index_add or scatter_add.",
                 )
 
 
@@ -54,8 +54,8 @@ def _check_pair(first: _Extent, two: _Extent) -> None:
         return
     how = "the same memory" if is_same else "a part of their memory"
     raise CaptureError(
-        f"{first.kind} {first.name} and {two.kind} {two.name} share {how}, and a stage would give each its own.\n"
-        f"Try: one parameter under both names if they are the same weight; or {two.name} as a copy, .clone()."
+        f"{first.kind} {first.name} and {two.kind} {two.name} share {how}, and a stage would give each its own.",
+        f"one parameter under both names if they are the same weight; or {two.name} as a copy, .clone().",
     )
 
 
@@ -68,8 +68,9 @@ def check_constants(model: nn.Module, constants: Mapping[str, object]) -> None:
         if owner is not None and name not in buffers:
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: {name} is memory of the {owner.kind} {owner.name}, and a "
-                f"stage would have its values at capture for ever.\nTry: {owner.name} itself in forward, with "
-                ".detach() where it needs no gradient; or a copy, .clone(), if it is to stay as it is."
+                f"stage would have its values at capture for ever.",
+                f"{owner.name} itself in forward, with "
+                ".detach() where it needs no gradient; or a copy, .clone(), if it is to stay as it is.",
             )
 
 

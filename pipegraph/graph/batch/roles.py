@@ -111,19 +111,19 @@ def declared_roles(
     roles = dict(conventional_roles(model, [(names[-1], leaf) for names, leaf in places]))
     target_dim: int | None = None
     if batch_dims is not None and not isinstance(batch_dims, Mapping):
-        raise CaptureError(f"batch_dims is a {type(batch_dims).__name__}; it has a role for each input.\nTry: {_FORM}.")
+        raise CaptureError(f"batch_dims is a {type(batch_dims).__name__}; it has a role for each input.", f"{_FORM}.")
     for name, value in _flat(batch_dims or {}):
         if name == TARGET and not any(name in (names[0], *names) for names, _ in places):
             if type(value) is not int or value < 0:
-                raise CaptureError(f"batch_dims has {value!r} for the target.\nTry: the dimension of its rows, from 0.")
+                raise CaptureError(f"batch_dims has {value!r} for the target.", "the dimension of its rows, from 0.")
             target_dim = value
             continue
         positions = [at for at, (names, leaf) in enumerate(places) if name in names and isinstance(leaf, Tensor)]
         if not positions:
             tensors = list(dict.fromkeys(names[-1] for names, leaf in places if isinstance(leaf, Tensor)))
             raise CaptureError(
-                f"batch_dims names {name!r}, which is not a tensor of the example.{nearest(name, tensors)}\n"
-                f"Try: {', '.join(tensors)}."
+                f"batch_dims names {name!r}, which is not a tensor of the example.{nearest(name, tensors)}",
+                f"{', '.join(tensors)}.",
             )
         for at in positions:
             roles[at] = _role(places[at][0][-1], places[at][1], value)
@@ -160,8 +160,8 @@ def _role(name: str, tensor: Tensor, value: Any) -> BatchRole:
     if type(value) is int and -tensor.dim() <= value < tensor.dim():
         return BatchRole("rows", value % tensor.dim(), declared=True)
     raise CaptureError(
-        f"batch_dims has {value!r} for {name}, which has {tensor.dim()} dimensions.\n"
-        'Try: the dimension of its rows, "whole" if every microbatch takes all of it, or "list".'
+        f"batch_dims has {value!r} for {name}, which has {tensor.dim()} dimensions.",
+        'the dimension of its rows, "whole" if every microbatch takes all of it, or "list".',
     )
 
 

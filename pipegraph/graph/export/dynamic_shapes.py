@@ -73,16 +73,16 @@ class WantedSizes:
             if dimension in self.places:
                 why = size.line or size.reason
                 raise CaptureError(
-                    f"dynamic_shapes lets {self.places[dimension]} vary, but it is always {size.size}: {why}\n"
-                    "Try: without this dimension, or torch.export.Dim.AUTO, which lets it vary if the model does."
+                    f"dynamic_shapes lets {self.places[dimension]} vary, but it is always {size.size}: {why}",
+                    "without this dimension, or torch.export.Dim.AUTO, which lets it vary if the model does.",
                 )
         lowest, highest = dict(limits.lowest), dict(limits.highest)
         for name, (low, high) in self.bounds.items():
             captured = limits.captured.get(name)
             if captured is not None and not (low or 0) <= captured <= (high if high is not None else captured):
                 raise CaptureError(
-                    f"dynamic_shapes says that {name} is from {low or 1} to {high}, but the example has {captured}.\n"
-                    "Try: an example within the bounds."
+                    f"dynamic_shapes says that {name} is from {low or 1} to {high}, but the example has {captured}.",
+                    "an example within the bounds.",
                 )
             if low is not None and low > 1:
                 lowest[name] = max(lowest.get(name, 1), low)
@@ -122,23 +122,23 @@ def wanted_sizes(
         if unknown is not None:
             hint = nearest(str(unknown), by_name)
             raise CaptureError(
-                f"dynamic_shapes names {unknown!r}, which is not an argument of the example.{hint}\n"
-                f"Try: {', '.join(by_name)}."
+                f"dynamic_shapes names {unknown!r}, which is not an argument of the example.{hint}",
+                f"{', '.join(by_name)}.",
             )
         specs = [dynamic_shapes.get(name) for name in names]
         keyword_specs = {name: dynamic_shapes.get(name) for name in kwargs}
     elif isinstance(dynamic_shapes, (tuple, list)) and len(dynamic_shapes) == len(args):
         specs, keyword_specs = list(dynamic_shapes), dict.fromkeys(kwargs)
     else:
-        raise CaptureError(f"dynamic_shapes does not have an entry for each of {len(args)} arguments.\nTry: {_FORM}.")
+        raise CaptureError(f"dynamic_shapes does not have an entry for each of {len(args)} arguments.", f"{_FORM}.")
     entries = [*zip(names, args, specs, strict=True), *((name, kwargs[name], keyword_specs[name]) for name in kwargs)]
     tensor_specs = [tensor for entry in entries for tensor in _tensors(*entry)]
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len(tensor_specs) != len(positions):
         raise CaptureError(
-            "dynamic_shapes cannot describe tensors in containers other than tuples, lists and dicts.\n"
-            "Try: capture without it, which lets every size vary that the model lets vary."
+            "dynamic_shapes cannot describe tensors in containers other than tuples, lists and dicts.",
+            "capture without it, which lets every size vary that the model lets vary.",
         )
     wanted_by_dimension = [
         ((position, dim), f"{place}.shape[{dim}]", dim_specs.get(dim))
@@ -178,7 +178,7 @@ def _by_dimension(place: str, tensor: torch.Tensor, spec: Any) -> Mapping[int, A
         return dict(enumerate(spec))
     if isinstance(spec, Mapping) and all(isinstance(dim, int) and 0 <= dim < tensor.dim() for dim in spec):
         return spec
-    raise CaptureError(f"dynamic_shapes has {spec!r} for {place}, which has {tensor.dim()} dimensions.\nTry: {_FORM}.")
+    raise CaptureError(f"dynamic_shapes has {spec!r} for {place}, which has {tensor.dim()} dimensions.", f"{_FORM}.")
 
 
 def _sizes_from_specs(
@@ -195,7 +195,7 @@ def _sizes_from_specs(
         elif isinstance(name, str):
             if not name.isidentifier():
                 raise CaptureError(
-                    f"dynamic_shapes calls {place} {name!r}, which is not a Python identifier.\nTry: {_FORM}."
+                    f"dynamic_shapes calls {place} {name!r}, which is not a Python identifier.", f"{_FORM}."
                 )
             names[dimension] = name
             places[dimension] = place
@@ -203,7 +203,7 @@ def _sizes_from_specs(
         elif spec == Dim.DYNAMIC:
             places[dimension] = place
         elif spec != Dim.AUTO:
-            raise CaptureError(f"dynamic_shapes has {spec!r} for {place}.\nTry: {_FORM}.")
+            raise CaptureError(f"dynamic_shapes has {spec!r} for {place}.", f"{_FORM}.")
     for dimension in rows or (() if BATCH in names.values() else (first,)):
         if (name := names.get(dimension, BATCH)) != BATCH:  # whatever the user calls it, it is cut into microbatches
             bounds[BATCH] = bounds.pop(name)
@@ -213,7 +213,8 @@ def _sizes_from_specs(
         if name == BATCH and declared.get(position, dim) != dim:
             raise CaptureError(
                 f"dynamic_shapes calls {places[position, dim]} {BATCH}, and batch_dims says that the rows lie along "
-                f"dimension {declared[position]}.\nTry: one of the two, or another name in dynamic_shapes."
+                f"dimension {declared[position]}.",
+                "one of the two, or another name in dynamic_shapes.",
             )
     size_names = SizeNames(names, by_user=bool(names)).with_rows(row for row in rows if row not in fixed)
     return WantedSizes(frozenset(fixed), size_names, bounds, places)

@@ -118,12 +118,13 @@ class _Flattening:
             if isinstance(self.exported.constants.get(spec.target or ""), torch.Generator):
                 raise CaptureError(
                     "The model draws from its own torch.Generator, and a stage would not have its state.\n"
-                    f"  at {source_line(next(iter(node.users), node))}\n"
-                    "Try: without generator=, and Pipeline(seed=...), with which random numbers follow from the step."
+                    f"  at {source_line(next(iter(node.users), node))}",
+                    "without generator=, and Pipeline(seed=...), with which random numbers follow from the step.",
                 )
             raise CaptureError(
                 f"The model uses {spec.target or node.name}, a {spec.kind.name.lower()} that a stage's source cannot "
-                "hold.\nTry: keep tensors, numbers and modules in the model, and build other objects inside forward."
+                "hold.",
+                "keep tensors, numbers and modules in the model, and build other objects inside forward.",
             )
         placed.meta |= self.sizes.describe(node.meta["val"])
         copy_places(node, placed)
@@ -143,7 +144,8 @@ class _Flattening:
         if fake_mode_of(tensor) is not None:
             raise CaptureError(
                 "The model takes the data of a tensor that it computes, which torch.export cannot follow.\n"
-                f"  at {source_line(reader) if reader is not None else target}\nTry: x.detach() instead of x.data."
+                f"  at {source_line(reader) if reader is not None else target}",
+                "x.detach() instead of x.data.",
             )
         owner, _, name = target.rpartition(".")
         if "lifted" in target:  # a name that export made up
@@ -244,9 +246,8 @@ class _Flattening:
             if self.sizes.vary:
                 raise
             raise CaptureError(
-                f"The model makes a tensor whose shape depends on values ({node.target}).\n"
-                f"  at {source_line(node)}\n"
-                "Try: keep the shape and mask the values, with torch.where or a multiplication."
+                f"The model makes a tensor whose shape depends on values ({node.target}).\n  at {source_line(node)}",
+                "keep the shape and mask the values, with torch.where or a multiplication.",
             ) from error
 
     def _operation(self, node: fx.Node, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> fx.Node:

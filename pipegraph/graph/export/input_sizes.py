@@ -79,8 +79,8 @@ class InputSizes:
                     elif self._captured[symbol] != example.shape[dim]:
                         raise CaptureError(
                             f"{name}.shape[{dim}] is {example.shape[dim]}, and another input has {symbol} "
-                            f"{self._captured[symbol]}: dimensions of one name are one size.\n"
-                            "Try: an example in which they are equal, or two names."
+                            f"{self._captured[symbol]}: dimensions of one name are one size.",
+                            "an example in which they are equal, or two names.",
                         )
                     named |= {size_name: symbol} if size_name else {}
                     self._names[expression] = symbol

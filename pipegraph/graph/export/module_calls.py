@@ -87,8 +87,8 @@ def _write_assigned(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> N
         if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
             raise CaptureError(
                 f"{type(module).__name__} assigns {value.dtype} of the shape {list(value.shape)} to its buffer {name}, "
-                f"which is {buffer.dtype} of {list(buffer.shape)}.\n"
-                "Try: a buffer that has this shape and dtype from the beginning."
+                f"which is {buffer.dtype} of {list(buffer.shape)}.",
+                "a buffer that has this shape and dtype from the beginning.",
             )
         with torch.no_grad():
             buffer.copy_(value)

@@ -66,9 +66,9 @@ def check_chances(
                 line = next((f"\n  at {call[1]}" for call in different if call and call[1]), "")
                 raise CaptureError(
                     "It draws random numbers of Python or NumPy that decide what it does, and a stage would do what "
-                    f"one draw decides.{line}\n"
-                    "Try: a probability of 0 where the model is built (layerdrop=0); or torch.rand() and torch.where; "
-                    "or model.eval() in build_model, for stages that do not train."
+                    f"one draw decides.{line}",
+                    "a probability of 0 where the model is built (layerdrop=0); or torch.rand() and torch.where; "
+                    "or model.eval() in build_model, for stages that do not train.",
                 )
 
 

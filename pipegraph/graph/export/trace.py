@@ -179,14 +179,14 @@ class Trace:
             symbol = self.sizes.symbol_of((first, dim)) if tensors else None
             if symbol is None:
                 raise CaptureError(
-                    f"--{name} {size} does not fit: dimension {dim} of the first input, {shape}, does not vary.\n"
-                    f"Try: without --{name}, or an example of that size."
+                    f"--{name} {size} does not fit: dimension {dim} of the first input, {shape}, does not vary.",
+                    f"without --{name}, or an example of that size.",
                 )
             sizes[symbol] = size
         if options and not self.is_model_at(sizes):
             flags = ", ".join(f"--{name} {size}" for name, _, size in options)
             conditions = _what_holds(limits_of(self.guards, self.comparison)) or "other sizes"
-            raise CaptureError(f"The model does not take {flags}.\nTry: {conditions}.")
+            raise CaptureError(f"The model does not take {flags}.", f"{conditions}.")
         return sizes
 
 
@@ -275,7 +275,8 @@ def _check_tables(limits: Iterable[RangeLimit], captured: Sizes) -> None:
             )
             raise CaptureError(
                 f"The model reads row {length - 1} of a table that has {limit.rows} rows.\n"
-                f"  at {source_line(limit.node)}\nTry: an example with {allowed}, or a larger table."
+                f"  at {source_line(limit.node)}",
+                f"an example with {allowed}, or a larger table.",
             )
 
 

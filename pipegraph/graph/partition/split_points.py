@@ -174,7 +174,7 @@ def locate(captured: Captured, points: Sequence[Point]) -> list[int]:
             problem = f"lies before {previous_point}: points follow the order in which the model runs."
         first_of = dict(reversed(list(zip(starts, points, strict=True))))
         ordered = [str(first_of[position]) for position in sorted(first_of)]
-        raise PlanError(f"Split point {point} {problem}\nTry: {argument('points', ordered)}.")
+        raise PlanError(f"Split point {point} {problem}", f"{argument('points', ordered)}.")
     return starts
 
 
@@ -196,7 +196,8 @@ def points_of_pipe_splits(captured: Captured) -> tuple[Point, ...]:
         if matching_point is None:
             raise PlanError(
                 f"pipe_split() neither stands before a module that is called there for the first time nor after one.\n"
-                f"  at {line}\nTry: move it between two modules, or give {argument('points')}."
+                f"  at {line}",
+                f"move it between two modules, or give {argument('points')}.",
             )
         points.append(matching_point)
     return tuple(points)
@@ -225,13 +226,13 @@ def _position(captured: Captured, point: Point) -> int:
     work = _work(captured)
     if not work or start <= work[0]:
         raise PlanError(
-            f"Split point {point} cuts nothing: the model's work begins there, so the first stage would be empty.\n"
-            f"Try: a module that runs later, such as {_examples(captured, start)}."
+            f"Split point {point} cuts nothing: the model's work begins there, so the first stage would be empty.",
+            f"a module that runs later, such as {_examples(captured, start)}.",
         )
     if start > work[-1]:
         raise PlanError(
-            f"Split point {point} cuts nothing: the model's work ends there, so the last stage would be empty.\n"
-            "Try: a module that runs earlier."
+            f"Split point {point} cuts nothing: the model's work ends there, so the last stage would be empty.",
+            "a module that runs earlier.",
         )
     return start
 

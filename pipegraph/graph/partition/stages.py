@@ -235,7 +235,7 @@ def _check_writes(captured: Captured, made_in: Mapping[fx.Node, int]) -> None:
                 tensor = f"{root.target}, which another stage uses"
                 remedy = "move the split point, so that all that uses the buffer lies in one stage."
             raise PlanError(
-                f"{where} writes in place ({node.target}) into {tensor}.\n  at {source_line(node)}\nTry: {remedy}"
+                f"{where} writes in place ({node.target}) into {tensor}.\n  at {source_line(node)}", f"{remedy}"
             )
 
 
@@ -246,8 +246,8 @@ def _check_branches(made_in: Mapping[fx.Node, int]) -> None:
         part = node.meta.get(BRANCH)
         if part is not None and home.setdefault(part.number, index) != index:
             raise PlanError(
-                f"A split point lies in what the model does in one mode only.\n  at {source_line(node)}\n"
-                "Try: a split point before or after the branch on self.training."
+                f"A split point lies in what the model does in one mode only.\n  at {source_line(node)}",
+                "a split point before or after the branch on self.training.",
             )
 
 
@@ -298,8 +298,8 @@ def _place_hook(
         for call in calls_of(run, hook.owner) if hook.is_of_module else ():
             if calls.setdefault(call, index) != index:
                 raise PlanError(
-                    f"{hook.owner} has a hook for its backward, and cannot be cut inside.\n  at {hook.line}\n"
-                    "Try: split points before and after it."
+                    f"{hook.owner} has a hook for its backward, and cannot be cut inside.\n  at {hook.line}",
+                    "split points before and after it.",
                 )
     names = captured.names_of
     for run, state in zip(nodes, placed, strict=True):
@@ -311,8 +311,8 @@ def _place_hook(
                 state.add(fqn)
             elif not state.intersection(names[entry.canonical]):
                 raise PlanError(
-                    f"The hook of {hook.owner} reads {fqn}, which is in another stage.\n  at {hook.line}\n"
-                    "Try: split points that leave both in one stage."
+                    f"The hook of {hook.owner} reads {fqn}, which is in another stage.\n  at {hook.line}",
+                    "split points that leave both in one stage.",
                 )
 
 

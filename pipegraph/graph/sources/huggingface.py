@@ -44,9 +44,9 @@ def has_weights(folder: Path) -> bool:
     unread = sorted(file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name))
     if unread:
         raise SourceError(
-            f"{folder} holds weights, and none under a name that transformers reads: {first_names(unread)}.\n"
-            f"Try: {' or '.join(_READ)}, whole or as several files with an index, as save_pretrained writes them; or "
-            "--no-weights, which takes the configuration alone."
+            f"{folder} holds weights, and none under a name that transformers reads: {first_names(unread)}.",
+            f"{' or '.join(_READ)}, whole or as several files with an index, as save_pretrained writes them; or "
+            "--no-weights, which takes the configuration alone.",
         )
     return False
 
@@ -74,7 +74,7 @@ def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask:
         import transformers
     except ImportError as error:
         raise SourceError(
-            f"{model} needs Hugging Face transformers, which is not installed.\nTry: pip install 'pipegraph[hf]'."
+            f"{model} needs Hugging Face transformers, which is not installed.", "pip install 'pipegraph[hf]'."
         ) from error
     config, fields = _read_config(path)
     # A cache of past keys is state between calls: a training step has none, and it would cross every boundary.
@@ -99,15 +99,15 @@ def load_config(model: str, weights: bool, batch: int, seq: int, attention_mask:
         except pickle.UnpicklingError as error:
             raise SourceError(
                 f"{path.parent} holds pickled weights that are damaged, or hold more than tensors, which is not read: "
-                f"{refused_name(error)}.\n"
-                "Try: weights in safetensors, which save_pretrained writes, from a source that you trust."
+                f"{refused_name(error)}.",
+                "weights in safetensors, which save_pretrained writes, from a source that you trust.",
             ) from error
         except Exception as error:
             folder = repr(str(path.parent))
             tried = f".from_pretrained({folder})" if is_stored else f"(AutoConfig.from_pretrained({folder}))"
             raise SourceError(
-                f"{path}: transformers could not build {builder.__name__}{' from these weights' * is_stored}: {error}\n"
-                f"Try: {builder.__name__}{tried} in Python."
+                f"{path}: transformers could not build {builder.__name__}{' from these weights' * is_stored}: {error}",
+                f"{builder.__name__}{tried} in Python.",
             ) from error
     built.train()
     return ModelSource(
@@ -142,8 +142,8 @@ def config_file(model: str) -> Path:
         folder = path.parent
         json_files = [str(entry) for entry in sorted(folder.glob("*.json"))] if folder.is_dir() else []
         raise SourceError(
-            f"No configuration file {path}.{nearest(str(path), json_files)} A configuration is never downloaded.\n"
-            "Try: hf: followed by a folder with a config.json, or by the file itself."
+            f"No configuration file {path}.{nearest(str(path), json_files)} A configuration is never downloaded.",
+            "hf: followed by a folder with a config.json, or by the file itself.",
         )
     return path
 
@@ -155,12 +155,13 @@ def _read_config(path: Path) -> tuple[Any, dict[str, Any]]:
     try:
         fields = json.loads(read_regular_file(path))
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON: {error}\nTry: python -m json.tool {path}.") from error
+        raise SourceError(f"{path} is not JSON: {error}", f"python -m json.tool {path}.") from error
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind not in CONFIG_MAPPING:
         raise SourceError(
             f"{path}: model_type {kind!r} is not an architecture of the installed transformers."
-            f"{nearest(str(kind), CONFIG_MAPPING)}\nTry: a model_type that transformers knows, such as llama."
+            f"{nearest(str(kind), CONFIG_MAPPING)}",
+            "a model_type that transformers knows, such as llama.",
         )
     return AutoConfig.from_pretrained(path, trust_remote_code=False), fields
 
@@ -179,7 +180,7 @@ def _architecture(transformers: Any, config: Any, path: Path) -> Any:
     for mapping in mappings:
         if type(config) in mapping:
             return mapping[type(config)]
-    raise SourceError(f"{path}: no model class for {type(config).__name__}.\nTry: name one in its architectures.")
+    raise SourceError(f"{path}: no model class for {type(config).__name__}.", "name one in its architectures.")
 
 
 def _example_inputs(
@@ -193,8 +194,8 @@ def _example_inputs(
     """
     if model.main_input_name not in ("pixel_values", "input_ids"):
         raise SourceError(
-            f"{path}: {type(model).__name__} takes {model.main_input_name}; hf: makes token ids and pixels.\n"
-            "Try: a model file that defines build_model() and example_inputs."
+            f"{path}: {type(model).__name__} takes {model.main_input_name}; hf: makes token ids and pixels.",
+            "a model file that defines build_model() and example_inputs.",
         )
     generator = torch.Generator().manual_seed(0)
     batch_argument = argument("batch", batch)

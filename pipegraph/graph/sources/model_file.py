@@ -54,8 +54,8 @@ def model_file(model: str) -> Path:
     path, name = _split_name(model)
     if not model or name == "":
         raise SourceError(
-            f"MODEL is {model!r}, which names no {'model in the file' if model else 'file'}.\n"
-            "Try: a path to a .py file that defines build_model, with or without :NAME after it."
+            f"MODEL is {model!r}, which names no {'model in the file' if model else 'file'}.",
+            "a path to a .py file that defines build_model, with or without :NAME after it.",
         )
     require_path(path, "MODEL is a file", error=SourceError)
     if not path.is_file():
@@ -64,7 +64,7 @@ def model_file(model: str) -> Path:
         hint = nearest(str(path), files) or (f" Python files there: {', '.join(files)}." if files else "")
         problem = f"{path} is a folder, and MODEL a file" if path.is_dir() else f"No model file {path}"
         alternative = f", or hf:{path} if it holds a Hugging Face configuration" if path.is_dir() else ""
-        raise SourceError(f"{problem}.{hint}\nTry: a path to a .py file that defines build_model{alternative}.")
+        raise SourceError(f"{problem}.{hint}", f"a path to a .py file that defines build_model{alternative}.")
     return path
 
 
@@ -72,8 +72,8 @@ def _tp_plan(module: ModuleType, path: Path) -> dict[str, str]:
     plan = getattr(module, "tp_plan", None) or {}
     if not isinstance(plan, dict) or not all(isinstance(text, str) for pair in plan.items() for text in pair):
         raise SourceError(
-            f"tp_plan in {path} is {plan!r}: it has the name of a style for each pattern of module names.\n"
-            'Try: tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+            f"tp_plan in {path} is {plan!r}: it has the name of a style for each pattern of module names.",
+            'tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
         )
     return plan
 
@@ -91,7 +91,7 @@ def _import_file(path: Path) -> ModuleType:
     name = f"_pipegraph_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SourceError(f"{path} is not a Python file.\nTry: a path that ends in .py.")
+        raise SourceError(f"{path} is not a Python file.", "a path that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     with _importable(path.parent.resolve()), _errors_named(path, "importing it"):
@@ -124,7 +124,7 @@ def _errors_named(path: Path, doing: str) -> Iterator[None]:
             where = f"{path}:{file_frames[-1].lineno}" if file_frames else str(path)
         advice = f"python {path}" if doing == "importing it" else f"{doing} in Python, without arguments"
         raise SourceError(
-            f"{where}: {doing} raised {type(error).__name__}: {error}\nTry: {advice}; it should run without error."
+            f"{where}: {doing} raised {type(error).__name__}: {error}", f"{advice}; it should run without error."
         ) from error
 
 
@@ -133,22 +133,22 @@ def _build(module: ModuleType, path: Path, attribute: str | None) -> nn.Module:
         attribute = next((name for name in ("build_model", "model") if hasattr(module, name)), None)
         if attribute is None:
             raise SourceError(
-                f"{path} defines neither build_model() nor model. It defines: {_defined_names(module)}.\n"
-                f"Try: a zero-argument function build_model that returns the nn.Module, or {path}:NAME."
+                f"{path} defines neither build_model() nor model. It defines: {_defined_names(module)}.",
+                f"a zero-argument function build_model that returns the nn.Module, or {path}:NAME.",
             )
     elif not hasattr(module, attribute):
         names = [name for name in vars(module) if not name.startswith("_")]
         raise SourceError(
-            f"{path} has no {attribute}.{nearest(attribute, names)} It defines: {_defined_names(module)}.\n"
-            f"Try: {path}:NAME with the name of a model or of a function that builds one."
+            f"{path} has no {attribute}.{nearest(attribute, names)} It defines: {_defined_names(module)}.",
+            f"{path}:NAME with the name of a model or of a function that builds one.",
         )
     model = getattr(module, attribute)
     if not isinstance(model, nn.Module):
         model = _call_if_function(model, path, attribute)
     if not isinstance(model, nn.Module):
         raise SourceError(
-            f"{path}: {attribute} gives {type(model).__name__}, not a torch.nn.Module.\n"
-            f"Try: let {attribute} return the model."
+            f"{path}: {attribute} gives {type(model).__name__}, not a torch.nn.Module.",
+            f"let {attribute} return the model.",
         )
     return model
 
@@ -165,8 +165,8 @@ def _defined_names(module: ModuleType) -> str:
 def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not hasattr(module, "example_inputs"):
         raise SourceError(
-            f"{path} defines no example_inputs, so the model cannot be traced.\n"
-            "Try: example_inputs = (tensor,) with the inputs of one microbatch, or a dict for keyword arguments."
+            f"{path} defines no example_inputs, so the model cannot be traced.",
+            "example_inputs = (tensor,) with the inputs of one microbatch, or a dict for keyword arguments.",
         )
     inputs = _call_if_function(module.example_inputs, path, "example_inputs")
     if isinstance(inputs, dict):
@@ -177,7 +177,8 @@ def _example_inputs(module: ModuleType, path: Path) -> tuple[tuple[Any, ...], di
         return inputs, {}
     raise SourceError(
         f"{path}: example_inputs is a {type(inputs).__name__}; it must be a tuple (positional arguments), a dict "
-        "(keyword arguments) or a pair of both.\nTry: example_inputs = (tensor,)."
+        "(keyword arguments) or a pair of both.",
+        "example_inputs = (tensor,).",
     )
 
 
@@ -189,8 +190,8 @@ def _check_no_other_arguments(module: ModuleType, model: nn.Module, kwargs: Coll
         if is_example and isinstance(value, dict) and names.issuperset(value) and not set(kwargs).issuperset(value):
             raise SourceError(
                 f"{path}: {name} holds arguments of {type(model).__name__} ({', '.join(value)}), and nothing reads it: "
-                "the model would be captured without them.\n"
-                f"Try: example_inputs = ((tensor,), {name}), a pair of both kinds of arguments."
+                "the model would be captured without them.",
+                f"example_inputs = ((tensor,), {name}), a pair of both kinds of arguments.",
             )
 
 

@@ -173,8 +173,8 @@ def _is_saved_by(policy: Any, node: fx.Node) -> bool:
     name = answer.name if isinstance(answer, CheckpointPolicy) else repr(answer)
     if not name.endswith(("_SAVE", "_RECOMPUTE")):
         raise PipegraphError(
-            f"the policy of recompute answers {name} for {node.target}: what F keeps stays on its device.\n"
-            "Try: CheckpointPolicy.MUST_SAVE, or MUST_RECOMPUTE."
+            f"the policy of recompute answers {name} for {node.target}: what F keeps stays on its device.",
+            "CheckpointPolicy.MUST_SAVE, or MUST_RECOMPUTE.",
         )
     return name.endswith("_SAVE")
 

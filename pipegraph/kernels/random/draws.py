@@ -363,7 +363,8 @@ def refusing_draws() -> Iterator[None]:
         if is_draw(operation, args, kwargs):
             raise PipegraphError(
                 f"a backward draws random numbers ({operation}), and seed= cannot tell which numbers of the "
-                'forward they repeat.\nTry: torch.utils.checkpoint, or recompute="block", to compute values again.'
+                "forward they repeat.",
+                'torch.utils.checkpoint, or recompute="block", to compute values again.',
             )
         return operation(*args, **kwargs)
 

@@ -238,8 +238,8 @@ class JointSearch:
         if not self.candidates:
             raise PlanError(
                 f"No layout of {self._of_cluster} devices divides a batch of {self._batch} rows into microbatches of "
-                f"{self._costs.rows}, or 2, 4 or 8 times that number.\n"
-                f"Try: {argument('global_batch', self._of_cluster)}."
+                f"{self._costs.rows}, or 2, 4 or 8 times that number.",
+                f"{argument('global_batch', self._of_cluster)}.",
             )
         problems = self._problems
         bounds = {candidate: problems.bound(candidate) for candidate in self.candidates if problems.may_fit(candidate)}
@@ -379,13 +379,13 @@ class JointSearch:
             try:
                 CandidateProblems(self._costs, 1.0).problem(candidate, whole_layers=False).solve((), _LOW_EFFORT)
             except MemoryShortage as shortage:
-                least = min(least, shortage.needed)
+                least = min(least, shortage.peak)
         memory = self._memory or 0.0
         return MemoryShortage(
             f"No plan that was looked at fits into {format_bytes(memory)} on each device; the leanest found needs "
-            f"{format_bytes(least)}.\n"
-            f"Try: {argument('memory_bytes', bytes_option(math.ceil(least)))}, or more devices.",
+            f"{format_bytes(least)}.",
             math.ceil(least),
+            advice=f"{argument('memory_bytes', bytes_option(math.ceil(least)))}, or more devices.",
         )
 
     def _neighbours(self, best: JointCandidate) -> Iterator[Neighbour]:

@@ -407,11 +407,12 @@ def _link_figures(link: Links | None, rank: int, peer: int) -> tuple[float, floa
     description = "link is a latency and a bandwidth, or a function of two ranks that returns them"
     require_type(pair, Sequence, description, "link=(1e-5, 25e9)", PlanError)
     if len(pair) != 2:
-        raise PlanError(f"{description}, not {len(pair)} figures.\nTry: link=(1e-5, 25e9).")
+        raise PlanError(f"{description}, not {len(pair)} figures.", "link=(1e-5, 25e9).")
     latency, bandwidth = pair
     if not (0 <= latency < math.inf and bandwidth > 0):
         raise PlanError(
             f"The link between ranks {rank} and {peer} has a latency of {latency!r} and a bandwidth of {bandwidth!r}. "
-            "A latency is in seconds, from 0 on; a bandwidth in bytes per second, above 0.\nTry: link=(1e-5, 25e9)."
+            "A latency is in seconds, from 0 on; a bandwidth in bytes per second, above 0.",
+            "link=(1e-5, 25e9).",
         )
     return float(latency), 1 / bandwidth

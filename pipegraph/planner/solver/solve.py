@@ -202,9 +202,9 @@ class MemoryShortage(PlanError):
         cuts: those that need the least.
     """
 
-    def __init__(self, message: str, peak: int, cuts: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.needed, self.cuts = peak, tuple(cuts)
+    def __init__(self, problem: str, peak: int, cuts: Sequence[int] = (), advice: str = "") -> None:
+        super().__init__(problem, advice)
+        self.peak, self.cuts = peak, tuple(cuts)
 
 
 def _starts_that_fit(

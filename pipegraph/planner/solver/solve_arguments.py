@@ -27,7 +27,7 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
     require_type(costs, Sequence, "solve() takes a SegmentCost for each segment", of_segments, PlanError)
     require_type(names, (Sequence, NoneType), "names has a name for each segment", error=PlanError)
     if type(stages) is not int or stages < 1:
-        raise PlanError(f"A chain of segments cannot be cut into {stages!r} stages.\nTry: a whole number from 1 on.")
+        raise PlanError(f"A chain of segments cannot be cut into {stages!r} stages.", "a whole number from 1 on.")
     if names is not None and len(names) != len(costs):
         raise PlanError(f"There are {len(costs)} segments, and {len(names)} names for them.")
     for number, cost in enumerate(costs):
@@ -51,7 +51,7 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
     if stages > len(costs):
         advice = f"stages={len(costs)} or fewer, or cut inside the segments." if costs else "a model with layers."
         raise PlanError(
-            f"{len(costs)} segments are too few for {stages} stages, which have one or more each.\nTry: {advice}"
+            f"{len(costs)} segments are too few for {stages} stages, which have one or more each.", f"{advice}"
         )
 
 
@@ -63,7 +63,7 @@ def check_options(
 ) -> None:
     """Raise a PlanError unless the options of a chain, and those that stages may have, fit together."""
     if not options:
-        raise PlanError("There is no option for the stages.\nTry: the costs of the segments with one or more.")
+        raise PlanError("There is no option for the stages.", "the costs of the segments with one or more.")
     for costs in options:
         check_costs(costs, stages, names)
         if [cost.boundary_bytes for cost in costs] != [cost.boundary_bytes for cost in options[0]]:
@@ -89,7 +89,7 @@ def parse_memory(memory_bytes: float | str | Sequence[float | str] | None) -> fl
     if isinstance(memory_bytes, Iterable) and not isinstance(memory_bytes, str):
         limits = tuple(_bytes(limit) for limit in memory_bytes)
         if not limits:
-            raise ArgumentError('memory_bytes is empty.\nTry: memory_bytes="80GiB", or one figure for each rank.')
+            raise ArgumentError("memory_bytes is empty.", 'memory_bytes="80GiB", or one figure for each rank.')
         return limits
     return None if memory_bytes is None else _bytes(memory_bytes)
 
@@ -99,7 +99,7 @@ def either_memory(
 ) -> float | str | Sequence[float | str] | None:
     """Return the one that is given. Raises ArgumentError if both are."""
     if memory is not None and memory_bytes is not None:
-        raise ArgumentError("memory and memory_bytes mean the same, and both were given.\nTry: one of them.")
+        raise ArgumentError("memory and memory_bytes mean the same, and both were given.", "one of them.")
     return memory if memory_bytes is None else memory_bytes
 
 
@@ -111,7 +111,7 @@ def _bytes(limit: float | str) -> float:
             raise ArgumentError(str(error)) from None
     if not _is_figure(limit):
         raise ArgumentError(
-            f'memory_bytes are numbers of bytes, not {limit!r}.\nTry: memory_bytes={80 * 2**30}, or "80GiB".'
+            f"memory_bytes are numbers of bytes, not {limit!r}.", f'memory_bytes={80 * 2**30}, or "80GiB".'
         )
     return limit
 
@@ -154,8 +154,8 @@ def resolve_schedule(
             alternative = f", or {format_number_of('stage', ranks * resolved.stages // resolved.ranks)}"
         raise PlanError(
             f"{resolved.name} has {format_number_of('stage', stages)} on "
-            f"{format_number_of('rank', resolved.ranks)}, not on {ranks}.\n"
-            f"Try: {argument('ranks', resolved.ranks)}{alternative}."
+            f"{format_number_of('rank', resolved.ranks)}, not on {ranks}.",
+            f"{argument('ranks', resolved.ranks)}{alternative}.",
         )
     if placement is not None:
         _check_placement(resolved, placement)
@@ -172,5 +172,6 @@ def _check_placement(schedule: Schedule, placement: str) -> None:
     if kind.places(schedule.ranks, schedule.stages // schedule.ranks) != schedule.placement:
         raise PlanError(
             f"{schedule.name} places its stages on the ranks {', '.join(map(str, schedule.placement))}, which is not "
-            f'the placement "{placement}".\nTry: leave placement out, or another schedule.'
+            f'the placement "{placement}".',
+            "leave placement out, or another schedule.",
         )

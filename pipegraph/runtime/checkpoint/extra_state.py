@@ -32,9 +32,9 @@ def encoded(value: Any, name: str) -> Tensor:
     except Exception as error:  # of pickle or torch, about any class of the user's
         why = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{name} cannot be saved, because it holds more than tensors and plain values: {why}\n"
-            "Try: numbers, strings, tensors, and lists and dicts of them; or "
-            "torch.serialization.add_safe_globals([…]) for a class of your own."
+            f"{name} cannot be saved, because it holds more than tensors and plain values: {why}",
+            "numbers, strings, tensors, and lists and dicts of them; or "
+            "torch.serialization.add_safe_globals([…]) for a class of your own.",
         ) from error
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
@@ -66,8 +66,8 @@ def encoded_extra(extra: Mapping[str, Any]) -> dict[str, Tensor]:
     for name in extra:
         if not isinstance(name, str) or not name:
             raise CheckpointError(
-                f"extra has the name {name!r}, and names are strings, which are not empty.\n"
-                'Try: extra={"scheduler": scheduler}.'
+                f"extra has the name {name!r}, and names are strings, which are not empty.",
+                'extra={"scheduler": scheduler}.',
             )
     return {
         name: encoded(value.state_dict() if is_stateful(value) else value, f'extra["{name}"]')
@@ -92,8 +92,8 @@ def versions(fingerprints: Sequence[Mapping[str, tuple[bool, str]]]) -> dict[str
     for rank, rank_fingerprints in enumerate(fingerprints):
         if different := sorted(first.keys() ^ rank_fingerprints.keys()):
             raise CheckpointError(
-                f"extra has other names on rank {rank} than on rank 0: {', '.join(different)}.\n"
-                "Try: the same names on every rank; values may differ."
+                f"extra has other names on rank {rank} than on rank 0: {', '.join(different)}.",
+                "the same names on every rank; values may differ.",
             )
     saved = {}
     for name, (stateful, _) in first.items():
@@ -126,8 +126,8 @@ def version_for(name: str, saved: SavedExtra, saved_grid: RankGrid, now: RankGri
     left_out = "load() without extra" if saved.is_stateful else f'load() with extra that lacks "{name}"'
     raise CheckpointError(
         f"{named} was saved with different values on {saved_grid.size} ranks ({_text(saved_grid)}), and there are "
-        f"{now.size} now ({_text(now)}): nothing says which rank takes which.\n"
-        f"Try: the same number of data-parallel ranks as before; or {left_out}, which leaves it out."
+        f"{now.size} now ({_text(now)}): nothing says which rank takes which.",
+        f"the same number of data-parallel ranks as before; or {left_out}, which leaves it out.",
     )
 
 
@@ -149,8 +149,8 @@ def check_names(extra: Mapping[str, Any], saved: Mapping[str, SavedExtra]) -> No
     if problems:
         saved_names = ", ".join(saved) or "nothing"
         raise CheckpointError(
-            "\n  ".join([f"{giver} is not what was saved:", *problems]) + f"\nIn the checkpoint is: {saved_names}."
-            "\nTry: the same extra as for save(), or none, to get all states in the result."
+            "\n  ".join([f"{giver} is not what was saved:", *problems]) + f"\nIn the checkpoint is: {saved_names}.",
+            "the same extra as for save(), or none, to get all states in the result.",
         )
 
 

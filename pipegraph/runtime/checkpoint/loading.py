@@ -65,19 +65,19 @@ def find_newest(directory: Path, ranks: CheckpointRanks) -> tuple[Path, Checkpoi
         try:
             index = ranks.agree(partial(_checked, place, ranks))
         except CheckpointError as error:
-            damaged.append(str(error).partition("\nTry:")[0])
+            damaged.append(error.problem)
             continue
         for problem in damaged if ranks.is_first else ():
             warnings.warn(f"a checkpoint cannot be used: {problem} {place} is taken in its place.", stacklevel=5)
         return place, index
     if damaged:
         raise CheckpointError(
-            "\n  ".join([f"no checkpoint in {directory} is whole:", *damaged])
-            + "\nTry: restore the files, or the folder of another run."
+            "\n  ".join([f"no checkpoint in {directory} is whole:", *damaged]),
+            "restore the files, or the folder of another run.",
         )
     reason = "has no checkpoint" if directory.is_dir() else "is no folder"
     raise CheckpointError(
-        f"{directory} {reason}.\nTry: the folder that was given to save(), or one of the step-… folders in it."
+        f"{directory} {reason}.", "the folder that was given to save(), or one of the step-… folders in it."
     )
 
 
@@ -125,7 +125,7 @@ def load(
         state = None
         if optimizer is not None:
             if index.optimizer is None:
-                raise CheckpointError(f"{place} was saved without an optimizer.\nTry: load() without one.")
+                raise CheckpointError(f"{place} was saved without an optimizer.", "load() without one.")
             state = OptimizerState(optimizer, parameter_names(manifest, stages))
             required_names.append(OPTIMIZER)
         if saved_grid == ranks.grid:

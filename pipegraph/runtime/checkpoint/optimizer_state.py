@@ -77,8 +77,9 @@ class OptimizerState:
                 if id(parameter) not in names:
                     raise CheckpointError(
                         f"the optimizer has a parameter of shape {list(parameter.shape)} that is not one of the "
-                        "pipeline's parameters.\nTry: an optimizer over pipe.parameters(), made after the Pipeline, "
-                        'and a separate one for other parameters, saved with extra={"optimizer": …}.'
+                        "pipeline's parameters.",
+                        "an optimizer over pipe.parameters(), made after the Pipeline, "
+                        'and a separate one for other parameters, saved with extra={"optimizer": …}.',
                     )
                 self._parameters[names[id(parameter)]] = parameter, group
 
@@ -108,8 +109,8 @@ class OptimizerState:
                 if is_sharded(parameter) and not is_like and value.numel() != 1:
                     raise CheckpointError(
                         f"the optimizer's {key} of {name} has the shape {list(value.shape)}, and the parameter is "
-                        f"sharded and has {list(parameter.shape)}: nothing says which part of the whole it is.\n"
-                        "Try: an optimizer whose state has the layout of its parameters."
+                        f"sharded and has {list(parameter.shape)}: nothing says which part of the whole it is.",
+                        "an optimizer whose state has the layout of its parameters.",
                     )
                 tensors[f"{PREFIX}{key}.{name}"] = value
         return tensors
@@ -161,8 +162,8 @@ class OptimizerState:
             kind = type(self._optimizer).__name__
             raise CheckpointError(
                 f"{kind} keeps one state for all parameters of a rank: it was saved for {first_names(saved)}, and "
-                f"this rank has {first_names(self._parameters)}.\n"
-                "Try: load() with the same number of ranks and the same schedule."
+                f"this rank has {first_names(self._parameters)}.",
+                "load() with the same number of ranks and the same schedule.",
             )
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -200,8 +201,8 @@ def merge(shares: Sequence[OptimizerShare]) -> OptimizerShare:
             first, merged_group = merged.setdefault(key, (rank, SavedGroup(group.options, [])))
             if different := _differences(merged_group.options, group.options):
                 raise CheckpointError(
-                    f"the optimizers of rank {first} and rank {rank} differ in group {place}: {different}.\n"
-                    "Try: the same groups in the same order on every rank, also those that have no parameters there."
+                    f"the optimizers of rank {first} and rank {rank} differ in group {place}: {different}.",
+                    "the same groups in the same order on every rank, also those that have no parameters there.",
                 )
             merged_group.names = sorted({*merged_group.names, *group.names})
     plain = {name: values for share in shares for name, values in share.plain.items()}
@@ -229,8 +230,8 @@ def check_fits(saved: OptimizerShare, current: OptimizerShare) -> None:
         ]
         raise CheckpointError(
             f"a group of the optimizer has other parameters than the one in the checkpoint that is most like it: "
-            f"{'; '.join(differences)}.\n"
-            "Try: the same groups as when it was saved; load() without the optimizer takes the weights alone."
+            f"{'; '.join(differences)}.",
+            "the same groups as when it was saved; load() without the optimizer takes the weights alone.",
         )
 
 
@@ -253,7 +254,8 @@ def _empty(parameter: nn.Parameter, key: str, size: torch.Size, dtype: torch.dty
     if is_sharded(parameter) and size.numel() != 1:
         raise CheckpointError(
             f"the checkpoint's {key} has the shape {list(size)}, and its parameter is sharded and has "
-            f"{list(parameter.shape)}.\nTry: a mesh without dp_shard and tp."
+            f"{list(parameter.shape)}.",
+            "a mesh without dp_shard and tp.",
         )
     on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))  # as torch's optimizers have it
     return torch.empty(size, dtype=dtype, device="cpu" if on_cpu else parameter.device)
@@ -266,7 +268,8 @@ def _plain(value: Any, description: str) -> Any:
     except TypeError as error:
         raise CheckpointError(
             f"{description} is or holds a {error}: saved are tensors, numbers and strings for each parameter, and "
-            "lists, tuples and dicts of them.\nTry: an optimizer that keeps its state by parameters."
+            "lists, tuples and dicts of them.",
+            "an optimizer that keeps its state by parameters.",
         ) from None
     return structure if nested_state.is_container(value) else value
 

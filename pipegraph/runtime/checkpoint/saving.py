@@ -84,7 +84,7 @@ def check_same_model(tensors: Mapping[str, Tensor], everywhere: Sequence[str], s
         if not is_same:
             advice = "the folder of this model's run, or the package that the checkpoint was saved with."
         tail = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
-        raise CheckpointError("\n  ".join([head, *problems[:_MAX_PROBLEMS], *tail]) + f"\nTry: {advice}")
+        raise CheckpointError("\n  ".join([head, *problems[:_MAX_PROBLEMS], *tail]), advice)
 
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ class SaveRequest:
         """Raise CheckpointError for numbers that cannot be."""
         if type(self.step) is not int or self.step < 0:
             raise CheckpointError(
-                f"step cannot be {self.step!r}: it counts the steps that are done, from 0 on.\nTry: step=100."
+                f"step cannot be {self.step!r}: it counts the steps that are done, from 0 on.", "step=100."
             )
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise CheckpointError(
-                f"keep cannot be {self.keep!r}: it is how many checkpoints stay, from 1 on, or None.\nTry: keep=3."
+                f"keep cannot be {self.keep!r}: it is how many checkpoints stay, from 1 on, or None.", "keep=3."
             )
 
 
@@ -226,8 +226,8 @@ def write(request: SaveRequest, collected: Collected, ranks: CheckpointRanks) ->
         if isinstance(error, CheckpointError):
             ranks.gather(None)  # no rank continues before that is done
             raise CheckpointError(
-                f"{place} was not saved: {error}\nTry: a folder that all ranks can write, with room for the whole "
-                "model and its optimizer."
+                f"{place} was not saved: {error}",
+                "a folder that all ranks can write, with room for the whole model and its optimizer.",
             ) from error
         raise
     if request.keep is not None and ranks.is_first:
@@ -241,7 +241,7 @@ def _listed_files(partial: Path, ranks: CheckpointRanks) -> dict[str, ListedFile
     views = ranks.gather(names)
     if any(view != views[0] for view in views):
         raise CheckpointError(
-            f"the ranks do not see the same files in {partial}. \nTry: a folder on a file system that they share."
+            f"the ranks do not see the same files in {partial}. ", "a folder on a file system that they share."
         )
     files = ranks.agree(lambda: {name: ListedFile.read(partial / name) for name in names[ranks.rank :: ranks.size]})
     return {name: file for part in ranks.gather(files) for name, file in sorted(part.items())}
@@ -253,6 +253,5 @@ def _check_equal(shares: list[_Share]) -> None:
             raise CheckpointError(f"rank {rank} saves with {share.text}, and rank 0 with {shares[0].text}.")
         if share.has_parameters and (share.optimizer is None) != (shares[0].optimizer is None):
             raise CheckpointError(
-                f"rank 0 or rank {rank} was given no optimizer, and the other one was.\n"
-                "Try: the optimizer on every rank."
+                f"rank 0 or rank {rank} was given no optimizer, and the other one was.", "the optimizer on every rank."
             )

@@ -35,8 +35,8 @@ def check_agreement(world: World, texts: Mapping[str, str], *dimensions: str) ->
             usual_rank = next(rank for rank in ranks if every[rank] == usual)
             odd_part, usual_part = _differing_parts(every[odd], usual)
             raise ArgumentError(
-                f"{name} is {odd_part} on {world.grid.text(odd)}, and {usual_part} on {world.grid.text(usual_rank)}.\n"
-                "Try: the same on every rank."
+                f"{name} is {odd_part} on {world.grid.text(odd)}, and {usual_part} on {world.grid.text(usual_rank)}.",
+                "the same on every rank.",
             )
 
 

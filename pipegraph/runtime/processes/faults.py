@@ -96,7 +96,8 @@ class FaultGuard:
         if not self._call.acquire(blocking=False):
             raise PipegraphError(
                 "this pipeline is in another call already, of another thread or of what that call runs. It does one "
-                "call at a time.\nTry: a lock around its calls, or a Pipeline for each thread."
+                "call at a time.",
+                "a lock around its calls, or a Pipeline for each thread.",
             )
         if self._fault is not None:
             self._call.release()

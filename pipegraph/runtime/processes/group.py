@@ -227,7 +227,8 @@ def check_timeout(seconds: object) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds <= LONGEST:
         raise ArgumentError(
             f"{argument('timeout')} cannot be {seconds!r}: give the seconds that a rank waits for another one, from "
-            f"0.001 to {LONGEST:g}.\nTry: {argument('timeout', 1800)}, which is longer than any step."
+            f"0.001 to {LONGEST:g}.",
+            f"{argument('timeout', 1800)}, which is longer than any step.",
         )
 
 

@@ -107,8 +107,8 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False, 
     """
     if processes * pipelines > _MOST_PROCESSES and not launched:
         raise ScheduleError(
-            f"{processes * pipelines:,} processes cannot be started: {_MOST_PROCESSES:,} is the most on one machine.\n"
-            "Try: a smaller mesh, or torchrun on several machines."
+            f"{processes * pipelines:,} processes cannot be started: {_MOST_PROCESSES:,} is the most on one machine.",
+            "a smaller mesh, or torchrun on several machines.",
         )
     if processes == schedule.ranks or (processes == 1 and pipelines == 1 and not launched):
         return
@@ -117,7 +117,8 @@ def check_processes(schedule: Schedule, processes: int, launched: bool = False, 
     option = "--nproc-per-node" if launched else "--nproc"
     raise ScheduleError(
         f"{processes} process{'es' if processes > 1 else ''} cannot run {stages} under {schedule.name}: "
-        f"that takes {count}.\nTry: {option} {schedule.ranks * pipelines}.{other_names(schedule.stages, processes)}"
+        f"that takes {count}.",
+        f"{option} {schedule.ranks * pipelines}.{other_names(schedule.stages, processes)}",
     )
 
 
@@ -148,8 +149,8 @@ def pipeline_ranks(
     instead = f"; or {overrides}, without the mesh of the plan" if overrides else ""
     count = f"{processes} process is" if processes == 1 else f"{processes} processes are"
     raise ArgumentError(
-        f"{count} no mesh of pp × {named}, which takes {ranks_per_stage} for each rank of a pipeline.\n"
-        f"Try: {option} {usual() * ranks_per_stage}{instead}."
+        f"{count} no mesh of pp × {named}, which takes {ranks_per_stage} for each rank of a pipeline.",
+        f"{option} {usual() * ranks_per_stage}{instead}.",
     )
 
 
@@ -268,8 +269,8 @@ def _first_failure(failed: Sequence[_Child]) -> PipegraphError:
 def _not_ended(children: Sequence[_Child], timeout: float) -> RuntimeFault:
     named = " and ".join(f"rank {child.rank}" for child in children)
     return RuntimeFault(
-        f"{named} did not end within {timeout:g} s of the first rank that did: stopped, or busy with something else.\n"
-        "Try: a longer timeout if it is not hung."
+        f"{named} did not end within {timeout:g} s of the first rank that did: stopped, or busy with something else.",
+        "a longer timeout if it is not hung.",
     )
 
 

@@ -35,8 +35,8 @@ def environment_ranks() -> tuple[int, int]:
     rank, count = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
         raise RuntimeFault(
-            f"RANK is {rank!r} and WORLD_SIZE {count!r}, and ranks count from 0 to WORLD_SIZE - 1.\n"
-            "Try: torchrun, which sets both; or unset RANK to run all stages in this process."
+            f"RANK is {rank!r} and WORLD_SIZE {count!r}, and ranks count from 0 to WORLD_SIZE - 1.",
+            "torchrun, which sets both; or unset RANK to run all stages in this process.",
         )
     return int(rank), int(count)
 

@@ -133,11 +133,11 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise RuntimeFault(
-            "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT, where the ranks meet.\n"
-            "Try: torchrun, which sets all four; or unset RANK to run all stages in this process."
+            "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT, where the ranks meet.",
+            "torchrun, which sets all four; or unset RANK to run all stages in this process.",
         )
     if not (port.isdecimal() and 0 < int(port) < 2**16):
-        raise RuntimeFault(f"MASTER_PORT is {port!r}, which is not a port.\nTry: torchrun, which sets it; or 29500.")
+        raise RuntimeFault(f"MASTER_PORT is {port!r}, which is not a port.", "torchrun, which sets it; or 29500.")
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
         if hosts and loopback.is_loopback(host):
@@ -158,12 +158,13 @@ def environment_store(timeout: float) -> tuple[dist.Store, int, int]:
     except (RuntimeError, OSError) as error:
         if hosts:
             raise RuntimeFault(
-                f"rank 0 cannot open port {port} of {host}, where the ranks meet: {str(error).splitlines()[0]}\n"
-                "Try: another MASTER_PORT, and a MASTER_ADDR that is this machine."
+                f"rank 0 cannot open port {port} of {host}, where the ranks meet: {str(error).splitlines()[0]}",
+                "another MASTER_PORT, and a MASTER_ADDR that is this machine.",
             ) from None
         raise RuntimeFault(
             f"rank {rank} found nobody at {host}:{port} within {timeout:g} s, where rank 0 or its launcher is to be: "
-            "not started, stopped, or gone.\nTry: a longer timeout if it is not hung."
+            "not started, stopped, or gone.",
+            "a longer timeout if it is not hung.",
         ) from ConnectionLost(0, "no answer in time", silent=True)
     return store, rank, size
 

@@ -108,8 +108,8 @@ def grid_of(ranks: int, lengths: Mapping[str, int], order: Sequence[str] = DIMEN
         order_text = argument("mesh_order", ",".join(order))
         missing = [name for name in DIMENSIONS if name not in order]
         raise ArgumentError(
-            f"{order_text} has to name {', '.join(DIMENSIONS)} once each.\n"
-            f"Try: {argument('mesh_order', ','.join([*dict.fromkeys(order), *missing]))}."
+            f"{order_text} has to name {', '.join(DIMENSIONS)} once each.",
+            f"{argument('mesh_order', ','.join([*dict.fromkeys(order), *missing]))}.",
         )
     return RankGrid(tuple(order), tuple(ranks if name == PIPELINE else lengths.get(name, 1) for name in order))
 
@@ -132,19 +132,19 @@ def check_mesh(mesh: DeviceMesh, group: ProcessGroup | None) -> RankGrid:
     require_type(mesh, DeviceMesh, "mesh is a torch DeviceMesh", example)
     if group is not None:
         raise ArgumentError(
-            "mesh and group were both given, and each says which processes the pipeline has.\n"
-            "Try: the mesh alone, whose dimension pp is the pipeline."
+            "mesh and group were both given, and each says which processes the pipeline has.",
+            "the mesh alone, whose dimension pp is the pipeline.",
         )
     names: tuple[str, ...] = tuple(mesh.mesh_dim_names or ())
     if not names:
-        raise ArgumentError(f"the dimensions of the mesh have no names.\nTry: {example}.")
+        raise ArgumentError("the dimensions of the mesh have no names.", f"{example}.")
     check_dimensions(names)
     shape = tuple(mesh.shape)
     coordinate: Any = mesh.get_coordinate()
     if coordinate is None:
         raise ArgumentError(
-            f"this process is not in the mesh of {' × '.join(map(str, shape))} ranks.\n"
-            "Try: make the Pipeline on the ranks of the mesh alone."
+            f"this process is not in the mesh of {' × '.join(map(str, shape))} ranks.",
+            "make the Pipeline on the ranks of the mesh alone.",
         )
     return RankGrid(names, shape)
 
@@ -154,6 +154,6 @@ def check_dimensions(names: Sequence[str]) -> None:
     for name in names:
         if name not in DIMENSIONS:
             raise ArgumentError(
-                f'a mesh has no dimension "{name}".{nearest(name, DIMENSIONS)}\n'
-                f"Try: one of {', '.join(DIMENSIONS)} for each."
+                f'a mesh has no dimension "{name}".{nearest(name, DIMENSIONS)}',
+                f"one of {', '.join(DIMENSIONS)} for each.",
             )

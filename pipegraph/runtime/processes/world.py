@@ -111,8 +111,8 @@ def check_backend(grid: RankGrid, device: torch.device) -> None:
     if device.type == "cuda" and not uses_nccl(device) and grid.size > grid.length(PIPELINE):
         names = [name for name in grid.names if name != PIPELINE and grid.length(name) > 1]
         raise ArgumentError(
-            f"the default group was made for gloo, which does not serve tensors on a GPU along {', '.join(names)}.\n"
-            'Try: torch.distributed.init_process_group("nccl") and a GPU for each rank, or a mesh of pp alone.'
+            f"the default group was made for gloo, which does not serve tensors on a GPU along {', '.join(names)}.",
+            'torch.distributed.init_process_group("nccl") and a GPU for each rank, or a mesh of pp alone.',
         )
 
 
@@ -121,9 +121,9 @@ def local_device(device: str | torch.device) -> torch.device:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise PipegraphError(f"{device!r} is not a device of torch: {error}.\nTry: cpu or cuda.") from None
+        raise PipegraphError(f"{device!r} is not a device of torch: {error}.", "cpu or cuda.") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise PipegraphError(f"device {str(device)!r} was asked for, and torch finds no GPU.\nTry: device='cpu'.")
+        raise PipegraphError(f"device {str(device)!r} was asked for, and torch finds no GPU.", "device='cpu'.")
     if str(device) == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}"
     chosen = torch.device(device)

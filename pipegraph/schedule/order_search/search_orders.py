@@ -237,7 +237,8 @@ def search(
         if not memory_limit >= chunks:
             raise ScheduleError(
                 f"With room for {memory_limit!r} on each rank not even one microbatch gets through: "
-                f"it leaves {format_number_of('activation', chunks)} there.\nTry: {chunks} or more."
+                f"it leaves {format_number_of('activation', chunks)} there.",
+                f"{chunks} or more.",
             )
         limit = int(min(limit, memory_limit))
     problem = OrderProblem(times, places, microbatches, limit)

@@ -37,8 +37,9 @@ def find_recipe(name: str) -> Recipe:
     if recipe is None:
         file = " A file that holds one ends in .csv." if {".", "/", "\\"} & {*str(name)} else ""
         raise ScheduleError(
-            f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.{file}'
-            f"\nTry: {closest(str(name), names()) or '1f1b'}."
+            f'There is no schedule "{name}".{nearest(str(name), names())} The schedules are {", ".join(names())}.'
+            f"{file}",
+            f"{closest(str(name), names()) or '1f1b'}.",
         )
     return recipe
 

@@ -98,7 +98,7 @@ def analyse_run(run: RecordedRun) -> RunAnalysis:
     """Analyse a run. Raises PipegraphError if no action that computes was recorded."""
     steps, schedule, shared_process = measured_steps(run), run.schedule, run.shares_process
     if not steps:
-        raise PipegraphError(f"{run.folder} holds no action that computes.\nTry: a longer run, with more active steps.")
+        raise PipegraphError(f"{run.folder} holds no action that computes.", "a longer run, with more active steps.")
     predicted = run.prediction.times if run.prediction else None
     times = measured_times(steps, schedule, predicted, shared_process)
     collective_times = _collective_times(run)

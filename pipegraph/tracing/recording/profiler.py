@@ -340,8 +340,8 @@ def exclusive_profiling(pipe: Pipeline) -> Iterator[None]:
         if busy_ranks:
             where = f"rank {busy_ranks[0]}" if len(rows) > 1 else "this process"
             raise PipegraphError(
-                f"Another profile already records {where}, and a process has one profiler of torch.\n"
-                "Try: end the other one first; pipegraph.profile records what torch.profiler.profile does."
+                f"Another profile already records {where}, and a process has one profiler of torch.",
+                "end the other one first; pipegraph.profile records what torch.profiler.profile does.",
             )
         yield
     finally:

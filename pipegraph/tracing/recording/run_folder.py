@@ -222,4 +222,4 @@ def write_error(folder: Path, error: OSError) -> PipegraphError:
     """Return the error to raise if a part of a run could not be written."""
     why = error.strerror or str(error)
     hint = "room on that disk" if error.errno in _FULL else "the name of a folder, which is made"
-    return PipegraphError(f"no trace can be written to {folder}: {why}.\nTry: {hint}.")
+    return PipegraphError(f"no trace can be written to {folder}: {why}.", f"{hint}.")
