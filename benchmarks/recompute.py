@@ -114,8 +114,7 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     from pipegraph.graph.sources import load
     from pipegraph.graph.sources.huggingface import tp_plan_of
     from pipegraph.planner.joint_plan.choices import Layout
-    from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
-    from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
+    from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
     from pipegraph.planner.plan_options import PlanOptions
     from pipegraph.planner.recompute_options import RecomputeOptions
     from pipegraph.planner.solver.option_search import solve_options

@@ -12,9 +12,8 @@ from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import ALL_REDUCE, Hardware, collective_seconds
 from pipegraph.graph.captured import Captured
 from pipegraph.planner.joint_plan.choices import Layout
-from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
 from pipegraph.planner.joint_plan.search import JointSearch, plan_of_choice
-from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
 from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.step_prediction import rank_memory

@@ -59,7 +59,7 @@ def calibrate(
     with progress("measuring this machine"):
         from pipegraph.cost.calibrate import calibrate as measure
         from pipegraph.cost.hardware import check_new
-        from pipegraph.report.text.hardware_profile import render_hardware
+        from pipegraph.report.text.package_tables import render_hardware
 
         if out is not None:
             check_new(out)

@@ -185,8 +185,7 @@ def _plan_cluster(
     from pipegraph.graph.sources.huggingface import tp_plan_of
     from pipegraph.planner.joint_plan.search import SCHEDULES, joint_plan
     from pipegraph.planner.plan_file import PlanFile
-    from pipegraph.report.text.joint_tables import joint_comparison_dict, render_joint_comparison
-    from pipegraph.report.text.plan_tables import render_plan
+    from pipegraph.report.text.plan_tables import joint_comparison_dict, render_joint_comparison, render_plan
     from pipegraph.torch_private.pytrees import pytree
     from pipegraph.workflows.batch import loss_and_target
 

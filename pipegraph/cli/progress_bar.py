@@ -22,7 +22,7 @@ from rich.table import Table
 
 from pipegraph.progress import listen
 from pipegraph.report.text import clip
-from pipegraph.runtime.processes.progress_relay import PrintLine, ProgressRelay
+from pipegraph.runtime.processes.launch import PrintLine, ProgressRelay
 
 _DELAY = 1.0  # seconds before a bar is shown
 _WIDTH = 28  # columns of a bar, in a terminal with room for its label as well

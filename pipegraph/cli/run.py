@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Package
-    from pipegraph.runtime.processes.progress_relay import PrintLine
+    from pipegraph.runtime.processes.launch import PrintLine
     from pipegraph.runtime.processes.rank_grid import RankGrid
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
@@ -75,8 +75,7 @@ if TYPE_CHECKING:
 def launch_again(context: typer.Context, processes: int, debug: bool, grace: float, timeout: float | None) -> None:
     """Run the same command in a process for each rank."""
     from pipegraph.runtime.processes.group import TIMEOUT
-    from pipegraph.runtime.processes.launch import launch
-    from pipegraph.runtime.processes.progress_relay import relay_progress
+    from pipegraph.runtime.processes.launch import launch, relay_progress
 
     options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
     defaults = {parameter.name: parameter.default for parameter in context.command.params}

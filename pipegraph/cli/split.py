@@ -268,7 +268,7 @@ def _validation(proof: Proof, capture_seconds: float) -> dict[str, Any]:
 
 def _print(planned: Plan, folder: Path | None, manifest: Manifest, initial_values: str) -> None:
     from pipegraph.errors import one_line
-    from pipegraph.report.text.batch_lines import batch_lines
+    from pipegraph.report.text.package_tables import batch_lines
     from pipegraph.report.text.plan_tables import (
         layout_lines,
         ranks_lines,

@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from pipegraph.cost.segments.distinct_blocks import Block
-from pipegraph.cost.segments.saved_memory import memory_of
+from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
 from pipegraph.kernels import make
 from pipegraph.torch_private.pytrees import pytree

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,12 +13,326 @@ from torch import Tensor
 
 from pipegraph.errors import BatchError, closest, nearest
 from pipegraph.package import CALLER, Manifest, Value
-from pipegraph.package.sizes import holds
+from pipegraph.package.sizes import BATCH, holds
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest
-from pipegraph.runtime.step_sizes import MicrobatchSizes, ShownSizes, StepSizes, sizes_of_inputs
-from pipegraph.runtime.targets import check_strided
 from pipegraph.runtime.wiring import dtype_name, torch_dtype
+from pipegraph.torch_private.pytrees import pytree
 from pipegraph.units import format_number_of
+
+# ---- step sizes ------------------------------------------------------------------------------------------------------
+# The sizes of a step: those that the caller's tensors show, and those of all microbatches.
+#
+# inputs of a rank ─▶ ShownSizes ─▶ sizes of microbatches ─▶ merged with those of other ranks ─▶ StepSizes
+
+
+SizeItems = tuple[tuple[str, int], ...]
+"""(name, size) for the sizes of a microbatch, in the order of the manifest"""
+
+SizesCache = Callable[[SizeItems], "MicrobatchSizes"]
+
+
+@dataclass(frozen=True)
+class MicrobatchSizes:
+    """The sizes of one microbatch. Microbatches of equal sizes share one, also those of different steps."""
+
+    items: SizeItems
+    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)  # reading takes time
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.items)
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a value in this microbatch."""
+        shape = self._shapes.get(value.name)
+        if shape is None:
+            shape = self._shapes[value.name] = value.shape_at(self.sizes)
+        return shape
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The sizes of a step.
+
+    Attributes:
+        microbatches: the sizes of each microbatch.
+    """
+
+    microbatches: tuple[MicrobatchSizes, ...]
+
+    @classmethod
+    def even(cls, sizes: Mapping[str, int], microbatches: int) -> StepSizes:
+        """The sizes of a batch that is cut into microbatches as evenly as possible."""
+        tables = microbatch_tables(ShownSizes(sizes), microbatches)
+        return cls(tuple(MicrobatchSizes(tuple(table.items())) for table in tables))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The rows of the whole batch, and the sizes that all microbatches have in common."""
+        first = self.microbatches[0].sizes
+        if self.is_even:
+            common = dict(first)
+        else:
+            common = {
+                name: size
+                for name, size in first.items()
+                if all(microbatch.sizes[name] == size for microbatch in self.microbatches)
+            }
+        if BATCH in first:
+            common[BATCH] = sum(microbatch.sizes[BATCH] for microbatch in self.microbatches)
+        return common
+
+    @cached_property
+    def rows(self) -> int | None:
+        """The rows of the whole batch; None if the model fixes them."""
+        return self.sizes.get(BATCH)
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """The share of each microbatch in the mean over the rows of the batch."""
+        if self.rows is None:
+            return [1 / len(self.microbatches)] * len(self.microbatches)
+        return [microbatch.sizes[BATCH] / self.rows for microbatch in self.microbatches]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all microbatches have the same sizes."""
+        first = self.microbatches[0]
+        return all(microbatch is first or microbatch == first for microbatch in self.microbatches)
+
+    def mean(self, numbers: Tensor) -> Tensor:
+        """The mean over the rows of the batch of one number for each microbatch [microbatches]."""
+        if self.is_even:
+            return numbers.mean()
+        return (numbers * torch.tensor(self.weights, dtype=numbers.dtype, device=numbers.device)).sum()
+
+    def lengths(self, value: Value) -> list[int]:
+        """The length of each microbatch along the dimension in which a value is cut."""
+        assert value.batch_dim is not None
+        return [microbatch.shape(value)[value.batch_dim] for microbatch in self.microbatches]
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of a value for the whole batch. Its other dimensions are those in the first microbatch."""
+        shape = list(self.microbatches[0].shape(value))
+        if value.batch_dim is not None:
+            shape[value.batch_dim] = sum(self.lengths(value))
+        return tuple(shape)
+
+    def __str__(self) -> str:
+        return describe_tables([microbatch.sizes for microbatch in self.microbatches])
+
+
+@dataclass(frozen=True)
+class ShownSizes:
+    """The sizes that the tensors show which a rank was given.
+
+    Attributes:
+        batch_sizes: those of tensors of the whole batch, by name.
+        lists: for each microbatch, those of the tensors in lists; empty if there are no lists.
+    """
+
+    batch_sizes: Mapping[str, int] = field(default_factory=dict)
+    lists: tuple[Mapping[str, int], ...] = ()
+
+
+def microbatch_tables(known_sizes: ShownSizes, microbatches: int, min_rows: int = 1) -> list[dict[str, int]]:
+    """The sizes of each microbatch, as far as they are known.
+
+    Rows are cut as evenly as possible: 10 rows in 4 microbatches are 3, 3, 2 and 2. A batch with too few rows for that
+    number has fewer microbatches.
+
+    Args:
+        microbatches: the requested number.
+        min_rows: of a microbatch.
+
+    Raises:
+        BatchError: the batch has too few rows for one microbatch, or for those of lists.
+    """
+    batch_sizes, count = known_sizes.batch_sizes, len(known_sizes.lists) or microbatches
+    rows = batch_sizes.get(BATCH)
+    if rows is None or any(BATCH in sizes for sizes in known_sizes.lists):
+        return [{**batch_sizes, **sizes} for sizes in known_sizes.lists] or [dict(batch_sizes) for _ in range(count)]
+    least = max(min_rows, 1)
+    if rows < least:
+        raise BatchError(
+            f"the batch has {format_number_of('row', rows)}, and a microbatch of this package takes {least} or more.",
+            f"{format_number_of('row', least)} or more.",
+        )
+    if known_sizes.lists and rows < least * count:
+        raise BatchError(
+            f"lists of {count} microbatches were passed, and the whole tensors have rows for {rows // least}.",
+            "lists alone.",
+        )
+    count = min(count, rows // least)
+    lists: Sequence[Mapping[str, int]] = known_sizes.lists or [{}] * count
+    return [{**batch_sizes, **sizes, BATCH: part} for sizes, part in zip(lists, even_rows(rows, count), strict=True)]
+
+
+def step_sizes(tables: Sequence[Mapping[str, int]], names: Sequence[str], shared: SizesCache) -> StepSizes | None:
+    """The sizes of a step from those of its microbatches; None if one of them is not known.
+
+    Args:
+        names: all sizes, in the order of the manifest.
+        shared: returns the same object for equal sizes.
+    """
+    if any(name not in table for table in tables for name in names):
+        return None
+    return StepSizes(tuple(shared(tuple((name, table[name]) for name in names)) for table in tables))
+
+
+def even_rows(rows: int, microbatches: int) -> list[int]:
+    """The rows of each microbatch if they are cut as evenly as possible, the larger ones first."""
+    fewer, remainder = divmod(rows, microbatches)
+    return [fewer + 1] * remainder + [fewer] * (microbatches - remainder)
+
+
+def sizes_of_inputs(manifest: Manifest, shapes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, int]:
+    """The sizes that the shapes of inputs show, as far as an input has one as a dimension. The first input decides.
+
+    Args:
+        shapes: (input, its shape, with the number of dimensions that it has in the manifest).
+    """
+    sizes: dict[str, int] = {}
+    for name, shape in shapes:
+        for dimension, size in zip(manifest.values[name].shape, shape, strict=True):
+            if dimension in manifest.sizes:
+                sizes.setdefault(str(dimension), size)
+    return sizes
+
+
+def describe_tables(tables: Sequence[Mapping[str, int]]) -> str:
+    """The sizes of microbatches: ``2 microbatches of [2, 1] rows, seq [8, 16]``."""
+    rows = [table.get(BATCH, -1) for table in tables]
+    text = format_number_of("microbatch", len(tables))
+    if rows and min(rows) >= 0:
+        text += f" of {rows} rows"
+    for name in tables[0]:
+        column = [table.get(name, -1) for table in tables]
+        if name != BATCH and max(column) >= 0:
+            text += f", {name} {column[0] if len(set(column)) == 1 else column}"
+    return text
+
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+# The target of a step, cut into microbatches along its rows.
+
+
+def cut_target(
+    target: Any,
+    microbatches: int,
+    device: torch.device | None,
+    lengths: Mapping[int, Sequence[int]],
+    name: str = "target",
+    owner: str = "the batch",
+    dims: Sequence[int] = (0,),
+) -> Sequence[Any]:
+    """Cut the target's tensors along their rows, on `device` if given. Everything else repeats in each microbatch.
+
+    Containers keep their class, but a Mapping that torch's pytree does not know becomes a dict. Raises BatchError for
+    another container that holds tensors, and for a tensor whose rows are not the batch's: the loss would broadcast it
+    in silence.
+
+    Args:
+        lengths: rows that the batch may have, in its inputs and outputs → those of each microbatch.
+        name, owner: of the target and of what has its rows, in messages.
+        dims: along which the rows of a tensor may lie. The first that it has with such a length counts.
+    """
+    leaves, spec = pytree.tree_flatten_with_path(_with_plain_mappings(target))
+    cuts = [
+        _cut_leaf(leaf, microbatches, device, lengths, f"{name}{pytree.keystr(path)}", owner, dims)
+        for path, leaf in leaves
+    ]
+    if spec.is_leaf():
+        return cuts[0]
+    return [pytree.tree_unflatten([cut[index] for cut in cuts], spec) for index in range(microbatches)]
+
+
+def join_target(targets: Sequence[Any], lengths: Collection[int], dims: Sequence[int]) -> Any:
+    """Join the targets of microbatches. What has no rows is the same for all of them.
+
+    Args:
+        lengths: rows that the batch may have.
+        dims: along which the rows of a tensor may lie, as in `cut_target`.
+    """
+
+    def joined(*parts: Any) -> Any:
+        first = parts[0]
+        if not isinstance(first, Tensor) or first.dim() == 0 or len(parts) == 1:
+            return first
+        along = (dim for dim in dims if dim < first.dim())
+        dim = next((dim for dim in along if sum(part.shape[dim] for part in parts) in lengths), 0)
+        return torch.cat(parts, dim)
+
+    return pytree.tree_map(joined, *targets)
+
+
+def placed(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on `device` if given, and in this dtype.
+
+    Only what goes to a GPU is not waited for: whatever reads it there comes later in the same stream.
+    """
+    return tensor.to(device, dtype, non_blocking=device is not None and device.type != "cpu")
+
+
+def check_strided(label: str, tensor: Tensor) -> None:
+    """Raise BatchError for a tensor that cannot be cut along a dimension, or has no numbers."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind, dense = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
+        raise BatchError(f"{label} is a {kind} tensor, which is not cut into microbatches.", f"{label}.{dense}.")
+    if tensor.is_meta:
+        raise BatchError(f"{label} is on the device meta: it has no numbers.", "a tensor on a CPU or a GPU.")
+
+
+def _with_plain_mappings(target: Any) -> Any:
+    def plain(leaf: Any) -> Any:
+        return {key: pytree.tree_map(plain, item) for key, item in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(plain, target)
+
+
+def _cut_leaf(
+    leaf: Any,
+    microbatches: int,
+    device: torch.device | None,
+    lengths: Mapping[int, Sequence[int]],
+    where: str,
+    owner: str,
+    dims: Sequence[int],
+) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor):
+        if _holds_tensors(leaf):
+            raise BatchError(
+                f"{where} is a {type(leaf).__name__} that holds tensors, which cannot be cut.",
+                "a dict, a list, a tuple or a named tuple of them.",
+                is_of_target=True,
+            )
+        return [leaf] * microbatches
+    check_strided(where, leaf)
+    tensor = placed(leaf, device)
+    if tensor.dim() == 0:
+        return [tensor] * microbatches
+    dim = next((dim for dim in dims if dim < tensor.dim() and tensor.shape[dim] in lengths), None)
+    if dim is None:
+        rows, place = " or ".join(map(str, sorted(lengths))), next((dim for dim in dims if dim < tensor.dim()), 0)
+        along = f" along dimension {place}" if place else ""
+        raise BatchError(
+            f"{where} has {tensor.shape[place]} rows{along}, and {owner} has {rows}: the loss would pair the wrong "
+            f"ones.",
+            f"a target with {rows} rows, one for each of {owner}; or, if they lie along another dimension, "
+            'capture with batch_dims={"target": DIM}.',
+            is_of_target=True,
+        )
+    return tensor.split(list(lengths[tensor.shape[dim]]), dim)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    slots = getattr(leaf, "__slots__", ())
+    names = [slots] if isinstance(slots, str) else [*slots]
+    members = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
+    if isinstance(leaf, (list, tuple, set, frozenset)):
+        members += leaf
+    return any(isinstance(item, Tensor) for item in pytree.tree_leaves(members))
+
 
 # ---- model arguments -------------------------------------------------------------------------------------------------
 # The arguments of the model, in the structure that they had at capture: bound to the names of values, and filled.

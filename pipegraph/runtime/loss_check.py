@@ -25,9 +25,9 @@ from pipegraph.kernels.sharded import is_sharded
 from pipegraph.kernels.trace_guard import unchanged
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH
+from pipegraph.runtime.batch import cut_target, join_target
 from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.step_state import StepOutputs
-from pipegraph.runtime.targets import cut_target, join_target
 from pipegraph.schedule import Kind, Schedule
 from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.torch_private.pytrees import pytree

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipegraph.arguments import require_type
 from pipegraph.errors import ArgumentError, BatchError
-from pipegraph.runtime.step_sizes import StepSizes
+from pipegraph.runtime.batch import StepSizes
 
 LOSS_REDUCTIONS: Final = ("mean", "sum")
 """The mean over microbatches, weighed by their rows, or the sum."""

@@ -15,10 +15,21 @@ from torch import Tensor
 
 from pipegraph.package import CALLER, Manifest, Value
 from pipegraph.package.sizes import BATCH
-from pipegraph.runtime.batch import StepBatch, check_batch, check_tensors, fill_structure, known_sizes
+from pipegraph.runtime.batch import (
+    MicrobatchSizes,
+    ShownSizes,
+    StepBatch,
+    StepSizes,
+    check_batch,
+    check_tensors,
+    cut_target,
+    fill_structure,
+    known_sizes,
+    microbatch_tables,
+    placed,
+    step_sizes,
+)
 from pipegraph.runtime.parameters import share_memory
-from pipegraph.runtime.step_sizes import MicrobatchSizes, ShownSizes, StepSizes, microbatch_tables, step_sizes
-from pipegraph.runtime.targets import cut_target, placed
 from pipegraph.runtime.wiring import torch_dtype
 
 

@@ -19,6 +19,7 @@ from pipegraph.kernels.cpu import keep_freed_memory
 from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters
+from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
 from pipegraph.runtime.checkpoint.saving import SaveRequest
 from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
@@ -37,7 +38,6 @@ from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import as_planned, resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult
 from pipegraph.runtime.step_runner import StepRunner
-from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.runtime.tensor_parallel import Plan
 from pipegraph.schedule import Schedule, without_transfers
 from pipegraph.units import format_number_of

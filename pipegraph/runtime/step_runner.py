@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.kernels import Maker
 from pipegraph.package import Manifest
-from pipegraph.runtime.batch import bind_batch
-from pipegraph.runtime.boundary_dtypes import BoundaryDtypes
+from pipegraph.runtime.batch import bind_batch, join_target
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.fully_sharded import ShardedGroup
-from pipegraph.runtime.gradient_checks import GradientChecks
+from pipegraph.runtime.gradient_checks import GradientChecks, ParameterChecks
 from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
@@ -37,7 +36,6 @@ from pipegraph.runtime.microbatches import (
     values_with_rows,
 )
 from pipegraph.runtime.padding import NO_PADDING, Padding
-from pipegraph.runtime.parameter_checks import ParameterChecks
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
 from pipegraph.runtime.parameters import TiedWeights, redistribute_gradients
 from pipegraph.runtime.prepared_stages import PreparedStages
@@ -54,10 +52,9 @@ from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
 from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import StepOutputs
-from pipegraph.runtime.targets import join_target
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
-from pipegraph.runtime.wiring import rank_pairs, stage_wirings
+from pipegraph.runtime.wiring import BoundaryDtypes, rank_pairs, stage_wirings
 from pipegraph.schedule import Schedule, lower
 
 # ---- step losses -----------------------------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.graph.distinct_rows import distinct_rows
+from pipegraph.graph.batch.value_proof import distinct_rows
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
-from pipegraph.runtime.batch import bind_arguments
-from pipegraph.runtime.step_sizes import sizes_of_inputs
+from pipegraph.runtime.batch import bind_arguments, sizes_of_inputs
 from pipegraph.torch_private.pytrees import pytree
 from pipegraph.units import format_number_of
 from pipegraph.workflows.batch import Batch

@@ -23,7 +23,7 @@ from pipegraph.cli import progress_bar
 from pipegraph.kernels import compilers
 from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.progress import listen, report_progress, track
-from pipegraph.runtime.processes.progress_relay import ProgressRelay, relay_progress
+from pipegraph.runtime.processes.launch import ProgressRelay, relay_progress
 from tests.cli.command import ROOT, Command
 
 AT_ONCE = """

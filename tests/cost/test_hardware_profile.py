@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.errors import PipegraphError
 from pipegraph.package.prediction import MeasuredRatio
-from pipegraph.report.text.hardware_profile import render_hardware
+from pipegraph.report.text.package_tables import render_hardware
 
 NAMES = ("a100", "b200", "cpu", "h100", "h200", "mi300x")
 PLAIN = {"schema_version", "name", "device", "sources"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegraph.graph.distinct_rows import distinct_rows
+from pipegraph.graph.batch.value_proof import distinct_rows
 
 
 def batch_of(tensor: Tensor, rows: int = 5, dim: int | None = 0) -> Tensor:

@@ -22,9 +22,8 @@ from pipegraph.errors import PlanError
 from pipegraph.graph.nodes import value_bytes
 from pipegraph.planner.joint_plan import search as joint_search
 from pipegraph.planner.joint_plan.choices import JointCandidate, Layout, layouts
-from pipegraph.planner.joint_plan.layout_costs import LayoutCosts
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
 from pipegraph.planner.joint_plan.search import JointSearch, joint_plan, plan_of_choice
-from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions

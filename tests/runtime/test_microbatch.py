@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegraph.errors import BatchError
+from pipegraph.runtime.batch import cut_target, placed
 from pipegraph.runtime.microbatches import join_outputs
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.targets import cut_target, placed
 from tests.runtime.packages import Sketch, Stage, loss, write
 from tests.runtime.pipelines import pipeline
 

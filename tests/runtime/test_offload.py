@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipegraph.errors import RuntimeFault
 from pipegraph.package import Package
-from pipegraph.runtime.host_memory import HostMemory
+from pipegraph.runtime.executor import HostMemory
 from pipegraph.runtime.measurements import SavedBytes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import Action, Kind, build, names

@@ -9,7 +9,7 @@ import torch
 
 from pipegraph.errors import BatchError
 from pipegraph.package import Package
-from pipegraph.runtime.step_sizes import StepSizes
+from pipegraph.runtime.batch import StepSizes
 from tests.runtime import ranks
 from tests.runtime.pipelines import pipeline
 from tests.runtime.sized_model import LENGTH, Model, assert_is_the_step_of_the_model, inputs, loss, write

@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 
 from pipegraph.errors import BatchError, PipegraphError, RuntimeFault
+from pipegraph.runtime.batch import ShownSizes
 from pipegraph.runtime.checksums import ABSENT
 from pipegraph.runtime.processes.rank_grid import RankGrid, single
 from pipegraph.runtime.step_agreement import (
+    ROOM,
+    RecordLayout,
+    StepRecord,
     agreed_tables,
     check_calls,
     check_inputs,
@@ -17,8 +21,6 @@ from pipegraph.runtime.step_agreement import (
     trained_error,
     trained_ranks_that_differ,
 )
-from pipegraph.runtime.step_record import ROOM, RecordLayout, StepRecord
-from pipegraph.runtime.step_sizes import ShownSizes
 
 LAYOUT = RecordLayout(("batch", "seq"), ("x", "mask"))
 PAIR = single(2)

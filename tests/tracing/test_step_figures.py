@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from pipegraph.package import Manifest, Package, Value
 from pipegraph.package.sizes import Size
+from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.pipeline import Pipeline
-from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.schedule import build
 from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, parts_of
 from tests.runtime.packages import write

@@ -10,7 +10,7 @@ from pipegraph.cost.model_output import mean_square, output_tensors
 from pipegraph.errors import BatchError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, ModelEntry, StageEntry, Value
-from pipegraph.runtime.targets import cut_target
+from pipegraph.runtime.batch import cut_target
 from pipegraph.workflows.batch import batch_from_manifest, batch_from_source, explain_model_mismatch, source_loss
 
 MANIFEST = Manifest(

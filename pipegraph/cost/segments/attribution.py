@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from pipegraph.cost.segments.distinct_blocks import SegmentGroup, SegmentGroups
-from pipegraph.cost.segments.saved_memory import SavedMemory, memory_of
+from pipegraph.cost.segments.distinct_blocks import SavedMemory, SegmentGroup, SegmentGroups, memory_of
 from pipegraph.cost.stage_cost import parameter_bytes
 
 Times = tuple[float, float, float]

@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from pipegraph.cost import TransientBytes
-from pipegraph.cost.segments.distinct_blocks import SegmentGroup, SegmentGroups
-from pipegraph.cost.segments.saved_memory import SavedMemory, memory_of
+from pipegraph.cost.segments.distinct_blocks import SavedMemory, SegmentGroup, SegmentGroups, memory_of
 from pipegraph.graph.captured import Captured
 from pipegraph.schedule import Kind
 

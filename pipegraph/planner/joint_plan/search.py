@@ -29,8 +29,7 @@ from pipegraph.planner.joint_plan.choices import (
     layouts,
     pareto_front,
 )
-from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds, resident_seconds
-from pipegraph.planner.joint_plan.tensor_shares import tensor_shares
+from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_seconds, resident_seconds, tensor_shares
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.plan_options import PlanOptions, StagedCosts
 from pipegraph.planner.recompute_options import RecomputeOptions

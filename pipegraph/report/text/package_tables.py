@@ -4,20 +4,136 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from rich.text import Text
 
+from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import one_line
-from pipegraph.package import CALLER, Manifest, Package, StageCost, StageEntry, Value
-from pipegraph.report.text import Table, clip, short_modules, table
-from pipegraph.report.text.batch_lines import batch_dict, batch_lines
+from pipegraph.package import CALLER, Manifest, Package, RowOperator, StageCost, StageEntry, Value
+from pipegraph.package.prediction import UNCORRECTED
+from pipegraph.report.text import Table, clip, short_modules, table, wrap
 from pipegraph.report.text.plan_tables import layout_lines, render_prediction_summary
 from pipegraph.report.text.schedule_report import render_grid, render_legend, schedule_title
 from pipegraph.schedule import Schedule, Times, simulate
-from pipegraph.units import TimeFormat, format_bytes, format_count, format_number_of
+from pipegraph.units import TimeFormat, format_bytes, format_count, format_number_of, format_seconds
+
+# ---- hardware profile ------------------------------------------------------------------------------------------------
+# A hardware profile as text: what the device attains, its links, and the sources of the figures.
+
+
+def render_hardware(hardware: Hardware, width: int | None = None) -> str:
+    """Return the device, a line for each kind of figure, and the sources of the figures."""
+    links = hardware.links
+    rows = [
+        *_flops(hardware),
+        ("memory bandwidth", _span(hardware.attained_bandwidth, hardware.memory_bandwidth, "B/s")),
+        ("memory", format_bytes(hardware.memory_bytes)),
+        ("kernel, at least", format_seconds(hardware.kernel_floor)),
+    ]
+    ends = [("in a node", links.intra_node), ("between nodes", links.inter_node)]
+    if links.measured is not None:
+        ends = [
+            (f"rank {rank} to rank {peer}", links.between(rank, peer))
+            for rank in range(links.measured.ranks)
+            for peer in range(links.measured.ranks)
+            if rank != peer
+        ]
+    for where, link in ends:
+        if link is not None:
+            figures = f"{format_seconds(link.latency)}, {format_count(link.bandwidth, 'B/s')}"
+            rows.append((f"link {where}", f"{figures} ({link.name})"))
+    for where, link in (("in a node", links.intra_node), ("between nodes", links.inter_node)):
+        for operation in ("gather", "reduce", "all_reduce", "all_gather"):
+            measured = getattr(link, operation, None)
+            if measured is not None:
+                rows.append((f"{operation.replace('_', '-')} {where}", _span(measured, 1.0, "B/s")))
+    if hardware.host_link is not None:
+        figures = f"{format_seconds(hardware.host_link.latency)}, {format_count(hardware.host_link.bandwidth, 'B/s')}"
+        rows.append(("link to CPU memory", f"{figures} ({hardware.host_link.name})"))
+    ratio = hardware.measured_ratio
+    if ratio != UNCORRECTED:
+        factors = zip("FIW", (ratio.forward, ratio.input_grad, ratio.weight_grad), strict=True)
+        rows.append(("measured ÷ predicted", ", ".join(f"{kind} {factor:.3g}" for kind, factor in factors)))
+    longest = max((len(place) for place in hardware.sources), default=0)
+    sources = [f"{place:<{longest}}  {one_line(source)}" for place, source in hardware.sources.items()]
+    return "\n\n".join(
+        [
+            f"{hardware.name}: {one_line(hardware.device)}",
+            table(["what", "attained"], rows, width),
+            wrap("\n".join([f"{'figure':<{longest}}  source", *sources]), width),
+        ]
+    )
+
+
+def _flops(hardware: Hardware) -> Iterator[tuple[str, str]]:
+    for kind, by_dtype in hardware.attained_flops.items():
+        for dtype, attained in by_dtype.items():
+            peak = hardware.peak_flops.get(dtype)
+            if peak is not None:
+                yield f"{kind.replace('_', ' ')}, {dtype}", _span(attained, peak, "FLOP/s")
+
+
+def _span(part: SizeTable, peak: float, unit: str) -> str:
+    low, high = part.smallest * peak, part.largest * peak
+    return format_count(high, unit) if low == high else f"{format_count(low, unit)} to {format_count(high, unit)}"
+
+
+# ---- batch lines -----------------------------------------------------------------------------------------------------
+# The lines on the batch of a package: the role of each input, and what is computed for each microbatch alone.
+
+
+_MOST = 4  # operators that a line names
+
+
+def batch_lines(manifest: Manifest) -> list[str]:
+    """Return what a user has to know of the batch: a line on the inputs, and one on each kind of operator.
+
+    Operators that mix rows are printed with a cure, because such a package runs one microbatch.
+    """
+    values = [value for value in manifest.values.values() if value.producer == CALLER and not value.is_constant]
+    if not values:
+        return []
+    lines = [f"batch: {', '.join(f'{one_line(value.name)} {role_text(value)}' for value in values)}"]
+    batch = manifest.batch
+    if batch.per_microbatch:
+        lines.append(f"computed per microbatch: {_named(batch.per_microbatch)}")
+    if batch.mixing:
+        cure = f"--batch-dim {batch.suggestion}, " if batch.suggestion else "a role for an input (--batch-dim), "
+        lines.append(f"mixes the rows of a batch: {_named(batch.mixing)}; so a step cuts no batch into microbatches.")
+        lines.append(f"Try: {cure}lists of microbatches, or one microbatch.")
+    return lines
+
+
+def role_text(value: Value) -> str:
+    """``rows (0)``, ``whole`` or ``list``: the dimension of the rows is in parentheses."""
+    return f"rows ({value.batch_dim})" if value.batch_role == "rows" else value.batch_role
+
+
+def batch_dict(manifest: Manifest) -> dict[str, Any]:
+    """Return the same as data."""
+    inputs = {
+        value.name: {"role": value.batch_role, "dim": value.batch_dim}
+        for value in manifest.values.values()
+        if value.producer == CALLER and not value.is_constant
+    }
+    return {"inputs": inputs, **msgspec.to_builtins(manifest.batch)}
+
+
+def _named(operators: tuple[RowOperator, ...]) -> str:
+    return ", ".join(_texts(operators))
+
+
+def _texts(operators: tuple[RowOperator, ...]) -> Iterator[str]:
+    yield from (one_line(str(operator)) for operator in operators[:_MOST])
+    if len(operators) > _MOST:
+        yield f"{len(operators) - _MOST} more"
+
+
+# ---- package tables --------------------------------------------------------------------------------------------------
 
 
 def render_package(

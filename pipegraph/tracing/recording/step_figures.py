@@ -16,11 +16,11 @@ from typing import Final, Protocol
 import torch
 
 from pipegraph.package import CALLER, Manifest, leaves
+from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.rank_grid import DATA, PIPELINE
 from pipegraph.runtime.processes.world import ClockOffset
-from pipegraph.runtime.step_sizes import StepSizes
 from pipegraph.schedule import Event, Kind, Schedule, Timeline
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.tracing.recording.run_folder import RunFolder, run_on_all_ranks, write_error
