@@ -183,9 +183,10 @@ def _plan_cluster(
 
     from pipegraph.graph.capture import capture_rows
     from pipegraph.graph.sources.huggingface import tp_plan_of
-    from pipegraph.planner.joint_plan.search import SCHEDULES, joint_plan
+    from pipegraph.planner.joint_plan.search import joint_plan
     from pipegraph.planner.plan_file import PlanFile
     from pipegraph.report.text.plan_tables import joint_comparison_dict, render_joint_comparison, render_plan
+    from pipegraph.schedule.recipes import compared_names
     from pipegraph.torch_private.pytrees import pytree
     from pipegraph.workflows.batch import loss_and_target
 
@@ -203,7 +204,7 @@ def _plan_cluster(
             options,
             devices,
             global_batch,
-            schedules or SCHEDULES,
+            schedules or compared_names(),
             source.tp_plan or tp_plan_of(source.model),
         )
     if json:

@@ -36,7 +36,7 @@ from pipegraph.planner.plan_options import PlanOptions, check_number
 from pipegraph.planner.recompute_options import choose_recompute, choose_recompute_at, parse_recompute
 from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
-from pipegraph.planner.solver.solve_arguments import either_memory, parse_memory
+from pipegraph.planner.solver.solve_arguments import parse_memory
 from pipegraph.recompute import AUTO, Recompute
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes, format_number_of
@@ -203,7 +203,6 @@ def plan(
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
     relay_skips: bool = False,
-    memory: float | str | Sequence[float | str] | None = None,
 ) -> Plan:
     """Cut a captured model.
 
@@ -237,7 +236,6 @@ def plan(
         setting, cache: for ``measured`` and ``auto``; see `pipegraph.cost.price.price`.
         relay_skips: whether a value for a later stage than the next one is sent through the stages in between, as
             torch's ``PipelineStage`` needs it, instead of directly. Predictions of a step do not include this.
-        memory: another name of ``memory_bytes``.
 
     Raises:
         ArgumentError: an argument has a value that is invalid for every model.
@@ -246,7 +244,6 @@ def plan(
         ScheduleError: an unknown schedule, or one that cannot have these numbers.
     """
     _check_types(captured, schedule, hardware, loss, setting, cache)
-    memory_bytes = either_memory(memory, memory_bytes)
     if points is not None and stages is not None:
         choice = f"{argument('points')} or {argument('stages')}"
         raise PlanError("Both split points and a number of stages were given.", f"{choice}, not both.")

@@ -10,10 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import pipegraph
-from pipegraph.cost import SegmentCost
-from pipegraph.errors import ArgumentError
 from pipegraph.package import Package
-from pipegraph.planner import solve
 from pipegraph.planner.plan import Plan
 from pipegraph.report import notebook_pictures
 from pipegraph.schedule import Action, Schedule, Times, build, lower, names, simulate
@@ -101,15 +98,3 @@ def test_what_is_too_large_or_wrong_has_no_picture(monkeypatch: pytest.MonkeyPat
     assert schedule._repr_svg_() is None and timeline._repr_svg_() is None
     page = Texts(package(4, PRICED)._repr_html_() or "")
     assert "svg" not in page.tags and "table" in page.tags
-
-
-def test_memory_has_two_names() -> None:
-    model = captured("tests/models/chain.py")
-    assert pipegraph.plan(model, stages=2, memory="1GiB").prediction == (
-        pipegraph.plan(model, stages=2, memory_bytes=2**30).prediction
-    )
-    costs = [SegmentCost(1.0, 1.0, 1.0)] * 4
-    assert solve(costs, 2, memory="1GiB") == solve(costs, 2, memory_bytes="1GiB")
-    for call in (lambda **sizes: pipegraph.plan(model, stages=2, **sizes), lambda **sizes: solve(costs, 2, **sizes)):
-        with pytest.raises(ArgumentError, match="memory and memory_bytes mean the same"):
-            call(memory="1GiB", memory_bytes=2**30)

@@ -39,7 +39,7 @@ from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import report_progress
 from pipegraph.schedule import Kind, Schedule, build
-from pipegraph.schedule.recipes import find_recipe
+from pipegraph.schedule.recipes import compared_names, find_recipe
 from pipegraph.units import bytes_option, format_bytes
 
 # ---- candidate problems ----------------------------------------------------------------------------------------------
@@ -164,9 +164,6 @@ def _schedule(name: str, stages: int, microbatches: int, ranks: int) -> Schedule
 # ---- search ----------------------------------------------------------------------------------------------------------
 
 
-SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
-"""The schedules that are compared by default."""
-
 _LOW_EFFORT = 0.02  # for every candidate that its bound does not rule out
 _MOST_ACTIONS = 60_000  # of a step; a candidate with more actions is not better than one with more rows
 _PASSED = 8  # candidates whose bounds are made tighter before one of them is searched
@@ -192,7 +189,7 @@ class JointSearch:
         devices: int,
         global_batch: int,
         memory_bytes: float | None = None,
-        schedules: Sequence[str] = SCHEDULES,
+        schedules: Sequence[str] = compared_names(),
         most_tp: int | None = None,
         effort: float = 1.0,
     ) -> None:
@@ -432,7 +429,7 @@ def joint_plan(
     options: PlanOptions,
     devices: int,
     global_batch: int,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = compared_names(),
     tp_plan: Mapping[str, str] | None = None,
     most_tp: int | None = None,
 ) -> tuple[JointComparison, Plan]:

@@ -21,7 +21,6 @@ from pipegraph.planner.solver.prefix_sums import SAVED, STATE, TIMES, Integers, 
 from pipegraph.planner.solver.solve_arguments import (
     check_costs,
     check_numbers,
-    either_memory,
     memory_of_ranks,
     resolve_schedule,
 )
@@ -87,7 +86,6 @@ def solve(
     effort: float = 1.0,
     names: Sequence[str] | None = None,
     advises: bool = True,
-    memory: float | str | Sequence[float | str] | None = None,
 ) -> Solution:
     """Choose where to cut a chain of segments.
 
@@ -115,7 +113,6 @@ def solve(
         effort: scales how long the search continues. 1 is a few seconds.
         names: of the segments, for messages.
         advises: whether a `MemoryShortage` says how much memory would be enough, which takes long to find.
-        memory: another name of ``memory_bytes``.
 
     Raises:
         PlanError: fewer segments than stages, or arguments that are impossible or do not fit together; a
@@ -131,7 +128,7 @@ def solve(
         )
     sums, resolved = PrefixSums(costs), resolve_schedule(schedule, stages, microbatches, placement, ranks)
     memory_of = partial(MemoryNeed, sums, state_factor=state_factor, receives_ahead=receives_ahead)
-    need = memory_of(resolved, limits=memory_of_ranks(either_memory(memory, memory_bytes), resolved.ranks))
+    need = memory_of(resolved, limits=memory_of_ranks(memory_bytes, resolved.ranks))
     makespan = Makespan(sums, resolved, link)
     seconds: Objective = makespan if objective == "makespan" else SlowestStage(sums, stages, resolved.trains)
     space = CutSpace.all_cuts(sums.segments, stages)

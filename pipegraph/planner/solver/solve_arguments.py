@@ -94,15 +94,6 @@ def parse_memory(memory_bytes: float | str | Sequence[float | str] | None) -> fl
     return None if memory_bytes is None else _bytes(memory_bytes)
 
 
-def either_memory(
-    memory: float | str | Sequence[float | str] | None, memory_bytes: float | str | Sequence[float | str] | None
-) -> float | str | Sequence[float | str] | None:
-    """Return the one that is given. Raises ArgumentError if both are."""
-    if memory is not None and memory_bytes is not None:
-        raise ArgumentError("memory and memory_bytes mean the same, and both were given.", "one of them.")
-    return memory if memory_bytes is None else memory_bytes
-
-
 def _bytes(limit: float | str) -> float:
     if isinstance(limit, str):
         try:

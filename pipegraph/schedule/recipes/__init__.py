@@ -31,6 +31,11 @@ def names() -> tuple[str, ...]:
     return tuple(recipe.name for recipe in RECIPES)
 
 
+def compared_names() -> tuple[str, ...]:
+    """Return the names of the schedules that plans for a cluster compare by default."""
+    return tuple(recipe.name for recipe in RECIPES if recipe.is_compared)
+
+
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of this name or alias. Raises ScheduleError."""
     recipe = _BY_NAME.get(str(name).casefold())

@@ -167,7 +167,7 @@ def _activation_levels(row: list[Action | None]) -> list[int]:
 
 
 def _recipe(name: str, offsets: Callable[[int, int], Offsets]) -> Recipe:
-    return Recipe(name, partial(orders, offsets), chunks=2, placement=v, rule=full_pipeline(-1))
+    return Recipe(name, partial(orders, offsets), chunks=2, placement=v, rule=full_pipeline(-1), is_compared=False)
 
 
 V_HALF = _recipe("v-half", v_half)

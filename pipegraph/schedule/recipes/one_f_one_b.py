@@ -40,7 +40,7 @@ def one_f_one_b(lead: int, ranks: int, microbatches: int, chunks: int, group: in
 
 
 ONE_F_ONE_B = Recipe("1f1b", partial(one_f_one_b, 1), aliases=("Schedule1F1B",))
-EAGER = Recipe("eager-1f1b", partial(one_f_one_b, 2))
+EAGER = Recipe("eager-1f1b", partial(one_f_one_b, 2), is_compared=False)
 INTERLEAVED = Recipe(
     "interleaved-1f1b",
     partial(one_f_one_b, 2),
@@ -85,6 +85,7 @@ INTERLEAVED_ZB = Recipe(
     "interleaved-zb",
     partial(zero_bubble, 1),
     aliases=("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble"),
+    is_compared=False,
     chunks=2,
     any_chunks=True,
     rule=groups_of_ranks,

@@ -78,6 +78,8 @@ class Recipe:
         rule: which numbers of ranks and microbatches it can have.
         trains: whether it has a backward.
         overlapped: orders → the pairs of an F and a B that are meant to run at the same time.
+        is_compared: whether plans for a cluster compare it by default. A schedule that is slower than another one of
+            equal memory, or that costs memory for a small gain, only makes that search longer.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Recipe:
     rule: Rule = every_number
     trains: bool = True
     overlapped: Callable[[Orders], Iterable[tuple[Action, Action]]] = no_pairs
+    is_compared: bool = True
 
 
 def by_groups(kind: Kind, stages: Sequence[int], microbatches: int, group: int) -> list[Action]:

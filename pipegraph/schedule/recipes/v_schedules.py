@@ -97,6 +97,7 @@ DUALPIPE_V = Recipe(
     "dualpipe-v",
     dualpipe_v,
     aliases=("DualPipeV", "ScheduleDualPipeV"),
+    is_compared=False,
     chunks=2,
     placement=v,
     rule=full_pipeline(0),
