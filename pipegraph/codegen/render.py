@@ -135,7 +135,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         head.append("")
     if source.init or source.children:
         children = ", ".join(child.text for child in source.children)
-        parameters = _parameters(source.init_parameters, source.init_defaults)
+        parameters = ", ".join(("self", *source.init_parameters))
         head += wrap(f"def __init__({parameters}):", 4)
         head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
     head += _apply_lines([statement for statement in source.init if isinstance(statement, RegisterConstant)])
@@ -146,7 +146,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         *head,
         *separator,
         *_forward_signature(source, classes),
-        *lines(shortened(source.body), 8),
+        *lines(shortened(source.forward), 8),
         *_train_lines(source),
         *_hook_lines(source),
     ]
@@ -167,10 +167,8 @@ def _hook_lines(source: ClassSource) -> list[str]:
 
 
 def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
-    """``def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:``, at an indentation of 4."""
-    parameters = [
-        f"{name}: Tensor | None = None" if name in source.optional else f"{name}: Tensor" for name in source.parameters
-    ]
+    """``def forward(self, x: Tensor, mask: Tensor) -> Tensor:``, at an indentation of 4."""
+    parameters = [f"{name}: Tensor" for name in source.parameters]
     return _signature("forward", ("self", *parameters), _result_counts(source, classes), 4)
 
 
@@ -230,11 +228,6 @@ def _apply_lines(constants: Sequence[RegisterConstant]) -> list[str]:
 
 def _view(tensor: Expression, dtype: Expression) -> list[str]:
     return wrap(f"{tensor.text} = {tensor.text}.view({dtype.text})", 8)
-
-
-def _parameters(names: Sequence[str], defaults: Mapping[str, Expression]) -> str:
-    """``self, first, second=default``."""
-    return ", ".join(("self", *(f"{name}={defaults[name].text}" if name in defaults else name for name in names)))
 
 
 def _docstring(text: str, indent: int) -> list[str]:

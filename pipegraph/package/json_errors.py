@@ -59,7 +59,7 @@ def place_text(place: Sequence[str | int]) -> str:
 def as_json(value: Any) -> str:
     """Return a value as JSON, on one line and not long.
 
-    >>> shown("a"), shown([1]), shown(None)
+    >>> as_json("a"), as_json([1]), as_json(None)
     ('"a"', 'a list', 'null')
     """
     if isinstance(value, (dict, list)):

@@ -1,7 +1,8 @@
-"""Classes of one name that do not run the same operations are one class: optional arguments, flags, given modules."""
+"""Classes of one name that do not run the same operations stay apart, each without a branch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -198,63 +199,43 @@ def translator() -> tuple[Translator, Captured]:
     return model, pipegraph.capture(model, TRANSLATION)
 
 
-def test_arguments_that_some_calls_leave_out_are_optional(tmp_path: Path) -> None:
+def test_layers_with_other_arguments_are_other_classes(tmp_path: Path) -> None:
     model, captured = translator()
     package = write(tmp_path, pipegraph.plan(captured, stages=2, balance="uniform"))
-    assert classes(tmp_path) == ["Attention", "Layer"]
-    signature = "def forward(self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None) -> Tensor:"
-    assert signature in blocks(tmp_path)
-    # What stands for the other argument if that is left out is said once.
-    assert "        if memory is None:\n            memory = x\n" in blocks(tmp_path)
+    assert {"Attention", "Attention2", "Attention3", "Layer", "Layer2"} <= set(classes(tmp_path))
+    assert "def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:" in blocks(tmp_path)
+    assert "if " not in blocks(tmp_path) and "None" not in blocks(tmp_path)
     assert differences(package, model, TRANSLATION, train=True) == []
 
 
-def test_a_flag_of_the_model_is_an_argument_of_the_constructor(tmp_path: Path) -> None:
-    write(tmp_path, pipegraph.plan(translator()[1], stages=2, balance="uniform"))
-    assert "def __init__(self, is_decoder=False):" in blocks(tmp_path)
-    assert "        if is_decoder:\n            self.gate = nn.Linear(8, 8)\n" in blocks(tmp_path)
-    assert "        if self.is_decoder:\n" in blocks(tmp_path)
-    assert "Layer(is_decoder=True)" in (tmp_path / "package" / "stage_1.py").read_text()
-
-
-def test_a_word_of_the_model_is_compared(tmp_path: Path) -> None:
-    model, x = Row([Scaled("last"), Scaled("first"), Scaled("last")]), batch(2, 8, 8)
-    package = split(tmp_path, model, (x,))
-    assert classes(tmp_path) == ["Scaled"]
-    assert 'if self.order == "last":' in blocks(tmp_path)
-    assert differences(package, model, (x,), train=True) == []
-
-
-def test_modules_that_differ_are_given_to_the_constructor(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def residuals() -> nn.Module:
     inner = [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))]
-    model = Row([Residual(module, nn.Linear(8, 8) if i == 1 else None) for i, module in enumerate(inner)])
-    package = split(tmp_path, model, (batch(),))
-    assert classes(tmp_path).count("Residual") == 1
-    assert "Residual2" not in blocks(tmp_path)
-    assert "def __init__(self, inner, shortcut=None):" in blocks(tmp_path)
-    assert "if self.shortcut is not None:" in blocks(tmp_path)
-    assert differences(package, model, (batch(),), train=True) == []
+    return Row([Residual(module, nn.Linear(8, 8) if i == 1 else None) for i, module in enumerate(inner)])
 
 
-def test_a_module_that_does_nothing_for_some_is_an_identity_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("build", "shape", "names"),
+    [
+        (lambda: Row([Scaled("last"), Scaled("first"), Scaled("last")]), (2, 8, 8), ["Scaled", "Scaled2"]),
+        (residuals, (3, 8), ["Residual", "Residual2"]),
+        (lambda: Row([Shifted(0.0), Shifted(0.5), Shifted(0.25)]), (3, 8), ["Shifted", "Shift", "Shifted2"]),
+        (
+            lambda: Row([Gated(False, True), Gated(True, True), Gated(False, True, "tanh")]),
+            (3, 8),
+            ["Gated", "Gated2", "Gated3"],
+        ),
+        (Biased, (3, 8), ["Reassigned", "Reassigned2"]),
+    ],
+)
+def test_variants_have_no_branches(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], names: list[str], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    model = Row([Shifted(0.0), Shifted(0.5), Shifted(0.25)])
-    package = split(tmp_path, model, (batch(),))
-    assert classes(tmp_path) == ["Shifted", "Shift"]
-    assert "x = x + self.shift(self.inner(x))" in blocks(tmp_path) and "if " not in blocks(tmp_path)
-    assert "Shifted(shift=nn.Identity())" in (tmp_path / "package" / "stage_0.py").read_text(encoding="utf-8")
-    assert differences(package, model, (batch(),), train=True) == []
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_modules_under_one_condition_are_made_together(tmp_path: Path, between: bool) -> None:
-    torch.manual_seed(0)
-    model = Row([Gated(False, between), Gated(True, between), Gated(False, between, "tanh")])
-    package = split(tmp_path, model, (batch(),))
-    assert classes(tmp_path) == ["Gated"]
-    assert blocks(tmp_path).count('        if end == "none" and is_gated:\n') == 1 + between
-    assert differences(package, model, (batch(),), train=True) == []
+    model = build()
+    package = split(tmp_path, model, (batch(*shape),))
+    assert set(names) <= set(classes(tmp_path))
+    assert "if " not in blocks(tmp_path)
+    assert differences(package, model, (batch(*shape),), train=True) == []
 
 
 def test_a_sequential_is_given_its_modules(tmp_path: Path) -> None:
@@ -263,13 +244,6 @@ def test_a_sequential_is_given_its_modules(tmp_path: Path) -> None:
     package = split(tmp_path, model, (batch(),))
     assert classes(tmp_path) == ["Activated"]
     assert "Activated(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())" in (tmp_path / "package" / "stage_0.py").read_text()
-    assert differences(package, model, (batch(),), train=True) == []
-
-
-def test_a_condition_is_kept_before_its_argument_is_assigned(tmp_path: Path) -> None:
-    model = Biased()
-    package = split(tmp_path, model, (batch(),))
-    assert "Reassigned2" not in blocks(tmp_path)
     assert differences(package, model, (batch(),), train=True) == []
 
 

@@ -148,7 +148,7 @@ CASES = [
         [
             "h = self.layers[0](x, mask)",
             "for layer in self.layers[1:]:",
-            "    h = layer(h, mask, x)",
+            "    h = layer(h, x, mask)",
             "return h",
         ],
     ),

@@ -161,9 +161,9 @@ class Slotted:
 def test_a_target_keeps_the_classes_of_its_containers() -> None:
     target = Pair(torch.arange(4), [torch.tensor(1.0), "mean", UserDict(b=torch.arange(4), a=None)])
     first, second = cut_target(target, 2, None, {4: [2, 2]})
-    assert (type(first), type(first.rest), first.rest[1]) == (Pair, list, "mean")
-    assert (first.one.tolist(), second.one.tolist()) == ([0, 1], [2, 3])
-    assert (second.rest[2]["b"].tolist(), second.rest[2]["a"]) == ([2, 3], None)
+    assert (type(first), type(first.extras), first.extras[1]) == (Pair, list, "mean")
+    assert (first.labels.tolist(), second.labels.tolist()) == ([0, 1], [2, 3])
+    assert (second.extras[2]["b"].tolist(), second.extras[2]["a"]) == ([2, 3], None)
     assert cut_target(None, 2, None, {4: [2, 2]}) == [None, None]
 
 

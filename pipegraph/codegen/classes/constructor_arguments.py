@@ -1,18 +1,16 @@
-"""The arguments of constructors: numbers in which classes differ, and what differs in a class that stands for two."""
+"""The arguments of constructors: numbers in which classes differ."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
 from torch import nn
 
-from pipegraph.codegen.classes.merge_bodies import Statements
-from pipegraph.codegen.classes.unify import NONE, Difference, DifferentCodeError, InitArgument
 from pipegraph.codegen.names.identifiers import attribute_variable, unused
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -23,7 +21,6 @@ from pipegraph.codegen.syntax.expressions import (
     Literal,
     Name,
     Passing,
-    Template,
     literal,
 )
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, Statement
@@ -36,19 +33,69 @@ _ANY_NUMBER = Name("…")
 # Takes a number and the name of the parameter that it is passed for; returns its replacement.
 _Change = Callable[[Literal, str], Expression]
 
-TRUE, FALSE = literal(True), literal(False)
-
 
 def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
-    """The groups of classes that can become one class each."""
-    groups: dict[object, list[ClassSource]] = {}
+    """The groups of classes that can become one class each.
+
+    A class may have a number where another one reads an attribute, ``dilation=1`` (a default, which is left out) and
+    ``dilation=self.dilation``. If classes of one model class are not equal otherwise, they are compared with numbers in
+    place of attributes.
+    """
+    by_class: dict[str, list[ClassSource]] = {}
     for block in classes:
         if not block.init_parameters:
-            source = _with_numbers(block, lambda number, name: _ANY_NUMBER)
-            common = (block.model_class, block.base, block.parameters, source.children, source.init, source.forward)
-            groups.setdefault(common, []).append(block)
-    equal = [NumberGroup(tuple(members), _varying(members)) for members in groups.values() if len(members) > 1]
-    return [group for group in equal if len(group.varying) <= MAX_ARGUMENTS + PER_COPY * (len(group.members) - 2)]
+            by_class.setdefault(block.model_class, []).append(block)
+    groups: list[NumberGroup] = []
+    for blocks in by_class.values():
+        equal = _number_groups(blocks)
+        opened = _number_groups(_with_attributes_as_numbers(blocks)) if len(equal) > 1 else equal
+        groups += opened if len(opened) < len(equal) else equal
+    return [group for group in groups if len(group.members) > 1]
+
+
+def _number_groups(classes: Sequence[ClassSource]) -> list[NumberGroup]:
+    """The classes, those that are equal but for numbers as one group."""
+    groups: dict[object, list[ClassSource]] = {}
+    for block in classes:
+        source = _with_numbers(block, lambda number, name: _ANY_NUMBER)
+        common = (block.base, block.parameters, source.children, source.init, source.forward)
+        groups.setdefault(common, []).append(block)
+    number_groups: list[NumberGroup] = []
+    for members in groups.values():
+        group = NumberGroup(tuple(members), _varying(members))
+        fits = len(group.varying) <= MAX_ARGUMENTS + PER_COPY * (len(members) - 2)
+        number_groups += [group] if fits else [NumberGroup((member,), {}) for member in members]
+    return number_groups
+
+
+def _with_attributes_as_numbers(classes: Sequence[ClassSource]) -> list[ClassSource]:
+    """Classes with the number in place of ``self.size`` in ``forward``, for attributes that have several numbers."""
+    assigned = [
+        {name: value for name, value in assigned_attributes(block.init).items() if _is_number(value)}
+        for block in classes
+    ]
+    names = {name for numbers in assigned for name in numbers}
+    varying = {name for name in names if len({numbers[name] for numbers in assigned if name in numbers}) > 1}
+    return [_with_numbers_of(block, varying) for block in classes]
+
+
+def _with_numbers_of(source: ClassSource, names: Set[str]) -> ClassSource:
+    numbers = {
+        node.targets[0]: node.value
+        for node in source.init
+        if isinstance(node, Assign) and _is_number(node.value)
+        if isinstance(node.targets[0], Attribute) and node.targets[0].name in names
+    }
+
+    def read(node: Any) -> Any:
+        return numbers[node] if node in numbers else node.rebuilt(read)
+
+    init = (node for node in source.init if not (isinstance(node, Assign) and node.targets[0] in numbers))
+    return replace(source, init=tuple(init), forward=tuple(map(read, source.forward))) if numbers else source
+
+
+def _is_number(value: Expression) -> bool:
+    return isinstance(value, Literal) and value.is_number
 
 
 def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
@@ -151,103 +198,6 @@ def _with_numbers(source: ClassSource, change: _Change, change_in_forward: _Chan
     children, init = (tuple(walk(node, change) for node in nodes) for nodes in (source.children, source.init))
     forward = tuple(walk(node, change_in_forward or change) for node in source.forward)
     return replace(source, children=children, init=init, forward=forward)
-
-
-@dataclass
-class MergedArguments:
-    """The arguments of the constructor of a merged class: one for each pair of values in which the members differ.
-
-    Attributes:
-        members: the two classes.
-        reserved: names that an argument must not have.
-        values: parameter → the value of each member.
-        defaults, modules, stored: the parameters with defaults, those that are modules, those that ``forward`` reads.
-    """
-
-    members: tuple[ClassSource, ClassSource]
-    reserved: set[str]
-    values: dict[str, tuple[Expression | None, Expression | None]] = field(default_factory=dict)
-    defaults: dict[str, Expression] = field(default_factory=dict)
-    modules: set[str] = field(default_factory=set)
-    stored: dict[str, None] = field(default_factory=dict)
-
-    def closed(self, statements: Statements, in_init: bool) -> Statements:
-        """Statements with the parameters in place of differences.
-
-        Raises:
-            DifferentCodeError: a comprehension would have one argument, which is one module, at several places.
-        """
-
-        def close_repeated(node: Any) -> Any:
-            if isinstance(node, Difference) and any(map(_is_made, (node.first, node.second))):
-                raise DifferentCodeError
-            if isinstance(node, InitArgument) and node.is_module:
-                raise DifferentCodeError
-            node.rebuilt(close_repeated)
-            return close(node)
-
-        def close(node: Any) -> Any:
-            if isinstance(node, Template) and " for " in node.template:
-                return node.rebuilt(close_repeated)
-            if isinstance(node, InitArgument):
-                first, second = (node, None) if node.side == 0 else (None, node)
-                node = Difference(first, second, node.name, node.is_module)
-            if not isinstance(node, Difference):
-                return node.rebuilt(close)
-            name = self._parameter(node)
-            if in_init:
-                return Name(name)
-            self.stored[name] = None
-            return Attribute(SELF, name)
-
-        return tuple(map(close, statements))
-
-    def _parameter(self, difference: Difference) -> str:
-        pair = difference.first, difference.second
-        # Two places that are given equal modules have a module each. One argument would be one module for both.
-        is_shared = not any(map(_is_made, pair))
-        for name, values in self.values.items():
-            if is_shared and all(value is None or value == shared for value, shared in zip(pair, values, strict=True)):
-                return name
-        name = unused(attribute_variable(self._name(difference), "size"), {*self.reserved, *self.values})
-        self.values[name] = pair
-        default = self._default(pair)
-        if default is not None:
-            self.defaults[name] = default
-        if difference.is_module:
-            self.modules.add(name)
-        return name
-
-    def _name(self, difference: Difference) -> str:
-        for value in (difference.first, difference.second):
-            if isinstance(value, InitArgument):
-                return value.name
-        names = [
-            name
-            for name, value in self.members[0].attributes.items()
-            if (value, self.members[1].attributes.get(name)) == (difference.first, difference.second)
-        ]
-        return difference.name if difference.name in names or not names else names[0]
-
-    def _default(self, pair: tuple[Expression | None, Expression | None]) -> Expression | None:
-        """The default of a parameter: None for what a member does not have, False for a flag."""
-        defaults = [
-            member.init_defaults.get(value.name) if isinstance(value, InitArgument) else value
-            for value, member in zip(pair, self.members, strict=True)
-            if value is not None
-        ]
-        if all(value in (TRUE, FALSE) for value in defaults):
-            return FALSE
-        return NONE if NONE in defaults or None in pair else None
-
-    def ordered(self) -> list[str]:
-        """The parameters; those with a default come last."""
-        return sorted(self.values, key=lambda name: name in self.defaults)
-
-
-def _is_made(value: Expression | None) -> bool:
-    """Whether an expression makes an object, such as a module."""
-    return value is not None and any(isinstance(node, FunctionCall) for node in value.walk())
 
 
 def module_attributes(module: nn.Module) -> dict[str, Expression]:

@@ -314,11 +314,6 @@ def conditional(value: Expression, test: Expression, orelse: Expression) -> Temp
     return Template("{} if {} else {}", (value, test, orelse), outer=_CONDITIONAL)
 
 
-def is_none(value: Expression, negated: bool = False) -> Template:
-    """``value is None``, or ``value is not None``."""
-    return Template(f"{{}} is {'not ' if negated else ''}None", (value,), outer=_COMPARISON, inner=ATOM)
-
-
 def literal(value: Any) -> Expression:
     """The expression that evaluates to ``value`` if only ``torch`` is imported; an expression is returned as it is.
 

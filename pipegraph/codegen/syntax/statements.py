@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pipegraph.codegen.syntax.expressions import Binary, Expression, FunctionCall, Name, Node, is_none, unary
+from pipegraph.codegen.syntax.expressions import Binary, Expression, FunctionCall, Node, unary
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 
 # Several results get brackets if they are longer than this.
@@ -258,15 +258,10 @@ class ClassSource:
         name, docstring: of the class.
         base: the class that it derives from.
         init_parameters: the parameters of ``__init__``.
-        init_defaults: the default of a parameter of ``__init__``, by its name.
-        init_modules: the parameters of ``__init__`` that are modules (or None).
         children: the arguments of ``super().__init__``.
         init: the statements of ``__init__`` after that.
         parameters: the parameters of ``forward``.
-        optional: those of them that may be left out. They are None then.
-        substitutes: for an optional parameter, the parameter whose value it has if it is left out.
-        presence: statements that keep whether optional parameters are given, before they are assigned.
-        forward: the statements of ``forward`` after those.
+        forward: the statements of ``forward``.
         train: the statements of ``train`` after ``super().train(mode)``; empty without one.
         hooks: the lines of ``register_hooks``; empty without hooks.
         hook_libraries: the names of libraries in them.
@@ -279,14 +274,9 @@ class ClassSource:
     docstring: str
     base: str = "nn.Module"
     init_parameters: tuple[str, ...] = ()
-    init_defaults: Mapping[str, Expression] = field(default_factory=dict)
-    init_modules: frozenset[str] = frozenset()
     children: tuple[Expression, ...] = ()
     init: tuple[Statement, ...] = ()
     parameters: tuple[str, ...] = ()
-    optional: frozenset[str] = frozenset()
-    substitutes: Mapping[str, str] = field(default_factory=dict)
-    presence: tuple[Assign, ...] = ()
     forward: tuple[Statement, ...] = ()
     train: tuple[Statement, ...] = ()
     hooks: tuple[str, ...] = ()
@@ -299,14 +289,6 @@ class ClassSource:
     def constructors(self) -> tuple[Node, ...]:
         """The code that makes the modules in it."""
         return *self.children, *self.init
-
-    @property
-    def body(self) -> tuple[Statement, ...]:
-        """All statements of ``forward``."""
-        substitutes = (
-            If(is_none(Name(name)), (Assign((Name(name),), Name(source)),)) for name, source in self.substitutes.items()
-        )
-        return *self.presence, *substitutes, *self.forward
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""

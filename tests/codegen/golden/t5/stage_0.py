@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .blocks import T5Block, T5LayerFF, T5LayerSelfAttention
+from .blocks import T5Block, T5Block2
 
 
 class Stage0(nn.Module):
@@ -20,22 +20,7 @@ class Stage0(nn.Module):
         self.t5.shared = nn.Embedding(89, 32)
         self.t5.encoder = nn.Module()
         self.t5.encoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.encoder.block = nn.ModuleList(
-            [
-                T5Block(
-                    layer=nn.ModuleList(
-                        [
-                            T5LayerSelfAttention(
-                                has_relative_attention_bias=True, size=2, value=2.0794415416798357, size_1=3
-                            ),
-                            T5LayerFF(),
-                        ]
-                    ),
-                    index=1,
-                ),
-                T5Block(layer=nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()]), index=1),
-            ]
-        )
+        self.t5.encoder.block = nn.ModuleList([T5Block(), T5Block2()])
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.encoder.embed_tokens.weight = self.t5.shared.weight
 
@@ -43,5 +28,5 @@ class Stage0(nn.Module):
         inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
         hidden_states = self.t5.encoder.dropout(inputs_embeds)
         hidden_states, self_attention_position_bias = self.t5.encoder.block[0](hidden_states)
-        hidden_states = self.t5.encoder.block[1](hidden_states, position_bias=self_attention_position_bias)
+        hidden_states = self.t5.encoder.block[1](hidden_states, self_attention_position_bias)
         return self_attention_position_bias, hidden_states

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .blocks import T5Block, T5LayerCrossAttention, T5LayerFF, T5LayerNorm, T5LayerSelfAttention
+from .blocks import T5Block2, T5Block3, T5LayerNorm
 
 
 class Stage1(nn.Module):
@@ -21,35 +21,18 @@ class Stage1(nn.Module):
         super().__init__()
         self.t5 = nn.Module()
         self.t5.encoder = nn.Module()
-        self.t5.encoder.block = nn.ModuleDict(
-            {"2": T5Block(layer=nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()]), index=1)}
-        )
+        self.t5.encoder.block = nn.ModuleDict({"2": T5Block2()})
         self.t5.encoder.final_layer_norm = T5LayerNorm()
         self.t5.encoder.dropout = nn.Dropout(p=0.0)
         self.t5.decoder = nn.Module()
         self.t5.decoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.decoder.block = nn.ModuleList(
-            [
-                T5Block(
-                    layer=nn.ModuleList(
-                        [
-                            T5LayerSelfAttention(
-                                has_relative_attention_bias=True, size=4, value=1.3862943611198906, size_1=7
-                            ),
-                            T5LayerCrossAttention(),
-                            T5LayerFF(),
-                        ]
-                    ),
-                    index=2,
-                )
-            ]
-        )
+        self.t5.decoder.block = nn.ModuleList([T5Block3()])
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
 
     def forward(
         self, decoder_input_ids: Tensor, self_attention_position_bias: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_states = self.t5.encoder.block["2"](hidden_states, position_bias=self_attention_position_bias)
+        hidden_states = self.t5.encoder.block["2"](hidden_states, self_attention_position_bias)
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
         encoder_hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .blocks import T5Block, T5LayerCrossAttention, T5LayerFF, T5LayerNorm, T5LayerSelfAttention
+from .blocks import T5Block4, T5LayerNorm
 
 
 class Stage2(nn.Module):
@@ -20,14 +20,7 @@ class Stage2(nn.Module):
         super().__init__()
         self.t5 = nn.Module()
         self.t5.decoder = nn.Module()
-        self.t5.decoder.block = nn.ModuleDict(
-            {
-                str(i): T5Block(
-                    layer=nn.ModuleList([T5LayerSelfAttention(), T5LayerCrossAttention(), T5LayerFF()]), index=2
-                )
-                for i in range(1, 3)
-            }
-        )
+        self.t5.decoder.block = nn.ModuleDict({str(i): T5Block4() for i in range(1, 3)})
         self.t5.decoder.final_layer_norm = T5LayerNorm()
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
@@ -52,7 +45,7 @@ class Stage2(nn.Module):
         )
         for block in self.t5.decoder.block.values():
             hidden_states = block(
-                hidden_states, attention_mask, encoder_hidden_states, self_attention_position_bias, position_bias
+                hidden_states, attention_mask, self_attention_position_bias, encoder_hidden_states, position_bias
             )
         hidden_states = self.t5.decoder.final_layer_norm(hidden_states)
         hidden_states = self.t5.decoder.dropout(hidden_states)

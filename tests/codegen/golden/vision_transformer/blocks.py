@@ -66,17 +66,16 @@ class Block(nn.Module):
     x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
     """
 
-    def __init__(self, drop_path):
+    def __init__(self):
         super().__init__()
         self.norm1 = nn.LayerNorm(32)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(32)
         self.mlp = Mlp()
-        self.drop_path = drop_path
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 class DropPath(nn.Module):
@@ -95,6 +94,25 @@ class DropPath(nn.Module):
             mask.bernoulli_(p=self.p)
             x = x * mask / self.p
         return x
+
+
+class Block2(nn.Module):
+    """Block (vision_transformer.py:71), as in blocks.1.
+
+    x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
+    """
+
+    def __init__(self, p):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(32)
+        self.attn = Attention()
+        self.norm2 = nn.LayerNorm(32)
+        self.mlp = Mlp()
+        self.drop_path = DropPath(p=p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class BlockStart(nn.Module):

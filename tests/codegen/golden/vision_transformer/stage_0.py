@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .blocks import Block, DropPath, PatchEmbedding
+from .blocks import Block, Block2, PatchEmbedding
 
 
 class Stage0(nn.Module):
@@ -16,7 +16,7 @@ class Stage0(nn.Module):
     def __init__(self):
         super().__init__()
         self.patch_embed = PatchEmbedding()
-        self.blocks = nn.ModuleList([Block(drop_path=nn.Identity()), Block(drop_path=DropPath(p=0.95))])
+        self.blocks = nn.ModuleList([Block(), Block2(p=0.95)])
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed(images)
