@@ -36,7 +36,7 @@ class PipegraphError(Exception):
 
     Attributes:
         problem: what happened, where and why.
-        advice: one thing to try; empty if there is none.
+        advice: one thing to try; may be empty.
     """
 
     exit_code: ClassVar[int] = 2

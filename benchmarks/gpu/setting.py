@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.block_times import device_name
 from pipegraph.cost.hardware import Hardware
+from pipegraph.device import Device
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.sources import load
 from pipegraph.package import Package
@@ -51,7 +51,7 @@ class Setting:
         """The device and the model, as a line."""
         layers = format_number_of("layer", self.layers)
         size = f"{layers} of width {self.width}, {self.rows} × {self.length} tokens, bfloat16"
-        return f"{device_name(self.device)}, torch {torch.__version__}: {size}"
+        return f"{Device(self.device).name}, torch {torch.__version__}: {size}"
 
     @property
     def hardware(self) -> Hardware:
@@ -65,11 +65,11 @@ class Setting:
             return [Hardware.load(profile) for profile in self.profile_names]
         if not self.is_gpu:
             return [Hardware.load("cpu")]
-        name = device_name(self.device).lower()
+        name = Device(self.device).name.lower()
         profile_name = next((candidate for candidate in Hardware.names() if candidate in name), None)
         if profile_name is None:
             raise SystemExit(
-                f"no profile is of {device_name(self.device)}.\n"
+                f"no profile is of {Device(self.device).name}.\n"
                 "Try: pipegraph calibrate --device cuda -o gpu.json, and --profile gpu.json"
             )
         return [Hardware.load(profile_name)]

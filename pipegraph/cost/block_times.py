@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from pipegraph.cost.block_runs import BlockRun, Rounds, bytes_to_run
 from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block
+from pipegraph.device import Device
 from pipegraph.errors import PlanError
 from pipegraph.kernels.cpu import keep_freed_memory
 from pipegraph.progress import report_progress, track
@@ -68,7 +67,7 @@ class MeasureOptions:
         """Return what a measurement of this block depends on: the key of its entry in the cache."""
         return {
             "block": block.key,
-            "device": device_name(torch.device(self.device)),
+            "device": Device(self.device).name,
             "torch": torch.__version__,
             "pipegraph": __version__,
             "matmul_precision": torch.get_float32_matmul_precision(),
@@ -77,18 +76,6 @@ class MeasureOptions:
             "threads": self.threads or torch.get_num_threads(),
             "ranks": 1 if self.has_own_device else self.ranks,
         }
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name under which a device is sold."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def measure(
@@ -163,7 +150,7 @@ def _run(blocks: Sequence[Block], setting: MeasureOptions, within: float | None 
     _check_memory(blocks, device)
     if device.type == "cpu":
         keep_freed_memory()  # as a rank does
-    report_progress(f"measuring {len(blocks)} distinct blocks on {device_name(device)}")
+    report_progress(f"measuring {len(blocks)} distinct blocks on {Device(device).name}")
     runs = _runs(blocks, setting, device, None if within is None else begun + _COMPILING * within)
     rounds = Rounds(runs, device)
     seconds = setting.seconds
@@ -204,22 +191,10 @@ def _runs(
 
 
 def _check_memory(blocks: Sequence[Block], device: torch.device) -> None:
-    required, free = sum(map(bytes_to_run, blocks)), free_bytes(device)
+    required, free = sum(map(bytes_to_run, blocks)), Device(device).free_bytes
     if free is not None and required > free:
         raise PlanError(
             f"To measure {len(blocks)} distinct blocks takes {format_bytes(required)}, and {format_bytes(free)} are "
             f"free on {device}.",
             f"{argument('balance', 'time')}, which runs nothing, or a smaller microbatch.",
         )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a GPU or of the machine; None if the machine does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else None

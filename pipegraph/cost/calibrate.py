@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from msgspec import structs
@@ -24,8 +23,8 @@ from pipegraph.cost.machine_rates import (
     measure_kernel_overhead,
 )
 from pipegraph.cost.size_table import SizeTable
+from pipegraph.device import Device
 from pipegraph.kernels.cpu import keep_freed_memory, threads_per_rank
-from pipegraph.machine import memory_of_host
 from pipegraph.units import format_percent
 
 # ---- host link -------------------------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ def measure_host_link(stopwatch: Stopwatch) -> Link:
     is_cpu = stopwatch.device.type == "cpu"
     times = [_there_and_back(stopwatch, size, is_pinned=not is_cpu) for size in _SIZES]
     latency, bandwidth = fit(times, [2 * size for size in _SIZES])
-    name = WITHIN_MEMORY if is_cpu else f"{torch.cuda.get_device_name(stopwatch.device)} to pinned memory"
+    name = WITHIN_MEMORY if is_cpu else f"{Device(stopwatch.device).name} to pinned memory"
     return Link(latency, bandwidth, name)
 
 
@@ -118,8 +117,8 @@ def calibrate(device: str = "cpu", threads: int | None = None, ranks: int = 2, n
     peaks = {dtype: max(table.largest for table in tables.values()) for dtype, tables in flops.items()}
     return Hardware(
         name=name,
-        device=f"{_device_name(where)}, {chosen} thread{'s' if chosen > 1 else ''} a rank, torch {torch.__version__}",
-        memory_bytes=_memory_bytes(where),
+        device=f"{Device(where).name}, {chosen} thread{'s' if chosen > 1 else ''} a rank, torch {torch.__version__}",
+        memory_bytes=Device(where).memory_bytes,
         peak_flops={dtype: _rounded(peak) for dtype, peak in peaks.items()},
         attained_flops={
             kind: {dtype: _part(tables[kind], peaks[dtype]) for dtype, tables in flops.items()}
@@ -219,17 +218,3 @@ def _part(table: SizeTable, peak: float) -> SizeTable:
 def _rounded(figure: float) -> float:
     """Four digits: more are noise."""
     return float(f"{figure:.4g}")
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return memory_of_host()

@@ -20,6 +20,7 @@ from torch import Tensor
 from pipegraph import collectives, loopback
 from pipegraph.cost.hardware import MeasuredLinks
 from pipegraph.cost.size_table import SizeTable
+from pipegraph.device import Device
 from pipegraph.errors import RuntimeFault
 
 _TIMEOUT = 120.0  # seconds that all of it may take
@@ -126,8 +127,7 @@ def _round_trip(sender: int, receiver: int, rank: int, size: int, device: torch.
         else:
             dist.recv(message, sender)
             dist.send(answer, sender)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        Device(device).synchronize()
         samples.append(time.perf_counter() - started)
     return float(np.median(samples[_WARM:]))
 
@@ -175,8 +175,7 @@ def _usual_seconds(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(_WARM + _SAMPLES):
         started = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        Device(device).synchronize()
         samples.append(time.perf_counter() - started)
     return float(np.median(samples[_WARM:]))
 

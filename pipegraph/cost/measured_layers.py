@@ -13,11 +13,12 @@ from itertools import takewhile
 import torch
 
 from pipegraph.cost.block_runs import bytes_to_run
-from pipegraph.cost.block_times import MeasureOptions, device_name, free_bytes, measure_first
+from pipegraph.cost.block_times import MeasureOptions, measure_first
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.attribution import Times
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
+from pipegraph.device import Device
 
 _LONGEST, _SHORTEST = 12.0, 4.0  # seconds of measuring, about: no block is begun that would take longer
 _PRICING = 17.0  # seconds that pricing takes, about, with what came before measuring, unless that was very long
@@ -30,7 +31,7 @@ def is_at_hand(hardware: Hardware, setting: MeasureOptions) -> bool:
     profile is ``cpu``, which stands for any."""
     if setting.device.startswith("cuda") and not torch.cuda.is_available():
         return False
-    return hardware.name == "cpu" or hardware.device.startswith(device_name(torch.device(setting.device)))
+    return hardware.name == "cpu" or hardware.device.startswith(Device(setting.device).name)
 
 
 def auto_times(
@@ -89,7 +90,7 @@ def _is_short(times: Times, setting: MeasureOptions, within: float) -> bool:
 
 def _that_fit(blocks: Sequence[Block], setting: MeasureOptions) -> list[Block]:
     """Return the first blocks that fit the device's memory together."""
-    free = free_bytes(torch.device(setting.device))
+    free = Device(setting.device).free_bytes
     limit = float("inf") if free is None else _MEMORY * free
     used_bytes = 0
 

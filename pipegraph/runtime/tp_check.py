@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from pipegraph.device import Device
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.running_modules import failed_in, running_modules
@@ -228,7 +229,7 @@ def _in_evaluation_mode(stage: nn.Module, device: torch.device) -> Iterator[None
     buffers = [(buffer, buffer.clone()) for buffer in stage.buffers()]
     stage.eval()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with Device(device).fork_rng():
             yield
     finally:
         for module, mode in modes:

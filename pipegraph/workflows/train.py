@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.model_output import output_tensors
+from pipegraph.device import Device
 from pipegraph.errors import BatchError, PipegraphError, RuntimeFault, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.kernels.sharded import local
@@ -72,6 +73,7 @@ class RunMeasurement:
     ) -> None:
         self._pipeline, self._optimizer, self._kernels = pipe, optimizer, kernels
         self._precision = precision if changes_dtypes(precision, pipe.package.manifest) else None
+        self._device = Device(pipe.device)
         self._times = ActionTimes(pipe.device)
         self._saved: SavedBytes | None = None
         self._steps = 0
@@ -88,8 +90,7 @@ class RunMeasurement:
         start = time.perf_counter()
         with self._pipeline.observe(self._times if self._steps else self._saved):
             yield
-        if self._pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self._pipeline.device)
+        self._device.synchronize()
         self._own_seconds = time.perf_counter() - start
 
     def own_figures(self) -> list[float]:
@@ -103,8 +104,8 @@ class RunMeasurement:
         if self._steps:
             self._seconds.append(seconds)
             self._bubbles.append(1 - statistics.fmean(busy for _, busy in by_rank) / seconds)
-        elif self._pipeline.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._pipeline.device)
+        else:
+            self._device.reset_peak()
         self._steps += 1
         return seconds
 
@@ -119,8 +120,7 @@ class RunMeasurement:
         row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
         row += [_NONE if peak is None else peak for peak in peaks]
         row += [self._part(stage) for stage in range(schedule.stages)]
-        gpu = self._pipeline.device.type == "cuda"
-        row.append(torch.cuda.max_memory_allocated(self._pipeline.device) if gpu else _NONE)
+        row.append(_NONE if self._device.is_cpu else self._device.peak_bytes)
         rows = self._pipeline.gather(row)
         figures = list(map(max, zip(*rows, strict=True)))
         parts = iter(figures)
@@ -133,7 +133,7 @@ class RunMeasurement:
             step=statistics.median(self._seconds) if self._seconds else None,
             state=tuple(map(int, state)),
             saved=tuple(None if peak == _NONE else int(peak) for peak in saved),
-            allocated=tuple(int(process_row[-1]) for process_row in rows) if gpu else (),
+            allocated=tuple(int(process_row[-1]) for process_row in rows) if not self._device.is_cpu else (),
             processes=len(rows),
             kernels=self._kernels,
             bubble=statistics.median(self._bubbles) if self._bubbles else None,

@@ -13,12 +13,13 @@ from msgspec import structs
 
 import pipegraph
 from pipegraph.cost import block_times, measured_layers
-from pipegraph.cost.block_times import BlockTimes, MeasureOptions, device_name, measure_first
+from pipegraph.cost.block_times import BlockTimes, MeasureOptions, measure_first
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measured_layers import auto_times, is_at_hand
 from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroups
+from pipegraph.device import Device
 from pipegraph.planner.plan_options import PlanOptions
 from tests.cost.models import model
 from tests.planner.machine import MACHINE
@@ -86,12 +87,12 @@ def test_what_fits_neither_memory_nor_time_is_not_run(
         patched.setattr(block_times, "_run", lambda *_: pytest.fail("something was run"))
         assert auto_times(parts, predicted, QUICK, cache) == predicted, "111 s are too long"
         patched.setattr(measured_layers, "_SHORTEST", 1e9)
-        patched.setattr(measured_layers, "free_bytes", lambda device: 1000)
+        patched.setattr(Device, "free_bytes", 1000)
         assert auto_times(parts, predicted, QUICK, cache) == predicted
     monkeypatch.setattr(measured_layers, "_SHORTEST", 1e9)
     actual = auto_times(parts, predicted, replace(QUICK, seconds=0.0), cache)
     assert actual != predicted
-    monkeypatch.setattr(measured_layers, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(Device, "free_bytes", 1000)
     assert auto_times(parts, predicted, QUICK, cache) == actual, "what was measured once counts"
 
 
@@ -128,7 +129,7 @@ def test_layers_add_up_to_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_which_device_is_at_hand() -> None:
-    cpu, device = Hardware.load("cpu"), device_name(torch.device("cpu"))
+    cpu, device = Hardware.load("cpu"), Device("cpu").name
     calibrated = structs.replace(MACHINE, device=f"{device}, 1 thread a rank, torch {torch.__version__}")
     assert is_at_hand(cpu, QUICK) and is_at_hand(calibrated, QUICK)
     assert not is_at_hand(Hardware.load("h100"), QUICK)

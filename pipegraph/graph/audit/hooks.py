@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipegraph.device import Device
 from pipegraph.errors import CaptureError, path_from_here
 from pipegraph.graph.captured import GradientHook, StateEntry
 from pipegraph.graph.function_text import FunctionText, NotPortableError, function_text
@@ -133,7 +134,7 @@ def _try_on_parameter(parameter: nn.Parameter, method: str, hook: Callable[..., 
     read = [tensor for tensor, _ in text.tensors.values()]
     versions = [version_of(tensor) for tensor in read]
     results = []
-    with torch.random.fork_rng(devices=[parameter.device] if parameter.is_cuda else []), torch.no_grad():
+    with Device(parameter.device).fork_rng(), torch.no_grad():
         gradient = torch.randn_like(parameter)
         for seed, function in enumerate((hook, hook, _compiled(text))):
             torch.manual_seed(seed)

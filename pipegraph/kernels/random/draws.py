@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from pipegraph.device import Device
 from pipegraph.errors import PipegraphError
 from pipegraph.torch_private.checkpointing import arguments as torch_arguments
 from pipegraph.torch_private.checkpointing import checkpointing, redirecting, takes_distributed
@@ -338,7 +339,7 @@ def _draw(
     if isinstance(key, Tensor):
         raise RuntimeError(f"with seed=, what {operation} draws is seeded outside a graph alone{_remedy(name)}")
     # Threads share the generator that is seeded here.
-    with _seeding, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _seeding, Device(device).fork_rng():
         torch.manual_seed(key)
         return operation(*args, **kwargs)
 

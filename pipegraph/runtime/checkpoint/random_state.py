@@ -7,6 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pipegraph.device import Device
+
 _PREFIX: Final = "random."
 
 
@@ -19,8 +21,8 @@ def random_states(rank: int, device: torch.device) -> dict[str, Tensor]:
     """The states of a rank [uint8], by their names in storage."""
     cpu, gpu = stored_names(rank)
     states = {cpu: torch.get_rng_state()}
-    if device.type == "cuda":
-        states[gpu] = torch.cuda.get_rng_state(device)
+    if (state := Device(device).rng_state()) is not None:
+        states[gpu] = state
     return states
 
 
@@ -29,5 +31,5 @@ def set_random_states(states: dict[str, Tensor], rank: int, device: torch.device
     cpu, gpu = stored_names(rank)
     if (state := states.get(cpu)) is not None:
         torch.set_rng_state(state)
-    if device.type == "cuda" and (state := states.get(gpu)) is not None:
-        torch.cuda.set_rng_state(state, device)
+    if (state := states.get(gpu)) is not None:
+        Device(device).set_rng_state(state)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipegraph.arguments import argument, require_type
+from pipegraph.device import Device
 from pipegraph.errors import ArgumentError, PipegraphError
 from pipegraph.loopback import is_one_machine, use_loopback
 from pipegraph.runtime.processes.faults import FAULT, FaultGuard
@@ -317,7 +318,7 @@ class World:
         """
         if self.device.type == "cuda" and not abort:
             # Two steps: after the first nothing is on its way, and if the first fails all can still be aborted.
-            abort = not _succeeds_in_time(lambda: torch.cuda.synchronize(self.device))
+            abort = not _succeeds_in_time(Device(self.device).synchronize)
             if not abort:
                 _succeeds_in_time(lambda: self._close_groups(abort=False))
                 return

@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 from torch.utils.hooks import RemovableHandle
 
+from pipegraph.device import Device
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.pipeline import Pipeline
@@ -213,8 +214,8 @@ class LoopProfiler:
         Args:
             result: what `Pipeline.step` returned; without it the loss is not recorded.
         """
-        if self._pipe.device.type == "cuda" and (self._is_recorded(self._step) or self._is_recorded(self._step + 1)):
-            torch.cuda.synchronize(self._pipe.device)
+        if self._is_recorded(self._step) or self._is_recorded(self._step + 1):
+            Device(self._pipe.device).synchronize()
         if self._is_recorded(self._step):
             self._losses[self._step] = self._share_loss(result)
         else:

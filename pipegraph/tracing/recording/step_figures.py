@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
+from pipegraph.device import Device
 from pipegraph.package import CALLER, Manifest, leaves
 from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
@@ -177,10 +176,7 @@ class StepRecorder:
         )
 
     def _peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return Device(self._device).peak_bytes
 
 
 def parts_of(schedule: Schedule) -> tuple[str, ...]:

@@ -1,0 +1,103 @@
+"""A device of torch: its name, its memory, its random numbers, and when it is done.
+
+A kind of device other than the CPU is asked through `torch.get_device_module`, whose functions have the same names for
+each kind. A kind that lacks one of them is added here.
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipegraph.machine import memory_of_host
+
+
+class Device:
+    """A device.
+
+    Attributes:
+        torch_device: as torch has it.
+        is_cpu: whether kernels run in the calling thread, so that nothing has to be waited for.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.torch_device = torch.device(device)
+        self.is_cpu = self.torch_device.type == "cpu"
+
+    @property
+    def name(self) -> str:
+        """The name under which the device is sold."""
+        if not self.is_cpu:
+            return str(self._module.get_device_name(self.torch_device))
+        lines = _lines("/proc/cpuinfo")
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.processor() or platform.machine())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its memory; for the CPU that of the machine."""
+        if self.is_cpu:
+            return memory_of_host()
+        return int(self._module.get_device_properties(self.torch_device).total_memory)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Its free memory; None if the machine does not report it."""
+        if not self.is_cpu:
+            return int(self._module.mem_get_info(self.torch_device)[0])
+        lines = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
+        return next((int(line.split()[1]) * 1024 for line in lines), None)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that torch had allocated since `reset_peak`; for the CPU the most that the process had."""
+        if not self.is_cpu:
+            return int(self._module.max_memory_allocated(self.torch_device))
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def reset_peak(self) -> None:
+        """Count `peak_bytes` from here on. The CPU cannot."""
+        if not self.is_cpu:
+            self._module.reset_peak_memory_stats(self.torch_device)
+
+    def synchronize(self) -> None:
+        """Wait until all work that was launched is done."""
+        if not self.is_cpu:
+            self._module.synchronize(self.torch_device)
+
+    @contextmanager
+    def fork_rng(self) -> Iterator[None]:
+        """A context after which the random generators of the CPU and of this device are as before."""
+        devices = [] if self.is_cpu else [self.torch_device]
+        kind = "cuda" if self.is_cpu else self.torch_device.type
+        with torch.random.fork_rng(devices=devices, device_type=kind):
+            yield
+
+    def rng_state(self) -> Tensor | None:
+        """The state [uint8] of its random generator; None for the CPU, whose state `torch.get_rng_state` has."""
+        return None if self.is_cpu else self._module.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Set the state that `rng_state` returned."""
+        if not self.is_cpu:
+            self._module.set_rng_state(state, self.torch_device)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.torch_device)
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
