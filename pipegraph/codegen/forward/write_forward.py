@@ -52,10 +52,6 @@ from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statem
 from pipegraph.graph.aliasing import is_view, is_written
 from pipegraph.graph.symbolic_size import SymbolicSize, UnknownSizeError
 
-# ---- writer ----------------------------------------------------------------------------------------------------------
-# The statements of a ``forward``.
-
-
 # ---- with blocks -----------------------------------------------------------------------------------------------------
 # What one ``with`` block holds: neighbours that ran in the same ``no_grad`` and ``autocast`` blocks of the model.
 

@@ -394,7 +394,7 @@ def _model_statements(frames: Iterable[_Frame]) -> tuple[SourceStatement, ...]:
     return tuple(statement for statement in statements if statement is not None)
 
 
-# ---- source files ----------------------------------------------------------------------------------------------------
+# ---- statements of a file --------------------------------------------------------------------------------------------
 
 
 def _statements(file: str) -> dict[int, SourceStatement]:
