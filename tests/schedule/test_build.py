@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Kind, build, check, names, peak_activations
+from pipegraph.schedule.recipes import compared_names
 
 NAMES = (
     "gpipe",
@@ -252,3 +253,7 @@ def test_more_microbatches_than_a_step_can_have_are_refused_at_once(name: str) -
     expected = f"{name} cannot have 10,000,000 microbatches on {stages} stages: a step has 2,000,000 forwards at most."
     with pytest.raises(ScheduleError, match=f"{expected}\nTry: {2_000_000 // stages:,} microbatches"):
         build(name, 4, 10**7)
+
+
+def test_plans_for_a_cluster_compare_these() -> None:
+    assert compared_names() == ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
