@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from pipegraph.errors import CheckpointError
-from pipegraph.runtime.checkpoint.folder import candidates, find_damage, read_index
+from pipegraph.runtime.checkpoint.folder import candidates, check_files, read_index
 
 HOOK: Final = Path(__file__).parent / "hook"
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT)
@@ -198,7 +198,7 @@ def _damaged(checkpoints: Path) -> Iterator[CheckpointError]:
     for place in candidates(checkpoints):
         try:
             index = read_index(place)
-            find_damage(place, index.files, list(index.files))
+            check_files(place, index.files, list(index.files))
         except CheckpointError as error:
             yield error
 

@@ -40,9 +40,9 @@ def test_sizes_that_do_not_fit_into_the_record_follow_it(folder: str) -> None:
 
 
 def step_with_little_room(rank: int, folder: str) -> str:
-    from pipegraph.runtime import step_record
+    from pipegraph.runtime import step_agreement
 
-    step_record.ROOM = 3  # type: ignore[misc]
+    step_agreement.ROOM = 3  # type: ignore[misc]
     return packed_model.step(rank, folder, "zb-v", "autograd", rank == 1)
 
 
