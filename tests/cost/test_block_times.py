@@ -18,6 +18,7 @@ from pipegraph.cost.measurement_cache import Cache, default_folder
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.chain import find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, group_segments
+from pipegraph.device import Device
 from pipegraph.errors import PlanError
 from pipegraph.progress import listen
 from pipegraph.recompute import Recompute
@@ -72,7 +73,7 @@ def test_what_a_measurement_depends_on(runs: list[int], tmp_path: Path, monkeypa
     threads = torch.get_num_threads()
     measure([block], MeasureOptions(kernels="eager", seconds=0.02, threads=threads + 1), Cache(tmp_path))
     assert (len(runs), torch.get_num_threads()) == (4, threads)
-    monkeypatch.setattr(measuring, "device_name", lambda device: "another machine")
+    monkeypatch.setattr(Device, "name", "another machine")
     measure([block], QUICK, Cache(tmp_path))
     assert runs == [1] * 5
 
@@ -138,7 +139,7 @@ def test_measured_segments(tmp_path: Path) -> None:
 
 
 def test_too_large_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measuring, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(Device, "free_bytes", 100)
     with pytest.raises(PlanError, match=r"To measure 1 distinct blocks takes .* are free on cpu.\nTry: balance=.time"):
         measure(blocks()[-1:], QUICK, Cache(tmp_path))
 

@@ -140,6 +140,10 @@ _CLOSING_SECONDS: Final = 10.0
 """The time limit for NCCL to finish pending messages before its connections are closed."""
 
 
+_CONTINUE, _STOP = "continue", "stop"
+"""What ranks decide that wait for each other."""
+
+
 class LoneProcess:
     """The world of a plain process, which holds all stages. It has the methods of `World` that `Pipeline` offers."""
 
@@ -219,16 +223,23 @@ class World:
         return group
 
     def _wait_for_all(self, store: dist.Store, event: str, ranks: Sequence[int]) -> None:
-        """Wait until all of these ranks have come here, or one has failed."""
+        """Wait until all of these ranks have come here, or one has failed.
+
+        The ranks decide together: without that one could see the failure and leave, and another one could see that all
+        are here, and wait for the one that left until the timeout of gloo.
+        """
+        key = f"all {event}"
 
         def check() -> None:
             if self.store.check([FAULT]):
-                raise ConnectionLost(None, "another rank has failed")
+                store.compare_set(key, "", _STOP)
 
         with lost_connections(sum(ranks) - self.rank if len(ranks) == 2 else None):
             if store.add(event, 1) == len(ranks):
-                store.set(f"all {event}", "")
-            wait_for_key(store, f"all {event}", self.timeout, check)
+                store.compare_set(key, "", _CONTINUE)
+            wait_for_key(store, key, self.timeout, check)
+            if store.get(key).decode() == _STOP:
+                raise ConnectionLost(None, "another rank has failed")
 
     def along(self, *names: str, on_cpu: bool = False) -> Group:
         """The ranks that lie in one line with this one along these dimensions, for tensors on its device or the CPU.
