@@ -228,7 +228,7 @@ def _capture(
     read = {node.target for node in graph.find_nodes(op="get_attr")}
     for fqn in [fqn for fqn, entry in state.items() if entry.kind == "constant" and fqn not in read]:
         del state[fqn], tensors[fqn]
-    hooks = gradient_hooks(model, state, tensors)
+    hooks = gradient_hooks(model, graph, state, tensors)
     positional, keywords, constants = inputs_of(exported.program, args, kwargs)
     captured = Captured(
         graph=graph,

@@ -46,6 +46,11 @@ class StateEntry:
     initialisation: Initialisation | None = None
     follows_model: bool = False
 
+    @classmethod
+    def constant(cls, fqn: str, tensor: torch.Tensor) -> StateEntry:
+        """The entry of a plain tensor that the model's code holds."""
+        return cls(fqn, "constant", tuple(tensor.shape), tensor.dtype, False, False, fqn)
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -82,6 +82,8 @@ def function_text(function: Callable[..., Any]) -> FunctionText:
     local = (parameters | stored | nested) - values.keys()
     if changed := stored & values.keys():
         raise NotPortableError(f"it changes its argument {min(changed)}")
+    if "self" in local:
+        raise NotPortableError("it has a variable self, which is the stage in the stage's source")
     reader = _Reader(around, local)
     if isinstance(node, ast.Lambda):
         _drop_parameters(node.args, values)
@@ -92,6 +94,8 @@ def function_text(function: Callable[..., Any]) -> FunctionText:
         for argument in _parameters(node):
             argument.annotation = None
         node.body = [reader.visit(statement) for statement in node.body if not _is_docstring(statement)] or [ast.Pass()]
+    if hidden := reader.libraries & local:
+        raise NotPortableError(f"it has a variable {min(hidden)}, which is a module in the stage's source")
     name = "" if isinstance(node, ast.Lambda) else node.name
     text = ast.unparse(node)
     if '"' not in text:
@@ -194,6 +198,8 @@ class _Reader(ast.NodeTransformer):
                 return written
             if isinstance(value, nn.Module) and attribute.attr == "training":
                 raise NotPortableError(f"it uses {ast.unparse(node)}, which the mode changes")
+            if not hasattr(value, attribute.attr):
+                raise NotPortableError(f"it uses {ast.unparse(node)}, which is missing")
             value, source = getattr(value, attribute.attr), attribute.attr
         return self._required(value, source, ast.unparse(node))
 

@@ -225,7 +225,7 @@ class Package:
             file = f"{self.manifest.stages[index].module}.py"
             where = self.path / file if isinstance(weights, bool) else file  # a package may be on its way to its folder
             raise PackageError(
-                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.", f"{advice}"
+                f"stage {index} ({where}){weights_of} cannot be loaded: {type(error).__name__}: {error}.", advice
             ) from error
         self._source.keep_for(stage)
         return stage

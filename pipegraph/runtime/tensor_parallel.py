@@ -61,9 +61,7 @@ def require_plan(plan: Plan | None, size: int) -> None:
     if size > 1 and not plan:
         plan_text = '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}'
         advice = for_asker(f"tp_plan={plan_text}.", f"tp_plan = {plan_text} in the model's file, and split it again.")
-        raise ArgumentError(
-            f"the mesh has {size} ranks along tp, and nothing says how they divide the model.", f"{advice}"
-        )
+        raise ArgumentError(f"the mesh has {size} ranks along tp, and nothing says how they divide the model.", advice)
 
 
 def module_names(stages: Mapping[int, nn.Module]) -> list[str]:

@@ -47,6 +47,9 @@ def hooked_call_difference(
     names = {hook.owner for hook in captured.hooks if hook.is_of_module and calls_of(stage.nodes, hook.owner)}
     if not names:
         return None
+    modules = dict(module.named_modules(remove_duplicate=False))
+    if missing := names - modules.keys():
+        return "no module", f"the module {min(missing)}, which has a hook"
     terms = Terms()
     expected: dict[str, list[Call]] = {}
     with TermRecorder(terms) as recorder:
@@ -63,9 +66,7 @@ def hooked_call_difference(
 
     with TermRecorder(terms) as recorder:
         handles = [
-            module.get_submodule(name).register_forward_hook(
-                lambda _, args, result, name=name: note(name, args, result)
-            )
+            modules[name].register_forward_hook(lambda _, args, result, name=name: note(name, args, result))
             for name in names
         ]
         try:

@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Container, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from pipegraph.device import Device
-from pipegraph.errors import CaptureError, path_from_here
+from pipegraph.errors import CaptureError, one_line, path_from_here
 from pipegraph.graph.captured import GradientHook, StateEntry
 from pipegraph.graph.function_text import FunctionText, NotPortableError, function_text
+from pipegraph.graph.nodes import path_of
+from pipegraph.torch_private.fake_tensors import TorchDispatchMode
 from pipegraph.torch_private.modules import backward_hooks_of
 from pipegraph.torch_private.tensors import hooks_of, memory_of, version_of
 
-_LARGEST: Final = 2**24
-"""The number of elements up to which a hook is tried on a gradient."""
 _TRIED: Final = (4, 6)
 """The shape of the gradient on which a hook of a module is tried."""
+
+
+_COUNTS: Final = (1, 2, 3)
+"""The numbers of inputs and outputs with which a hook of a module is tried."""
+
+
+class HookError(NotPortableError):
+    """A hook raises an error for the gradients that it was given."""
 
 
 class _Hook(NamedTuple):
@@ -47,15 +58,22 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def gradient_hooks(
-    model: nn.Module, state: dict[str, StateEntry], tensors: dict[str, Tensor]
+    model: nn.Module, graph: fx.Graph, state: dict[str, StateEntry], tensors: dict[str, Tensor]
 ) -> tuple[GradientHook, ...]:
     """Return the hooks of gradients of a model.
 
     Args:
+        graph: the captured operations.
         state, tensors: of the model. Tensors that only hooks read are added to them.
+
+    Raises:
+        CaptureError: no operation runs in a module that has a hook for its backward.
     """
     hooks: list[GradientHook] = []
+    called = {fqn for node in graph.nodes for _, fqn in path_of(node)}
     for hook in _hooks(model):
+        if isinstance(hook.target, nn.Module) and hook.owner not in called:
+            raise _refusal(model, hook, "no operation of the model runs in that module")
         text = _text(model, hook)
         names = {key: _name_of(tensor, source, state, tensors) for key, (tensor, source) in text.tensors.items()}
         line = _line_of(hook.function)
@@ -79,15 +97,7 @@ def _name_of(tensor: Tensor, source: str, state: dict[str, StateEntry], tensors:
     if existing_name is not None:
         return existing_name
     fqn = _unused(source, {name.partition(".")[0] for name in state})
-    state[fqn] = StateEntry(
-        fqn=fqn,
-        kind="constant",
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        requires_grad=False,
-        persistent=False,
-        canonical=fqn,
-    )
+    state[fqn] = StateEntry.constant(fqn, tensor)
     tensors[fqn] = tensor.detach()
     return fqn
 
@@ -107,99 +117,185 @@ def _text(model: nn.Module, hook: _Hook) -> FunctionText:
     try:
         text = function_text(hook.function)
         if isinstance(hook.target, nn.Parameter):
+            _check_parameter(model, hook.target)
             _try_on_parameter(hook.target, hook.method, hook.function, text)
         else:
-            _check_module(hook.owner, hook.method)
+            _check_module(model, hook)
             _try_on_module(hook.target, hook.method, hook.function, text)
     except NotPortableError as error:
         raise _refusal(model, hook, str(error)) from None
     return text
 
 
-def _compiled(text: FunctionText) -> Callable[..., Any]:
-    """The function that a text defines."""
+def _compiled(text: FunctionText, tensors: Mapping[str, Tensor] | None = None) -> Callable[..., Any]:
+    """The function that a text defines, with its tensors or with other ones."""
     names: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "math": math}
-    names |= {name: tensor for name, (tensor, _) in text.tensors.items()}
+    names |= {name: tensor for name, (tensor, _) in text.tensors.items()} if tensors is None else tensors
     exec(text.text if text.name else f"hook = {text.text}", names)
     return names[text.name or "hook"]
+
+
+@contextmanager
+def _unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which hooks are called: what they change is put back.
+
+    Raises:
+        NotPortableError: a hook changes one of the tensors; `HookError`: it raises an error.
+    """
+    versions = [version_of(tensor) for tensor in tensors]
+    copies = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except NotPortableError:
+        raise
+    except Exception as error:  # whatever a hook raises
+        problem = one_line(f"{type(error).__name__}: {error}")
+        raise HookError(f"called with a gradient of random numbers, it raises {problem}") from None
+    finally:
+        is_changed = [version_of(tensor) for tensor in tensors] != versions
+        with torch.no_grad():
+            for tensor, version, original in zip(tensors, versions, copies, strict=True):
+                if version_of(tensor) != version:
+                    tensor.detach().copy_(original)
+    if is_changed:
+        raise NotPortableError("it changes a tensor that it reads")
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
 
+def _check_parameter(model: nn.Module, parameter: nn.Parameter) -> None:
+    """Raise NotPortableError for a parameter whose gradient in a stage is not the one that the hook gets."""
+    if not parameter.requires_grad:
+        raise NotPortableError("the parameter has no gradient: requires_grad is False")
+    memory = memory_of(parameter)
+    if Counter(memory_of(other) for other in model.parameters())[memory] > 1:
+        raise NotPortableError("several parameters have its memory, and one gradient in a stage")
+
+
 def _try_on_parameter(parameter: nn.Parameter, method: str, hook: Callable[..., Any], text: FunctionText) -> None:
     """Call a hook and its text on a gradient. Raises NotPortableError if they differ, or a call does more than that."""
-    if parameter.is_meta or parameter.numel() > _LARGEST:
+    if parameter.is_meta:
+        _try_without_values(parameter, method, text)
         return
+    results: list[Tensor] = []
     read = [tensor for tensor, _ in text.tensors.values()]
-    versions = [version_of(tensor) for tensor in read]
-    results = []
-    with Device(parameter.device).fork_rng(), torch.no_grad():
+    with Device(parameter.device).fork_rng(), torch.no_grad(), _unchanged(read):
         gradient = torch.randn_like(parameter)
         for seed, function in enumerate((hook, hook, _compiled(text))):
             torch.manual_seed(seed)
             results.append(_gradient_after(parameter, method, function, gradient.clone()).nan_to_num())
-    if [version_of(tensor) for tensor in read] != versions:
-        raise NotPortableError("it changes a tensor that it reads")
     if not all(torch.equal(results[0], result) for result in results[1:]):
         raise NotPortableError("each call of it computes something else")
+
+
+def _try_without_values(parameter: nn.Parameter, method: str, text: FunctionText) -> None:
+    """The same for a parameter on the meta device, of which only the operations are known."""
+    tensors = {name: tensor.detach().to("meta") for name, (tensor, _) in text.tensors.items()}
+    versions = [version_of(tensor) for tensor in tensors.values()]
+    try:
+        with torch.no_grad(), _NoRandomNumbers():
+            _gradient_after(parameter, method, _compiled(text, tensors), torch.empty_like(parameter))
+    except NotPortableError:
+        raise
+    except Exception as error:  # whatever a hook raises without values
+        problem = one_line(f"{type(error).__name__}: {error}")
+        raise NotPortableError(f"it could not be tried on the meta device ({problem})") from None
+    if [version_of(tensor) for tensor in tensors.values()] != versions:
+        raise NotPortableError("it changes a tensor that it reads")
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Raises NotPortableError for operations that draw random numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotPortableError("each call of it computes something else")
+        return func(*args, **(kwargs or {}))
 
 
 def _gradient_after(parameter: nn.Parameter, method: str, hook: Callable[..., Any], gradient: Tensor) -> Tensor:
     """The gradient after a hook."""
     if method == "register_hook":
         result = hook(gradient)
-        return gradient if result is None else result
-    copy = nn.Parameter(parameter.detach().clone())
-    copy.grad = gradient
-    hook(copy)
-    if copy.grad is None or not torch.equal(copy, parameter):
-        raise NotPortableError("it changes the parameter, or takes its gradient away")
-    return copy.grad
+        result = gradient if result is None else result
+    else:
+        copy = nn.Parameter(parameter.detach().clone())
+        copy.grad = gradient
+        hook(copy)
+        if copy.grad is None or (not copy.is_meta and not torch.equal(copy, parameter)):
+            raise NotPortableError("it changes the parameter, or takes its gradient away")
+        result = copy.grad
+    if (result.shape, result.dtype) != (gradient.shape, gradient.dtype):
+        raise NotPortableError(f"it returns {result.dtype} of {[*result.shape]} for a gradient that has another form")
+    return result
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-def _check_module(owner: str, method: str) -> None:
+def _check_module(model: nn.Module, hook: _Hook) -> None:
     """Raise NotPortableError for a hook that a stage cannot register."""
-    if method == "register_backward_hook":
+    if hook.method == "register_backward_hook":
         raise NotPortableError("torch does not define what such a hook gets; register_full_backward_hook is the one")
-    if not owner:
+    if not hook.owner:
         raise NotPortableError("the model itself is cut into stages")
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is hook.target]
+    if len(names) > 1:
+        raise NotPortableError(f"the module has several names: {', '.join(names)}")
+
+
+class _NoAttributes:
+    """Stands for the module that a hook is called with: a stage's module may lack attributes of the model's."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotPortableError(f"it uses the attribute {name} of the module")
 
 
 def _try_on_module(module: nn.Module, method: str, hook: Callable[..., Any], text: FunctionText) -> None:
-    """Call a hook and its text on gradients. Raises NotPortableError if an element of the result needs other ones."""
-    function = _compiled(text)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        input_gradient, output_gradient = torch.randn(_TRIED), torch.randn(_TRIED)
-        whole_gradient, written = (
-            _module_gradient(module, method, variant, input_gradient, output_gradient) for variant in (hook, function)
-        )
-        is_equal = torch.equal(whole_gradient, written)
-        for dim in range(len(_TRIED)):
-            halves = zip(input_gradient.chunk(2, dim), output_gradient.chunk(2, dim), strict=True)
-            joined = torch.cat([_module_gradient(module, method, hook, *half) for half in halves], dim)
-            is_equal = is_equal and torch.equal(whole_gradient, joined)
-    if not is_equal:
-        raise NotPortableError("an element of its result depends on others: it gets the gradients of a microbatch")
+    """Call a hook and its text on gradients. Raises NotPortableError if an element of the result needs other ones.
+
+    The number of inputs and outputs of the module is not known here: a hook is tried with several.
+    """
+    original, written = partial(hook, module), partial(_compiled(text), _NoAttributes())
+    read = [tensor for tensor, _ in text.tensors.values()]
+    problem: NotPortableError | None = None
+    is_tried = False
+    for count in _COUNTS:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), _unchanged(read):
+                gradients = [torch.randn(_TRIED) for _ in range(2 * count)]
+                results = [_module_gradients(function, method, gradients) for function in (written, original)]
+                for dim in range(len(_TRIED)):
+                    halves = zip(*(gradient.chunk(2, dim) for gradient in gradients), strict=True)
+                    parts = [_module_gradients(original, method, half) for half in halves]
+                    results.append([torch.cat(pair, dim) for pair in zip(*parts, strict=True)])
+        except HookError as error:
+            problem = error
+            continue
+        is_tried = True
+        if not all(map(partial(_are_equal, results[0]), results[1:])):
+            raise NotPortableError("an element of its result depends on others: it gets the gradients of a microbatch")
+    if problem is not None and not is_tried:
+        raise problem
 
 
-def _module_gradient(
-    module: nn.Module, method: str, hook: Callable[..., Any], input_gradient: Tensor, output_gradient: Tensor
-) -> Tensor:
-    """The gradient after a hook: of the input, or of the output for a hook that is called before the backward."""
+def _module_gradients(hook: Callable[..., Any], method: str, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients after a hook: of the inputs, or of the outputs for a hook that is called before the backward.
+
+    Args:
+        gradients: of the inputs, then as many of the outputs.
+    """
+    inputs, outputs = tuple(gradients[: len(gradients) // 2]), tuple(gradients[len(gradients) // 2 :])
     is_pre = method == "register_full_backward_pre_hook"
-    try:
-        result = hook(module, (output_gradient,)) if is_pre else hook(module, (input_gradient,), (output_gradient,))
-    except NotPortableError:
-        raise
-    except Exception as error:  # whatever the hook raises on another shape
-        raise NotPortableError(f"it takes gradients of one shape alone ({type(error).__name__})") from None
+    result = hook(outputs) if is_pre else hook(inputs, outputs)
     if result is None:
-        return output_gradient if is_pre else input_gradient
-    return result if isinstance(result, Tensor) else result[0]
+        result = outputs if is_pre else inputs
+    return [part for part in (result if isinstance(result, (tuple, list)) else [result]) if part is not None]
+
+
+def _are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

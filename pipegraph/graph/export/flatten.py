@@ -167,15 +167,7 @@ class _Flattening:
             count += 1
             fqn = f"{first}_{count}"
         self.tensors[fqn] = tensor.detach()
-        self.state[fqn] = StateEntry(
-            fqn=fqn,
-            kind="constant",
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            requires_grad=False,
-            persistent=False,
-            canonical=fqn,
-        )
+        self.state[fqn] = StateEntry.constant(fqn, tensor)
         return fqn
 
     def _inline(self, module: fx.GraphModule, values: dict[fx.Node, Any], regions: tuple[Any, ...]) -> Any:

@@ -234,9 +234,7 @@ def _check_writes(captured: Captured, made_in: Mapping[fx.Node, int]) -> None:
             if root.op == "get_attr":
                 tensor = f"{root.target}, which another stage uses"
                 remedy = "move the split point, so that all that uses the buffer lies in one stage."
-            raise PlanError(
-                f"{where} writes in place ({node.target}) into {tensor}.\n  at {source_line(node)}", f"{remedy}"
-            )
+            raise PlanError(f"{where} writes in place ({node.target}) into {tensor}.\n  at {source_line(node)}", remedy)
 
 
 def _check_branches(made_in: Mapping[fx.Node, int]) -> None:

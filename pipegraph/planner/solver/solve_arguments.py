@@ -50,9 +50,7 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
             )
     if stages > len(costs):
         advice = f"stages={len(costs)} or fewer, or cut inside the segments." if costs else "a model with layers."
-        raise PlanError(
-            f"{len(costs)} segments are too few for {stages} stages, which have one or more each.", f"{advice}"
-        )
+        raise PlanError(f"{len(costs)} segments are too few for {stages} stages, which have one or more each.", advice)
 
 
 def check_options(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipegraph
-from pipegraph.errors import CaptureError, PlanError
+from pipegraph.errors import CaptureError, PipegraphError, PlanError
 from pipegraph.package import Package
 from tests.codegen.parity import untidy
 from tests.graph.audit.hooked_models import batch, build_model, expected_gradients, train_on_ranks
@@ -142,6 +143,34 @@ def writing(gradient: Tensor) -> Tensor:
     return gradient * NOISE.add_(1)
 
 
+def changing(module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    NOISE.add_(1)
+
+
+def scaling(module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    return (inputs[0] * module.bias[0],)  # type: ignore[index]
+
+
+def halving(module: nn.Module, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    return (inputs[0] * 0.5,)
+
+
+def raising(gradient: Tensor) -> Tensor:
+    return gradient[100]
+
+
+def frozen(net: nn.Sequential) -> None:
+    layer: Any = net[2]
+    layer.bias.register_hook(lambda gradient: gradient * 2)
+    layer.bias.requires_grad_(False)
+
+
+def same_memory(net: nn.Sequential) -> None:
+    layers: list[Any] = list(net)
+    layers[0].weight = nn.Parameter(layers[2].weight.data)
+    layers[2].weight.register_hook(lambda gradient: gradient * 2)
+
+
 @pytest.mark.parametrize(
     ("add", "what"),
     [
@@ -152,6 +181,20 @@ def writing(gradient: Tensor) -> Tensor:
         (lambda net: net[2].bias.register_hook(lambda g: halve(g)), "2.bias has a hook.*it uses halve"),
         (lambda net: net[2].bias.register_hook(lambda g: g if net.training else 0 * g), "2.bias.*the mode changes"),
         (lambda net: net[2].register_full_backward_hook(lambda *_: None), r"2 has a hook for its.*takes \*args"),
+        (lambda net: net[2].register_full_backward_hook(changing), "2 has a hook.*it changes a tensor that it reads"),
+        (
+            lambda net: net[2].register_full_backward_hook(scaling),
+            "2 has a hook.*it uses the attribute bias of the mod",
+        ),
+        (lambda net: net.append(net[2])[3].register_full_backward_hook(halving), "2 has a hook.*several names: 2, 3"),
+        (
+            lambda net: net.add_module("rest", nn.Linear(8, 8)) or net[3].bias.register_hook(raising),
+            "raises IndexError",
+        ),
+        (lambda net: net[2].bias.register_hook(lambda self: self * NOISE), "2.bias has a hook.*a variable self"),
+        (lambda net: net[2].bias.register_hook(lambda g: g.double()), "2.bias has a hook.*returns torch.float64"),
+        (frozen, "2.bias has a hook.*requires_grad is False"),
+        (same_memory, "2.weight has a hook.*several parameters have its memory"),
         (
             lambda net: net[2].register_full_backward_pre_hook(lambda m, g: g[0] / g[0].norm()),
             "2 has.*depends on other",
@@ -166,6 +209,76 @@ def test_hooks_that_are_refused(add: Callable[[nn.Sequential], object], what: st
     with pytest.raises(CaptureError, match=rf"{what}(.|\n)*Try: .*parallelize_fn"):
         pipegraph.capture(hooked, (X,))
     assert not COUNTS
+    assert torch.equal(NOISE, torch.ones(8)), "what a hook changed when it was tried is put back"
+
+
+class Pairs(nn.Module):
+    """Modules with two inputs, without parameters and in a row, each with a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.act, self.mix, self.last = nn.Linear(8, 8), Activation(), Mix(), nn.Linear(8, 8)
+        self.row = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Dropout(0.0))
+        self.act.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.mix.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3, inputs[1] * 0.25))
+        for layer in (self.row, self.row[1], self.row[2]):
+            layer.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.75,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.first(x))
+        return self.last(self.row(self.mix(x, x.sin())))
+
+
+class Activation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class Mix(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+
+@pytest.mark.parametrize("kernels", ["autograd", "eager"])
+def test_hooks_of_modules_of_each_kind(kernels: str, tmp_path: Path) -> None:
+    package = pipegraph.write_package(
+        pipegraph.plan(pipegraph.capture(Pairs(), (X,)), points=["mix"]), tmp_path / "out"
+    )
+    pipe = pipegraph.Pipeline(package, microbatches=2, kernels=kernels, loss_fn=F.mse_loss)
+    pipe.step(X, target=torch.ones(4, 8))
+    expected = Pairs()
+    F.mse_loss(expected(X), torch.ones(4, 8)).backward()
+    gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_a_hook_of_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)
+    layers: list[Any] = list(net)
+    layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    assert [hook.owner for hook in pipegraph.capture(net, (x,)).hooks] == ["0.weight"]
+    layers[1].weight.register_hook(drawing)
+    with pytest.raises(CaptureError, match=r"1.weight has a hook.*each call of it computes something else"):
+        pipegraph.capture(net, (x,))
+
+
+def test_a_hook_that_fails_loses_no_gradient(tmp_path: Path) -> None:
+    """It returns another dtype than that of a stage in 16 bits."""
+    net = model()
+    net[2].weight.register_hook(lambda gradient: gradient * FACTOR)
+    package = pipegraph.write_package(pipegraph.plan(pipegraph.capture(net, (X,)), points=["2"]), tmp_path / "out")
+    pipe = pipegraph.Pipeline(package, kernels="autograd", loss_fn=F.mse_loss, precision="bf16-true")
+    weight: Any = pipe.stages[1].get_parameter("2.weight")
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(PipegraphError, match=r"hook of 2.weight of stage 1 returned torch.float32(.|\n)*Try: "):
+        pipe.step(X, target=torch.ones(4, 8))
+    assert weight.grad is not None and not torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+FACTOR = torch.full((8, 8), 0.5)
 
 
 def test_forward_hooks_are_in_the_graph(tmp_path: Path) -> None:
