@@ -61,7 +61,7 @@ test: $(READY)  ## Run the tests but the slow ones (JOBS=3 at a time, TORCH=2.15
 test-all: $(READY)  ## Run all tests, the fuzzers with 10,000 inputs each
 	PIPEGRAPH_FUZZ=10000 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-lint: $(READY)  ## Check style, types and the floors of imports
+lint: $(READY)  ## Check style, types and the layers of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
