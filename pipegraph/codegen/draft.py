@@ -130,7 +130,7 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
         tuple(functions),
         tuple(shared),
         tuple(stages),
-        initial_values(captured, blocks.made_here),
+        initial_values(captured, blocks.package_tensors),
         bool(checkpoint_names(captured.modules[""].module)),
         _libraries(captured),
     )

@@ -43,7 +43,7 @@ class UnknownSizeError(Exception):
 
     def __init__(self, size: sympy.Expr, parent: sympy.Expr | None = None) -> None:
         super().__init__(str(size))
-        self.size, self.whole = size, parent
+        self.size, self.parent = size, parent
 
 
 InputDimension = tuple[int, int]

@@ -159,13 +159,13 @@ class _Identity:
     """Equal to the signature of the same object alone. Holding the object keeps its id from being reused."""
 
     def __init__(self, value: Any) -> None:
-        self.held = value
+        self.value = value
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.held is self.held
+        return isinstance(other, _Identity) and other.value is self.value
 
 
 @dataclass
@@ -411,7 +411,7 @@ class TraceGuard:
             self.state = ModuleState(modules)
         self._of_modules, self._of_tensors = of_modules, of_tensors
         self._alive = modules, tensors  # until the next look: no other object gets the identity of one of them
-        self.held = [*modules, *(value for value in read if not isinstance(value, (nn.Module, Tensor)))]
+        self.objects = [*modules, *(value for value in read if not isinstance(value, (nn.Module, Tensor)))]
         state = self.state.tensors()
         self.obstacle = _obstacle(modules, state)
         modes = tuple(module.training for module in modules)

@@ -225,7 +225,7 @@ class TracedKernels:
         try:
             state, compiler, options = guard.state, self._compiler, self._options
             with torch.inference_mode(False):  # an evaluation in it computes the same
-                return trace(self._stage, guard.held, state, call, compiler, options, layout, self._computed)
+                return trace(self._stage, guard.objects, state, call, compiler, options, layout, self._computed)
         except MadeWhenCalled as error:
             if str(error) in self._completed:  # and a real call has not made it
                 raise RuntimeError(str(error)) from error

@@ -50,7 +50,7 @@ class ShardedParameter:
         local_tensor = torch.empty_like(local(parameter.detach()), dtype=dtype, memory_format=torch.contiguous_format)
         self._memory = local_tensor.untyped_storage()
         self._bytes = self._memory.nbytes()
-        self.whole = nn.Parameter(rebuilt(local_tensor, parameter), requires_grad=parameter.requires_grad)
+        self.unsharded = nn.Parameter(rebuilt(local_tensor, parameter), requires_grad=parameter.requires_grad)
         # `.data` has a separate version: autograd would take a second gather of the same values for an in-place change.
         self._local = local_tensor.data
         self.free()
@@ -77,9 +77,9 @@ class ShardedParameter:
     def set_in_modules(self, is_whole: bool) -> None:
         """Let the modules hold the whole parameter, or the part."""
         if is_whole:
-            self.whole.requires_grad_(self._sharded.requires_grad)
+            self.unsharded.requires_grad_(self._sharded.requires_grad)
         for module, name in self._places:
-            setattr(module, name, self.whole if is_whole else self._sharded)
+            setattr(module, name, self.unsharded if is_whole else self._sharded)
 
     def allocate(self) -> None:
         self._memory.resize_(self._bytes)
@@ -157,7 +157,7 @@ def fully_shard_stage(stage: nn.Module, mesh: DeviceMesh, options: Mapping[str, 
         )
     groups: list[ShardedGroup] = []
     for module in (*repeated_layers(stage), stage):
-        sharded_ids = {id(member.whole) for group in groups for member in group.parameters}
+        sharded_ids = {id(member.unsharded) for group in groups for member in group.parameters}
         parameter_places = _places(module)
         fully_shard(module, mesh=mesh, **options)
         remove_fsdp_hooks(module)
@@ -215,7 +215,7 @@ def _groups_by_dtype(parameters: Sequence[ShardedParameter], policy: Any) -> lis
     """A group for each dtype that is computed with: a message has one, and in another one values would be rounded."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
     for parameter in parameters:
-        by_dtype.setdefault(parameter.whole.dtype, []).append(parameter)
+        by_dtype.setdefault(parameter.unsharded.dtype, []).append(parameter)
     return [ShardedGroup(tuple(members), policy.reduce_dtype) for members in by_dtype.values()]
 
 

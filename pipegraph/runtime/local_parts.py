@@ -151,14 +151,14 @@ class WholeBeforeHeads(ParallelStyle):
 
     def __init__(self, leading_features: int) -> None:
         super().__init__()
-        self.others = leading_features
+        self.leading_features = leading_features
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_hook(partial(self._leave, device_mesh))
         return module
 
     def _leave(self, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        latent, shared = output.tensor_split([self.others], dim=-1)
+        latent, shared = output.tensor_split([self.leading_features], dim=-1)
         replicated_tensor = DTensor.from_local(shared, mesh, [Replicate()], run_check=False)
         return torch.cat([latent, replicated_tensor.to_local(grad_placements=[Partial()])], dim=-1)
 

@@ -85,7 +85,7 @@ class ParameterCollectives:
             for group_transfers in self._transfers[stage]:
                 group_transfers.free()
         else:
-            redistribute(parameter.whole for parameter in self._parameters.get(stage, ()))
+            redistribute(parameter.unsharded for parameter in self._parameters.get(stage, ()))
             for group_transfers in self._transfers.get(stage, ()):
                 sent += group_transfers.start_reduce()
             if self._reduction is not None:

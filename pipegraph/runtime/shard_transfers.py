@@ -134,7 +134,7 @@ class GroupTransfers:
         self._gathering = self._reducing = self._reduced = None
         self._sums.clear()
         for parameter in self._parameters:
-            parameter.whole.grad = None
+            parameter.unsharded.grad = None
         self.free()
 
     def free(self) -> None:
@@ -147,9 +147,9 @@ class GroupTransfers:
         if self._reduce_dtype is None:
             return
         for parameter in self._parameters:
-            gradient = None if parameter.whole.grad is None else _real(local(parameter.whole.grad))
+            gradient = None if parameter.unsharded.grad is None else _real(local(parameter.unsharded.grad))
             if gradient is not None and gradient.dtype != self._reduce_dtype:
-                parameter.whole.grad = None
+                parameter.unsharded.grad = None
                 if parameter in self._sums:
                     self._sums[parameter].add_(gradient)
                 else:
@@ -205,8 +205,8 @@ class GroupTransfers:
 
     def _take_gradient(self, parameter: ShardedParameter) -> Tensor | None:
         """The gradient of the whole parameter, in real numbers. The parameter gives it away."""
-        gradient_sum, gradient = self._sums.pop(parameter, None), parameter.whole.grad
-        parameter.whole.grad = None
+        gradient_sum, gradient = self._sums.pop(parameter, None), parameter.unsharded.grad
+        parameter.unsharded.grad = None
         return _real(local(gradient)) if gradient_sum is None and gradient is not None else gradient_sum
 
     def _trained(self) -> list[ShardedParameter]:

@@ -105,7 +105,7 @@ class Termination:
     exit_code = 128 + signal.SIGTERM
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class Termination:
             return
 
         def note(*_: object) -> None:
-            self.asked = True
+            self.is_requested = True
 
         previous_handler = signal.signal(signal.SIGTERM, note)
         try:

@@ -615,7 +615,7 @@ class Training:
         if self._scheduler is not None:
             self._scheduler.step()
         # This synchronizes the ranks: they begin the next step together.
-        figures = [*self._measurement.own_figures(), self._tokens(), self._termination.asked]
+        figures = [*self._measurement.own_figures(), self._tokens(), self._termination.is_requested]
         rows = self._pipeline.gather(figures, everywhere=True)
         seconds = self._measurement.end_step([row[:2] for row in rows])
         self._pace.step_done(statistics.fmean(row[2] for row in rows) * self._share[1])

@@ -61,7 +61,7 @@ class BlockClasses:
         self._forms = forms
         self._stage = 0
         self.called: dict[int, frozenset[str]] = {}
-        self.made_here: set[str] = set()
+        self.package_tensors: set[str] = set()
         self.source = SourceStatements(captured)
         self._opened = opened_calls(captured)
         self._repeated = self._repeated_classes()
@@ -105,7 +105,7 @@ class BlockClasses:
         modules = modules_of(contents, tree)
         self.called[stage.index] = modules.called
         fqns = (fqn for fqn in stage.state if fqn.rpartition(".")[0] not in modules.of_torch)
-        self.made_here.update(self._captured.state[fqn].canonical for fqn in fqns)
+        self.package_tensors.update(self._captured.state[fqn].canonical for fqn in fqns)
         return contents, tree
 
     def _contents(

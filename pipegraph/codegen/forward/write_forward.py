@@ -422,7 +422,7 @@ def write_forward(
             size_names[error.place] = error.name
         except UnknownSizeError as error:
             # Of `(rows - 1) // 2 + 1` no value may have `rows`, and an input the whole.
-            requested_size = next((size for size in (error.size, error.whole) if size not in (None, *sizes)), None)
+            requested_size = next((size for size in (error.size, error.parent) if size not in (None, *sizes)), None)
             if requested_size is None:
                 raise
             sizes.append(requested_size)

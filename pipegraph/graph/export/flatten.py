@@ -83,7 +83,7 @@ class _Flattening:
         self.state = state
         self.tensors = tensors
         self.graph = fx.Graph()
-        self.held: dict[str, fx.Node] = {}
+        self.state_nodes: dict[str, fx.Node] = {}
         self.sizes = sizes
         self.pipe_splits: tuple[str, ...] = ()
         self.called = {
@@ -132,10 +132,10 @@ class _Flattening:
 
     def _get_attr(self, node: fx.Node, fqn: str) -> fx.Node:
         """One node per tensor. Not ``Graph.get_attr``, which wants an owning module and warns without one."""
-        if fqn not in self.held:
-            self.held[fqn] = self.graph.create_node("get_attr", fqn, name=node.name)
-            self.held[fqn].meta |= {"kind": self.state[fqn].kind, "requires_grad": self.state[fqn].requires_grad}
-        return self.held[fqn]
+        if fqn not in self.state_nodes:
+            self.state_nodes[fqn] = self.graph.create_node("get_attr", fqn, name=node.name)
+            self.state_nodes[fqn].meta |= {"kind": self.state[fqn].kind, "requires_grad": self.state[fqn].requires_grad}
+        return self.state_nodes[fqn]
 
     def _constant(self, node: fx.Node, target: str) -> str:
         """Name a constant after the module that first reads it, so that equal layers hold equally named constants."""
@@ -160,7 +160,7 @@ class _Flattening:
         while fqn in self.state or fqn in self.called:
             if (
                 fqn in self.state
-                and fqn not in self.held
+                and fqn not in self.state_nodes
                 and _is_same_constant(self.state[fqn], self.tensors[fqn], tensor)
             ):
                 return fqn  # the graph of another mode has it

@@ -32,7 +32,7 @@ _BATCH = 4096
 
 def equal_parts(sums: PrefixSums, stages: int, quantities: Sequence[int]) -> Integers:
     """Return the cuts nearest to equal parts of the sum of these quantities."""
-    prefix_sums = sums.before[list(quantities)].sum(axis=0)
+    prefix_sums = sums.prefix_sums[list(quantities)].sum(axis=0)
     targets = prefix_sums[-1] * np.arange(1, stages) / stages
     return without_empty_stages(np.abs(prefix_sums - targets[:, None]).argmin(axis=1), sums.segments)
 

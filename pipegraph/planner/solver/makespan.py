@@ -351,13 +351,13 @@ class Makespan:
         return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        sums = self._sums.before[: len(TIMES)]
+        sums = self._sums.prefix_sums[: len(TIMES)]
         times = sums[:, ends][:, :, None] - sums[:, begins][:, None, :]
         return self.bound_with(times, stage, begins, ends)
 
     def bound_with(self, times: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
         """Return `stage_bound` for a stage that takes ``times`` F, I and W: (3, ends, begins), which are changed."""
-        sums, hops = self._sums.before[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
+        sums, hops = self._sums.prefix_sums[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
         if stage == 0:
             times[WEIGHT_GRAD] += times[INPUT_GRAD]
             times[INPUT_GRAD] = 0.0

@@ -140,7 +140,7 @@ class MemoryNeed:
         return [self._linear_bound(int(moment), crosses=False) for moment in moments]
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        rank, sums, crossing = self._placement[stage], self._sums.before, self._sums.crossing
+        rank, sums, crossing = self._placement[stage], self._sums.prefix_sums, self._sums.crossing
         state = sums[STATE] + (self._factor - 1) * sums[TRAINED]
         base: Floats = state[ends][:, None] - state[begins] + self._spare[rank]
         if stage > 0:

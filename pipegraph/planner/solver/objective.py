@@ -65,7 +65,7 @@ class SlowestStage:
         return self._linear_bound(int((self._seconds(cuts) @ mixture).argmax()))
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        sums = self._sums.before[: self._quantities].sum(axis=0)
+        sums = self._sums.prefix_sums[: self._quantities].sum(axis=0)
         seconds: Floats = sums[ends][:, None] - sums[begins]
         return seconds
 

@@ -393,7 +393,7 @@ class OptionProblem:
         # With the least that any option needs of each segment.
         self._memory = need(self._sums, self._schedule, limits=limits)
         self._link = link
-        self._need_of = [partial(need, sums, self._schedule, limits=limits) for sums in self._sums.each]
+        self._need_of = [partial(need, sums, self._schedule, limits=limits) for sums in self._sums.by_option]
 
     @cached_property
     def _every(self) -> CutSpace:

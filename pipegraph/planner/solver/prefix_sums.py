@@ -112,23 +112,23 @@ class PrefixSums:
     def __init__(self, costs: Sequence[SegmentCost]) -> None:
         figures = np.array([quantities_of(cost) for cost in costs], np.float64).T
         self.segments = len(costs)
-        self.before: Floats = np.pad(np.cumsum(figures, axis=1), ((0, 0), (1, 0)))
+        self.prefix_sums: Floats = np.pad(np.cumsum(figures, axis=1), ((0, 0), (1, 0)))
         self.crossing: Floats = np.array([0, *(cost.boundary_bytes for cost in costs[:-1]), 0], np.float64)
         self.transient = RangeMaxima(np.array([cost.transient_bytes for cost in costs], np.float64).T)
 
     @property
     def offloads(self) -> bool:
         """Whether anything is offloaded."""
-        return bool(self.before[OFFLOADED, -1])
+        return bool(self.prefix_sums[OFFLOADED, -1])
 
     def seconds(self, begin: int, end: int) -> float:
         """Return what the segments begin … end − 1 take for one microbatch."""
-        return float((self.before[list(TIMES), end] - self.before[list(TIMES), begin]).sum())
+        return float((self.prefix_sums[list(TIMES), end] - self.prefix_sums[list(TIMES), begin]).sum())
 
     def stages(self, cuts: Integers) -> Floats:
         """Return the quantities of the stages that cuts (candidates, cuts) make: (quantities, stages, candidates)."""
         edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.segments)))
-        return np.diff(self.before[:, edges], axis=2).swapaxes(1, 2)
+        return np.diff(self.prefix_sums[:, edges], axis=2).swapaxes(1, 2)
 
     def crossing_at(self, cuts: Integers) -> Floats:
         """Return the bytes that cross at cuts (candidates, cuts): (cuts, candidates)."""
@@ -147,7 +147,7 @@ class PrefixSums:
             weights: (quantities, stages)
             crossing: (cuts,)
         """
-        up_to = weights.T @ self.before[: len(weights)]  # (stages, positions): for segments before each position
+        up_to = weights.T @ self.prefix_sums[: len(weights)]  # (stages, positions): for segments before each position
         table = up_to[:-1] - up_to[1:] + crossing[:, None] * self.crossing
         return LinearBound(table, constant + float(up_to[-1, -1]))
 

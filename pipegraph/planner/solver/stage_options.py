@@ -42,22 +42,24 @@ class OptionSums(PrefixSums):
     """
 
     def __init__(self, options: Sequence[Sequence[SegmentCost]], stages: int) -> None:
-        self.each = tuple(PrefixSums(costs) for costs in options)
-        self.segments, self.crossing, self._stages = self.each[0].segments, self.each[0].crossing, stages
-        self._prefix_sums = np.stack([sums.before for sums in self.each])  # (options, quantities, positions)
-        self._transient = np.stack([sums.transient.levels for sums in self.each])  # (options, levels, kinds, segments)
+        self.by_option = tuple(PrefixSums(costs) for costs in options)
+        self.segments, self.crossing, self._stages = self.by_option[0].segments, self.by_option[0].crossing, stages
+        self._prefix_sums = np.stack([sums.prefix_sums for sums in self.by_option])  # (options, quantities, positions)
+        self._transient = np.stack(
+            [sums.transient.levels for sums in self.by_option]
+        )  # (options, levels, kinds, segments)
         self.transient = RangeMaxima(self._transient[:, 0].min(axis=0))
         least = np.diff(self._prefix_sums, axis=2).min(axis=0)
-        self.before = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
+        self.prefix_sums = np.pad(np.cumsum(least, axis=1), ((0, 0), (1, 0)))
 
     @property
     def options(self) -> int:
         """How many options there are."""
-        return len(self.each)
+        return len(self.by_option)
 
     @property
     def offloads(self) -> bool:
-        return any(sums.offloads for sums in self.each)
+        return any(sums.offloads for sums in self.by_option)
 
     def split(self, candidates: Integers) -> tuple[Integers, Integers]:
         """Return the cuts (candidates, cuts) and the options of stages (candidates, stages)."""
@@ -278,9 +280,9 @@ class OptionMakespan(Makespan):
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
         """Infinite for a stage that fits with no option."""
         least = np.full((len(ends), len(begins)), np.inf)
-        for sums, fits in zip(self._options.each, self._fits().at(stage, begins, ends), strict=True):
+        for sums, fits in zip(self._options.by_option, self._fits().at(stage, begins, ends), strict=True):
             if fits.any():
-                prefix_sums = sums.before[: len(TIMES)]
+                prefix_sums = sums.prefix_sums[: len(TIMES)]
                 times = prefix_sums[:, ends][:, :, None] - prefix_sums[:, begins][:, None, :]
                 np.minimum(least, np.where(fits, self.bound_with(times, stage, begins, ends), np.inf), out=least)
         return least

@@ -45,7 +45,7 @@ class _PackedTensors:
         super().__init__()
         places = {name: place for name, tensor in tensors.items() if (place := packed_place(tensor)) is not None}
         self.packed = {name: _Packed(tensors[name].shape, _pieces(tensors[name], at)) for name, at in places.items()}
-        self.others = {name: tensor for name, tensor in tensors.items() if name not in places}
+        self.unpacked = {name: tensor for name, tensor in tensors.items() if name not in places}
 
     def piece(self, index: MetadataIndex) -> Tensor:
         """What this rank holds of a packed tensor, at the place that an index of a plan names."""

@@ -39,7 +39,7 @@ def write(tensors: Mapping[str, Tensor], folder: Path, ranks: CheckpointRanks) -
     writer, planner = FileSystemWriter(folder), PackedSavePlanner(tensors)
 
     def own_plan() -> Any:
-        planner.set_up_planner(planner.others, writer.storage_meta(), ranks.is_first)
+        planner.set_up_planner(planner.unpacked, writer.storage_meta(), ranks.is_first)
         writer.set_up_storage_writer(ranks.is_first)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -89,7 +89,7 @@ class StoredTensors:
         from pipegraph.runtime.checkpoint.packed_planners import PackedLoadPlanner
 
         reader, planner = FileSystemReader(self._folder), PackedLoadPlanner(tensors)
-        planner.set_up_planner(planner.others, self._metadata, is_coordinator=True)
+        planner.set_up_planner(planner.unpacked, self._metadata, is_coordinator=True)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
         (plan,) = reader.prepare_global_plan(plans)
