@@ -28,11 +28,11 @@ from pipegraph.runtime.measurements import Observer
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.parameters import TiedWeights, share_memory
 from pipegraph.runtime.processes.faults import ActionFailed
-from pipegraph.runtime.random_numbers import RandomNumbers
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
 from pipegraph.runtime.transport.protocol import Transport
-from pipegraph.runtime.wiring import StageWiring, Transfer, named_outputs, transfer_of
+from pipegraph.runtime.wiring import Transfer, named_outputs, transfer_of
 from pipegraph.schedule import Action, Collective, Kind, Schedule
 from pipegraph.schedule.action import BACKWARD
 from pipegraph.schedule.lifetimes import offload_windows
@@ -216,23 +216,29 @@ def _bytes_of(memory: torch.UntypedStorage, device: torch.device) -> Tensor:
 class Executor:
     """One rank's part of a lowered schedule, over the kernels of that rank's stages. Each `run` is one step.
 
-    `observer`, if there is one, sees every action. `processes` has the transport's number of each rank of the schedule.
-    `numbers` seeds the random numbers of each microbatch. `ties` adds up the gradients of tied weights. `batch_loss`
-    evaluates the loss of the whole batch, and `loss_check` checks the loss of each microbatch. `input_gradients`
-    collects the gradients of the caller's inputs. `collectives` runs the schedule's collectives; if it is None, the
-    executor runs no collectives.
+    Args:
+        context: the process.
+        rank: of the schedule.
+        schedule: lowered.
+        kernels: of each stage of this process.
+        transport: carries tensors between ranks.
+        ties: adds up the gradients of tied weights.
+        collectives: runs the schedule's collectives; None if it has none.
+
+    Attributes:
+        observer: sees every action; None without one.
+        input_gradients: collects the gradients of the caller's inputs.
+        batch_loss: evaluates the loss of the whole batch; None if each microbatch has its own.
+        loss_check: checks the loss of each microbatch; None after the first step.
     """
 
     def __init__(
         self,
+        context: RankContext,
         rank: int,
         schedule: Schedule,
-        wiring: Sequence[StageWiring],
         kernels: Mapping[int, StageKernels],
         transport: Transport,
-        device: torch.device,
-        processes: Sequence[int],
-        numbers: RandomNumbers,
         ties: TiedWeights,
         collectives: ParameterCollectives | None = None,
     ) -> None:
@@ -245,14 +251,12 @@ class Executor:
         self.loss_check: LossCheck | None = None
         self.schedule = schedule
         self._trains = schedule.trains
-        self._wiring = wiring
+        self._wiring, self._device, self._numbers = context.wiring, context.device, context.numbers
         self._kernels = kernels
         self._transport = transport
-        self._device = device
-        self._numbers = numbers
         self._ties = ties
         self._collectives = collectives
-        self._host = HostMemory(self.actions, device)
+        self._host = HostMemory(self.actions, context.device)
         self._pending: dict[int, list[Collective]] = defaultdict(list)  # by position: the collectives before the action
         position = 0
         for operation in schedule.program(rank) if collectives is not None else ():
@@ -260,13 +264,13 @@ class Executor:
                 self._pending[position].append(operation)
             else:
                 position += 1
-        places = [processes[rank] for rank in schedule.placement]
+        places = [context.pipeline[rank] for rank in schedule.placement]
         self._messages = [
-            transfer_of(action, wiring, places) if action.kind.is_transfer else None for action in self.actions
+            transfer_of(action, context.wiring, places) if action.kind.is_transfer else None for action in self.actions
         ]
         pairs = zip(self.actions, self._messages, strict=True)
         self._receives = [(action, message) for action, message in pairs if message and not action.sends]
-        self._last = len(wiring) - 1
+        self._last = context.last
         self._due = receives_due(self.actions)
         self._prepared: set[tuple[tuple[str, int], ...]] = set()  # sizes of microbatches
         self._kinds: dict[int, str] = {}

@@ -13,11 +13,10 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import local
 from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint.random_state import random_states
-from pipegraph.runtime.gradient_reduction import trained_by
 from pipegraph.runtime.parameters import Stages, TiedWeights, parameters_of
-from pipegraph.runtime.prepared_stages import PreparedStages
 from pipegraph.runtime.processes.rank_grid import TENSOR
 from pipegraph.runtime.processes.world import World, fingerprint
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.shard_transfers import all_parameters
 from pipegraph.runtime.tensor_parallel import mesh_dimensions
 from pipegraph.torch_private.tensors import has_hooks
@@ -33,20 +32,11 @@ from pipegraph.torch_private.tensors import has_hooks
 
 
 class ParameterChecks:
-    """Looks before each step for parameters that were replaced since the pipeline was made, and for hooks on them.
+    """Looks before each step for parameters that were replaced since the pipeline was made, and for hooks on them."""
 
-    Args:
-        prepared: the stages of this process.
-        stages: the same stages, as they run.
-        ties: their tied weights.
-        loss_fn: the loss function, which may have parameters; None if another process has the last stage.
-        are_copied: whether other ranks have the same stages.
-    """
-
-    def __init__(
-        self, prepared: PreparedStages, stages: Stages, ties: TiedWeights, loss_fn: object, are_copied: bool
-    ) -> None:
-        self._stages, self._ties, self._loss_fn = stages, ties, loss_fn
+    def __init__(self, context: RankContext, ties: TiedWeights) -> None:
+        prepared, stages = context.prepared, context.stages
+        self._context, self._stages, self._ties = context, stages, ties
         precision = prepared.precision
         self._uncast_names = precision.uncast_names if precision is not None and precision.precision.is_mixed else {}
         names = {id(parameter): name for index in prepared.groups for name, parameter in parameters_of(stages[index])}
@@ -56,10 +46,9 @@ class ParameterChecks:
             for sharded_parameter in all_parameters(groups)
         ]
         self._copied: dict[int, nn.Parameter] | None = None  # by identity, which no other object gets meanwhile
-        if are_copied:
-            parameters = [parameter for stage in stages.values() for parameter in stage.parameters()] + trained_by(
-                loss_fn
-            )
+        if context.data_ranks > 1:
+            parameters = [parameter for stage in stages.values() for parameter in stage.parameters()]
+            parameters += context.trained_by_loss
             self._copied = {id(parameter): parameter for parameter in parameters}
 
     def before_step(self, trains: bool) -> None:
@@ -89,7 +78,7 @@ class ParameterChecks:
             ):  # names take longer than the rest of it
                 name = next(name for name, parameter in parameters_of(stage) if id(parameter) not in copies)
                 raise _replaced(f"{name} of stage {index}", why)
-        for weight in trained_by(self._loss_fn):
+        for weight in self._context.trained_by_loss:
             if id(weight) not in copies:
                 raise PipegraphError(
                     f"loss_fn trains a parameter of shape {list(weight.shape)}, which it did not when the Pipeline was "
@@ -146,20 +135,20 @@ class ReplicatedGradientCheck:
     """Compares the gradient of each whole parameter in the first step in which it is a number other than 0.
 
     Args:
-        stages: of this process.
-        world: with ranks along `tp`.
-        seeded: whether random numbers are the same on them.
+        context: the process.
+        world: its world, with ranks along `tp`.
     """
 
-    def __init__(self, stages: Stages, world: World, seeded: bool) -> None:
-        self._stages, self._world, self._seeded = stages, world, seeded
+    def __init__(self, context: RankContext, world: World) -> None:
+        self._context, self._stages, self._world = context, context.stages, world
+        self._seeded = context.numbers.seed is not None  # then ranks along `tp` draw the same numbers
         self._compared: set[tuple[int, str]] = set()
         self._finished: tuple[bool, ...] | None = None  # what was trained when all of it had been compared
         self._random_state: Tensor | None = None
 
     def before_step(self) -> None:
         """Record the random state of this rank."""
-        is_pending = self._finished != trained_flags(self._stages)
+        is_pending = self._finished != self._context.trained_flags
         self._random_state = self._current_random_state() if is_pending and not self._seeded else None
 
     def check(self) -> None:
@@ -168,7 +157,7 @@ class ReplicatedGradientCheck:
         Raises:
             PipegraphError: the gradients differ: each rank computed only a part of the gradient.
         """
-        trained = trained_flags(self._stages)
+        trained = self._context.trained_flags
         if self._finished == trained:
             return
         pending = {
@@ -213,11 +202,6 @@ class ReplicatedGradientCheck:
         return torch.cat([*random_states(self._world.rank, self._world.device).values()])
 
 
-def trained_flags(stages: Stages) -> tuple[bool, ...]:
-    """Whether each parameter of these stages is trained, in their order."""
-    return tuple(parameter.requires_grad for stage in stages.values() for parameter in stage.parameters())
-
-
 def _is_whole(parameter: Any) -> bool:
     return TENSOR not in mesh_dimensions(parameter) and bool(local(parameter).numel())
 
@@ -242,21 +226,14 @@ class GradientChecks:
     """Looks before and after each step of training whether it trains what the model trains.
 
     Collective: every rank of a pipeline must make one, and call all methods in each step.
-
-    Args:
-        manifest: of the package.
-        stages: of this process.
-        world: the processes of the pipeline.
-        seeded: whether random numbers follow from a seed, so that ranks along `tp` draw the same.
     """
 
-    def __init__(self, manifest: Manifest, stages: Stages, world: World | None, seeded: bool) -> None:
-        self._stages = stages
-        self._missing = MissingGradients(manifest)
-        is_divided = world is not None and world.grid.length(TENSOR) > 1
-        self._replicated_check = (
-            ReplicatedGradientCheck(stages, world, seeded) if world is not None and is_divided else None
-        )
+    def __init__(self, context: RankContext) -> None:
+        self._stages, world = context.stages, context.world
+        self._missing = MissingGradients(context.manifest)
+        self._replicated_check: ReplicatedGradientCheck | None = None
+        if world is not None and context.tensor_ranks > 1:
+            self._replicated_check = ReplicatedGradientCheck(context, world)
 
     def before_step(self) -> None:
         """Record the state of this rank's random numbers, if gradients are compared after the step."""

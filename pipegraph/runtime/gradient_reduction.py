@@ -102,18 +102,20 @@ class GradientReduction:
         self._reduced.clear()
 
 
-def copied_parameters(stages: Stages, sharded: Collection[int], loss_fn: Any) -> dict[int, list[nn.Parameter]]:
+def copied_parameters(
+    stages: Stages, sharded: Collection[int], trained_by_loss: Sequence[nn.Parameter]
+) -> dict[int, list[nn.Parameter]]:
     """Of each stage, the parameters that all data-parallel ranks have whole.
 
     Args:
         sharded: the identities of those that they have in parts.
-        loss_fn: what it trains is of the last of these stages; None if that is elsewhere.
+        trained_by_loss: the parameters of `loss_fn`, which count for the last stage.
     """
     parameters = {
         index: [parameter for _, parameter in parameters_of(stage) if id(parameter) not in sharded]
         for index, stage in stages.items()
     }
-    parameters[max(parameters)] += trained_by(loss_fn)
+    parameters[max(parameters)] += trained_by_loss
     return parameters
 
 

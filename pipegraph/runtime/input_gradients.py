@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from pipegraph.errors import BatchError
-from pipegraph.package import CALLER, Manifest, Value
+from pipegraph.package import CALLER, Value
 from pipegraph.runtime.batch import bind_arguments
 from pipegraph.runtime.processes.rank_grid import PIPELINE
-from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.wiring import torch_dtype
 
 _UNREAD, _CONSTANT, _UNUSED, _COMPUTED = range(4)
@@ -87,17 +87,11 @@ class StepInputGradients:
 
 
 class InputGradients:
-    """Collects the gradients of inputs in each step, and brings them to the rank of the first stage that reads one.
+    """Collects the gradients of inputs in each step, and brings them to the rank of the first stage that reads one."""
 
-    Args:
-        manifest: of the package.
-        ranks: of each stage, the rank that has it.
-        rank: this one; None if this process has all stages.
-        world: the processes of the pipeline; None for one process.
-    """
-
-    def __init__(self, manifest: Manifest, ranks: Sequence[int], rank: int, world: World | None) -> None:
-        self._manifest, self._world, self._rank = manifest, world, rank
+    def __init__(self, context: RankContext) -> None:
+        manifest, ranks = context.manifest, context.placement
+        self._manifest, self._world, self._rank = manifest, context.world, context.rank
         inputs = [value for value in manifest.values.values() if value.producer == CALLER and not value.is_constant]
         floats = [value for value in inputs if torch_dtype(value).is_floating_point or torch_dtype(value).is_complex]
         self._readers = {
@@ -105,7 +99,8 @@ class InputGradients:
         }
         self._first = {value.name: ranks[min(value.consumers)] for value in floats if value.consumers}
         # The same on all ranks: without such an input, no message is ever sent.
-        self._shared = sorted(name for name, readers in self._readers.items() if len(readers) > 1) if world else []
+        shared = sorted(name for name, readers in self._readers.items() if len(readers) > 1)
+        self._shared = shared if context.world else []
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any], trains: bool) -> StepInputGradients:
         """Return where the gradients of a step with these arguments are collected."""

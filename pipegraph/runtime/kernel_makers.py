@@ -18,49 +18,36 @@ from pipegraph.package import Manifest, Package
 from pipegraph.recompute import Recompute, parse_stages
 from pipegraph.runtime.batch import fill_structure
 from pipegraph.runtime.loss_reduction import LossFunction
-from pipegraph.runtime.precision import AppliedPrecision
-from pipegraph.runtime.random_numbers import RandomNumbers, StageDraws, seed_kernels
-from pipegraph.runtime.wiring import StageWiring
+from pipegraph.runtime.prepared_stages import PipelineOptions, PreparedStages
+from pipegraph.runtime.random_numbers import StageDraws, seed_kernels
+from pipegraph.runtime.rank_context import RankContext
 
 # ---- stage kernels ---------------------------------------------------------------------------------------------------
 # The kernels of this process's stages, with the loss after the last stage, their precision and random numbers.
 
 
-def make_kernels(
-    makers: Mapping[int, Maker],
-    stages: Mapping[int, nn.Module],
-    manifest: Manifest,
-    wiring: Sequence[StageWiring],
-    loss_fn: LossFunction | None,
-    precision: AppliedPrecision | None,
-    numbers: RandomNumbers,
-    replicas: Mapping[int, int],
-) -> dict[int, StageKernels]:
-    """Return the kernels of each stage of this process.
-
-    Args:
-        makers, stages, replicas: by the index of a stage: the maker of its kernels, its module, and its place among
-            the replicas that compute other rows of the same batch.
-        wiring: the wiring of all stages.
-        numbers: the state that random numbers depend on.
+def make_kernels(context: RankContext, makers: Mapping[int, Maker]) -> dict[int, StageKernels]:
+    """Return the kernels of each stage of this process, made by the maker of its index.
 
     Raises:
         ArgumentError: `loss_fn` is not a function.
     """
-    last = len(wiring) - 1
-    loss = None if loss_fn is None else packed_loss(manifest, stages.get(last), loss_fn)
+    manifest, loss_fn, numbers = context.manifest, context.loss_fn, context.numbers
+    precision = context.prepared.precision
+    loss = None if loss_fn is None else packed_loss(manifest, context.stages.get(context.last), loss_fn)
     stage_kernels = {}
-    for index, stage in stages.items():
-        stage_wiring = wiring[index]
-        kernels = makers[index](
-            stage, stage_wiring.input_gradients, stage_wiring.output_gradients, loss if index == last else None
-        )
+    for index, stage in context.stages.items():
+        wiring = context.wiring[index]
+        stage_loss = loss if index == context.last else None
+        kernels = makers[index](stage, wiring.input_gradients, wiring.output_gradients, stage_loss)
         if isinstance(kernels, SizedKernels):
-            kernels.name_dimensions([value.shape for value in stage_wiring.inputs])
+            kernels.name_dimensions([value.shape for value in wiring.inputs])
         if precision is not None:
             precision.apply_to(index, kernels)
         if numbers.seed is not None:
-            seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stage, replicas[index]))
+            # Replicas compute other rows of the same batch: those of a mesh, or of DistributedDataParallel.
+            replica = context.data_rank + context.replicas.place(index)
+            seed_kernels(kernels, StageDraws(numbers, manifest.stages[index], stage, replica))
         stage_kernels[index] = kernels
     return stage_kernels
 
@@ -104,19 +91,21 @@ def stage_recompute(request: object, package: Package, stages: Mapping[int, nn.M
 
 
 def stage_makers(
-    kernels: str | Maker,
-    recompute: Sequence[Recompute],
-    manifest: Manifest,
-    max_variants: int,
-    strict: bool,
-    recorder: MakeRecorder | None = None,
+    options: PipelineOptions, recompute: Sequence[Recompute], prepared: PreparedStages, device: torch.device
 ) -> Mapping[int, Maker]:
-    """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments."""
-    names = [name for stage in manifest.stages for name in stage.parameters]
+    """Return what makes the kernels of each stage, by its index. Raises PipegraphError for impossible arguments.
+
+    Args:
+        recompute: of each stage.
+        device: of the stages.
+    """
+    kernels = options.kernels
+    recorder = graph_recorder(kernels, device, recompute, prepared.modules) if options.cuda_graphs else None
+    names = [name for stage in prepared.manifest.stages for name in stage.parameters]
     recompute = tuple(stage_rule.with_layers(names) for stage_rule in recompute)
     require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
     if isinstance(kernels, str):
-        return dict(enumerate(makers(kernels, recompute, max_variants, strict, recorder)))
+        return dict(enumerate(makers(kernels, recompute, options.max_variants, options.strict, recorder)))
     return dict.fromkeys(range(len(recompute)), kernels)
 
 
@@ -130,19 +119,13 @@ def check_has_graphs(device: str) -> None:
 
 
 def graph_recorder(
-    is_requested: bool,
-    kernels: str | Maker,
-    device: torch.device,
-    recompute: Sequence[Recompute],
-    stages: Mapping[int, nn.Module],
-) -> MakeRecorder | None:
-    """Return what records the kernels of these stages as CUDA graphs; None if that is not `is_requested` for.
+    kernels: str | Maker, device: torch.device, recompute: Sequence[Recompute], stages: Mapping[int, nn.Module]
+) -> MakeRecorder:
+    """Return what records the kernels of these stages as CUDA graphs.
 
     Raises:
         PipegraphError: it cannot be done with the rest.
     """
-    if not is_requested:
-        return None
     check_has_graphs(device.type)
     if not isinstance(kernels, str):
         raise PipegraphError(

@@ -5,7 +5,7 @@ StepBatch ─ check ─▶ cut ─▶ Microbatches ─▶ executors ─▶ outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +30,7 @@ from pipegraph.runtime.batch import (
     step_sizes,
 )
 from pipegraph.runtime.parameters import share_memory
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.wiring import torch_dtype
 
 
@@ -88,18 +89,17 @@ class BatchLayout:
     microbatch_sizes: Callable[[tuple[tuple[str, int], ...]], MicrobatchSizes]
 
     @classmethod
-    def from_manifest(
-        cls, manifest: Manifest, stages: Collection[int], device: torch.device, cast_from: torch.dtype | None
-    ) -> BatchLayout:
-        values = manifest.values
-        inputs = {name for index in stages for name in manifest.stages[index].inputs}
+    def of(cls, context: RankContext) -> BatchLayout:
+        """Return the layout of the batches of a process."""
+        manifest, precision = context.manifest, context.prepared.precision
+        inputs = {name for index in context.stages for name in manifest.stages[index].inputs}
         return cls(
             manifest,
-            device,
-            tuple(sorted(name for name in inputs if values[name].producer == CALLER)),
-            len(manifest.stages) - 1 in stages,
+            context.device,
+            tuple(sorted(name for name in inputs if manifest.values[name].producer == CALLER)),
+            context.last in context.stages,
             values_with_rows(manifest),
-            cast_from,
+            None if precision is None else precision.cast_from,
             lru_cache(maxsize=1024)(MicrobatchSizes),
         )
 

@@ -23,17 +23,18 @@ from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
 from pipegraph.runtime.checkpoint.saving import SaveRequest
 from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
-from pipegraph.runtime.kernel_makers import graph_recorder, stage_makers, stage_recompute
+from pipegraph.runtime.kernel_makers import stage_makers, stage_recompute
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
 from pipegraph.runtime.package_agreement import open_package
 from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.parallelized_stages import resident_stages
-from pipegraph.runtime.prepared_stages import StageRequest, prepare_stages
+from pipegraph.runtime.prepared_stages import PipelineOptions, prepare_stages
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections
-from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, RankGrid, single
+from pipegraph.runtime.processes.rank_grid import DIMENSIONS, RankGrid, single
 from pipegraph.runtime.processes.world import ClockOffset, LoneProcess, World, guard_of, join_world
 from pipegraph.runtime.random_numbers import RandomNumbers
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.rank_options import check_options
 from pipegraph.runtime.schedule_choice import as_planned, resolve_schedule
 from pipegraph.runtime.step_data import NO_TARGET, StepRequest, StepResult
@@ -186,8 +187,7 @@ class Pipeline:
         pad_to: Mapping[str, int] | None = None,
         loss_over: str = "rows",
     ) -> None:
-        self._reduction = LossReduction.from_arguments(loss_reduction, loss_weight, loss_over)
-        self._loss_fn = loss_fn
+        reduction = LossReduction.from_arguments(loss_reduction, loss_weight, loss_over)
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self._observers = ObserverList()
         self.last_sizes: StepSizes | None = None
@@ -203,43 +203,42 @@ class Pipeline:
                 world.open()
             self.package = open_package(package, world)
             count = len(self.package.manifest.stages)
-            processes, sharing = (len(world.pipeline), world.grid.size // len(world.pipeline)) if world else (None, 1)
+            processes, sharing = (len(world.pipeline), world.copies) if world else (None, 1)
             choice = as_planned(self.package.manifest, schedule, microbatches)
             self.schedule = resolve_schedule(*choice[:2], count, processes, choice.ranks, sharing)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             stage_indices = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
-            request = StageRequest(weights, check_weights, seed, tp_plan, parallelize_fn, precision, fsdp)
+            options = PipelineOptions(
+                weights,
+                check_weights,
+                seed,
+                tp_plan,
+                parallelize_fn,
+                precision,
+                fsdp,
+                resident,
+                kernels,
+                recompute,
+                max_variants,
+                strict,
+                cuda_graphs,
+            )
             if world:
-                options = self.schedule, request, self._reduction, resident, kernels, recompute
-                check_options(world, self.package.manifest, *options)
-            prepared = prepare_stages(self.package, stage_indices, self.device, world, request)
+                check_options(world, self.package.manifest, self.schedule, options, reduction)
+            prepared = prepare_stages(self.package, stage_indices, self.device, world, options)
             self.stages = prepared.modules
             self.package = replace(self.package, manifest=prepared.manifest)
             padding = Padding(dict(pad_to or {}))
             padding.check(prepared.manifest)
             again = stage_recompute(recompute, self.package, self.stages)
             self.recompute = describe_stages(again)
-            recorder = graph_recorder(cuda_graphs, kernels, self.device, again, self.stages)
-            makers = stage_makers(kernels, again, prepared.manifest, max_variants, strict, recorder)
-            self._runner = StepRunner(
-                prepared,
-                self.schedule,
-                choice.schedule,
-                makers,
-                loss_fn,
-                self._reduction,
-                self.device,
-                world,
-                self._guard,
-                resident_stages(fsdp, resident, self.package.manifest.prediction),
-                numbers,
-                check_inputs,
-                padding,
+            makers = stage_makers(options, again, prepared, self.device)
+            self._context = context = RankContext(
+                prepared, self.schedule, loss_fn, reduction, numbers, self.device, world, self._guard
             )
-        self._numbers = numbers
-        self._checkpointer = Checkpointer(
-            prepared.manifest, self._runner.stages, self.device, self._processes, self._guard
-        )
+            whole_stages = resident_stages(fsdp, resident, self.package.manifest.prediction)
+            self._runner = StepRunner(context, choice.schedule, makers, whole_stages, check_inputs, padding)
+        self._checkpointer = Checkpointer(context)
 
     def __repr__(self) -> str:
         name = self.package.path.name
@@ -292,8 +291,8 @@ class Pipeline:
                 replaced since the pipeline was made, or has a hook that would not be called. Nothing was sent.
             RuntimeFault: this rank or another one failed.
         """
-        weight = checked_weight(weight, self._reduction)
-        has_loss = self._loss_fn is not None
+        weight = checked_weight(weight, self._context.reduction)
+        has_loss = self._context.loss_fn is not None
         request = StepRequest(target, has_loss, return_outputs, return_losses, microbatches, weight=weight)
         result, self.last_sizes = self._run(args, kwargs, request)
         return result
@@ -303,7 +302,8 @@ class Pipeline:
 
         A step that fails ends a pipeline of several processes, and one that was never begun does not.
         """
-        self._runner.check(args, kwargs, StepRequest(target, self._loss_fn is not None, False, False, microbatches))
+        has_loss = self._context.loss_fn is not None
+        self._runner.check(args, kwargs, StepRequest(target, has_loss, False, False, microbatches))
 
     def evaluate(
         self,
@@ -324,7 +324,7 @@ class Pipeline:
             target: the second argument of `loss_fn`. If it is left out, no loss is computed; for a `loss_fn` that needs
                 none it is None.
         """
-        with_loss = self._loss_fn is not None and target is not NO_TARGET
+        with_loss = self._context.loss_fn is not None and target is not NO_TARGET
         request = StepRequest(target, with_loss, return_outputs, return_losses, microbatches, evaluates=True)
         return self._run(args, kwargs, request)[0]
 
@@ -404,26 +404,23 @@ class Pipeline:
     @property
     def grid(self) -> RankGrid:
         """Where the ranks of the mesh are; without a mesh those of this pipeline."""
-        return self._processes.grid if isinstance(self._processes, World) else single(self.schedule.ranks)
+        world = self._context.world
+        return single(self.schedule.ranks) if world is None else world.grid
 
     @property
     def mesh_ranks(self) -> tuple[int, ...]:
         """For each rank of the schedule, its number in the grid."""
-        if isinstance(self._processes, World):
-            return self._processes.pipeline
-        return tuple(range(self.schedule.ranks))
+        return self._context.pipeline
 
     @property
     def dp_rank(self) -> int:
         """The place of this process among the data-parallel ranks, for samplers: which share of a batch it is given."""
-        world = self._processes
-        return world.grid.line(world.rank, *DATA).index(world.rank) if isinstance(world, World) else 0
+        return self._context.data_rank
 
     @property
     def dp_size(self) -> int:
         """The number of data-parallel ranks; 1 without a mesh."""
-        world = self._processes
-        return world.grid.length(*DATA) if isinstance(world, World) else 1
+        return self._context.data_ranks
 
     def gather(self, figures: Sequence[float], everywhere: bool = False) -> list[list[float]]:
         """The figures of every process of this pipeline, by rank. Collective: all must call it, with equally many.
@@ -452,15 +449,15 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, each once, under the model's name. A tied weight has its first name."""
-        return parameters.named_parameters(self._runner.stages)
+        return parameters.named_parameters(self._context.stages)
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of the model's `state_dict()` that belong to this rank's stages."""
-        return parameters.state_dict(self._runner.stages)
+        return parameters.state_dict(self._context.stages)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a state dict of the model."""
-        parameters.load_state_dict(self.package.manifest, self._runner.stages, state_dict)
+        parameters.load_state_dict(self.package.manifest, self._context.stages, state_dict)
 
     def save(
         self,
@@ -503,7 +500,7 @@ class Pipeline:
                 pipeline can continue.
             RuntimeFault: a rank is gone.
         """
-        steps = self._numbers.steps
+        steps = self._context.numbers.steps
         request = SaveRequest(Path(folder), step, keep, background, optimizer, extra or {}, steps, frozen)
         return self._checkpointer.save(request)
 
@@ -559,5 +556,5 @@ class Pipeline:
                 extras, with their names; on every rank. Nothing is changed then.
             RuntimeFault: a rank is gone.
         """
-        checkpoint, self._numbers.steps = self._checkpointer.load(Path(folder), optimizer, extra)
+        checkpoint, self._context.numbers.steps = self._checkpointer.load(Path(folder), optimizer, extra)
         return checkpoint

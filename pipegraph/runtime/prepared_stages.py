@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipegraph.kernels import Maker
 from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.fully_sharded import ShardedGroup
@@ -32,8 +33,8 @@ from pipegraph.runtime.tensor_parallel import Plan
 
 
 @dataclass(frozen=True)
-class StageRequest:
-    """What `Pipeline` was asked for, under the names of its arguments."""
+class PipelineOptions:
+    """Arguments of `Pipeline` that its stages and kernels depend on, under their names."""
 
     weights: str | PathLike[str] | None
     check_weights: bool
@@ -42,6 +43,12 @@ class StageRequest:
     parallelize_fn: parameters.ParallelizeFunction | None
     precision: str | None
     fsdp: Mapping[str, Any] | None
+    resident: int | None
+    kernels: str | Maker
+    recompute: Any
+    max_variants: int
+    strict: bool
+    cuda_graphs: bool
 
 
 @dataclass(frozen=True)
@@ -65,25 +72,25 @@ class PreparedStages:
 
 @torch.inference_mode(False)  # in which nothing could be trained later
 def prepare_stages(
-    package: Package, indices: list[int], device: torch.device, world: World | None, request: StageRequest
+    package: Package, indices: list[int], device: torch.device, world: World | None, options: PipelineOptions
 ) -> PreparedStages:
     """Prepare the stages `indices`. Collective. Raises PipegraphError for what does not fit."""
-    precision = named_precision(request.precision)
-    fsdp, applied = request.fsdp, None
-    stages = parameters.load_stages(package, indices, device, request.weights, request.check_weights, request.seed or 0)
+    precision = named_precision(options.precision)
+    fsdp, applied = options.fsdp, None
+    stages = parameters.load_stages(package, indices, device, options.weights, options.check_weights, options.seed or 0)
     hooks = GradientHooks(stages)
     if world is not None:
         check_loaded_weights(world, stages)
     uncast_buffers = {} if precision is None else buffers_to_keep(precision, stages, package.manifest)
-    is_changed = request.parallelize_fn is not None
-    package = replace(package, manifest=divide_tensors(stages, package.manifest, world, request.tp_plan, is_changed))
+    is_changed = options.parallelize_fn is not None
+    package = replace(package, manifest=divide_tensors(stages, package.manifest, world, options.tp_plan, is_changed))
     manifest = package.manifest
-    if request.parallelize_fn is not None:
-        stages, manifest = parameters.parallelize_stages(package, stages, request.parallelize_fn)
+    if options.parallelize_fn is not None:
+        stages, manifest = parameters.parallelize_stages(package, stages, options.parallelize_fn)
     if precision is not None:
         applied, manifest = convert_stages(precision, stages, manifest, uncast_buffers)
         is_sharded = world is not None and world.grid.length(SHARD) > 1
         fsdp = sharding_options(precision, fsdp, stages, is_sharded)
-    check_is_used("fsdp", request.fsdp, SHARD, world)
+    check_is_used("fsdp", options.fsdp, SHARD, world)
     groups, manifest = shard_stages(stages, manifest, world, fsdp)
     return PreparedStages(stages, manifest, applied, groups, hooks)

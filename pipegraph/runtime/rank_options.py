@@ -6,54 +6,46 @@ A rank that differs would wait for what no other sends, or train something else;
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from pipegraph.arguments import argument
-from pipegraph.kernels import Maker
 from pipegraph.kernels.sharded import is_style, layout_text
 from pipegraph.package import Manifest
-from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.loss_reduction import LossReduction
 from pipegraph.runtime.parameters import parameters_of
-from pipegraph.runtime.prepared_stages import StageRequest
+from pipegraph.runtime.prepared_stages import PipelineOptions
 from pipegraph.runtime.processes.agreement import check_agreement
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, TENSOR
 from pipegraph.runtime.processes.world import World
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.schedule import Schedule
 
 
 def check_options(
-    world: World,
-    manifest: Manifest,
-    schedule: Schedule,
-    request: StageRequest,
-    reduction: LossReduction,
-    resident: int | None,
-    kernels: str | Maker,
-    recompute: Any,
+    world: World, manifest: Manifest, schedule: Schedule, options: PipelineOptions, reduction: LossReduction
 ) -> None:
     """Raise ArgumentError, on every rank, unless all of them were given the same. Collective."""
     grid, count = world.grid, len(manifest.stages)
-    options = {
+    values: dict[str, Any] = {
         "package": ", ".join(filter(None, (manifest.model.class_name, manifest.model.source, f"{count} stages"))),
         "mesh": dict(zip(grid.names, grid.shape, strict=True)),
         "microbatches": schedule.microbatches,
         "schedule": schedule.name,
-        "seed": request.seed,
-        "precision": request.precision,
+        "seed": options.seed,
+        "precision": options.precision,
         "loss_reduction": "sum" if reduction.sums else "mean",
         "loss_over": reduction.over,
-        "tp_plan": request.tp_plan,
-        "fsdp": request.fsdp,
-        "resident": resident,
+        "tp_plan": options.tp_plan,
+        "fsdp": options.fsdp,
+        "resident": options.resident,
     }
-    within_kernels = {"kernels": kernels, "recompute": recompute, "parallelize_fn": request.parallelize_fn and "given"}
-    if grid.length(TENSOR) == 1:  # then nothing is sent within kernels, and each rank may have its own
-        within_kernels = dict.fromkeys(within_kernels)
-    texts = {argument(name): described(value) for name, value in {**options, **within_kernels}.items()}
+    # Without ranks along `tp`, nothing is sent within kernels, and each rank may have different ones. Every rank still
+    # compares the same names.
+    is_divided = grid.length(TENSOR) > 1
+    values["kernels"], values["recompute"] = (options.kernels, options.recompute) if is_divided else (None, None)
+    values["parallelize_fn"] = options.parallelize_fn and "given" if is_divided else None
+    texts = {argument(name): described(value) for name, value in values.items()}
     # The last ones, because they differ with others, too, and say less.
     rows = " | ".join(" ".join(map(str, row)) for row in schedule.actions)
     check_agreement(
@@ -63,34 +55,26 @@ def check_options(
     )
 
 
-def check_stages(
-    world: World,
-    manifest: Manifest,
-    stages: Mapping[int, nn.Module],
-    groups: Mapping[int, Sequence[ShardedGroup]],
-    trained_by_loss: Sequence[nn.Parameter],
-) -> None:
-    """Raise ArgumentError, on all ranks that find it, unless their stages fit together. Collective.
-
-    Args:
-        groups: of each stage, the groups of its sharded parameters.
-        trained_by_loss: the parameters of `loss_fn`, on a rank with the last stage.
-    """
-    values = {name: [value.dtype, *value.shape] for name, value in manifest.values.items()}
+def check_stages(context: RankContext, world: World) -> None:
+    """Raise ArgumentError, on all ranks that find it, unless their stages fit together. Collective."""
+    values = {name: [value.dtype, *value.shape] for name, value in context.manifest.values.items()}
     check_agreement(world, {"what crosses between stages after parallelize_fn": described(values)}, *DIMENSIONS)
     if world.copies == 1:
         return
     texts = {}
-    for index, stage in stages.items():
+    for index, stage in context.stages.items():
         tensors = {**dict(parameters_of(stage)), **dict(stage.named_buffers())}
         names = {id(tensor): name for name, tensor in tensors.items()}
         texts[f"stage {index} after parallelize_fn"] = described(
             {name: _layout(tensor) for name, tensor in tensors.items()}
         )
         texts[f"what fully_shard divides together in stage {index}"] = described(
-            [[names[id(parameter.sharded)] for parameter in group.parameters] for group in groups.get(index, ())]
+            [
+                [names[id(parameter.sharded)] for parameter in group.parameters]
+                for group in context.prepared.groups.get(index, ())
+            ]
         )
-    texts["the parameters of loss_fn"] = described([_layout(parameter) for parameter in trained_by_loss])
+    texts["the parameters of loss_fn"] = described([_layout(parameter) for parameter in context.trained_by_loss])
     check_agreement(world, texts, *DATA, TENSOR)
 
 

@@ -19,11 +19,11 @@ from pipegraph.package import CALLER, Manifest
 from pipegraph.package.sizes import BATCH
 from pipegraph.runtime.batch import ShownSizes, StepBatch, describe_tables, even_rows, microbatch_tables
 from pipegraph.runtime.checksums import ABSENT, Checksums, checksum
-from pipegraph.runtime.gradient_reduction import trained_by
-from pipegraph.runtime.parameters import Stages, parameters_of
+from pipegraph.runtime.parameters import parameters_of
 from pipegraph.runtime.processes.group import Group, PendingGather
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, PIPELINE, TENSOR, RankGrid
-from pipegraph.runtime.processes.world import World, fingerprint
+from pipegraph.runtime.processes.world import fingerprint
+from pipegraph.runtime.rank_context import RankContext
 
 # ---- step record -----------------------------------------------------------------------------------------------------
 # The record of a rank in a step: all that other ranks have to know of its call, as a vector of fixed length.
@@ -420,33 +420,20 @@ class StepAgreement:
     """Gathers and checks the records of a pipeline. Making it is collective, and so are its methods.
 
     Args:
-        stages: the stages of this process.
-        loss_fn: the loss function, which may have parameters.
-        world: all processes; None for a plain process.
         min_rows: the minimum number of rows of a microbatch.
         checks_inputs: whether checksums of the inputs are compared.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        stages: Stages,
-        loss_fn: object,
-        world: World | None,
-        device: torch.device,
-        min_rows: int,
-        checks_inputs: bool,
-    ) -> None:
-        self._manifest, self._stages, self._loss_fn, self._world = manifest, stages, loss_fn, world
-        self._device, self._min_rows = device, min_rows
-        self._layout = RecordLayout.from_manifest(manifest)
+    def __init__(self, context: RankContext, min_rows: int, checks_inputs: bool) -> None:
+        self._context, self._min_rows = context, min_rows
+        self._layout = RecordLayout.from_manifest(context.manifest)
         self._calls = 0
         self._checksums: Checksums | None = None
         self._group: Group | None = None
-        if world is not None:
+        if (world := context.world) is not None:
             self._group = world.along(*DIMENSIONS, on_cpu=True)
             if checks_inputs and len(world.grid.line(world.rank, *SAME_BATCH)) > 1:
-                self._checksums = Checksums(len(self._layout.inputs) + 1, device)
+                self._checksums = Checksums(len(self._layout.inputs) + 1, context.device)
 
     def start(self, step: LocalStep) -> PendingAgreement:
         """Start to gather the records of a step of all ranks."""
@@ -466,7 +453,7 @@ class StepAgreement:
             BatchError: data-parallel ranks have different numbers of microbatches.
             PipegraphError: no rank trains anything.
         """
-        step, world = pending.step, self._world
+        step, world = pending.step, self._context.world
         if world is None:
             if step.trains:
                 check_training([pending.record])
@@ -488,20 +475,19 @@ class StepAgreement:
 
     def total_weight(self, weight: float) -> float:
         """The sum of a weight over all data-parallel ranks, if `finish` did not know it. Collective for them."""
-        if self._world is None:
-            return weight
-        return math.fsum(row[0] for row in self._world.gather([weight], *DATA))
+        world = self._context.world
+        return weight if world is None else math.fsum(row[0] for row in world.gather([weight], *DATA))
 
     def _record(self, step: LocalStep) -> StepRecord:
         call, sums = 0, (ABSENT,) * (len(self._layout.inputs) + 1)
         if self._checksums is not None:
             call, sums = self._checksums.report(self._calls, self._sums(step.batch))
-        world = self._world
+        world = self._context.world
         return StepRecord(
             self._calls,
             step.evaluates,
             step.microbatches,
-            autocast_number(self._device.type),
+            autocast_number(self._context.device.type),
             step.loss,
             self._trained() if step.trains and world is not None and world.copies > 1 else 0,
             not step.trains or self._trains_any() or step.batch.requires_grad,
@@ -524,7 +510,7 @@ class StepAgreement:
         return [self._layout.decode(vector, row) for vector, row in zip(vectors, table, strict=True)]
 
     def _sums(self, batch: StepBatch) -> list[torch.Tensor | None]:
-        values = self._manifest.values
+        values = self._context.manifest.values
         sums = [
             checksum(batch.inputs[name], values[name].batch_dim) if name in batch.inputs else None
             for name in self._layout.inputs
@@ -532,19 +518,16 @@ class StepAgreement:
         return [*sums, checksum(batch.target, 0)]
 
     def _trains_any(self) -> bool:
-        stages = self._stages.values()
-        trains = any(parameter.requires_grad for stage in stages for parameter in stage.parameters())
-        return trains or bool(trained_by(self._loss_fn))
+        return any(self._context.trained_flags) or bool(self._context.trained_by_loss)
 
     def _trained(self) -> int:
         """A fingerprint of which parameters are trained."""
-        stages = self._stages.values()
-        return fingerprint(bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters()))
+        return fingerprint(bytes(self._context.trained_flags))
 
     def _trained_names(self) -> str:
         return "\n".join(
             f"{name} of stage {index}"
-            for index, stage in self._stages.items()
+            for index, stage in self._context.stages.items()
             for name, parameter in parameters_of(stage)
             if parameter.requires_grad
         )

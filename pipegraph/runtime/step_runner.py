@@ -9,21 +9,19 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.kernels import Maker
-from pipegraph.package import Manifest
 from pipegraph.runtime.batch import bind_batch, join_target
 from pipegraph.runtime.executor import Executor
-from pipegraph.runtime.fully_sharded import ShardedGroup
 from pipegraph.runtime.gradient_checks import GradientChecks, ParameterChecks
-from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal, trained_by
+from pipegraph.runtime.gradient_reduction import GradientReduction, copied_parameters, make_equal
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
 from pipegraph.runtime.kernel_makers import make_kernels, packed_loss
 from pipegraph.runtime.loss_check import BatchLoss, LossCheck, require_forwards_first
-from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossScale
+from pipegraph.runtime.loss_reduction import LossReduction, LossScale
 from pipegraph.runtime.measurements import CollectiveObserver, CollectiveTimer, Observer, ObserverList
 from pipegraph.runtime.microbatches import (
     BatchLayout,
@@ -38,14 +36,11 @@ from pipegraph.runtime.microbatches import (
 from pipegraph.runtime.padding import NO_PADDING, Padding
 from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
 from pipegraph.runtime.parameters import TiedWeights, redistribute_gradients
-from pipegraph.runtime.prepared_stages import PreparedStages
-from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.random_numbers import RandomNumbers
+from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.rank_options import check_stages
-from pipegraph.runtime.replicas import Replicas, unwrapped
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
 from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
@@ -54,7 +49,7 @@ from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport
-from pipegraph.runtime.wiring import BoundaryDtypes, rank_pairs, stage_wirings
+from pipegraph.runtime.wiring import BoundaryDtypes, rank_pairs
 from pipegraph.schedule import Schedule, lower
 
 # ---- step losses -----------------------------------------------------------------------------------------------------
@@ -64,29 +59,15 @@ from pipegraph.schedule import Schedule, lower
 class StepLosses:
     """The losses of steps on one process.
 
-    Args:
-        manifest: of the package.
-        stages: of this process.
-        loss_fn: of the pipeline.
-        reduction: how its values are put together.
-        world: the processes of the pipeline.
-        has_replicas: whether a stage is in `DistributedDataParallel`.
-
     Raises:
         PipegraphError: a loss over the whole batch is divided between data-parallel ranks.
+        ScheduleError: the loss is over the whole batch, and backwards begin before it is known.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        stages: Mapping[int, nn.Module],
-        loss_fn: LossFunction | None,
-        reduction: LossReduction,
-        world: World | None,
-        has_replicas: bool,
-    ) -> None:
+    def __init__(self, context: RankContext) -> None:
+        manifest, loss_fn, reduction = context.manifest, context.loss_fn, context.reduction
         self._over_batch = loss_fn is not None and reduction.over == "batch"
-        self._is_shared = has_replicas or (world is not None and world.grid.length(*DATA) > 1)
+        self._is_shared = bool(context.replicas) or context.data_ranks > 1
         self._is_checked = False
         if self._over_batch and self._is_shared:
             raise PipegraphError(
@@ -95,22 +76,19 @@ class StepLosses:
                 "a mesh of pp alone; or a loss_fn that gathers the outputs of all ranks itself, with "
                 'loss_over="microbatch" and one microbatch.',
             )
-        self._manifest, self._last = manifest, len(manifest.stages) - 1
+        if self._over_batch:
+            require_forwards_first(context.schedule)
+        self._manifest, self._last = manifest, context.last
         self._with_rows = values_with_rows(manifest)
-        stage = stages.get(self._last)
+        stage = context.stages.get(self._last)
         self._values = [manifest.values[name] for name in manifest.stages[-1].outputs]
         self._loss = packed_loss(manifest, stage, loss_fn) if stage is not None and loss_fn is not None else None
         self._check: LossCheck | None = None
         if self._loss is not None and stage is not None and reduction.over == "rows":
             self._check = LossCheck(manifest, stage, self._loss, reduction, target_dims(manifest))
 
-    def check_schedule(self, schedule: Schedule) -> None:
-        """Raise ScheduleError if the loss is over the whole batch and backwards begin before it is known."""
-        if self._over_batch:
-            require_forwards_first(schedule)
-
     def prepare(self, executor: Executor, batch: StepInputs, trains: bool) -> None:
-        """Tell an executor how the loss of a step is computed. Raises ScheduleError as `check_schedule` does."""
+        """Tell an executor how the loss of a step is computed. Raises ScheduleError as `StepLosses` does."""
         executor.batch_loss = executor.loss_check = None
         if self._over_batch and batch.with_loss:
             require_forwards_first(executor.schedule)
@@ -168,12 +146,10 @@ class StepExecutors:
     """Executors by what they do and by the number of microbatches.
 
     Args:
-        schedule: the pipeline's own.
-        choice: what it was chosen by.
-        processes: how many run it, one per rank; None for one process.
-        edges, gradient_edges: (producer stage, consumer stage) pairs that carry values, and gradients.
+        context: the process.
+        choice: what its schedule was chosen by.
         make: lowered schedule → the executors of this process.
-        collectives: the arguments of `lower` for stages that several ranks hold: sharded, replicated, resident.
+        resident: how many sharded stages of a rank may be whole at a time; None for all.
 
     Attributes:
         training: the pipeline's own schedule with its transfers.
@@ -181,18 +157,21 @@ class StepExecutors:
 
     def __init__(
         self,
-        schedule: Schedule,
+        context: RankContext,
         choice: str | PathLike[str] | Schedule,
-        processes: int | None,
-        edges: Edges,
-        gradient_edges: Edges,
         make: Callable[[Schedule], Sequence[Executor]],
-        collectives: Mapping[str, Any] | None = None,
+        resident: int | None,
     ) -> None:
-        self._pipeline_schedule, self._choice, self._processes = schedule, choice, processes
-        self._edges, self._gradient_edges = tuple(edges), tuple(gradient_edges)
-        self._make = make
-        self._collectives = dict(collectives or {})
+        manifest, schedule = context.manifest, context.schedule
+        self._pipeline_schedule, self._choice, self._make = schedule, choice, make
+        self._processes = None if context.world is None else len(context.pipeline)  # each runs one rank
+        self._edges, self._gradient_edges = tuple(manifest.edges()), tuple(manifest.gradient_edges())
+        # `lower` has to know which stages several ranks hold: all of them, or none.
+        shared = tuple(range(len(manifest.stages))) if context.data_ranks > 1 else ()
+        is_sharded = bool(context.prepared.groups)
+        self._collectives: dict[str, Any] = (
+            {"sharded": shared, "resident": resident} if is_sharded else {"replicated": shared}
+        )
         self._built = {schedule.microbatches: schedule}
         self._executors: dict[tuple[bool, int], Sequence[Executor]] = {}
         self.training = lower(schedule, self._edges, self._gradient_edges, **self._collectives)
@@ -286,21 +265,14 @@ class StepRunner:
     Making it is collective, and the last part of it is where the ranks begin to need each other.
 
     Args:
-        prepared: the stages of this process.
-        schedule: the pipeline's.
-        choice: what it was chosen by.
+        context: the process. Collective methods are called in the context of its `guard`.
+        choice: what the schedule was chosen by.
         makers: of each stage, by its index, what makes its kernels.
-        loss_fn: the loss of one microbatch.
-        reduction: of the losses of microbatches.
-        device: where the stages are.
-        world: the processes of the pipeline; None for a plain process.
-        guard: the context in which all of this is called.
         resident: how many sharded stages of a rank may be whole at a time; None for all.
-        numbers: what random numbers depend on.
-        checks_inputs: whether ranks of one pipeline are compared in what they were given.
+        checks_inputs: whether the inputs of the ranks of one pipeline are compared.
+        padding: of the inputs of a step.
 
     Attributes:
-        stages: of this process, without a `DistributedDataParallel` around them.
         layout: of the batches.
         kernels: of each stage.
         executors: of this process.
@@ -310,94 +282,65 @@ class StepRunner:
 
     def __init__(
         self,
-        prepared: PreparedStages,
-        schedule: Schedule,
+        context: RankContext,
         choice: str | PathLike[str] | Schedule,
         makers: Mapping[int, Maker],
-        loss_fn: LossFunction | None,
-        reduction: LossReduction,
-        device: torch.device,
-        world: World | None,
-        guard: FaultGuard,
         resident: int | None,
-        numbers: RandomNumbers,
         checks_inputs: bool = True,
         padding: Padding = NO_PADDING,
     ) -> None:
-        manifest, groups, precision = prepared.manifest, prepared.groups, prepared.precision
-        self._replicas = Replicas(prepared.modules)
-        self._numbers, self._padding = numbers, padding
-        if self._replicas and reduction.weight_of is not None:
+        self._context, self._padding = context, padding
+        groups, world = context.prepared.groups, context.world
+        if context.replicas and context.reduction.weight_of is not None:
             raise PipegraphError(
                 "loss_weight counts items over all ranks, and DistributedDataParallel takes the mean of its replicas' "
                 "gradients.",
                 "return the stage without it, and give Pipeline a mesh with dp_replicate.",
             )
-        stages = {index: unwrapped(stage) for index, stage in prepared.modules.items()}
-        self.stages, self._trains = stages, schedule.trains
-        self._name, self._device = schedule.name, device
-        pipeline = world.pipeline if world else tuple(range(schedule.ranks))
-        ranks = (pipeline.index(world.rank),) if world else pipeline  # of the schedule
-        self._rank = ranks[0]
-        places = [pipeline[rank] for rank in schedule.placement]  # of the world
-        self.layout = BatchLayout.from_manifest(
-            manifest, stages, device, None if precision is None else precision.cast_from
-        )
-        self._reduction = reduction if self.layout.has_last_stage else LossReduction()  # others have no target
-        self._last_replicas = self._replicas.count(len(manifest.stages) - 1)
-        self.ties = TiedWeights(manifest, stages, places, (world.rank,) if world else ranks)
-        find_parts(groups, stages)
-        self._wiring = wiring = stage_wirings(manifest)
-        self._boundaries = BoundaryDtypes(manifest, wiring, stages, places)
-        share = world.grid.line(world.rank, *DATA).index(world.rank) if world else 0
-        replicas = {index: share + self._replicas.place(index) for index in stages}  # one of both is 0
-        self.kernels = make_kernels(makers, stages, manifest, wiring, loss_fn, precision, numbers, replicas)
+        self.layout = BatchLayout.of(context)
+        # Other processes have no target.
+        self._reduction = context.reduction if self.layout.has_last_stage else LossReduction()
+        self.ties = TiedWeights(context.manifest, context.stages, context.placement, context.world_ranks)
+        find_parts(groups, context.stages)
+        self._boundaries = BoundaryDtypes(context.manifest, context.wiring, context.stages, context.placement)
+        self.kernels = make_kernels(context, makers)
         stage_kernels, ties = self.kernels, self.ties
         transport: Transport = LocalTransport()
         collectives: ParameterCollectives | None = None
         self.executors = StepExecutors(
-            schedule,
+            context,
             choice,
-            len(pipeline) if world else None,
-            manifest.edges(),
-            manifest.gradient_edges(),
-            lambda lowered: [  # called when all of these are there; it does not hold what holds it
-                Executor(rank, lowered, wiring, stage_kernels, transport, device, pipeline, numbers, ties, collectives)
-                for rank in ranks
+            lambda lowered: [  # called when all of these exist; without a reference to this object, which holds it
+                Executor(context, rank, lowered, stage_kernels, transport, ties, collectives) for rank in context.ranks
             ],
-            self._what_is_collective(world, groups, resident),
+            resident,
         )
         self._data_ranks: Group | None = None
-        self._losses = StepLosses(manifest, stages, loss_fn, reduction, world, bool(self._replicas))
-        self._losses.check_schedule(schedule)
-        self._input_gradients = InputGradients(manifest, places, world.rank if world else 0, world)
+        self._losses = StepLosses(context)
+        self._input_gradients = InputGradients(context)
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
-        self._times_collectives = world is not None and (device.type == "cpu" or world.uses_nccl)
-
-        are_copied = world is not None and world.grid.length(*DATA) > 1
-        own_loss = loss_fn if self.layout.has_last_stage else None
-        self._hooks = prepared.hooks
-        self._hooks.check(stages, frozenset(index for index, stage_groups in groups.items() if stage_groups))
-        self._parameter_checks = ParameterChecks(prepared, stages, self.ties, own_loss, are_copied)
+        self._times_collectives = world is not None and (context.device.type == "cpu" or world.uses_nccl)
+        self._hooks = context.prepared.hooks
+        self._hooks.check(context.stages, frozenset(index for index, stage_groups in groups.items() if stage_groups))
+        self._parameter_checks = ParameterChecks(context, self.ties)
 
         # Everything that may fail on one rank alone is done. From here on the ranks need each other.
         self._distributed: DistributedTransport | None = None
         if world:
-            check_stages(world, manifest, stages, groups, trained_by(own_loss))
-            if are_copied:
-                collectives = self._connect_copies(world, own_loss, groups)
+            check_stages(context, world)
+            if context.data_ranks > 1:
+                collectives = self._connect_copies(world)
             self.ties.connect(world)
-            self._distributed = DistributedTransport(world, rank_pairs(self.executors.training, pipeline), guard.report)
-            transport = self._distributed
+            pairs = rank_pairs(self.executors.training, context.pipeline)
+            transport = self._distributed = DistributedTransport(world, pairs, context.guard.report)
         self.transport, self._collectives = transport, collectives
-        self._gradient_checks = GradientChecks(manifest, self.stages, world, numbers.seed is not None)
-        min_rows = self.layout.min_rows
-        self._agreement = StepAgreement(manifest, stages, loss_fn, world, device, min_rows, checks_inputs)
-        guard.closing.callback(self.transport.close)
+        self._gradient_checks = GradientChecks(context)
+        self._agreement = StepAgreement(context, self.layout.min_rows, checks_inputs)
+        context.guard.closing.callback(self.transport.close)
         if world and world.uses_nccl:
-            guard.watch(lambda: world.close(abort=True))
+            context.guard.watch(lambda: world.close(abort=True))
         if world:
-            share_infinities(loss_fn, world, guard, owner=self)
+            share_infinities(context.loss_fn, world, context.guard, owner=self)
 
     def run(
         self,
@@ -411,7 +354,7 @@ class StepRunner:
         Collective. Raises BatchError for a batch that does not fit, and PipegraphError if there is no loss or nothing
         to train, or parameters were replaced that other stages or ranks have as well, before anything is computed.
         """
-        evaluates = request.evaluates
+        evaluates, stages, numbers = request.evaluates, self._context.stages, self._context.numbers
         step, microbatches = self._local_step(args, kwargs, request)
         trains = step.trains
         self._parameter_checks.before_step(trains)
@@ -420,9 +363,9 @@ class StepRunner:
         if trains:
             self._gradient_checks.before_step()
         self.transport.start()
-        self._numbers.microbatches = len(batch.sizes.microbatches)
-        self._numbers.evaluates = evaluates
-        executors = self.executors.executors(evaluates, self._numbers.microbatches, step.microbatches)
+        numbers.microbatches = len(batch.sizes.microbatches)
+        numbers.evaluates = evaluates
+        executors = self.executors.executors(evaluates, numbers.microbatches, step.microbatches)
         observer = observers.joined(evaluates)
         for executor in executors:
             executor.observer, executor.input_gradients = observer, input_gradients
@@ -431,15 +374,15 @@ class StepRunner:
         inputs = StepInputs(batch, scale, request.with_loss, request.return_outputs, dtypes)
         for executor in executors:
             self._losses.prepare(executor, inputs, trains)
-        with self._hooks.during_step(self.stages) if trains else nullcontext():
+        with self._hooks.during_step(stages) if trains else nullcontext():
             with self._during_step(observer), self.ties.summed_gradients() if trains else nullcontext():
                 run_executors(executors, inputs, results)
                 if trains:
-                    redistribute_gradients(self.stages)
+                    redistribute_gradients(stages)
                     if self._collectives is not None:
                         self._collectives.finish()
             if trains:
-                self._replicas.reduce()
+                self._context.replicas.reduce()
         if trains:
             if self._collectives is not None:
                 self._collectives.make_buffers_equal()
@@ -447,7 +390,7 @@ class StepRunner:
             self._losses.after_step()
             self._gradient_checks.after_step()
         self.transport.finish()
-        self._numbers.steps += not evaluates
+        numbers.steps += not evaluates
         return inputs, results
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest) -> None:
@@ -462,9 +405,9 @@ class StepRunner:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: StepRequest
     ) -> tuple[LocalStep, Microbatches | None]:
         """Check the tensors of a batch, and cut it if its loss needs a weight. Raises as `check` does."""
-        trains, layout = self._trains and not request.evaluates, self.layout
+        trains, layout = self._context.schedule.trains and not request.evaluates, self.layout
         if layout.has_last_stage and not request.with_loss:
-            check_without_loss(self._name, trains, request.has_target)
+            check_without_loss(self._context.schedule.name, trains, request.has_target)
         check_grad_mode(trains)
         batch = self._padding.pad(layout.manifest, bind_batch(layout.manifest, args, kwargs, request))
         requested_count = self._count(batch.count, request.microbatches)
@@ -501,8 +444,8 @@ class StepRunner:
         if step.needs_weight:
             local = self._reduction.weigh(microbatches.targets) if step.weight is None else step.weight
             total = self._agreement.total_weight(local) if agreement.weight is None else agreement.weight
-        divisor, counts_items = request.weight or total, step.needs_weight
-        scale = LossScale(microbatches.sizes, self._reduction, counts_items, local, total, divisor, self._last_replicas)
+        divisor, replicas = request.weight or total, self._context.replicas.count(self._context.last)
+        scale = LossScale(microbatches.sizes, self._reduction, step.needs_weight, local, total, divisor, replicas)
         return microbatches, scale
 
     def reduced(self, inputs: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
@@ -526,31 +469,22 @@ class StepRunner:
     def joined(self, inputs: StepInputs, results: StepOutputs) -> Any:
         """Return the model's outputs for the whole batch, without memory of the inputs; None without outputs here."""
         manifest = self.layout.manifest
-        training = bool(results.outputs) and self.stages[len(manifest.stages) - 1].training
+        training = bool(results.outputs) and self._context.stages[self._context.last].training
         return join(manifest, results.outputs, inputs.batch, training)
 
-    def _what_is_collective(
-        self, world: World | None, groups: Mapping[int, Sequence[ShardedGroup]], resident: int | None
-    ) -> dict[str, Any]:
-        """What `lower` has to know of the stages that several ranks hold: all of them, or none."""
-        every = range(len(self._wiring)) if world is not None and world.grid.length(*DATA) > 1 else ()
-        return {"sharded": every, "resident": resident} if groups else {"replicated": every}
-
-    def _connect_copies(
-        self, world: World, loss_fn: LossFunction | None, groups: Mapping[int, Sequence[ShardedGroup]]
-    ) -> ParameterCollectives:
+    def _connect_copies(self, world: World) -> ParameterCollectives:
         """Connect the ranks that hold the same stages, which then start from the same parameters. Collective."""
-        if self._replicas:
+        context, groups = self._context, self._context.prepared.groups
+        if context.replicas:
             raise PipegraphError(
                 "parallelize_fn returned DistributedDataParallel, and the mesh has data-parallel ranks, too, "
                 "whose gradients the pipeline reduces.",
                 "return the stage without a wrapper.",
             )
         self._data_ranks = world.along(*DATA)
-        parameters = copied_parameters(self.stages, sharded_parameters(groups), loss_fn)
-        reduction = GradientReduction(
-            parameters, self.stages, world.along(*DATA), world.grid.line(world.rank, *DATA)[0]
-        )
+        parameters = copied_parameters(context.stages, sharded_parameters(groups), context.trained_by_loss)
+        first = world.grid.line(world.rank, *DATA)[0]
+        reduction = GradientReduction(parameters, context.stages, world.along(*DATA), first)
         reduction.make_equal()
         transfers: dict[int, list[GroupTransfers]] = {}
         if groups:
@@ -572,7 +506,7 @@ class StepRunner:
             return nullcontext()
         timer = None
         if self._times_collectives and isinstance(observer, CollectiveObserver):
-            timer = CollectiveTimer(self._rank, self._device, observer)
+            timer = CollectiveTimer(self._context.ranks[0], self._context.device, observer)
         return self._collectives.during_step(timer)
 
     def _count(self, lists: int | None, requested_count: int | None) -> int:

@@ -80,8 +80,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         Pipeline(folder, loss_fn=loss, cuda_graphs=True)
     gpu, plain, stages = torch.device("cuda"), (Recompute(),), {0: nn.Linear(2, 2)}
     with pytest.raises(PipegraphError, match=r"(?s)cuda_graphs=True .*a function of yours.*Try: kernels=\"inductor\""):
-        graph_recorder(True, recorded_kernels, gpu, plain, stages)
+        graph_recorder(recorded_kernels, gpu, plain, stages)
     with pytest.raises(PipegraphError, match=r"(?s)recompute=\"offload\" .*Try: recompute=\"min-cut\""):
-        graph_recorder(True, "inductor", gpu, (*plain, Recompute.parse({"layers.*": "offload"})), stages)
-    assert graph_recorder(False, recorded_kernels, torch.device("cpu"), plain, stages) is None
-    assert graph_recorder(True, "inductor", gpu, plain, stages) is not None
+        graph_recorder("inductor", gpu, (*plain, Recompute.parse({"layers.*": "offload"})), stages)
+    assert graph_recorder("inductor", gpu, plain, stages) is not None

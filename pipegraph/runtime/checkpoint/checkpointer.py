@@ -10,35 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipegraph.errors import CheckpointError
-from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint import loading, storage
 from pipegraph.runtime.checkpoint.loading import Checkpoint
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 from pipegraph.runtime.checkpoint.saving import Collected, SaveRequest, collect, write
-from pipegraph.runtime.processes.faults import FaultGuard
 from pipegraph.runtime.processes.group import ConnectionLost
-from pipegraph.runtime.processes.world import LoneProcess, World
+from pipegraph.runtime.processes.world import LoneProcess
+from pipegraph.runtime.rank_context import RankContext
 
 
 class Checkpointer:
     """What `Pipeline` saves and loads with. Every method but `close` is collective."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        stages: Mapping[int, nn.Module],
-        device: torch.device,
-        world: World | LoneProcess,
-        guard: FaultGuard,
-    ) -> None:
-        self._manifest, self._stages, self._device = manifest, stages, device
-        self._guard = guard
-        self._ranks = CheckpointRanks(world, guard)
+    def __init__(self, context: RankContext) -> None:
+        self._manifest, self._stages, self._device = context.manifest, context.stages, context.device
+        self._guard = context.guard
+        self._ranks = CheckpointRanks(context.world or LoneProcess(), context.guard)
         self._saving: Future[Path] | None = None
-        guard.closing.callback(self.close)
+        context.guard.closing.callback(self.close)
 
     def prepare(self) -> None:
         self._ranks.connect()
