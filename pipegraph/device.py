@@ -1,4 +1,4 @@
-"""A device of torch: its name, its memory, its random numbers, and when it is done.
+"""A device of torch: its name, its memory, its random numbers, its streams, and the times of its work.
 
 A kind of device other than the CPU is asked through `torch.get_device_module`, whose functions have the same names for
 each kind. A kind that lacks one of them is added here.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import platform
 import resource
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,52 @@ class Device:
         """Wait until all work that was launched is done."""
         if not self.is_cpu:
             self._module.synchronize(self.torch_device)
+
+    # ---- streams and times -------------------------------------------------------------------------------------------
+
+    def stream(self) -> Any:
+        """Return a new stream; None for the CPU, which has none."""
+        return None if self.is_cpu else self._module.Stream(self.torch_device)
+
+    def current_stream(self) -> Any:
+        """Return the current stream of the calling thread; None for the CPU."""
+        return None if self.is_cpu else self._module.current_stream(self.torch_device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work is launched on a stream that `stream` has returned."""
+        return nullcontext() if stream is None else self._module.stream(stream)
+
+    def record_event(self) -> Any:
+        """Return an event of the current stream, after all work launched so far; None for the CPU."""
+        return None if self.is_cpu else self.current_stream().record_event()
+
+    def wait_event(self, event: Any) -> None:
+        """Let the current stream wait for an event. Does nothing for None."""
+        if event is not None:
+            self.current_stream().wait_event(event)
+
+    def now(self, stream: Any = None) -> Any:
+        """Return the time in seconds of `time.perf_counter`; other than for the CPU an event, without a wait for it.
+
+        Args:
+            stream: of the event, by default the current stream.
+        """
+        if self.is_cpu:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record(stream or self.current_stream())
+        return event
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two times of `now`, which `has_passed`."""
+        seconds: float = end - begin if self.is_cpu else begin.elapsed_time(end) / 1000
+        return seconds
+
+    def has_passed(self, moment: Any) -> bool:
+        """Whether the device has finished all work before a time of `now`."""
+        return self.is_cpu or bool(moment.query())
+
+    # ---- random numbers ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def fork_rng(self) -> Iterator[None]:

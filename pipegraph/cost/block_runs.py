@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from pipegraph.cost.segments.distinct_blocks import Block, memory_of
 from pipegraph.cost.segments.subgraph import SubgraphModule, random_input, random_state
+from pipegraph.device import Device
 from pipegraph.kernels import make
 from pipegraph.torch_private.pytrees import pytree
 
@@ -35,15 +37,15 @@ class GpuQueueFiller:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = Device(device)
         self._launching = 0.0  # seconds of the host in the last round
-        if device.type != "cpu":
+        if not self._device.is_cpu:
             self._matrix = torch.zeros(_SIDE, _SIDE, device=device)
             self._result = torch.empty_like(self._matrix)
             self._product = self._time_product()
 
     def __enter__(self) -> None:
-        if self._device.type != "cpu":
+        if not self._device.is_cpu:
             for _ in range(self.products(self._launching, self._product)):
                 torch.mm(self._matrix, self._matrix, out=self._result)
         self._began = time.perf_counter()
@@ -60,10 +62,10 @@ class GpuQueueFiller:
 
     def _time_product(self) -> float:
         for _ in range(2):  # the first one loads its kernel
-            torch.accelerator.synchronize()
+            self._device.synchronize()
             began = time.perf_counter()
             torch.mm(self._matrix, self._matrix, out=self._result)
-            torch.accelerator.synchronize()
+            self._device.synchronize()
         return time.perf_counter() - began
 
 
@@ -183,38 +185,25 @@ class _Clock:
     """Times by block and kind. On a GPU the device's own, so that the queue of kernels is not interrupted."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[tuple[tuple[int, str], torch.cuda.Event, torch.cuda.Event]] = []
-        self._round: dict[tuple[int, str], float] = {}
+        self._device = Device(device)
+        self._unread: list[tuple[tuple[int, str], Any, Any]] = []
         self.readings: dict[tuple[int, str], list[float]] = {}
 
     @contextmanager
     def timed(self, block: int, kind: str) -> Iterator[None]:
-        if self._device.type == "cuda":
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            stop.record()
-            self._events.append(((block, kind), start, stop))
-        else:
-            begun = time.perf_counter()
-            yield
-            self._add((block, kind), time.perf_counter() - begun)
-
-    def _add(self, key: tuple[int, str], seconds: float) -> None:
-        """Add a reading. A second one of the same kind in a round adds to the first."""
-        self._round[key] = self._round.get(key, 0.0) + seconds
+        begin = self._device.now()
+        yield
+        self._unread.append(((block, kind), begin, self._device.now()))
 
     def wait(self) -> None:
         """Wait until the device has finished the round."""
-        if self._events:
-            torch.cuda.synchronize(self._device)
-        for key, start, stop in self._events:
-            self._add(key, start.elapsed_time(stop) / 1000)
-        self._events.clear()
-        for key, seconds in self._round.items():
-            self.readings.setdefault(key, []).append(seconds)
-        self._round.clear()
+        self._device.synchronize()
+        seconds: dict[tuple[int, str], float] = defaultdict(float)  # a block of a round may be run in several parts
+        for key, begin, end in self._unread:
+            seconds[key] += self._device.seconds_between(begin, end)
+        self._unread.clear()
+        for key, total in seconds.items():
+            self.readings.setdefault(key, []).append(total)
 
     def median(self, block: int, kind: str) -> float:
         """Return the median over all rounds, in seconds; 0 if nothing was timed."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from pipegraph.device import Device
 from pipegraph.torch_private.pytrees import pytree
 
 ABSENT: Final = -(2**63)
@@ -107,8 +108,8 @@ class Checksums:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
-        self._device = device
-        self._pending: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        self._device = Device(device)
+        self._pending: deque[tuple[int, Tensor, Any]] = deque()  # call, checksums, the event after their copy
 
     def report(self, call: int, sums: Sequence[Tensor | None]) -> tuple[int, tuple[int, ...]]:
         """Return the number of a call and its checksums, `ABSENT` for None; number 0 if none is known yet.
@@ -117,19 +118,15 @@ class Checksums:
             call: the number of this call.
             sums: its checksums.
         """
-        if self._device.type != "cuda":
+        if self._device.is_cpu:
             return call, tuple(ABSENT if number is None else int(number) for number in sums)
         reported = self._take()
+        device = self._device.torch_device
         table = torch.stack(
-            [
-                torch.full((), ABSENT, device=self._device) if number is None else number.to(self._device)
-                for number in sums
-            ]
+            [torch.full((), ABSENT, device=device) if number is None else number.to(device) for number in sums]
         )
         copy = torch.empty_like(table, device="cpu", pin_memory=True).copy_(table, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append((call, copy, event))
+        self._pending.append((call, copy, self._device.record_event()))
         return reported
 
     def _take(self) -> tuple[int, tuple[int, ...]]:

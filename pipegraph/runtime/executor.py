@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from pipegraph.device import Device
 from pipegraph.garbage import rare_collection
 from pipegraph.kernels import OffloadedValues, StageKernels
 from pipegraph.package import CALLER
@@ -71,7 +72,7 @@ class HostMemory:
 
     def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
         computing = [action for action in actions if not action.kind.is_transfer]
-        self._device, self._is_gpu = device, device.type == "cuda"
+        self._device = Device(device)
         self._leaving: set[_Key] = set()
         self._keys_to_free: dict[Action, list[_Key]] = defaultdict(list)
         self._come_before: dict[Action, list[_Key]] = defaultdict(list)
@@ -96,23 +97,22 @@ class HostMemory:
                 saved[key].put_back(values)
                 self._coming[key] = arrived
         if action.kind in (Kind.B, Kind.I):
-            arrived = self._coming.pop((action.stage, action.microbatch), None)
-            if arrived is not None:
-                torch.cuda.current_stream(self._device).wait_event(arrived)
+            self._device.wait_event(self._coming.pop((action.stage, action.microbatch), None))
 
     def after_action(self, action: Action, saved: Mapping[_Key, Any]) -> None:
         """Free what has been copied out by now, and start to copy out what this F saved."""
         for key in self._keys_to_free.get(action, ()) if self._away else ():
             if key in self._away:
                 away = self._away[key]
-                if away.copied is not None:
-                    torch.cuda.current_stream(self._device).wait_event(away.copied)
-                saved[key].take_offloaded(self._device)
+                self._device.wait_event(away.copied)
+                saved[key].take_offloaded(self._device.torch_device)
                 away.device.clear()
         key = action.stage, action.microbatch
         if action.kind is Kind.F and key in self._leaving:
             saved_values: Any = saved.get(key)
-            if _may_offload(saved_values.__class__) and (values := saved_values.take_offloaded(self._device)):
+            if _may_offload(saved_values.__class__) and (
+                values := saved_values.take_offloaded(self._device.torch_device)
+            ):
                 self._warn_of_emulation()
                 saved_values.put_back(values)  # until they are copied
                 self._away[key] = self._sent(values)
@@ -123,8 +123,7 @@ class HostMemory:
         On a GPU the current stream waits for copies that still write to its memory, because it may reuse that memory.
         """
         for arrived in self._coming.values():
-            if arrived is not None:
-                torch.cuda.current_stream(self._device).wait_event(arrived)
+            self._device.wait_event(arrived)
         self._away.clear()
         self._coming.clear()
 
@@ -141,13 +140,13 @@ class HostMemory:
             )
             for name, tensor in values.items()
         }
-        sources = [_bytes_of(memory, self._device) for memory in memories.values()]
-        if not self._is_gpu:
+        sources = [_bytes_of(memory, self._device.torch_device) for memory in memories.values()]
+        if self._device.is_cpu:
             return _Away(values, [source.clone() for source in sources], layouts)
         out, _ = self._own_streams()
         buffers = [self._pinned(len(source)) for source in sources]
-        out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(out):
+        out.wait_stream(self._device.current_stream())
+        with self._device.on_stream(out):
             for (buffer, read), source in zip(buffers, sources, strict=True):
                 if read is not None:
                     out.wait_event(read)
@@ -156,14 +155,15 @@ class HostMemory:
         return _Away(values, [buffer for buffer, _ in buffers], layouts, copied)
 
     def _brought(self, away: _Away) -> tuple[dict[str, Tensor], Any]:
-        copies = [torch.empty_like(host_buffer, device=self._device, pin_memory=False) for host_buffer in away.bytes]
+        device = self._device.torch_device
+        copies = [torch.empty_like(host_buffer, device=device, pin_memory=False) for host_buffer in away.bytes]
         arrived = None
-        if self._is_gpu:
+        if not self._device.is_cpu:
             _, back = self._own_streams()
             # The new memory may have been freed by work that this stream has yet to do.
-            back.wait_stream(torch.cuda.current_stream(self._device))
+            back.wait_stream(self._device.current_stream())
             back.wait_event(away.copied)
-            with torch.cuda.stream(back):
+            with self._device.on_stream(back):
                 for copy, buffer in zip(copies, away.bytes, strict=True):
                     copy.copy_(buffer, non_blocking=True)
                 arrived = back.record_event()
@@ -173,9 +173,7 @@ class HostMemory:
             for copy, buffer in zip(copies, away.bytes, strict=True):
                 copy.copy_(buffer)
         values = {
-            name: torch.empty(0, dtype=dtype, device=self._device).set_(
-                copies[index].untyped_storage(), offset, size, stride
-            )
+            name: torch.empty(0, dtype=dtype, device=device).set_(copies[index].untyped_storage(), offset, size, stride)
             for name, (index, dtype, offset, size, stride) in away.layouts.items()
         }
         return values, arrived
@@ -187,11 +185,11 @@ class HostMemory:
 
     def _own_streams(self) -> tuple[Any, Any]:
         if self._streams is None:
-            self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+            self._streams = self._device.stream(), self._device.stream()
         return self._streams
 
     def _warn_of_emulation(self) -> None:
-        if not self._is_gpu and not self._warned:
+        if self._device.is_cpu and not self._warned:
             self._warned = True
             warnings.warn(
                 'recompute="offload" is emulated on a CPU: what is saved is copied within the same memory, which takes '

@@ -17,6 +17,7 @@ from torch.distributed import Work
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.collectives import CompositeWork
+from pipegraph.device import Device
 from pipegraph.runtime.parameters import storage_address
 from pipegraph.schedule import Action, Collective, CollectiveKind, Kind
 
@@ -161,7 +162,7 @@ class ActionTimes:
 
     def __init__(self, device: torch.device) -> None:
         self.messages: dict[tuple[int, CollectiveKind], tuple[Message, ...]] = {}
-        self._device = device
+        self._device = Device(device)
         self._begun: dict[int, Any] = {}
         self._unread: deque[tuple[int, Action | Collective, Any, Any]] = deque()
         self._seconds: dict[tuple[int, Kind | CollectiveKind], deque[float]] = defaultdict(
@@ -172,10 +173,10 @@ class ActionTimes:
         self._collectives: dict[int, list[CollectiveSpan]] = defaultdict(list)
 
     def begin(self, rank: int, action: Action) -> None:
-        self._begun[rank] = self._now()
+        self._begun[rank] = self._device.now()
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
-        self._add(rank, action, self._begun.pop(rank), self._now())
+        self._add(rank, action, self._begun.pop(rank), self._device.now())
 
     def collective(self, rank: int, collective: Collective, begin: Any, end: Any, messages: Sequence[Message]) -> None:
         self.messages[collective.stage, collective.kind] = tuple(messages)
@@ -185,7 +186,7 @@ class ActionTimes:
         """From here on, keep the span of every action until `end_step`."""
         self._read()
         self._forget_spans()
-        self._zero = self._now()
+        self._zero = self._device.now()
 
     def end_step(self) -> StepTimes:
         """The spans since `begin_step`. Waits for a GPU."""
@@ -205,39 +206,27 @@ class ActionTimes:
         """By stage and kind, the median of `seconds`."""
         return {key: statistics.median(times) for key, times in self.seconds().items()}
 
-    def _now(self) -> Any:
-        """Seconds by the host's clock; on a GPU an event of the current stream, which it has yet to pass."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, begin: Any, end: Any) -> float:
-        seconds: float = end - begin if self._device.type != "cuda" else begin.elapsed_time(end) / 1000
-        return seconds
-
     def _forget_spans(self) -> None:
         self._spans.clear()
         self._collectives.clear()
 
     def _add(self, rank: int, done: Action | Collective, begin: Any, end: Any) -> None:
         self._unread.append((rank, done, begin, end))
-        while self._unread and (self._device.type != "cuda" or self._unread[0][-1].query()):
+        while self._unread and self._device.has_passed(self._unread[0][-1]):
             self._read_first()
 
     def _read(self) -> None:
         """Wait for the GPU and read all its events."""
         if self._unread:
-            torch.cuda.synchronize(self._device)
+            self._device.synchronize()
         while self._unread:
             self._read_first()
 
     def _read_first(self) -> None:
         rank, done, begin, end = self._unread.popleft()
-        self._seconds[done.stage, done.kind].append(self._between(begin, end))
+        self._seconds[done.stage, done.kind].append(self._device.seconds_between(begin, end))
         if self._zero is not None:
-            times = self._between(self._zero, begin), self._between(self._zero, end)
+            times = tuple(self._device.seconds_between(self._zero, moment) for moment in (begin, end))
             if isinstance(done, Collective):
                 self._collectives[rank].append(CollectiveSpan(done, *times))
             else:
@@ -363,7 +352,8 @@ class CollectiveTimer:
     def __init__(self, rank: int, device: torch.device, observer: CollectiveObserver) -> None:
         self._rank, self._observer = rank, observer
         self._started: list[_Started] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = Device(device)
+        self._stream = self._device.stream()
 
     @contextmanager
     def timed(self, collective: Collective) -> Iterator[list[Sent]]:
@@ -371,12 +361,12 @@ class CollectiveTimer:
         started = _Started(collective, self._now(), [])
         yield started.sent
         self._started.append(started)
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):  # which alone waits for them
+        if not self._device.is_cpu:
+            with self._device.on_stream(self._stream):  # which alone waits for them
                 for work, _ in started.sent:
                     work.wait()
             started.end = self._now()
-        for work, _ in started.sent if self._stream is None else ():
+        for work, _ in started.sent if self._device.is_cpu else ():
             work.get_future().add_done_callback(partial(_note_arrival, started))
         if not started.sent:
             started.end = self._now()
@@ -387,7 +377,7 @@ class CollectiveTimer:
         last = -float("inf")
         for span in self._started:
             begin, end = span.begin, span.end
-            if self._stream is None:
+            if self._device.is_cpu:
                 if end is None:  # a callback may come a moment after what waits for the message
                     end = max(span.arrivals) if len(span.arrivals) == len(span.sent) else now
                 begin, end = max(begin, last), max(end, last)
@@ -396,12 +386,9 @@ class CollectiveTimer:
 
     def _now(self) -> Any:
         """Return the CPU's time in seconds; on a GPU, an event of the stream after all work launched so far."""
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        event.record(self._stream)
-        return event
+        if not self._device.is_cpu:
+            self._stream.wait_stream(self._device.current_stream())
+        return self._device.now(self._stream)
 
 
 def _note_arrival(started: _Started, _: object) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipegraph import collectives
 from pipegraph.collectives import CompositeWork
+from pipegraph.device import Device
 from pipegraph.runtime.processes.group import lost_connections
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE, SHARD, RankGrid
 from pipegraph.torch_private.distributed import make_group, release_groups, uses_nccl
@@ -56,7 +57,8 @@ class ShardLine:
         self._grid, self._processes = grid, processes
         self.size, self.ranks = grid.length(SHARD), self._line(SHARD)
         self.place = self.ranks.index(dist.get_rank())
-        self._replica_stream = torch.cuda.Stream(device) if uses_nccl(device) else None
+        self._device = Device(device)
+        self._replica_stream = self._device.stream() if uses_nccl(device) else None
         summed = (SHARD,) if grid.length(REPLICATE) == 1 else DATA if self._replica_stream is None else (REPLICATE,)
         self._summed = self._line(*summed)
         groups = {names: self._connect(names, device, timeout) for names in dict.fromkeys(((SHARD,), summed))}
@@ -84,7 +86,7 @@ class ShardLine:
             started = [Reduction(work, "reduce", rows.nbytes, self.ranks)]
             if self._sums is not self._group:
                 local_sum = own_sum()
-                with torch.cuda.stream(self._replica_stream):
+                with self._device.on_stream(self._replica_stream):
                     work.wait()  # of this stream
                     work = dist.all_reduce(local_sum, group=self._sums, async_op=True)
                 started.append(Reduction(work, "all_reduce", local_sum.nbytes, self._summed))
