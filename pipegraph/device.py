@@ -107,7 +107,7 @@ class Device:
         if self.is_cpu:
             return time.perf_counter()
         event = self._module.Event(enable_timing=True)
-        event.record(stream or self.current_stream())
+        event.record() if stream is None else event.record(stream)
         return event
 
     def seconds_between(self, begin: Any, end: Any) -> float:

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.stopwatch import Timing, in_turns
 from pipegraph.kernels import StageKernels, maker
-from pipegraph.kernels.cuda_graphs.recorder import CudaGraphRecorder, MakeRecorder
+from pipegraph.kernels.cuda_graphs import CudaGraphRecorder, MakeRecorder
 from pipegraph.kernels.stage_run import held_tensors
 
 COMPILED = "torch.compile"

@@ -19,7 +19,7 @@ from benchmarks.step.cuts import Candidate, CutSearch
 from benchmarks.step.entries import Entry, Options, entries
 from benchmarks.step.machine import CoreTime, pin_threads, use_default_malloc
 from benchmarks.step.stopwatch import Cost, cost_of
-from pipegraph.kernels.cpu import keep_freed_memory
+from pipegraph.kernels.cpu.process import keep_freed_memory
 
 BETWEEN = 3
 """contenders that run between two runs of the limit"""

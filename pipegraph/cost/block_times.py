@@ -16,7 +16,7 @@ from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.distinct_blocks import Block
 from pipegraph.device import Device
 from pipegraph.errors import PlanError
-from pipegraph.kernels.cpu import keep_freed_memory
+from pipegraph.kernels.cpu.process import keep_freed_memory
 from pipegraph.progress import report_progress, track
 from pipegraph.units import format_bytes, format_seconds
 from pipegraph.version import __version__

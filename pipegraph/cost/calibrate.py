@@ -24,7 +24,7 @@ from pipegraph.cost.machine_rates import (
 )
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.device import Device
-from pipegraph.kernels.cpu import keep_freed_memory, threads_per_rank
+from pipegraph.kernels.cpu.process import keep_freed_memory, threads_per_rank
 from pipegraph.units import format_percent
 
 # ---- host link -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipegraph.kernels.interface import DrawKeys, Forward, Loss, StageKernels
 from pipegraph.kernels.loss import check_gradients, compute_loss, explained_without_target, requires_grad
-from pipegraph.kernels.random.draws import LOSS, RandomOps, numbered, refusing_draws
+from pipegraph.kernels.random_operations import LOSS, RandomOps, numbered, refusing_draws
 from pipegraph.kernels.sharded import check_outputs, waited
 from pipegraph.kernels.stage_variant import ComputedCopies, written
 from pipegraph.kernels.trace_guard import ModuleState, accumulate

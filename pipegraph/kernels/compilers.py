@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from pipegraph.kernels.blocks.differentiate import TraceOptions
-from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
+from pipegraph.kernels.cpu.aten_kernels import without_cpu_pools
 from pipegraph.kernels.graphs.division import convolution_backward, separate_gradients
 from pipegraph.kernels.graphs.regions import Regions
 from pipegraph.kernels.program import Compiler

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels.graphs.block_operation import KernelGraph
 from pipegraph.kernels.graphs.division import is_view
-from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
+from pipegraph.kernels.symbolic_sizes import Numbers
 from pipegraph.torch_private.tracing import boxed
 
 aten = torch.ops.aten

@@ -30,7 +30,7 @@ from pipegraph.kernels.graphs.block_operation import (
     size_values,
 )
 from pipegraph.kernels.graphs.joint_graph import constant_of
-from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, SymbolicSizes, dimensions, is_size
+from pipegraph.kernels.symbolic_sizes import Numbers, SizeMap, SymbolicSizes, dimensions, is_size
 from pipegraph.torch_private.tracing import Run, boxed
 
 # ---- call levels -----------------------------------------------------------------------------------------------------

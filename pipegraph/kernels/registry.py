@@ -12,7 +12,7 @@ from torch import nn
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import PipegraphError, closest, nearest
 from pipegraph.kernels.autograd import AutogradKernels
-from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
+from pipegraph.kernels.cuda_graphs import MakeRecorder
 from pipegraph.kernels.interface import Loss, StageKernels
 from pipegraph.recompute import DEFAULT, Recompute
 

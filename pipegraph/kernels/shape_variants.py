@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels.blocks.divided_function import reason_of
 from pipegraph.kernels.stage_variant import StageCall, StageVariant
-from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers, Shapes, call_layout
+from pipegraph.kernels.symbolic_sizes import CallLayout, Dimension, Numbers, Shapes, call_layout
 from pipegraph.kernels.trace_guard import MadeWhenCalled
 
 Trace = Callable[[StageCall, CallLayout | None], StageVariant]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels.symbolic.symbolic_sizes import dimensions
+from pipegraph.kernels.symbolic_sizes import dimensions
 from pipegraph.torch_private.dtensor import local_tensor
 from pipegraph.torch_private.dtensor import waited as torch_waited
 from pipegraph.torch_private.modules import hook_dicts

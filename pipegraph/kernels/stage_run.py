@@ -12,11 +12,10 @@ from torch import Tensor
 
 from pipegraph.kernels.autocast import without_autograd_and_autocast
 from pipegraph.kernels.blocks.divided_function import text_of
-from pipegraph.kernels.cuda_graphs.microbatch_graphs import Backward, KeptGradients, MicrobatchGraphs, Values
-from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder, Recorder
+from pipegraph.kernels.cuda_graphs import Backward, KeptGradients, MakeRecorder, MicrobatchGraphs, Recorder, Values
 from pipegraph.kernels.graphs.block_operation import GradientMask
 from pipegraph.kernels.stage_variant import StageVariant
-from pipegraph.kernels.symbolic.symbolic_sizes import Numbers
+from pipegraph.kernels.symbolic_sizes import Numbers
 from pipegraph.kernels.trace_guard import accumulate, gradient_in_place, with_strides
 
 # ---- saved values ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from pipegraph.kernels.graphs.regions import ModuleRegions
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import check_gradients, compute_loss
 from pipegraph.kernels.program import Compiler, Program
-from pipegraph.kernels.random.draws import LOSS, numbered
+from pipegraph.kernels.random_operations import LOSS, numbered
 from pipegraph.kernels.sharded import check_outputs, local
-from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension, Numbers, SymbolicSizes
+from pipegraph.kernels.symbolic_sizes import CallLayout, Dimension, Numbers, SymbolicSizes
 from pipegraph.kernels.trace_guard import ModuleState, unchanged, value_signature, with_strides
 from pipegraph.recompute import Recompute
 from pipegraph.side_effects import effects_noted

@@ -21,7 +21,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.interface import Loss
 from pipegraph.kernels.loss import CONTAINERS, Namespace, objects_held_by
 from pipegraph.kernels.sharded import check_traceable, is_layout, is_sharded, is_style, layout, local, rebuilt
-from pipegraph.kernels.symbolic.symbolic_sizes import are_equal, dimensions
+from pipegraph.kernels.symbolic_sizes import are_equal, dimensions
 from pipegraph.torch_private.modules import attributes as torch_attributes
 from pipegraph.torch_private.modules import children as torch_children
 from pipegraph.torch_private.modules import hook_dicts, hook_numbers, renew_rnn_weights, rnn_weight_lists, tensor_dicts

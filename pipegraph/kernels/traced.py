@@ -16,7 +16,7 @@ from pipegraph.kernels.autocast import autocast_state, without_autograd_and_auto
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.cuda_graphs.recorder import MakeRecorder
+from pipegraph.kernels.cuda_graphs import MakeRecorder
 from pipegraph.kernels.interface import DrawKeys, Forward, Loss, StageKernels
 from pipegraph.kernels.loss import check_memory
 from pipegraph.kernels.program import Compiler
@@ -24,7 +24,7 @@ from pipegraph.kernels.shape_variants import FittingVariant, ShapeVariants
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.stage_run import SavedValues, StageRun
 from pipegraph.kernels.stage_variant import ComputedCopies, StageCall, StageSpec, StageVariant, trace
-from pipegraph.kernels.symbolic.symbolic_sizes import CallLayout, Dimension
+from pipegraph.kernels.symbolic_sizes import CallLayout, Dimension
 from pipegraph.kernels.trace_guard import MadeWhenCalled, TraceGuard
 
 

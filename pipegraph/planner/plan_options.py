@@ -20,7 +20,7 @@ from pipegraph.cost.price import PricedModel, price
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.blocks.divided_function import DividedFunction
-from pipegraph.kernels.cpu import threads_per_rank
+from pipegraph.kernels.cpu.process import threads_per_rank
 from pipegraph.planner.solver.solve import Solution, solve
 from pipegraph.planner.solver.solve_arguments import check_numbers, memory_of_ranks, resolve_schedule
 from pipegraph.progress import report_progress

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import PipegraphError
 from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels, makers
-from pipegraph.kernels.cuda_graphs.recorder import CudaGraphRecorder, MakeRecorder
+from pipegraph.kernels.cuda_graphs import CudaGraphRecorder, MakeRecorder
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Package
 from pipegraph.recompute import Recompute, parse_stages

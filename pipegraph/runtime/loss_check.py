@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegraph import schedule as schedules
+from pipegraph.device import Device
 from pipegraph.errors import BatchError, ScheduleError
 from pipegraph.kernels import Loss
 from pipegraph.kernels.loss import compute_loss, divide_loss, explained_without_target, objects_held_by
@@ -198,7 +199,7 @@ class LossCheck:
         if self.is_done or self._problem is not None or rows is None:
             return
         microbatch = _Part(tuple(outputs), target, rows)
-        with torch.no_grad(), _random_state_kept(outputs), self._state_kept():
+        with torch.no_grad(), _device_of(outputs).fork_rng(), self._state_kept():
             for part, parts in self._comparisons(microbatch, inputs):
                 if self._problem is not None or self._writes_to_outputs(parts[0]):
                     return
@@ -319,9 +320,10 @@ class LossCheck:
 
     def _compare(self, microbatch: _Part, parts: Sequence[_Part]) -> None:
         """Note a problem if the loss of all rows does not follow from those of the parts."""
-        states = _random_states(microbatch.outputs)
+        device = _device_of(microbatch.outputs)
+        states = _random_states(device)
         loss = self._value(microbatch)
-        if not all(map(torch.equal, states, _random_states(microbatch.outputs))):
+        if not all(map(torch.equal, states, _random_states(device))):
             return  # it draws random numbers
         losses = self._combined(microbatch, parts)
         if not _differ(loss, losses, _ROUNDING):
@@ -391,16 +393,11 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def _random_state_kept(outputs: Sequence[Any]) -> Iterator[None]:
-    """A context after which the random generators are as before."""
-    with torch.random.fork_rng(devices=_gpus(outputs)):
-        yield
+def _device_of(outputs: Sequence[Any]) -> Device:
+    """The device of the first tensor; the CPU without one."""
+    return Device(next((output.device for output in outputs if isinstance(output, Tensor)), "cpu"))
 
 
-def _random_states(outputs: Sequence[Any]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(outputs))]
-
-
-def _gpus(outputs: Sequence[Any]) -> list[int]:
-    return sorted({output.get_device() for output in outputs if isinstance(output, Tensor) and output.is_cuda})
+def _random_states(device: Device) -> list[Tensor]:
+    states = torch.get_rng_state(), device.rng_state()
+    return [state for state in states if state is not None]

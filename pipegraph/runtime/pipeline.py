@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError, one_line
 from pipegraph.kernels import Maker
-from pipegraph.kernels.cpu import keep_freed_memory
+from pipegraph.kernels.cpu.process import keep_freed_memory
 from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
 from pipegraph.runtime import parameters

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pipegraph.kernels import StageKernels, maker
-from pipegraph.kernels.cuda_graphs.recorder import Replay
+from pipegraph.kernels.cuda_graphs import Replay
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipegraph.kernels.compilers import compile_graphs, decompositions
-from pipegraph.kernels.graphs.aten_kernels import without_cpu_pools
+from pipegraph.kernels.cpu.aten_kernels import without_cpu_pools
 from pipegraph.kernels.graphs.division import convolution_backward
 from pipegraph.torch_private.fake_tensors import fake_tensors
 from pipegraph.torch_private.tracing import trace

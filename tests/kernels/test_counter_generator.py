@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from pipegraph.kernels import SeededKernels, make
-from pipegraph.kernels.random.draws import CounterGenerator
+from pipegraph.kernels.random_operations import CounterGenerator
 from pipegraph.runtime.random_numbers import RandomNumbers
 from tests.kernels.stages import Function, Layers
 from tests.slow import cases

@@ -12,7 +12,7 @@ import pytest
 PAGES_TOUCHED = """
 import resource
 import torch
-from pipegraph.kernels.cpu import keep_freed_memory
+from pipegraph.kernels.cpu.process import keep_freed_memory
 
 def touch():
     torch.empty(40 * 2**20, dtype=torch.uint8).fill_(1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from pipegraph.kernels.random.draws import RandomOps
+from pipegraph.kernels.random_operations import RandomOps
 from pipegraph.torch_private.fake_tensors import fake_tensors
 
 SECONDS = 20.0

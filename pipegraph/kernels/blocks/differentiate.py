@@ -16,9 +16,9 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
 from pipegraph.kernels.blocks.repeated_modules import RecordedCall, RepeatedModules, TensorLayout
 from pipegraph.kernels.graphs import joint_graph
 from pipegraph.kernels.graphs.regions import ModuleRegions, Regions
-from pipegraph.kernels.random.draws import RandomOps
+from pipegraph.kernels.random_operations import RandomOps
 from pipegraph.kernels.sharded import local
-from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, dimensions
+from pipegraph.kernels.symbolic_sizes import SymbolicSizes, dimensions
 from pipegraph.kernels.trace_guard import ModuleState
 from pipegraph.recompute import Recompute
 from pipegraph.torch_private.fake_tensors import fake_tensors

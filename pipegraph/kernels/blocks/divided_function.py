@@ -24,7 +24,7 @@ from pipegraph.kernels.graphs.division import (
 )
 from pipegraph.kernels.graphs.joint_graph import JointGraph, constant_of
 from pipegraph.kernels.graphs.regions import Regions
-from pipegraph.kernels.symbolic.symbolic_sizes import Numbers, SizeMap, dimensions
+from pipegraph.kernels.symbolic_sizes import Numbers, SizeMap, dimensions
 from pipegraph.kernels.trace_guard import with_strides
 from pipegraph.recompute import OFFLOAD
 from pipegraph.torch_private.partitioner import outside_traces

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from pipegraph.kernels.autocast import AutocastState, autocast_state
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.regions import ModuleRegions, placed
-from pipegraph.kernels.random.draws import RandomOps
+from pipegraph.kernels.random_operations import RandomOps
 from pipegraph.kernels.sharded import differentiable_local, is_sharded, local
-from pipegraph.kernels.symbolic.symbolic_sizes import contiguous_strides, dimensions
+from pipegraph.kernels.symbolic_sizes import contiguous_strides, dimensions
 from pipegraph.kernels.trace_guard import ModuleState, module_signature, tensor_kind, tensor_signature, value_signature
 from pipegraph.recompute import Region
 from pipegraph.torch_private.pytrees import tree_flatten, tree_unflatten

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes
+from pipegraph.kernels.symbolic_sizes import SymbolicSizes
 from pipegraph.torch_private.operators import OpOverload, argument_names
 
 GradientMask = tuple[bool, ...]

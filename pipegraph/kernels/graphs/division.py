@@ -24,7 +24,7 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.graphs.block_operation import OPERATION, GradientMask, KernelGraph, is_random
 from pipegraph.kernels.graphs.joint_graph import JointGraph
 from pipegraph.kernels.graphs.regions import Regions
-from pipegraph.kernels.symbolic.symbolic_sizes import are_equal, is_size, size_nodes
+from pipegraph.kernels.symbolic_sizes import are_equal, is_size, size_nodes
 from pipegraph.recompute import OFFLOAD
 from pipegraph.torch_private.operators import OpOverload, is_collective, is_view_operation
 from pipegraph.torch_private.partitioner import min_cut

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from pipegraph.kernels.graphs.block_operation import is_random
 from pipegraph.kernels.graphs.regions import inherit_places
-from pipegraph.kernels.symbolic.symbolic_sizes import SymbolicSizes, compute_from_sizes
+from pipegraph.kernels.symbolic_sizes import SymbolicSizes, compute_from_sizes
 from pipegraph.kernels.trace_guard import ModuleState
 from pipegraph.torch_private.fake_tensors import is_fake
 from pipegraph.torch_private.operators import is_mutable

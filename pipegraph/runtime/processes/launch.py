@@ -156,7 +156,7 @@ def launch(
         PipegraphError: the failure that came first, of the class that the child raised; RuntimeFault if the child died,
             or has not ended in time.
     """
-    from pipegraph.kernels.cpu import threads_per_rank
+    from pipegraph.kernels.cpu.process import threads_per_rank
     from pipegraph.torch_private.distributed import launcher_environment
 
     with tempfile.TemporaryDirectory(prefix="pipegraph-run-") as folder:

@@ -68,7 +68,7 @@ class ActionSpans:
 
     def __init__(self, device: torch.device) -> None:
         self._open: dict[int, record_function] = {}
-        self._keeps = device.type != "cuda"
+        self._keeps = Device(device).is_cpu
         self._collectives: list[tuple[Collective, float, float, int]] = []
         self.messages: dict[str, Sequence[Message]] = {}
 

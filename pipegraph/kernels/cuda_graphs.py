@@ -1,18 +1,90 @@
-"""F, I, W and B of one microbatch in flight as CUDA graphs, in its own memory."""
+"""Kernels recorded as CUDA graphs, which a GPU starts at once.
+
+A GPU waits for the CPU if kernels take less time than the CPU needs to launch the next one. A recorded graph is
+launched as a whole, but reads and writes the places in memory that it was recorded with. So each microbatch in flight
+has its own graphs:
+
+inputs ─ copied ─▶ ┌ MicrobatchGraphs: F ─▶ saved ─▶ I ─▶ W ┐ ─ copied ─▶ outputs, gradients of inputs
+                   └──────────── its own memory ────────────┘
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipegraph.kernels.cuda_graphs.recorder import Recorder, Replay
 from pipegraph.kernels.trace_guard import gradient_in_place
 from pipegraph.torch_private.tensors import is_held_elsewhere, zero_all
+
+# ---- recorder --------------------------------------------------------------------------------------------------------
+# What records the kernels that a call launches, and launches all of them at once later on.
+
+
+Result = TypeVar("Result")
+
+Replay = Callable[[], None]
+"""Computes again what was recorded, from the same memory into the same memory"""
+
+
+class Recorder(Protocol):
+    """Records calls that always run one after the other, in the order in which they were recorded.
+
+    Attributes:
+        device: what is computed elsewhere is not recorded.
+    """
+
+    device: torch.device
+
+    def record(self, call: Callable[[], Result]) -> tuple[Result, Replay]:
+        """Return what the call returns, and what computes that. Nothing is computed before.
+
+        Raises:
+            Exception: whatever the call raises; RuntimeError for one that cannot be recorded.
+        """
+        ...
+
+
+MakeRecorder = Callable[[], Recorder]
+"""makes what records the kernels of one microbatch at a time"""
+
+
+class CudaGraphRecorder:
+    """Records CUDA graphs, which share the memory that they use in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = _recording_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], Result]) -> tuple[Result, Replay]:
+        graph = torch.cuda.CUDAGraph()
+        # `torch.cuda.graph` would first wait for all that the GPU has to do: for a receive, too, of what another rank
+        # sends only once it has got what this one is about to compute. Threads of NCCL may continue.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = call()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return result, graph.replay
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which all graphs are recorded: memory that is free again is found by its stream."""
+    return torch.cuda.Stream(device)
+
 
 # ---- kept gradients --------------------------------------------------------------------------------------------------
 # Gradients of parameters in memory that stays in its place, because graphs that add to them are recorded with it.

@@ -1,0 +1,1 @@
+"""What kernels need on a CPU alone."""

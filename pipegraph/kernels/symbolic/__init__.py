@@ -1,1 +1,0 @@
-"""Sizes as symbols: one trace for many shapes, and the conditions under which it is right."""
