@@ -26,11 +26,11 @@ from pipegraph.progress import report_progress
 from pipegraph.runtime.input_gradients import StepInputGradients
 from pipegraph.runtime.loss_check import BatchLoss, LossCheck
 from pipegraph.runtime.measurements import Observer
+from pipegraph.runtime.microbatches import StepInputs
 from pipegraph.runtime.parameter_collectives import ParameterCollectives
 from pipegraph.runtime.parameters import TiedWeights, share_memory
 from pipegraph.runtime.processes.faults import ActionFailed
 from pipegraph.runtime.rank_context import RankContext
-from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import GradientSums, PostedReceive, StepOutputs, StepState, receives_due
 from pipegraph.runtime.transport.protocol import Transport
 from pipegraph.runtime.wiring import Transfer, named_outputs, transfer_of

@@ -13,11 +13,11 @@ from pipegraph.errors import PipegraphError
 from pipegraph.kernels.sharded import local
 from pipegraph.package import Manifest
 from pipegraph.runtime.checkpoint.random_state import random_states
+from pipegraph.runtime.parameter_collectives import all_parameters
 from pipegraph.runtime.parameters import Stages, TiedWeights, parameters_of
 from pipegraph.runtime.processes.rank_grid import TENSOR
 from pipegraph.runtime.processes.world import World, fingerprint
 from pipegraph.runtime.rank_context import RankContext
-from pipegraph.runtime.shard_transfers import all_parameters
 from pipegraph.runtime.tensor_parallel import mesh_dimensions
 from pipegraph.torch_private.tensors import has_hooks
 

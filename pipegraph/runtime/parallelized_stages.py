@@ -32,8 +32,7 @@ from pipegraph.runtime.parameters import computed_in, find_ties, owner_of
 from pipegraph.runtime.precision import check_batch_norms
 from pipegraph.runtime.processes.rank_grid import DATA, DIMENSIONS, REPLICATE, SHARD, TENSOR
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.running_modules import failed_in, running_modules
-from pipegraph.runtime.tp_check import DivisionCheck
+from pipegraph.runtime.tp_check import DivisionCheck, failed_in, running_modules
 from pipegraph.runtime.wiring import torch_dtype, zeros_for
 from pipegraph.torch_private.dtensor import sharding_policy, sharding_ranks
 from pipegraph.torch_private.fake_tensors import fake_tensors

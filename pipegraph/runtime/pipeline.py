@@ -26,8 +26,8 @@ from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
 from pipegraph.runtime.kernel_makers import stage_makers, stage_recompute
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
 from pipegraph.runtime.measurements import Observer, ObserverList
+from pipegraph.runtime.microbatches import Padding
 from pipegraph.runtime.package_agreement import open_package
-from pipegraph.runtime.padding import Padding
 from pipegraph.runtime.parallelized_stages import resident_stages
 from pipegraph.runtime.prepared_stages import PipelineOptions, prepare_stages
 from pipegraph.runtime.processes.group import TIMEOUT, lost_connections

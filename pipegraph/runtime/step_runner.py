@@ -24,8 +24,11 @@ from pipegraph.runtime.loss_check import BatchLoss, LossCheck, require_forwards_
 from pipegraph.runtime.loss_reduction import LossReduction, LossScale
 from pipegraph.runtime.measurements import CollectiveObserver, CollectiveTimer, Observer, ObserverList
 from pipegraph.runtime.microbatches import (
+    NO_PADDING,
     BatchLayout,
     Microbatches,
+    Padding,
+    StepInputs,
     cut,
     join,
     join_outputs,
@@ -33,8 +36,13 @@ from pipegraph.runtime.microbatches import (
     target_dims,
     values_with_rows,
 )
-from pipegraph.runtime.padding import NO_PADDING, Padding
-from pipegraph.runtime.parameter_collectives import ParameterCollectives, find_parts, sharded_parameters
+from pipegraph.runtime.parameter_collectives import (
+    GroupTransfers,
+    ParameterCollectives,
+    all_parameters,
+    find_parts,
+    sharded_parameters,
+)
 from pipegraph.runtime.parameters import TiedWeights, redistribute_gradients
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.rank_grid import DATA, REPLICATE
@@ -42,10 +50,8 @@ from pipegraph.runtime.processes.world import World
 from pipegraph.runtime.rank_context import RankContext
 from pipegraph.runtime.rank_options import check_stages
 from pipegraph.runtime.schedule_choice import fewer_microbatches, forward_only, with_microbatches
-from pipegraph.runtime.shard_transfers import GroupTransfers, all_parameters
 from pipegraph.runtime.step_agreement import LocalStep, StepAgreement
 from pipegraph.runtime.step_data import StepRequest
-from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.step_state import StepOutputs
 from pipegraph.runtime.transport.distributed import DistributedTransport
 from pipegraph.runtime.transport.protocol import LocalTransport, Transport

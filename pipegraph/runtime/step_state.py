@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipegraph.errors import PipegraphError
+from pipegraph.runtime.microbatches import StepInputs
 from pipegraph.runtime.parameters import share_memory
-from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.transport.protocol import Receive
 from pipegraph.runtime.wiring import Transfer
 from pipegraph.schedule import Action

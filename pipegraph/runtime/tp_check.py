@@ -24,9 +24,46 @@ from torch import Tensor, nn
 from pipegraph.device import Device
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Value
-from pipegraph.runtime.running_modules import failed_in, running_modules
 from pipegraph.runtime.wiring import from_memory, random_for, shape_in_memory
 from pipegraph.torch_private.pytrees import pytree
+
+# ---- running modules -------------------------------------------------------------------------------------------------
+# Which module of a stage is running.
+
+
+@contextmanager
+def running_modules(stage: nn.Module) -> Iterator[list[str]]:
+    """A context around a call of a stage, with the names of the modules that are running, the outermost first.
+
+    After an error they are those in which it was raised.
+    """
+    names: list[str] = []
+
+    def begins(name: str, module: nn.Module, args: Any) -> None:
+        names.append(name)
+
+    def ends(module: nn.Module, args: Any, output: Any) -> None:
+        names.pop()
+
+    handles = []
+    for name, module in stage.named_modules():
+        # Before the hooks of styles, which may refuse what the module takes.
+        handles.append(module.register_forward_pre_hook(partial(begins, name), prepend=True))
+        handles.append(module.register_forward_hook(ends))
+    try:
+        yield names
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def failed_in(names: list[str]) -> str:
+    """``, in layers.0.mlp.down`` for the innermost of them; empty if it is the stage itself."""
+    return f", in {names[-1]}" if names and names[-1] else ""
+
+
+# ---- tp check --------------------------------------------------------------------------------------------------------
+
 
 _COMPARED: Final = 4096
 """the number of elements of a tensor that are compared, at random positions"""

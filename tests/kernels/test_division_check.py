@@ -12,9 +12,8 @@ import torch
 
 from pipegraph.debug import InvalidGraphError
 from pipegraph.kernels import make
-from pipegraph.kernels.blocks.divided_function import DividedFunction
+from pipegraph.kernels.blocks.divided_function import DividedFunction, check_division
 from pipegraph.kernels.graphs.block_operation import KernelGraph
-from pipegraph.kernels.graphs.checks import check_division
 from tests.kernels.stages import Function, Layers, linear, x
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pipegraph.runtime.shard_transfers import PartLayout
+from pipegraph.runtime.parameter_collectives import PartLayout
 
 
 def test_a_smaller_last_part_is_filled_up() -> None:

@@ -16,9 +16,18 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipegraph.codegen.validation.operations import CAST, arguments_by_name, number_argument, operation_key
+from pipegraph.codegen.validation.operations import (
+    CAST,
+    Step,
+    arguments_by_name,
+    expansion,
+    number_argument,
+    operation_key,
+    split_steps,
+    view_steps,
+    view_term,
+)
 from pipegraph.codegen.validation.terms import Key, Operand, Terms, replace_terms
-from pipegraph.codegen.validation.views import Step, expansion, split_steps, view_steps, view_term
 from pipegraph.graph.operators import operator_of_target
 from pipegraph.torch_private.fake_tensors import TorchDispatchMode, no_dispatch, values_of
 from pipegraph.torch_private.operators import OpOverload, operator_name, schema_arguments

@@ -2,21 +2,308 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from pipegraph.graph.calls import copy_places, replace_node
-from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, BranchPart, ModuleEntry, by_mode
-from pipegraph.graph.mode_comparison import ModeComparison
-from pipegraph.graph.mode_differences import ModeDifference, OtherGraphError
+from pipegraph.graph.calls import (
+    CallTree,
+    argument_place,
+    call_tree,
+    copy_places,
+    replace_node,
+    result_place,
+    sorted_by_place,
+)
+from pipegraph.graph.captured import BRANCH, EVALUATION_OUTPUTS, STRUCTURE, BranchPart, ModuleEntry, by_mode
+from pipegraph.graph.mode_differences import (
+    ModeDifference,
+    ModeDifferences,
+    OtherGraphError,
+    is_transparent,
+    same_form,
+    written_value,
+)
 from pipegraph.graph.model_structure import follows_mode, mentions_mode
-from pipegraph.graph.nodes import SIZES, arguments_of, path_of, shape_of, source_line
+from pipegraph.graph.nodes import SIZES, any_layout, arguments_of, path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.torch_private.export import call_name
 from pipegraph.torch_private.modules import has_forward_hooks
+from pipegraph.torch_private.operators import OpOverload
 from pipegraph.torch_private.pytrees import pytree
+
+# ---- mode comparison -------------------------------------------------------------------------------------------------
+# Where the graphs of a model in training and in evaluation mode differ, as branches of its ``forward`` methods.
+
+
+_Item = fx.Node | CallTree
+
+# Arguments that say the mode, or follow it: the source writes ``self.training`` for them.
+_FOLLOWS_MODE = ("train", "training", "dropout_p")
+
+
+class ModeComparison:
+    """The graphs of a model in training and in evaluation mode, compared call by call.
+
+    Attributes:
+        differences: where they differ.
+        in_every_mode: the operations of the training graph that act as in training mode in evaluation mode, too.
+        outputs: what evaluation mode returns, in its own nesting, if that differs from training mode. The leaves are
+            positions among the outputs of the training graph, followed by `more_outputs`.
+        more_outputs: the values that only evaluation mode returns.
+
+    Raises:
+        OtherGraphError: a difference cannot be a branch.
+    """
+
+    def __init__(self, graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
+        self._graph = graph
+        self._evaluation = evaluation
+        self._modules = modules
+        self._differences = ModeDifferences(graph, self._is_own)
+        self.in_every_mode: list[fx.Node] = []
+        self.outputs: Any = None
+        self.more_outputs: list[fx.Node] = []
+        inputs = {node.target: node for node in graph.find_nodes(op="placeholder")}
+        state = {node.target: node for node in graph.find_nodes(op="get_attr")}
+        for node in evaluation.nodes:
+            training_node = inputs.get(node.target) if node.op == "placeholder" else state.get(node.target)
+            if node.op in ("placeholder", "get_attr"):
+                self._differences.pair(node, training_node if training_node is not None else node)
+        self._last = next(node for node in graph.nodes if node.op == "output")
+        self._compare()
+
+    @property
+    def differences(self) -> Sequence[ModeDifference]:
+        return self._differences.differences
+
+    def value_of(self, twin: fx.Node) -> fx.Node:
+        """The value of training mode that one of evaluation mode is; itself if training mode does not make it."""
+        return self._differences.value_of(twin)
+
+    def _compare(self) -> None:
+        """Find the branches and what is read after them."""
+        training_tree, evaluation_tree = (
+            call_tree([node for node in graph.nodes if node.op == "call_function"])
+            for graph in (self._graph, self._evaluation)
+        )
+        self._align(training_tree.items, evaluation_tree.items, ())
+        self._compare_outputs(next(node for node in self._evaluation.nodes if node.op == "output"))
+        self._differences.settle()
+        for difference in self._differences.differences:
+            while (call := self._call_around(difference)) is not None:
+                difference.path = (*difference.path, call)
+
+    def _call_around(self, difference: ModeDifference) -> tuple[str, str] | None:
+        """The call inside the path of a difference that is all of it, of a module that asks for its mode, and that
+        returns in evaluation mode what it is given.
+
+        before:  if self.training: x = self.drop_path(x)
+        after:   x = self.drop_path(x)      # whose class asks for the mode, as in the source
+        """
+        nodes, depth = difference.training, len(difference.path)
+        calls = {path_of(node)[depth : depth + 1] for node in nodes}
+        if difference.evaluation or difference.runs_in_both or len(calls) != 1 or calls == {()}:
+            return None
+        ((call,),) = calls
+        readers = {reader for uses in difference.phis.values() for reader, _ in uses}
+        passes_on = all(
+            result_place(value, call[0]) is not None
+            and argument_place(evaluation_value, call[0]) is not None
+            and readers.union(nodes).issuperset(value.users)
+            for value, evaluation_value in difference.phis
+        )
+        covers_call = difference.phis and nodes[-1].next is difference.anchor
+        return call if covers_call and passes_on and mentions_mode(type(self._modules[call[1]].module)) else None
+
+    def _compare_outputs(self, output: fx.Node) -> None:
+        """Compare what the modes return.
+
+        If that is not nested alike, or not of the same form, an output of evaluation mode is one that training mode
+        returns, too; or stands in the place of one of the same form that evaluation mode does not return; or it is an
+        output more, which both modes compute.
+        """
+        outputs: Any = self._last.args[0]
+        leaves: Any = output.args[0]
+        nested_alike = self._last.meta.get(STRUCTURE) == output.meta.get(STRUCTURE)
+        if nested_alike and all(map(_same_leaf, outputs, leaves)):
+            self._compare_arguments(self._last, output)
+            return
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, fx.Node):
+                raise OtherGraphError(self._last.all_input_nodes[-1])
+        values = [None if leaf is None else self.value_of(leaf) for leaf in leaves]
+        returned = {self._differences.effective(node): place for place, node in enumerate(outputs) if node is not None}
+        chosen = [None if value is None else returned.get(self._differences.effective(value)) for value in values]
+        for index, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+            if value is not None and chosen[index] is None:
+                chosen[index] = self._place_of(leaf, value, outputs, chosen)
+        if all(place is None for place in chosen):
+            raise OtherGraphError(self._last.all_input_nodes[-1])
+        for place, node in enumerate(outputs):
+            if place not in chosen:
+                self._differences.run_in_both(node)
+        self.outputs = pytree.tree_unflatten(chosen, output.meta[STRUCTURE])
+
+    def _place_of(self, leaf: fx.Node, value: fx.Node, outputs: Sequence[Any], chosen: Sequence[int | None]) -> int:
+        """The place among the outputs of one that evaluation mode alone returns."""
+        nodes = [node for node in outputs if node is not None]
+        for place, node in enumerate(outputs):
+            if node is not None and place not in chosen and outputs.count(node) == 1 and same_form(node, value):
+                self._differences.compare(self._last, nodes.index(node), node, leaf)
+                return place
+        self._differences.run_in_both(value)
+        self.more_outputs.append(value)
+        return len(outputs) + len(self.more_outputs) - 1
+
+    def _is_own(self, node: fx.Node) -> bool:
+        """Return whether the model itself runs an operation, and no layer of torch.nn."""
+        path = path_of(node)
+        return not path or not follows_mode(self._modules[path[-1][1]].module)
+
+    def _align(self, call_items: Sequence[_Item], twins: Sequence[_Item], path: tuple[tuple[str, str], ...]) -> None:
+        """Pair what two calls run, and collect what only one of them runs."""
+        every, call_items, twins = call_items, *(list(filter(_does_something, items)) for items in (call_items, twins))
+        matcher = SequenceMatcher(None, list(map(_key, call_items)), list(map(_key, twins)), autojunk=False)
+        for kind, start, stop, other_start, other_stop in matcher.get_opcodes():
+            if kind == "equal":
+                for item, twin in zip(call_items[start:stop], twins[other_start:other_stop], strict=True):
+                    self._pair(item, twin)
+                continue
+            training = [node for item in call_items[start:stop] for node in _nodes(item)]
+            evaluation = [node for item in twins[other_start:other_stop] for node in _nodes(item)]
+            anchor = next(_nodes(call_items[stop])) if stop < len(call_items) else list(_nodes(every[-1]))[-1].next
+            self._differences.add(ModeDifference(anchor, path, self._with_transparent(training, anchor), evaluation))
+
+    def _with_transparent(self, nodes: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
+        """Operations of a branch, and the dropouts of their results before ``anchor``."""
+        operations = list(nodes)
+        node = nodes[0] if nodes else anchor
+        while node is not anchor:
+            if node not in nodes and is_transparent(node) and node.args[0] in operations:
+                operations.append(node)
+            node = node.next
+        return operations
+
+    def _pair(self, item: _Item, twin: _Item) -> None:
+        if isinstance(item, fx.Node) and isinstance(twin, fx.Node):
+            self._differences.pair(twin, item)
+            self._compare_arguments(item, twin)
+            if _drops_or_trains(item) and _drops_or_trains(twin):
+                self.in_every_mode.append(item)
+        elif isinstance(item, CallTree) and isinstance(twin, CallTree):
+            if self._follows_mode(item):
+                self._pair_calls(item, twin)
+            else:
+                self._align(item.items, twin.items, path_of(next(item.nodes()))[: _depth(item)])
+
+    def _pair_calls(self, training_call: CallTree, twin_call: CallTree) -> None:
+        """Pair what two calls of a module of torch.nn, which follows its mode itself, read and return."""
+        calls = [_Call(tree, graph) for tree, graph in ((training_call, self._graph), (twin_call, self._evaluation))]
+        if any(len(values) != len(two) for values, two in zip(calls[0].values, calls[1].values, strict=True)):
+            raise OtherGraphError(next(training_call.nodes()))
+        (reads, results), (other_reads, other_results) = (call.values for call in calls)
+        for value, twin in zip(reads, other_reads, strict=True):
+            for node in training_call.nodes():
+                if value in node.all_input_nodes:
+                    self._differences.compare(node, None, value, twin)
+        for result, twin in zip(results, other_results, strict=True):
+            self._differences.pair(twin, result)
+
+    def _compare_arguments(self, node: fx.Node, twin: fx.Node) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+        twins = [leaf for leaf in pytree.tree_leaves((twin.args, twin.kwargs)) if isinstance(leaf, fx.Node)]
+        if len(leaves) != len(twins):
+            raise OtherGraphError(node)
+        for position, (value, twin_value) in enumerate(zip(leaves, twins, strict=True)):
+            self._differences.compare(node, position, value, twin_value)
+
+    def _follows_mode(self, tree: CallTree) -> bool:
+        """Return whether a call is of a module of torch.nn, which holds no module of the model's own."""
+        called = (tree, *tree.descendants())
+        modules = (self._modules[call.fqn].module for call in called if call.fqn in self._modules)
+        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        module_class = type(self._modules[tree.fqn].module) if tree.fqn in self._modules else nn.Module
+        return module_class not in containers and all(map(follows_mode, modules))
+
+
+class _Call:
+    """The values that a call reads and returns, in the order of its arguments and results. State is not among them,
+    nor what training mode wrote into it: the second call of a batch norm reads the count that the first one raised.
+    """
+
+    def __init__(self, tree: CallTree, graph: fx.Graph) -> None:
+        inside = set(tree.nodes())
+        reads = dict.fromkeys(parent for node in inside for parent in node.all_input_nodes if parent not in inside)
+        position = {node: index for index, node in enumerate(graph.nodes)}
+        foreign = sorted(filter(_is_no_state, reads), key=position.__getitem__)
+        values = [node for node in filter(_is_no_state, tree.nodes()) if any(user not in inside for user in node.users)]
+        self.values = (
+            sorted_by_place(foreign, (argument_place(node, tree.call) for node in foreign)),
+            sorted_by_place(values, (result_place(node, tree.call) for node in values)),
+        )
+
+
+def _is_no_state(node: fx.Node) -> bool:
+    return written_value(node).op != "get_attr"
+
+
+def _nodes(item: _Item) -> Iterator[fx.Node]:
+    return item.nodes() if isinstance(item, CallTree) else iter((item,))
+
+
+def _depth(tree: CallTree) -> int:
+    path = path_of(next(tree.nodes()))
+    return next(depth for depth, (call, _) in enumerate(path, 1) if call == tree.call)
+
+
+def _does_something(item: _Item) -> bool:
+    """Return whether an item does something in both modes, or may do."""
+    return isinstance(item, CallTree) or not is_transparent(item)
+
+
+def _drops_or_trains(node: fx.Node) -> bool:
+    """Return whether an operation drops values, or computes statistics, as in training mode."""
+    named = arguments_of(node) if isinstance(node.target, OpOverload) else {}
+    return any(bool(named.get(name)) for name in _FOLLOWS_MODE)
+
+
+def _key(item: _Item) -> object:
+    """What two items have in common that do the same in two modes."""
+    if isinstance(item, CallTree):
+        return item.fqn
+    return any_layout(item), repr(_plain_arguments(item))
+
+
+def _plain_arguments(node: fx.Node) -> Any:
+    """The arguments of an operation that are no values, without those that follow the mode."""
+    named = arguments_of(node) if isinstance(node.target, OpOverload) else dict(enumerate(node.args))
+    arguments = {name: value for name, value in named.items() if name not in _FOLLOWS_MODE}
+    if any_layout(node) is aten.reshape.default:  # a view in one mode may be a reshape in the other
+        arguments.pop("size", None)
+        arguments.pop("shape", None)
+    return pytree.tree_map(_plain, arguments)
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, fx.Node):
+        return "value"
+    return leaf.text if isinstance(leaf, SymbolicSize) else leaf
+
+
+def _same_leaf(leaf: Any, twin_leaf: Any) -> bool:
+    """Return whether two outputs are of the same form, or the same constant."""
+    if isinstance(leaf, fx.Node) and isinstance(twin_leaf, fx.Node):
+        return same_form(leaf, twin_leaf)
+    return type(leaf) is type(twin_leaf) and leaf == twin_leaf
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
 
 aten = torch.ops.aten
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegraph.package import Value
+from pipegraph.runtime.microbatches import StepInputs
 from pipegraph.runtime.processes.faults import SendFailed
 from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connections
 from pipegraph.runtime.processes.world import World
-from pipegraph.runtime.step_inputs import StepInputs
 from pipegraph.runtime.transport.protocol import overwrite, verifies_releases
 from pipegraph.runtime.transport.sends import GlooSends, NcclSends, PendingSend, SendQueue
 from pipegraph.runtime.wiring import Transfer, from_memory, in_memory, shape_in_memory

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipegraph.runtime.step_inputs import StepInputs
+from pipegraph.runtime.microbatches import StepInputs
 from pipegraph.runtime.wiring import Transfer
 
 
