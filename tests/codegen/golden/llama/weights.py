@@ -55,13 +55,13 @@ def read_stage(stage, index, device, weights):
     manifest = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))
     entry, tied = manifest["stages"][index], manifest["tied"]
     parameters = entry["parameters"] if weights else []
-    buffers = [each for each in entry["buffers"] if isinstance(each, str)]
-    others = [each["name"] for each in entry["buffers"] if not isinstance(each, str)]
+    buffers = [buffer for buffer in entry["buffers"] if isinstance(buffer, str)]
+    non_persistent = [buffer["name"] for buffer in entry["buffers"] if not isinstance(buffer, str)]
     if isinstance(weights, bool):
-        _replace(stage, [*parameters, *buffers, *others], tied, _FOLDER, device)
+        _replace(stage, [*parameters, *buffers, *non_persistent], tied, _FOLDER, device)
     else:
         _replace(stage, [*parameters, *buffers], tied, Path(weights), device, manifest["checkpoint"])
-        _replace(stage, others, tied, _FOLDER, device)
+        _replace(stage, non_persistent, tied, _FOLDER, device)
     for name, tensor in _tensors(stage).items():
         if tensor.is_meta:
             raise ValueError(
@@ -82,19 +82,19 @@ def _replace(stage, names, tied, folder, device, checkpoint=None):
     files = _Files(folder, device, checkpoint or {})
     groups = {name: group for group in tied for name in group}
     parts = {name: files.find(groups.get(name, [name])) for name in names}  # all of them, before one is read
-    modules, held = dict(stage.named_modules(remove_duplicate=False)), _tensors(stage)
+    modules, previous = dict(stage.named_modules(remove_duplicate=False)), _tensors(stage)
     tensors = {}
     for name in names:
-        if name not in held:
+        if name not in previous:
             raise ValueError(f"the stage has no {name}, which pipeline.json lists")
         owner, _, attribute = name.rpartition(".")
-        module, before = modules[owner], held[name]
+        old = previous[name]
         first = groups.get(name, [name])[0]
-        tensor = tensors[first] if first in tensors else files.read(parts[name], before.shape, before.dtype)
-        if isinstance(before, nn.Parameter) and not isinstance(tensor, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
+        tensor = tensors[first] if first in tensors else files.read(parts[name], old.shape, old.dtype)
+        if isinstance(old, nn.Parameter) and not isinstance(tensor, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
         tensors[first] = tensor
-        setattr(module, attribute, tensor)
+        setattr(modules[owner], attribute, tensor)
 
 
 class _Files:
@@ -136,9 +136,9 @@ class _Files:
         if [] in [stored.get(name) for name in names]:
             raise ValueError(f"{names[0]} is stored in a form that only transformers can read")
         for parts in (*([name] for name in names), *(stored[name] for name in names if name in stored)):
-            found = [self.stored_name(part) for part in parts]
-            if None not in found:
-                return found
+            stored_parts = [self.stored_name(part) for part in parts]
+            if None not in stored_parts:
+                return stored_parts
         nearest = difflib.get_close_matches(names[0], self.files, n=1)
         hint = f"the nearest name there is {nearest[0]}" if nearest else "load_stage(weights=DIR) reads a checkpoint's"
         raise ValueError(f"{self.listing} lacks {names[0]}; {hint}")
@@ -146,8 +146,10 @@ class _Files:
     def stored_name(self, name):
         """Return a name as the files have it, with or without the prefix of the base model; None if there is none."""
         prefix = self.checkpoint.get("base_model_prefix", "")
-        names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        return next((each for each in names if each in self.files or each.replace("*", "0") in self.files), None)
+        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+            if candidate in self.files or candidate.replace("*", "0") in self.files:
+                return candidate
+        return None
 
     def read(self, parts, shape, dtype):
         """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` counts that."""

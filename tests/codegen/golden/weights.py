@@ -32,23 +32,27 @@ def read_stage(stage, index, device, weights):
     manifest = json.loads((_FOLDER / "pipeline.json").read_text(encoding="utf-8"))
     entry, tied = manifest["stages"][index], {name: group for group in manifest["tied"] for name in group}
     parameters = entry["parameters"] if weights else []
-    buffers = [each for each in entry["buffers"] if isinstance(each, str)]
-    others = [each["name"] for each in entry["buffers"] if not isinstance(each, str)]
-    read = _read(_FOLDER if isinstance(weights, bool) else Path(weights), [*parameters, *buffers], tied, device)
-    read |= _read(_FOLDER, others, tied, device)
-    held = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers(remove_duplicate=False))}
-    kept = {}  # a tied weight stays one parameter
-    for name, tensor in read.items():
-        if name not in held:
+    buffers = [buffer for buffer in entry["buffers"] if isinstance(buffer, str)]
+    non_persistent = [buffer["name"] for buffer in entry["buffers"] if not isinstance(buffer, str)]
+    tensors = _read(_FOLDER if isinstance(weights, bool) else Path(weights), [*parameters, *buffers], tied, device)
+    tensors |= _read(_FOLDER, non_persistent, tied, device)
+    previous = {
+        **dict(stage.named_parameters(remove_duplicate=False)),
+        **dict(stage.named_buffers(remove_duplicate=False)),
+    }
+    tied_parameters = {}  # a tied weight stays one parameter
+    for name, tensor in tensors.items():
+        if name not in previous:
             raise ValueError(f"the stage has no {name}, which pipeline.json lists")
-        if held[name].shape != tensor.shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} in its file and {list(held[name].shape)} in the stage")
-        if isinstance(held[name], nn.Parameter):
-            parameter = nn.Parameter(tensor.to(held[name].dtype), requires_grad=held[name].requires_grad)
-            tensor = kept.setdefault(tied.get(name, [name])[0], parameter)
+        old = previous[name]
+        if old.shape != tensor.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in its file and {list(old.shape)} in the stage")
+        if isinstance(old, nn.Parameter):
+            parameter = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
+            tensor = tied_parameters.setdefault(tied.get(name, [name])[0], parameter)
         owner, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(owner), attribute, tensor)
-    unread = [name for name, tensor in held.items() if tensor.is_meta and name not in read]
+    unread = [name for name, tensor in previous.items() if tensor.is_meta and name not in tensors]
     if unread:
         raise ValueError(f"{unread[0]} of stage {index} has no value: list it in pipeline.json and store it in a shard")
 
@@ -63,7 +67,7 @@ def _read(folder, names, tied, device):
     files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
     tensors, opened = {}, {}
     for name in names:
-        stored = next((each for each in tied.get(name, [name]) if each in files), name)
+        stored = next((tied_name for tied_name in tied.get(name, [name]) if tied_name in files), name)
         file = files.get(stored, "model.safetensors")
         if Path(file).name != file:
             raise ValueError(f"{index} names {file!r}, which is not a file of its folder")
