@@ -54,22 +54,22 @@ class ScheduleCommand(Command):
         with progress("searching" if is_search else f"making {self.name}"):
             from pipegraph.report.text.schedule_report import render_schedule, simulated_schedule_dict
             from pipegraph.report.timeline_picture import schedule_svg
-            from pipegraph.workflows.schedules import make_schedule, unit_times
+            from pipegraph.workflows.schedules import ScheduleRequest, unit_times
 
             times = None if self.times is None else read_times(self.times)
-            schedule = make_schedule(
-                self.name,
-                self.ranks,
-                self.microbatches,
-                self.chunks,
-                self.placement,
-                times,
-                self.memory_limit,
-                1.0 if self.effort is None else self.effort,
-                self.sharded,
-                self.resident,
-                self.join and not is_search,
-            )
+            schedule = ScheduleRequest(
+                name=self.name,
+                ranks=self.ranks,
+                microbatches=self.microbatches,
+                chunks=self.chunks,
+                placement=self.placement,
+                times=times,
+                memory_limit=self.memory_limit,
+                effort=1.0 if self.effort is None else self.effort,
+                join=self.join and not is_search,
+                sharded=self.sharded,
+                resident=self.resident,
+            ).schedule()
             simulated = SimulatedSchedule(
                 schedule, times or unit_times(schedule.stages), self.memory_limit, in_seconds=times is not None
             )
