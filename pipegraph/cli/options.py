@@ -74,9 +74,8 @@ class Option:
         help: its text. A default that another value decides is part of it.
         min, max: the limits of a number.
         parser: reads the value.
-        flags: its names, if they are not that of the field.
+        flags: its names, if they are not that of the field. A required field without them is an argument.
         complete: returns values for the shell.
-        is_argument: whether it is an argument without a name.
     """
 
     metavar: str
@@ -86,7 +85,6 @@ class Option:
     parser: Callable[[str], Any] | None = None
     flags: tuple[str, ...] = ()
     complete: Callable[[str], list[str]] | None = None
-    is_argument: bool = False
 
 
 _OUT: Final = ("--out", "-o")
@@ -94,25 +92,20 @@ _PLANNED: Final = "[default: the plan's, else 1]"
 
 OPTIONS: Final[dict[str, Option]] = {
     # What a command reads
-    "model": Option("MODEL", "file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json.", is_argument=True),
+    "model": Option("MODEL", "file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json."),
     "run.model": Option(
         "MODEL",
         "Take data, loss_fn, metrics, optimizer and scheduler from here; without data example_inputs and "
         "example_target. [default: seeded inputs, mean square, AdamW]",
     ),
-    "out": Option("OUT", "The folder that `pipegraph split` wrote.", parser=parse_folder, is_argument=True),
+    "out": Option("OUT", "The folder that `pipegraph split` wrote.", parser=parse_folder),
     "export.checkpoint": Option(
-        "CHECKPOINT",
-        "The folder that run --checkpoint or pipe.save wrote, or one of the step-… folders in it.",
-        is_argument=True,
+        "CHECKPOINT", "The folder that run --checkpoint or pipe.save wrote, or one of the step-… folders in it."
     ),
     "schedule.name": Option(
-        "NAME",
-        "1f1b, zb-v, …; a CSV file; or search, which looks for the fastest order.",
-        complete=complete_schedule,
-        is_argument=True,
+        "NAME", "1f1b, zb-v, …; a CSV file; or search, which looks for the fastest order.", complete=complete_schedule
     ),
-    "folder": Option("DIR", "A run's folder, or the one given to --profile: then its newest run.", is_argument=True),
+    "folder": Option("DIR", "A run's folder, or the one given to --profile: then its newest run."),
     "plan_file": Option("FILE", "Cut where `pipegraph plan -o FILE` says.", flags=("--plan",)),
     "batch": Option("B", "Rows of a microbatch. [default: the example's, 1 for hf:]", min=1),
     "seq": Option("T", "Tokens per row. [default: the example's, 128 for hf:]", min=1),
@@ -330,12 +323,12 @@ class Command:
     """A command: a field for each option, with its type and default, and its help as docstring.
 
     Attributes:
-        given: the fields that the user gave.
+        explicit: the names of the options that the user wrote.
     """
 
     json: bool = False
     debug: bool = False
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
     def run(self) -> None:
         """Do the work and print the result. Raises typer.Exit with another exit code than 0."""
@@ -347,15 +340,15 @@ def add_command(app: typer.Typer, name: str, command: type[Command]) -> None:
 
     def call(context: typer.Context, **options: Any) -> None:
         sources = {option: context.get_parameter_source(option) for option in options}
-        given = frozenset(option for option, source in sources.items() if source and source.name != "DEFAULT")
-        command(**options, given=given).run()
+        explicit = frozenset(option for option, source in sources.items() if source and source.name != "DEFAULT")
+        command(**options, explicit=explicit).run()
 
-    types, shared = get_type_hints(command), [field.name for field in fields(Command)]
-    shown = [field for field in fields(command) if field.name != "given"]
-    shown.sort(key=lambda field: field.name in shared)  # these come last in the help
+    types, common = get_type_hints(command), [field.name for field in fields(Command)]
+    option_fields = [field for field in fields(command) if field.name != "explicit"]
+    option_fields.sort(key=lambda field: field.name in common)  # these come last in the help
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [context, *(_parameter(name, field, types[field.name]) for field in shown)]
+        [context, *(_parameter(name, field, types[field.name]) for field in option_fields)]
     )
     call.__annotations__ = {}
     app.command(name, help=command.__doc__)(call)
@@ -372,15 +365,15 @@ def _parameter(command: str, field: Field[Any], kind: Any) -> inspect.Parameter:
         "parser": option.parser,
         "autocompletion": option.complete,
     }
-    flags = option.flags or (f"--{field.name.replace('_', '-')}",)
-    shown = typer.Argument(**form, show_default=False) if option.is_argument else typer.Option(*flags, **form)
-    if option.parser is not None and not option.is_argument:
-        kind = str | None  # typer would read one value for each entry of a list
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    if field.default is MISSING and not option.flags:
+        info: Any = typer.Argument(**form, show_default=False)
+    else:
+        info = typer.Option(*(option.flags or (f"--{field.name.replace('_', '-')}",)), **form)
+        if option.parser is not None:
+            kind = str | None  # typer would read one value for each entry of a list
     return inspect.Parameter(
-        field.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        annotation=Annotated[kind, shown],
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
 
 

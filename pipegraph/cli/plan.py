@@ -115,7 +115,7 @@ class PlanCommand(Command):
                 param_hint="--ranks / --devices",
             )
         for name in ("microbatches", "stages_per_rank", "recompute"):
-            if devices is not None and name in self.given:
+            if devices is not None and name in self.explicit:
                 raise typer.BadParameter(
                     "a plan for --devices chooses this itself.\nTry: without it; or --ranks, for plans of one pipeline",
                     param_hint=f"--{name.replace('_', '-')}",
@@ -144,7 +144,7 @@ class PlanCommand(Command):
         from pipegraph.planner.model_comparison import compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile
-        from pipegraph.report.text.plan_tables import plan_comparison_dict, render_plan, render_plan_comparison
+        from pipegraph.report.text.package_tables import plan_comparison_dict, render_plan, render_plan_comparison
 
         with progress(f"capturing {source.name}"), hold_back_stderr(unless=self.debug):
             captured = capture_source(source, self.allow_derivative)
@@ -166,7 +166,7 @@ class PlanCommand(Command):
         from pipegraph.graph.sources.huggingface import tp_plan_of
         from pipegraph.planner.joint_plan.search import joint_plan
         from pipegraph.planner.plan_file import PlanFile
-        from pipegraph.report.text.plan_tables import joint_comparison_dict, render_joint_comparison, render_plan
+        from pipegraph.report.text.package_tables import joint_comparison_dict, render_joint_comparison, render_plan
         from pipegraph.schedule.recipes import compared_names
         from pipegraph.torch_private.pytrees import pytree
         from pipegraph.workflows.batch import loss_and_target

@@ -222,7 +222,7 @@ class RunCommand(Command):
 
     def _flags(self) -> list[str]:
         """Return the options that the user gave, but for the number of processes."""
-        options = {name: getattr(self, name) for name in sorted(self.given - {"out", "nproc"})}
+        options = {name: getattr(self, name) for name in sorted(self.explicit - {"out", "nproc"})}
         flags = []
         for name, value in options.items():
             flag = name.replace("_", "-")
@@ -273,7 +273,7 @@ class RunCommand(Command):
         """Run this process's stages; the process that holds the last one prints."""
         from pipegraph.planner.run_comparison import compare_run
         from pipegraph.report.text import wrap
-        from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
+        from pipegraph.report.text.run_report import render_run_comparison, run_comparison_dict
         from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
 
         steps = self.steps  # of the whole run

@@ -46,7 +46,7 @@ class ShowCommand(Command):
         with progress("checking weights"):
             damaged = package.damaged() if self.check_weights else ()
         if self.html is not None or self.svg is not None:
-            from pipegraph.report.package_page import package_page
+            from pipegraph.report.html_pages import package_page
             from pipegraph.report.package_picture import package_picture
 
             files = [] if self.html is None else [(self.html, ".html", package_page(package, schedule))]

@@ -106,7 +106,7 @@ class SplitCommand(Command):
                 "--plan plan.json, which `pipegraph plan` wrote.",
                 param_hint="--points / --stages / --plan",
             )
-        search = [name for name in _SEARCH if name in self.given]
+        search = [name for name in _SEARCH if name in self.explicit]
         if self.plan_file is not None and search:
             options = ", ".join(f"--{name}" for name in search)
             raise typer.BadParameter(
@@ -137,7 +137,7 @@ class SplitCommand(Command):
         from pipegraph.workflows.schedules import named_schedule
 
         settings: dict[str, Any] = {
-            name: getattr(self, name) for name in _SEARCH if name in self.given and name != "device"
+            name: getattr(self, name) for name in _SEARCH if name in self.explicit and name != "device"
         }
         readers = {"schedule": named_schedule, "hardware": Hardware.load}
         settings |= {name: read(settings[name]) for name, read in readers.items() if name in settings}
@@ -231,8 +231,8 @@ def _validation(proof: Proof, capture_seconds: float) -> dict[str, Any]:
 
 def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: str) -> None:
     from pipegraph.errors import one_line
-    from pipegraph.report.text.package_tables import batch_lines
-    from pipegraph.report.text.plan_tables import (
+    from pipegraph.report.text.package_tables import (
+        batch_lines,
         layout_lines,
         ranks_lines,
         render_prediction_summary,

@@ -29,7 +29,7 @@ class TraceMergeCommand(Command):
     def run(self) -> None:
         check_target(self.out, self.overwrite)
         with progress(f"reading {self.folder}"):
-            from pipegraph.report.text.trace_report import merge_dict, render_merge
+            from pipegraph.report.text.run_report import merge_dict, render_merge
             from pipegraph.tracing.merged_trace import merge_traces
             from pipegraph.tracing.read_run import read_pipelines
 
@@ -62,7 +62,7 @@ class TraceReportCommand(Command):
     def run(self) -> None:
         check_target(self.html, self.overwrite, option="--html")
         with progress(f"reading {self.folder}"):
-            from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
+            from pipegraph.report.text.run_report import render_trace_report, trace_report_dict
             from pipegraph.tracing.analysis.run_analysis import analyse_run
             from pipegraph.tracing.read_run import read_run
 
