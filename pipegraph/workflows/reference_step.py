@@ -308,23 +308,17 @@ class ModelStep:
     """A step of a model, as a whole or microbatch after microbatch.
 
     Attributes:
-        source: the model.
-        loss_fn: the loss of a microbatch.
+        steps: of which this is one.
         microbatches: what the model takes, one after the other; the whole batch is a single one.
         weights: the factor of the loss of each.
         evaluation: what the model takes after the step, in evaluation mode. If there is a whole batch, it comes first,
             and outputs without rows are those of the microbatches that follow.
-        output_dims: the batch dimension of each output by its path, of the step and in evaluation mode.
-        evaluate: whether the step runs in evaluation mode.
     """
 
-    source: ModelSource
-    loss_fn: LossFunction
+    steps: ModelSteps
     microbatches: Sequence[Batch]
     weights: Sequence[float]
     evaluation: Sequence[Sequence[Batch]]
-    output_dims: tuple[Mapping[str, int | None], Mapping[str, int | None]]
-    evaluate: bool
 
     def run(self, backward: bool = True, seed: int = 0, nudged: bool = False) -> StepTensors:
         """Run the step, and the model in evaluation mode after it, on a new copy of the model.
@@ -338,10 +332,11 @@ class ModelStep:
         Raises:
             SourceError: the model or the loss raises an error.
         """
-        subject = f"{type(self.source.model).__name__} ({self.source.name})"
+        source = self.steps.source
+        subject = f"{type(source.model).__name__} ({source.name})"
         advice = "the model itself on its example_inputs in Python; it should run without error."
-        with own_model(self.source, seed) as model, errors_named(subject, advice):
-            if self.evaluate:
+        with own_model(source, seed) as model, errors_named(subject, advice):
+            if self.steps.evaluate:
                 model.eval()
             batches, evaluation = copy.deepcopy((list(self.microbatches), list(self.evaluation)))
             if nudged:
@@ -350,14 +345,14 @@ class ModelStep:
             outputs, losses = [], []
             for batch, weight in zip(batches, self.weights, strict=True):
                 output = model(*batch.args, **batch.kwargs)
-                loss = _loss(self.source, self.loss_fn, output, batch.target)
+                loss = _loss(source, self.steps.loss_fn, output, batch.target)
                 if backward and loss.requires_grad:
                     (loss * weight).backward()
                 outputs.append(_detached(output))
                 losses.append(loss.detach() * weight)
             gradients = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
             buffers = dict(model.named_buffers(remove_duplicate=False))
-            of_step, of_evaluation = self.output_dims
+            of_step, of_evaluation = self.steps.output_dims_of_step
             evaluated: dict[str, Tensor] = {}
             model.eval()
             for group in evaluation if backward else ():
@@ -463,7 +458,7 @@ class ModelSteps:
 
     Attributes:
         loss_fn, loss_weight: of the model file.
-        output_dims: as `ModelStep` has them.
+        output_dims: the batch dimension of each output by its path, in training and in evaluation mode.
         evaluate: whether the steps run in evaluation mode.
     """
 
@@ -504,9 +499,7 @@ class ModelSteps:
         if self.loss_weight is not None:
             total = LossReduction(weight_of=self.loss_weight).weigh([batch.target for batch in microbatches])
             weights = [1 / max(total, 1.0) for _ in microbatches]
-        return ModelStep(
-            self.source, self.loss_fn, microbatches, weights, evaluation, self.output_dims_of_step, self.evaluate
-        )
+        return ModelStep(self, microbatches, weights, evaluation)
 
 
 def first_step(source: ModelSource, manifest: Manifest) -> tuple[ModelSteps, StepTensors]:
