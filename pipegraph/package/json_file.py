@@ -102,17 +102,15 @@ class FileKind(Generic[Structure]):
         """Read the content of a file; ``where`` opens the message of every error."""
         content: Any = None
         try:
-            content = self.prepare(self._checked(msgspec.json.decode(text)))
+            content = self.prepare(self._checked(_parse(text)))
             return msgspec.convert(content, self.structure)
         except msgspec.ValidationError as problem:
             message = explain(problem, content, self.structure)
-        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-            message = f"the file is not JSON, or truncated: {problem}{_line(str(problem), text)}"
         except RecursionError:
             message = "the file is nested too deeply"
         except PipegraphError as error:  # of a structure
             message = error.problem
-        except ValueError as error:  # of `_checked`
+        except ValueError as error:  # of `_parse` and `_checked`
             message = str(error)
         raise self.problem(where, message)
 
@@ -152,11 +150,15 @@ def json_text(content: Any, indent: str = "") -> str:
     return f"{opening}\n{indent} " + f",\n{indent} ".join(inner) + f"\n{indent}{closing}"
 
 
-def _line(message: str, text: str | bytes) -> str:
-    """Return the line of the byte that a message of msgspec names; empty if it names none."""
-    match = re.search(r"\(byte (\d+)\)", message)
-    data = text.encode(errors="replace") if isinstance(text, str) else text
-    return f" at line {data[: int(match[1])].count(10) + 1}" if match else ""
+def _parse(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError with the line, and RecursionError for JSON that is nested too deeply."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as problem:
+        byte = re.search(r"\(byte (\d+)\)", str(problem))
+        data = text.encode(errors="replace") if isinstance(text, str) else text
+        line = f" at line {data[: int(byte[1])].count(10) + 1}" if byte else ""
+        raise ValueError(f"the file is not JSON, or truncated: {problem}{line}") from None
 
 
 def _other_kind(name: str, content: dict[str, Any]) -> str | None:
