@@ -221,11 +221,10 @@ class RunCommand(Command):
             launch(arguments, processes, self.debug, environment, folders, grace, timeout)
 
     def _flags(self) -> list[str]:
-        """Return the options that the user gave, but for the number of processes."""
-        options = {name: getattr(self, name) for name in sorted(self.explicit - {"out", "nproc"})}
+        """Return the options that the user wrote, without the number of processes."""
         flags = []
-        for name, value in options.items():
-            flag = name.replace("_", "-")
+        for name in sorted(self.explicit - {"out", "nproc"}):
+            value, flag = getattr(self, name), name.replace("_", "-")
             if isinstance(value, bool):
                 flags.append(f"--{'' if value else 'no-'}{flag}")
             else:
