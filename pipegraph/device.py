@@ -1,4 +1,4 @@
-"""A device of torch: its name, its memory, its random numbers, its streams, and the times of its work.
+"""A device of torch: its name, memory, random numbers, streams, and the times of its work; the memory of this machine.
 
 A kind of device other than the CPU is asked through `torch.get_device_module`, whose functions have the same names for
 each kind. A kind that lacks one of them is added here.
@@ -6,6 +6,7 @@ each kind. A kind that lacks one of them is added here.
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import sys
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegraph.machine import memory_of_host
+from pipegraph.errors import ArgumentError
+from pipegraph.units import format_bytes
 
 
 class Device:
@@ -148,3 +150,18 @@ def _lines(file: str) -> list[str]:
         return Path(file).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+
+
+def memory_of_host() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_room(required_bytes: int, subject: str) -> None:
+    """Raise ArgumentError if ``subject``, an input of ``required_bytes``, is larger than the memory of this machine."""
+    present = memory_of_host()
+    if required_bytes > present:
+        raise ArgumentError(
+            f"{subject} takes {format_bytes(required_bytes)}, and this machine has {format_bytes(present)}.",
+            "fewer rows or tokens.",
+        )

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipegraph.device import Device
-from pipegraph.machine import memory_of_host
+from pipegraph.device import Device, memory_of_host
 
 
 def test_the_cpu() -> None:

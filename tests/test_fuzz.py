@@ -25,7 +25,7 @@ from pipegraph.errors import PipegraphError, PlanError, ScheduleError, SourceErr
 from pipegraph.graph.partition.split_points import Point, locate
 from pipegraph.graph.sources import load
 from pipegraph.package import Package
-from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
+from pipegraph.report.text.run_report import render_trace_report, trace_report_dict
 from pipegraph.schedule import Schedule, Times, build, check, from_csv, lower, simulate, to_csv
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.tracing.analysis.run_analysis import analyse_run

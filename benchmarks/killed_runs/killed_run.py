@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pipegraph.workflows.training_log import LOG, read_log
+from pipegraph.workflows.run_checkpoints import LOG, read_log
 
 RANKS: Final = 2
 RESTARTS: Final = 3

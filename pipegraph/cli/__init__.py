@@ -16,18 +16,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from pipegraph.arguments import asked_by_command
-from pipegraph.cli.calibrate import calibrate
-from pipegraph.cli.export import export
-from pipegraph.cli.output import wrapped
-from pipegraph.cli.output_stream import output_streams
-from pipegraph.cli.plan import plan
+from pipegraph.cli.calibrate import CalibrateCommand
+from pipegraph.cli.export import ExportCommand
+from pipegraph.cli.options import Command, add_command
+from pipegraph.cli.output import output_streams, wrapped
+from pipegraph.cli.plan import PlanCommand
 from pipegraph.cli.progress_bar import print_warning
-from pipegraph.cli.run import run
-from pipegraph.cli.schedule import schedule
-from pipegraph.cli.show import show
-from pipegraph.cli.split import split
-from pipegraph.cli.trace import trace
-from pipegraph.cli.verify import verify
+from pipegraph.cli.run import RunCommand
+from pipegraph.cli.schedule import ScheduleCommand
+from pipegraph.cli.show import ShowCommand
+from pipegraph.cli.split import SplitCommand
+from pipegraph.cli.trace import TraceMergeCommand, TraceReportCommand
+from pipegraph.cli.verify import VerifyCommand
 from pipegraph.errors import ClosedOutput, PipegraphError, RuntimeFault, printable, user_line
 from pipegraph.version import __version__
 
@@ -38,9 +38,35 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (split, plan, verify, show, run, export, schedule, calibrate):
-    app.command()(verb)
+_COMMANDS: dict[str, type[Command]] = {
+    "split": SplitCommand,
+    "plan": PlanCommand,
+    "verify": VerifyCommand,
+    "show": ShowCommand,
+    "run": RunCommand,
+    "export": ExportCommand,
+    "schedule": ScheduleCommand,
+    "calibrate": CalibrateCommand,
+}
+for name, command in _COMMANDS.items():
+    add_command(app, name, command)
+trace = typer.Typer()
+add_command(trace, "merge", TraceMergeCommand)
+add_command(trace, "report", TraceReportCommand)
 app.add_typer(trace, name="trace")
+
+
+@trace.callback(invoke_without_command=True)
+def show_trace_help(context: typer.Context) -> None:
+    """Show a run that --profile recorded.
+
+    \b
+    Example:
+      pipegraph run build/transformer --profile runs
+      pipegraph trace report runs
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def _print_version(requested: bool) -> None:

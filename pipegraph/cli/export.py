@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from pipegraph.cli.options import DebugOption, JsonOption, PackageArgument, parse_memory
+from pipegraph.cli.options import Command
 from pipegraph.cli.output import print_json
 from pipegraph.cli.progress_bar import progress
 from pipegraph.units import format_bytes, format_number_of
 
-RunArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="The folder that run --checkpoint or pipe.save wrote, or one of the step-… folders in it.",
-        show_default=False,
-    ),
-]
-ExportOption = Annotated[
-    Path, typer.Option("--out", "-o", metavar="DIR", show_default=False, help="A new folder to write.")
-]
-ShardSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="SIZE",
-        parser=parse_memory,
-        show_default=False,
-        help="The largest size of a file, and about the memory that a rank needs. [default: 5GB]",
-    ),
-]
-ReplaceOption = Annotated[
-    bool, typer.Option("--overwrite", show_default=False, help="Replace what an earlier export wrote there.")
-]
 
-
-def export(
-    checkpoint: RunArgument,
-    out: PackageArgument,
-    folder: ExportOption,
-    shard_size: ShardSizeOption = None,
-    overwrite: ReplaceOption = False,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand(Command):
     """Write a checkpoint as safetensors files.
 
     The files have an index, and the names of the model's state_dict. For a Hugging Face model the names are those of a
@@ -58,26 +24,34 @@ def export(
       pipegraph export runs/text build/text -o build/text-weights
       torchrun --nproc-per-node 2 -m pipegraph export runs/text build/text -o build/text-weights
     """
-    from pipegraph.package import Package
-    from pipegraph.runtime.processes.launched_rank import record_failure
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        package = Package.open(out)
-        with progress(f"reading {checkpoint}", quiet=not is_first):
-            from pipegraph.workflows.export import SHARD_BYTES
-            from pipegraph.workflows.export import export as write
+    checkpoint: Path
+    out: Path
+    folder: Path
+    shard_size: int | None = None
+    overwrite: bool = False
 
-            written = write(checkpoint, package, folder, shard_size or SHARD_BYTES, overwrite=overwrite)
-    except Exception as error:
-        record_failure(error)
-        raise
-    if not is_first:
-        return
-    if json:
-        print_json({**asdict(written), "checkpoint": str(written.checkpoint), "folder": str(folder)})
-        return
-    files = format_number_of("file", len(written.files))
-    print(f"wrote {folder}: {written.checkpoint.name}, {format_bytes(written.bytes)} in {files}")
-    if written.is_huggingface and not written.has_config:
-        print("The package has no config.json. Try: save it next to the weights, with model.config.save_pretrained")
+    def run(self) -> None:
+        from pipegraph.package import Package
+        from pipegraph.runtime.processes.launched_rank import record_failure
+
+        is_first = os.environ.get("RANK", "0") == "0"
+        try:
+            package = Package.open(self.out)
+            with progress(f"reading {self.checkpoint}", quiet=not is_first):
+                from pipegraph.workflows.export import SHARD_BYTES, export
+
+                shard_bytes = self.shard_size or SHARD_BYTES
+                result = export(self.checkpoint, package, self.folder, shard_bytes, overwrite=self.overwrite)
+        except Exception as error:
+            record_failure(error)
+            raise
+        if not is_first:
+            return
+        if self.json:
+            print_json({**asdict(result), "checkpoint": str(result.checkpoint), "folder": str(self.folder)})
+            return
+        files = format_number_of("file", len(result.files))
+        print(f"wrote {self.folder}: {result.checkpoint.name}, {format_bytes(result.bytes)} in {files}")
+        if result.is_huggingface and not result.has_config:
+            print("The package has no config.json. Try: save it next to the weights, with model.config.save_pretrained")

@@ -1,18 +1,20 @@
-"""Results of commands: text or JSON on stdout, and files that the user named."""
+"""Results of commands: text or JSON on stdout, files that the user named, and errors of both."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pipegraph.errors import PipegraphError
+from pipegraph.errors import ClosedOutput, OutputError, PipegraphError
 from pipegraph.regular_file import replaced_file
 from pipegraph.report.text import wrap
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 SCHEMA_VERSION = 1
+
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def print_json(result: dict[str, Any]) -> None:
@@ -73,6 +77,9 @@ def print_drawing(draw: Callable[[int | None, bool], Text], wide: bool = False) 
         console = Console(highlight=False, soft_wrap=True, color_system="256")
     lines = drawing.split("\n", allow_blank=True)
     console.print(Text("\n").join(line if line.spans else Text(wrap(line.plain, width)) for line in lines))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def write_drawings(files: Iterable[tuple[Path, str, str]]) -> None:
@@ -157,3 +164,58 @@ def _is_not_a_file(file: Path) -> bool:
         or file.absolute().parts[1:2] in (("dev",), ("proc",))
         or (file.exists() and not file.is_file())
     )
+
+
+# ---- stdout and stderr -----------------------------------------------------------------------------------------------
+# If text cannot be written there, they raise an error of pipegraph.
+
+
+class OutputStream:
+    """A text stream that raises `OutputError` if it cannot be written, and `ClosedOutput` if nobody reads it."""
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def write(self, text: str) -> int:
+        with self._errors():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with self._errors():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._discard()
+            if isinstance(error, BrokenPipeError):
+                raise ClosedOutput(f"{self._name} was closed by its reader.") from error
+            raise OutputError(
+                f"{self._name} cannot be written: {error.strerror or error}.",
+                "make room there, or send the output elsewhere.",
+            ) from error
+
+    def _discard(self) -> None:
+        """Discard the buffered text, which would fail again when the process ends."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def output_streams() -> Iterator[None]:
+    """Replace stdout and stderr with such streams for the body, and flush them at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of a locale without the characters of tables and drawings
+    out: Any = OutputStream(sys.stdout or io.StringIO(), "stdout")  # None if it was closed before Python started
+    err: Any = OutputStream(sys.stderr or io.StringIO(), "stderr")
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
+        out.flush()
+        err.flush()

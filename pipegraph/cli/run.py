@@ -6,58 +6,17 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from msgspec import structs
 
-from pipegraph.cli.options import (
-    BatchOption,
-    CheckpointOption,
-    CheckWeightsOption,
-    DebugOption,
-    JsonOption,
-    MicrobatchesOption,
-    PackageArgument,
-    PlannedScheduleOption,
-    SequenceOption,
-    WideOption,
-    check_device,
-)
+from pipegraph.cli.options import Command, check_device
 from pipegraph.cli.output import check_target, json_text, terminal_width, write_target
 from pipegraph.cli.progress_bar import progress
-from pipegraph.cli.run_options import (
-    PROFILED_STEPS,
-    STEPS,
-    CheckpointEveryOption,
-    CudaGraphsOption,
-    ExampleOption,
-    KeepOption,
-    KernelsOption,
-    LearningRateOption,
-    LinksOption,
-    MeshOrderOption,
-    PrecisionOption,
-    ProcessesOption,
-    ProfileOption,
-    RecalibrateOption,
-    ReplicateOption,
-    RunDeviceOption,
-    RunFolderOption,
-    SeedOption,
-    ShardOption,
-    StepsOption,
-    StrictOption,
-    TensorOption,
-    TimeoutOption,
-    check_checkpoint,
-    check_profile,
-    check_recalibrate,
-    check_training,
-)
 
 if TYPE_CHECKING:
     from pipegraph.cost.hardware import Hardware
@@ -68,74 +27,15 @@ if TYPE_CHECKING:
     from pipegraph.schedule import Schedule
     from pipegraph.workflows.train import Training
 
-# ---- run again -------------------------------------------------------------------------------------------------------
-# The processes of ``pipegraph run``: the same command again, once for each rank.
+_STEPS: Final = 1
+_PROFILED_STEPS: Final = 4
+"""Steps without --steps and without data: of a plain run, and of one with --profile."""
+_LARGEST_RATE: Final = 3.4e38  # of a float32, in which an optimizer computes
+_SAVE_SECONDS: Final = 600.0  # for a run to end a step and save it when a signal ends it
 
 
-def launch_again(context: typer.Context, processes: int, debug: bool, grace: float, timeout: float | None) -> None:
-    """Run the same command in a process for each rank."""
-    from pipegraph.runtime.processes.group import TIMEOUT
-    from pipegraph.runtime.processes.launch import launch, relay_progress
-
-    options = {name: value for name, value in context.params.items() if name not in ("out", "nproc")}
-    defaults = {parameter.name: parameter.default for parameter in context.command.params}
-    flags = [
-        f"--{'' if value else 'no-'}{name.replace('_', '-')}"
-        for name, value in options.items()
-        if isinstance(value, bool) and value != defaults[name]
-    ]
-    flags += [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in options.items()
-        if value is not None and not isinstance(value, bool)
-    ]
-    with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
-        # -P: without the working folder on sys.path, as for the command that started this process.
-        arguments = ["-P", "-m", "pipegraph", "run", str(context.params["out"]), *flags]
-        folders = [str(Path(file).parent) for file in environment.values()]
-        launch(arguments, processes, debug, environment, folders, grace, TIMEOUT if timeout is None else timeout)
-
-
-# ---- run -------------------------------------------------------------------------------------------------------------
-
-
-_SAVE_SECONDS = 600.0  # for a run to end a step and save it when a signal ends it
-
-
-def run(
-    context: typer.Context,
-    out: PackageArgument,
-    nproc: ProcessesOption = None,
-    dp_replicate: ReplicateOption = None,
-    dp_shard: ShardOption = None,
-    tp: TensorOption = None,
-    mesh_order: MeshOrderOption = "pp,dp_replicate,dp_shard,tp",
-    schedule: PlannedScheduleOption = None,
-    microbatches: MicrobatchesOption = None,
-    steps: StepsOption = None,
-    profile: ProfileOption = None,
-    model: ExampleOption = None,
-    batch: BatchOption = None,
-    seq: SequenceOption = None,
-    weights: CheckpointOption = None,
-    check_weights: CheckWeightsOption = True,
-    checkpoint: RunFolderOption = None,
-    checkpoint_every: CheckpointEveryOption = None,
-    keep: KeepOption = None,
-    learning_rate: LearningRateOption = None,
-    kernels: KernelsOption = "inductor",
-    precision: PrecisionOption = None,
-    seed: SeedOption = None,
-    strict: StrictOption = False,
-    cuda_graphs: CudaGraphsOption = False,
-    device: RunDeviceOption = "cpu",
-    timeout: TimeoutOption = None,
-    hardware: LinksOption = None,
-    recalibrate: RecalibrateOption = None,
-    wide: WideOption = False,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunCommand(Command):
     """Train a package, and measure the steps.
 
     It trains on the data of a model file, or on one batch. Each step is printed with its loss and time, then predicted
@@ -147,134 +47,290 @@ def run(
       pipegraph run build/transformer --schedule zb-h1 --steps 5
       torchrun --nproc-per-node 2 -m pipegraph run build/transformer
     """
-    if model is None and (batch is not None or seq is not None):
-        raise typer.BadParameter(
-            "they belong to --model; without it the package's own sizes are used.\nTry: --model too",
-            param_hint="--batch / --seq",
-        )
-    dimensions = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-    lengths = {name: length for name, length in dimensions.items() if length is not None}
-    check_training(learning_rate, kernels, precision, model, cuda_graphs, device)
-    if recalibrate is not None:
-        check_recalibrate(STEPS if steps is None and model is None else steps, kernels)
-    if profile is not None:
-        check_profile(steps)
-    check_checkpoint(checkpoint, checkpoint_every, keep)
-    from pipegraph.runtime.processes import launched_rank
 
-    if timeout is not None:
-        from pipegraph.runtime.processes.group import check_timeout
+    out: Path
+    nproc: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    tp: int | None = None
+    mesh_order: str = "pp,dp_replicate,dp_shard,tp"
+    schedule: str | None = None
+    microbatches: int | None = None
+    steps: int | None = None
+    profile: Path | None = None
+    model: str | None = None
+    batch: int | None = None
+    seq: int | None = None
+    weights: Path | None = None
+    check_weights: bool = True
+    checkpoint: Path | None = None
+    checkpoint_every: int | None = None
+    keep: int | None = None
+    learning_rate: float | None = None
+    kernels: str = "inductor"
+    precision: str | None = None
+    seed: int | None = None
+    strict: bool = False
+    cuda_graphs: bool = False
+    device: str = "cpu"
+    timeout: float | None = None
+    hardware: str | None = None
+    recalibrate: Path | None = None
+    wide: bool = False
 
-        check_timeout(timeout)
-    try:
-        launched_rank.exit_with_parent()
-        if profile is not None:
-            _prepare_profile(profile)
-        package, chosen, grid = _choose(
-            out, nproc, schedule, microbatches, weights, device, lengths, mesh_order.split(",")
-        )
-        links = _links(package, hardware, recalibrate, precision)
-        if grid.size > 1 and not launched_rank.is_launched():
-            launch_again(context, grid.size, debug, 0.0 if checkpoint is None else _SAVE_SECONDS, timeout)
-            return
-        # The rank that knows the loss prints, and shows progress.
-        quiet = launched_rank.is_launched() and launched_rank.environment_ranks()[0] != grid.first(chosen.placement[-1])
-        source = _source(model, batch, seq, package)
-        with progress("loading", quiet) as say:
-            launched_rank.use_scratch_folder()
-            from pipegraph.workflows.run_checkpoints import CheckpointOptions, Termination
-            from pipegraph.workflows.train import Training
+    def run(self) -> None:
+        self._check()
+        from pipegraph.runtime.processes import launched_rank
 
-            saves = None if checkpoint is None else CheckpointOptions(checkpoint, checkpoint_every or 100, keep or 3)
-            training = Training(
-                package,
-                chosen,
-                source,
-                device=device,
-                learning_rate=learning_rate,
-                kernels=kernels,
-                timeout=timeout,
-                weights=weights,
-                check_weights=check_weights,
-                strict=strict,
-                cuda_graphs=cuda_graphs,
-                grid=grid,
-                checkpoints=saves,
-                seed=seed,
-                precision=precision,
+        try:
+            launched_rank.exit_with_parent()
+            if self.profile is not None:
+                _prepare_profile(self.profile)
+            package, schedule, grid = self._choose()
+            hardware = self._links(package)
+            if grid.size > 1 and not launched_rank.is_launched():
+                self._launch(grid.size)
+                return
+            # The rank that knows the loss prints, and shows progress.
+            quiet = launched_rank.is_launched() and launched_rank.environment_ranks()[0] != grid.first(
+                schedule.placement[-1]
             )
-            if steps is None and not training.has_data:
-                steps = STEPS if profile is None else PROFILED_STEPS
-            width = terminal_width(sys.stdout, wide)
-            _train(training, package, chosen, steps, links, recalibrate, profile, json, say, width)
-        if training.was_terminated:
-            sys.exit(Termination.exit_code)
-    except (Exception, KeyboardInterrupt) as error:
-        launched_rank.record_failure(error)
-        launched_rank.stop_own_children()
-        raise
+            source = self._source(package)
+            with progress("loading", quiet) as say:
+                launched_rank.use_scratch_folder()
+                from pipegraph.workflows.run_checkpoints import Termination
 
+                training = self._training(package, schedule, source, grid)
+                self._train(training, package, schedule, hardware, say)
+            if training.was_terminated:
+                sys.exit(Termination.exit_code)
+        except (Exception, KeyboardInterrupt) as error:
+            launched_rank.record_failure(error)
+            launched_rank.stop_own_children()
+            raise
 
-def _choose(
-    out: Path,
-    nproc: int | None,
-    schedule: str | None,
-    microbatches: int | None,
-    weights: Path | None,
-    device: str,
-    lengths: Mapping[str, int],
-    order: Sequence[str],
-) -> tuple[Package, Schedule, RankGrid]:
-    """Return the package, its schedule, and the processes that run it. Raises PipegraphError if these do not fit."""
-    from pipegraph.package import Package, checkpoint_folder
-    from pipegraph.runtime.processes.launch import check_processes, pipeline_ranks
-    from pipegraph.runtime.processes.launched_rank import environment_ranks, is_launched
-    from pipegraph.runtime.processes.rank_grid import TENSOR, grid_of
-    from pipegraph.runtime.tensor_parallel import require_plan
-    from pipegraph.workflows.schedules import choose_schedule
+    def _check(self) -> None:
+        """Raise typer.BadParameter or PipegraphError for what no package could be trained with."""
+        if self.model is None and (self.batch is not None or self.seq is not None):
+            raise typer.BadParameter(
+                "they belong to --model; without it the package's own sizes are used.\nTry: --model too",
+                param_hint="--batch / --seq",
+            )
+        from pipegraph.graph.sources import find_source
+        from pipegraph.kernels.registry import check_name
+        from pipegraph.runtime.kernel_makers import check_has_graphs
+        from pipegraph.runtime.precision import named_precision
 
-    package = Package.open(out)
-    plan = package.manifest.prediction
-    planned = {} if plan is None else plan.mesh
-    lengths = {**planned, **lengths}
-    if weights is not None:
-        checkpoint_folder(weights)
-    launched = is_launched()
-    processes = environment_ranks()[1] if launched else nproc
+        check_name(self.kernels)
+        named_precision(self.precision)
+        if self.cuda_graphs and self.device == "cpu":  # another name is checked with the package
+            check_has_graphs(self.device)
+        if self.model is not None:
+            find_source(self.model)
+        if self.learning_rate is not None and not self.learning_rate <= _LARGEST_RATE:
+            raise typer.BadParameter(
+                f"{self.learning_rate} is not a learning rate.\nTry: 0.001", param_hint="--learning-rate"
+            )
+        if self.recalibrate is not None:
+            self._check_recalibrate()
+        if self.profile is not None and self.steps is not None and self.steps < 2:
+            raise typer.BadParameter(
+                f"{self.steps} step is too few: the first one warms up and is not recorded.\n"
+                f"Try: --steps {_PROFILED_STEPS}",
+                param_hint="--profile",
+            )
+        if self.checkpoint is None and (self.checkpoint_every is not None or self.keep is not None):
+            raise typer.BadParameter(
+                "they belong to --checkpoint.\nTry: --checkpoint DIR too", param_hint="--checkpoint-every / --keep"
+            )
+        if self.timeout is not None:
+            from pipegraph.runtime.processes.group import check_timeout
 
-    def usual_ranks() -> int:
-        return choose_schedule(package, schedule, microbatches).ranks
+            check_timeout(self.timeout)
 
-    rank_count = pipeline_ranks(processes, lengths, usual_ranks, launched, planned)
-    chosen = choose_schedule(package, schedule, microbatches, ranks=rank_count if launched or rank_count != 1 else None)
-    ranks = rank_count or chosen.ranks
-    grid = grid_of(ranks, lengths, order)
-    require_plan(package.manifest.tp_plan, grid.length(TENSOR))
-    check_processes(chosen, ranks, launched, grid.size // ranks)
-    check_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", grid.size)), "processes")
-    return package, chosen, grid
+    def _check_recalibrate(self) -> None:
+        """Raise typer.BadParameter if a run with these steps and kernels cannot correct a profile."""
+        if self.kernels != "inductor":
+            raise typer.BadParameter(
+                f"a profile predicts compiled kernels, and {self.kernels} kernels cannot correct it.\n"
+                "Try: leave --kernels out.",
+                param_hint="--recalibrate",
+            )
+        steps = _STEPS if self.steps is None and self.model is None else self.steps
+        if steps is not None and steps < 2:
+            raise typer.BadParameter(
+                "times are measured from the second step on, because the first one compiles.\nTry: --steps 5",
+                param_hint="--recalibrate",
+            )
 
+    def _choose(self) -> tuple[Package, Schedule, RankGrid]:
+        """Return the package, its schedule, and its processes. Raises PipegraphError if these do not fit."""
+        from pipegraph.package import Package, checkpoint_folder
+        from pipegraph.runtime.processes.launch import check_processes, pipeline_ranks
+        from pipegraph.runtime.processes.launched_rank import environment_ranks, is_launched
+        from pipegraph.runtime.processes.rank_grid import TENSOR, grid_of
+        from pipegraph.runtime.tensor_parallel import require_plan
+        from pipegraph.workflows.schedules import choose_schedule
 
-def _links(package: Package, hardware: str | None, recalibrate: Path | None, precision: str | None) -> Hardware | None:
-    """Return the profile that a step is predicted with, if it is not the plan's own."""
-    from pipegraph.cost.hardware import Hardware
-    from pipegraph.workflows.recalibrate import profile_for
+        package = Package.open(self.out)
+        plan = package.manifest.prediction
+        planned = {} if plan is None else plan.mesh
+        dimensions = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        lengths = {**planned, **{name: length for name, length in dimensions.items() if length is not None}}
+        if self.weights is not None:
+            checkpoint_folder(self.weights)
+        launched = is_launched()
+        processes = environment_ranks()[1] if launched else self.nproc
 
-    links = None if hardware is None else Hardware.load(hardware)
-    if recalibrate is None:
-        return links
-    check_target(recalibrate, overwrite=True, option="--recalibrate")
-    return profile_for(package, recalibrate, links, precision)
+        def usual_ranks() -> int:
+            return choose_schedule(package, self.schedule, self.microbatches).ranks
 
+        rank_count = pipeline_ranks(processes, lengths, usual_ranks, launched, planned)
+        schedule = choose_schedule(
+            package, self.schedule, self.microbatches, ranks=rank_count if launched or rank_count != 1 else None
+        )
+        ranks = rank_count or schedule.ranks
+        grid = grid_of(ranks, lengths, self.mesh_order.split(","))
+        require_plan(package.manifest.tp_plan, grid.length(TENSOR))
+        check_processes(schedule, ranks, launched, grid.size // ranks)
+        check_device(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", grid.size)), "processes")
+        return package, schedule, grid
 
-def _source(model: str | None, batch: int | None, seq: int | None, package: Package) -> ModelSource | None:
-    if model is None:
-        return None
-    from pipegraph.graph.sources import load
-    from pipegraph.workflows.batch import planned_rows
+    def _links(self, package: Package) -> Hardware | None:
+        """Return the profile that a step is predicted with, if it is not the plan's own."""
+        from pipegraph.cost.hardware import Hardware
+        from pipegraph.workflows.recalibrate import profile_for
 
-    has_mask = "attention_mask" in package.manifest.kwargs
-    return load(model, False, batch or planned_rows(package.manifest), seq, attention_mask=has_mask)
+        links = None if self.hardware is None else Hardware.load(self.hardware)
+        if self.recalibrate is None:
+            return links
+        check_target(self.recalibrate, overwrite=True, option="--recalibrate")
+        return profile_for(package, self.recalibrate, links, self.precision)
+
+    def _launch(self, processes: int) -> None:
+        """Run the same command in a process for each rank."""
+        from pipegraph.runtime.processes.group import TIMEOUT
+        from pipegraph.runtime.processes.launch import launch, relay_progress
+
+        with progress(f"starting {processes} processes") as say, relay_progress(say) as environment:
+            # -P: without the working folder on sys.path, as for the command that started this process.
+            arguments = ["-P", "-m", "pipegraph", "run", str(self.out), *self._flags()]
+            folders = [str(Path(file).parent) for file in environment.values()]
+            grace = 0.0 if self.checkpoint is None else _SAVE_SECONDS
+            timeout = TIMEOUT if self.timeout is None else self.timeout
+            launch(arguments, processes, self.debug, environment, folders, grace, timeout)
+
+    def _flags(self) -> list[str]:
+        """Return the options that the user wrote, without the number of processes."""
+        flags = []
+        for name in sorted(self.explicit - {"out", "nproc"}):
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{'' if value else 'no-'}{flag}")
+            else:
+                flags.append(f"--{flag}={value}")
+        return flags
+
+    def _source(self, package: Package) -> ModelSource | None:
+        if self.model is None:
+            return None
+        from pipegraph.graph.sources import load
+        from pipegraph.workflows.batch import planned_rows
+
+        has_mask = "attention_mask" in package.manifest.kwargs
+        rows = self.batch or planned_rows(package.manifest)
+        return load(self.model, False, rows, self.seq, attention_mask=has_mask)
+
+    def _training(self, package: Package, schedule: Schedule, source: ModelSource | None, grid: RankGrid) -> Training:
+        from pipegraph.workflows.run_checkpoints import CheckpointOptions
+        from pipegraph.workflows.train import Training
+
+        checkpoints = None
+        if self.checkpoint is not None:
+            checkpoints = CheckpointOptions(self.checkpoint, self.checkpoint_every or 100, self.keep or 3)
+        return Training(
+            package,
+            schedule,
+            source,
+            device=self.device,
+            learning_rate=self.learning_rate,
+            kernels=self.kernels,
+            timeout=self.timeout,
+            weights=self.weights,
+            check_weights=self.check_weights,
+            strict=self.strict,
+            cuda_graphs=self.cuda_graphs,
+            grid=grid,
+            checkpoints=checkpoints,
+            seed=self.seed,
+            precision=self.precision,
+        )
+
+    def _train(
+        self, training: Training, package: Package, schedule: Schedule, hardware: Hardware | None, say: PrintLine
+    ) -> None:
+        """Run this process's stages; the process that holds the last one prints."""
+        from pipegraph.planner.run_comparison import compare_run
+        from pipegraph.report.text import wrap
+        from pipegraph.report.text.run_report import render_run_comparison, run_comparison_dict
+        from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
+
+        steps = self.steps  # of the whole run
+        if steps is None and not training.has_data:
+            steps = _STEPS if self.profile is None else _PROFILED_STEPS
+        begun, records = training.done, []
+        shows = training.knows_loss and not self.json
+        if training.resumed_from is not None and shows:
+            say(f"continues from {training.resumed_from}")
+        count = None if steps is None else max(steps - begun, 0)
+        profile = None if count == 0 else self.profile
+        with nullcontext() if profile is None else training.profiled(profile, count, hardware) as recorded:
+            for step in training.steps(count):
+                records.append(dataclasses.asdict(step))
+                if shows:
+                    say(str(step))
+        if training.was_terminated and shows:
+            say(f"SIGTERM came: saved after {training.done} steps. The same command continues.")
+        if training.done == begun:
+            if training.knows_loss:
+                text = json_text({"steps": records}) if self.json else f"{begun} steps are done, and no more are to do."
+                say(text)
+            return
+        measured = training.measured()
+        kernels, is_compiled = training.kernels()
+        if not training.knows_loss:
+            return
+        compared = compare_run(package.manifest, training.schedule, measured, hardware, training.mesh)
+        result: dict[str, Any] = {
+            "schedule": schedule.name,
+            "ranks": schedule.ranks,
+            "microbatches": schedule.microbatches,
+            "steps": records,
+            "predicted_and_measured": run_comparison_dict(compared),
+            "kernels": kernels,
+        }
+        width = terminal_width(sys.stdout, self.wide)
+        if shows:
+            say(f"\n{wrap(render_run_comparison(compared, width), width)}")
+            if not is_compiled:
+                say(wrap("\n".join(["\nNot all is compiled:", *(f"  {line}" for line in kernels)]), width))
+        if self.recalibrate is not None and hardware is not None:
+            corrected = recalibrate_hardware(hardware, package.manifest, compared)
+            write_target(self.recalibrate, corrected.to_json())
+            uneven = list(find_uneven_ratios(compared))
+            result["recalibrated"] = {
+                "file": str(self.recalibrate),
+                "measured_ratio": structs.asdict(corrected.measured_ratio),
+                "uneven": uneven,
+            }
+            if shows:
+                say("\n".join([f"wrote {self.recalibrate}: {format_ratios(corrected)}", *uneven]))
+        if recorded is not None:
+            result["profile"] = str(recorded)
+            if shows:
+                say(f"\n{_profile_hint(recorded)}")
+        if self.json:
+            say(json_text(result))
 
 
 def _prepare_profile(folder: Path) -> None:
@@ -283,76 +339,6 @@ def _prepare_profile(folder: Path) -> None:
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences what the profiler prints on stderr
     check_run_parent(folder)
-
-
-def _train(
-    training: Training,
-    package: Package,
-    schedule: Schedule,
-    steps: int | None,
-    hardware: Hardware | None,
-    recalibrate: Path | None,
-    profile: Path | None,
-    json: bool,
-    say: PrintLine,
-    width: int | None,
-) -> None:
-    """Run this process's stages; the process that holds the last one prints. ``steps`` are those of the whole run."""
-    from pipegraph.planner.run_comparison import compare_run
-    from pipegraph.report.text import wrap
-    from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
-    from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
-
-    begun, records = training.done, []
-    shows = training.knows_loss and not json
-    if training.resumed_from is not None and shows:
-        say(f"continues from {training.resumed_from}")
-    count = None if steps is None else max(steps - begun, 0)
-    profiled = nullcontext() if profile is None or count == 0 else training.profiled(profile, count, hardware)
-    with profiled as recorded:
-        for step in training.steps(count):
-            records.append(dataclasses.asdict(step))
-            if shows:
-                say(str(step))
-    if training.was_terminated and shows:
-        say(f"SIGTERM came: saved after {training.done} steps. The same command continues.")
-    if training.done == begun:
-        if training.knows_loss:
-            say(json_text({"steps": records}) if json else f"{begun} steps are done, and no more are to do.")
-        return
-    measured = training.measured()
-    kernels, is_compiled = training.kernels()
-    if not training.knows_loss:
-        return
-    compared = compare_run(package.manifest, training.schedule, measured, hardware, training.mesh)
-    result: dict[str, Any] = {
-        "schedule": schedule.name,
-        "ranks": schedule.ranks,
-        "microbatches": schedule.microbatches,
-        "steps": records,
-        "predicted_and_measured": run_comparison_dict(compared),
-        "kernels": kernels,
-    }
-    if not json:
-        say(f"\n{wrap(render_run_comparison(compared, width), width)}")
-        if not is_compiled:
-            say(wrap("\n".join(["\nNot all is compiled:", *(f"  {line}" for line in kernels)]), width))
-    if recalibrate is not None and hardware is not None:
-        corrected = recalibrate_hardware(hardware, package.manifest, compared)
-        write_target(recalibrate, corrected.to_json())
-        result["recalibrated"] = {
-            "file": str(recalibrate),
-            "measured_ratio": structs.asdict(corrected.measured_ratio),
-            "uneven": list(find_uneven_ratios(compared)),
-        }
-        if not json:
-            say("\n".join([f"wrote {recalibrate}: {format_ratios(corrected)}", *find_uneven_ratios(compared)]))
-    if recorded is not None:
-        result["profile"] = str(recorded)
-        if not json:
-            say(f"\n{_profile_hint(recorded)}")
-    if json:
-        say(json_text(result))
 
 
 def _profile_hint(recorded: Path) -> str:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from pipegraph.cli.options import (
-    BatchOption,
-    CheckpointOption,
-    CheckWeightsOption,
-    DebugOption,
-    JsonOption,
-    ModelArgument,
-    PackageArgument,
-    SequenceOption,
-)
+from pipegraph.cli.options import Command
 from pipegraph.cli.output import print_json, print_text, wrapped
 from pipegraph.cli.progress_bar import progress
 
 
-def verify(
-    out: PackageArgument,
-    model: ModelArgument,
-    batch: BatchOption = None,
-    seq: SequenceOption = None,
-    weights: CheckpointOption = None,
-    check_weights: CheckWeightsOption = True,
-    json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class VerifyCommand(Command):
     """Compare a package with the unsplit model.
 
     Its weights, outputs, loss and gradients, of two microbatches of rows that all differ, are compared with those of
@@ -40,29 +24,39 @@ def verify(
     Example:
       pipegraph verify build/unet examples/unet.py
     """
-    from pipegraph.package import Package, checkpoint_folder
 
-    if out.is_file() and Path(model).is_dir():
-        raise typer.BadParameter(
-            f"{out} is a file, and {model} a folder: the package comes before the model.\n"
-            f"Try: pipegraph verify {model} {out}",
-            param_hint="OUT MODEL",
-        )
-    package = Package.open(out)
-    if weights is not None:
-        checkpoint_folder(weights)
-    with progress(f"loading {model}"):
-        from pipegraph.graph.sources import load
-        from pipegraph.workflows.verify import verify as compare
+    out: Path
+    model: str
+    batch: int | None = None
+    seq: int | None = None
+    weights: Path | None = None
+    check_weights: bool = True
 
-        source = load(model, True, batch, seq, attention_mask="attention_mask" in package.manifest.kwargs)
-    with progress("comparing"):
-        verification = compare(package, source, weights, check_weights)
-    if json:
-        print_json(verification.to_dict())
-    else:
-        print_text(lambda width: str(verification))
-    if not verification.equal:
-        message = f"error: {out} does not compute what {model} computes.\n{verification.hint()}"
-        print(wrapped(message, sys.stderr), file=sys.stderr)
-        raise typer.Exit(1)
+    def run(self) -> None:
+        from pipegraph.package import Package, checkpoint_folder
+
+        if self.out.is_file() and Path(self.model).is_dir():
+            raise typer.BadParameter(
+                f"{self.out} is a file, and {self.model} a folder: the package comes before the model.\n"
+                f"Try: pipegraph verify {self.model} {self.out}",
+                param_hint="OUT MODEL",
+            )
+        package = Package.open(self.out)
+        if self.weights is not None:
+            checkpoint_folder(self.weights)
+        with progress(f"loading {self.model}"):
+            from pipegraph.graph.sources import load
+            from pipegraph.workflows.verify import verify
+
+            has_mask = "attention_mask" in package.manifest.kwargs
+            source = load(self.model, True, self.batch, self.seq, attention_mask=has_mask)
+        with progress("comparing"):
+            verification = verify(package, source, self.weights, self.check_weights)
+        if self.json:
+            print_json(verification.to_dict())
+        else:
+            print_text(lambda width: str(verification))
+        if not verification.equal:
+            message = f"error: {self.out} does not compute what {self.model} computes.\n{verification.hint()}"
+            print(wrapped(message, sys.stderr), file=sys.stderr)
+            raise typer.Exit(1)

@@ -14,7 +14,7 @@ from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.package import Package
-from pipegraph.package.tensor_files import write_tensor_index, write_tensors
+from pipegraph.package.folder import write_tensor_index, write_tensors
 from pipegraph.progress import track
 
 

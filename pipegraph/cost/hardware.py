@@ -15,8 +15,7 @@ from msgspec import Meta, structs
 from pipegraph.arguments import require_path
 from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
-from pipegraph.package.json_errors import FieldError
-from pipegraph.package.json_file import Entry, FileKind, Name, Text, choice_of, json_text
+from pipegraph.package.json_file import Entry, FieldError, FileKind, Name, Text, choice_of, json_text
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 
 Rate = Annotated[float, Meta(ge=1e6, le=1e21)]

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, structs
 
-from pipegraph.package.json_errors import FieldError
-from pipegraph.package.json_file import Entry
+from pipegraph.package.json_file import Entry, FieldError
 
 Values = float | tuple["Values", ...]
 """A figure, or one for each size along the first axis."""

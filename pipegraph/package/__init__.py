@@ -8,13 +8,14 @@ Package                    the folder: open, edited, missing, damaged, check_wei
 """
 
 from pipegraph.package.folder import CONFIG, MANIFEST, WEIGHTS_INDEX, Package, checkpoint_folder
-from pipegraph.package.manifest import SCHEMA_VERSION, Manifest, leaves, sequences
-from pipegraph.package.manifest_entries import (
+from pipegraph.package.manifest import (
     CALLER,
+    SCHEMA_VERSION,
     BatchEntry,
     Buffer,
     CheckpointNames,
     ListedFile,
+    Manifest,
     ModelEntry,
     PlanEntry,
     Role,
@@ -22,6 +23,8 @@ from pipegraph.package.manifest_entries import (
     StageCost,
     StageEntry,
     Value,
+    leaves,
+    sequences,
 )
 
 __all__ = [

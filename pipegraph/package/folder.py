@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,13 +19,12 @@ from pipegraph.arguments import require_path
 from pipegraph.errors import PackageError, nearest, one_line, path_from_here, user_line
 from pipegraph.notebook import draw
 from pipegraph.package.json_file import FileKind, Name
-from pipegraph.package.manifest import Manifest, path_problem
-from pipegraph.package.manifest_entries import ListedFile, problems_of
+from pipegraph.package.manifest import ListedFile, Manifest, path_problem, problems_of
 from pipegraph.package.source_import import ImportedPackage
 from pipegraph.units import format_number_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _RESTORE = "Try: restore it, or split the model again."
 MANIFEST: Final = "pipeline.json"
@@ -124,17 +124,14 @@ class Package:
             PackageError: a file is not what was written, or the manifest does not list it.
         """
         with self._unreplaced():
-            self._check_weights(stages, weights)
-
-    def _check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str]) -> None:
-        listed = self.manifest.shards
-        shards = sorted({shard for index in stages for shard in self._read_shards(index, weights)})
-        names = [WEIGHTS_INDEX, *shards] if shards else []
-        for name in names:
-            if name not in listed:
-                raise PackageError(f"{self.path / name} would be read, and {MANIFEST} does not list it.\n{_ADMIT}")
-        for name, problem in problems_of(self.path, {name: listed[name] for name in names}).items():
-            raise PackageError(f"{self.path / name} is damaged, or was changed: {problem}.\n{_ADMIT}")
+            listed = self.manifest.shards
+            shards = sorted({shard for index in stages for shard in self._read_shards(index, weights)})
+            names = [WEIGHTS_INDEX, *shards] if shards else []
+            for name in names:
+                if name not in listed:
+                    raise PackageError(f"{self.path / name} would be read, and {MANIFEST} does not list it.\n{_ADMIT}")
+            for name, problem in problems_of(self.path, {name: listed[name] for name in names}).items():
+                raise PackageError(f"{self.path / name} is damaged, or was changed: {problem}.\n{_ADMIT}")
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -309,3 +306,35 @@ def first_unlisted(file: Path, listed: Container[str]) -> str | None:
             return next((name for name in opened.keys() if name not in listed), None)  # noqa: SIM118
     except (SafetensorError, OSError):
         return None  # the code that reads the tensors reports the error
+
+
+# ---- files of weights ------------------------------------------------------------------------------------------------
+# Tensors as safetensors files and their index, as packages and Hugging Face checkpoints have them.
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. Raises OSError, as for any other file, if the disk is full."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
+            raise
+        raise OSError(int(match[1]), os.strerror(int(match[1])), str(file)) from error
+
+
+def write_tensor_index(
+    files: Mapping[str, str], total_bytes: int, folder: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write ``model.safetensors.index.json``.
+
+    Args:
+        files: name of each tensor → the file that holds it.
+        total_bytes: the size of all tensors.
+        metadata: more entries to store next to the total size.
+    """
+    index = {"metadata": {"total_size": total_bytes, **(metadata or {})}, "weight_map": dict(files)}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n", encoding="utf-8")

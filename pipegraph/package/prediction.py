@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from pipegraph.errors import ArgumentError
-from pipegraph.package.json_errors import FieldError
-from pipegraph.package.json_file import Count, Entry, Figure, Name, Text, choice_of
+from pipegraph.package.json_file import Count, Entry, FieldError, Figure, Name, Text, choice_of
 from pipegraph.recompute import describe_stages, parse_stages
 from pipegraph.units import format_bytes, format_count, format_number_of, format_percent, format_seconds
 

@@ -11,8 +11,7 @@ import msgspec
 from pipegraph.cost.balance import BALANCES, parse_balance
 from pipegraph.errors import PipegraphError, PlanError, SourceError
 from pipegraph.graph.captured import Captured
-from pipegraph.package.json_errors import FieldError
-from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
+from pipegraph.package.json_file import Count, Entry, FieldError, FileKind, Name, Text, json_text
 from pipegraph.package.prediction import Prediction
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.solver.solve import MemoryShortage

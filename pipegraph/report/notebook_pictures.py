@@ -21,7 +21,6 @@ from pipegraph.report.text.package_tables import (
     short_boundary_table,
     short_stage_table,
 )
-from pipegraph.report.text.plan_tables import render_prediction_summary
 from pipegraph.report.timeline_picture import schedule_drawing, simulated_timeline_drawing
 from pipegraph.schedule import Schedule, Timeline, Times, build
 from pipegraph.schedule.lower_bound import SimulatedSchedule
@@ -35,12 +34,8 @@ def plan_html(plan: Plan) -> str:
     """Return the stages of a plan with their costs, what a step is predicted to take, and the reasons of the cuts."""
     stage_modules = [line.partition(": ")[2] for line in plan.describe()]
     title = f"{plan.captured.model_name} in {format_number_of('stage', len(plan.stages))}"
-    lines: list[str] = []
-    if plan.prediction is not None:
-        cuts = enumerate(plan.prediction.with_reasons().cuts, 1)
-        reasons = [f"stage {number} begins at {cut.point}: {cut.reason}" for number, cut in cuts]
-        lines = [*render_prediction_summary(plan.prediction).split("\n"), *reasons]
-    return _html(title, [cost_table(stage_modules, plan.costs)], lines)
+    prediction = None if plan.prediction is None else plan.prediction.with_reasons()
+    return _html(title, [cost_table(stage_modules, plan.costs)], explain_cuts(prediction))
 
 
 def package_html(package: Package) -> str:
@@ -51,7 +46,7 @@ def package_html(package: Package) -> str:
         drawing = schedule_drawing(simulated_package(manifest, schedule))
         picture = _fitting(drawing, schedule.name)
     tables = [short_stage_table(manifest, schedule.placement), short_boundary_table(manifest)]
-    return _html(package_title(manifest), tables, explain_cuts(manifest), picture)
+    return _html(package_title(manifest), tables, explain_cuts(manifest.prediction), picture)
 
 
 def schedule_svg(schedule: Schedule) -> str | None:

@@ -90,7 +90,7 @@ def package_picture(package: Package, schedule: Schedule) -> PackagePicture:
 
 def _head(package: Package, width: float) -> Drawing:
     """The package's name, and what a step is expected to take."""
-    lines = explain_cuts(package.manifest)[:2]
+    lines = explain_cuts(package.manifest.prediction)[:2]
     shapes: list[Shape] = [Label(0, 10, clip(package_title(package.manifest), int(width / 13.5)), 21, bold=True)]
     for number, line in enumerate(lines):
         shapes.append(Label(0, 32 + 17 * number, clip(line, int(width / LETTER)), 12, GREY))
@@ -124,7 +124,7 @@ def _stages_drawing(manifest: Manifest, schedule: Schedule, width: float) -> Dra
     manifest = manifest.at_capture()
     lanes = _lanes(manifest)
     left_edge = _LANE * (1 + max(lanes.values(), default=-1)) + (10 if lanes else 0)
-    shapes = [*_arrow(left_edge, 0, _caller_values(manifest, 0), ""), *_skips(manifest, lanes, left_edge)]
+    shapes = [*_arrow(left_edge, 0, manifest.caller_tensors(0), ""), *_skips(manifest, lanes, left_edge)]
     for stage in manifest.stages:
         shapes += _card(manifest, stage, schedule.placement[stage.index], left_edge)
         shapes += _crossing(manifest, schedule, stage.index, left_edge)
@@ -161,11 +161,7 @@ def _card(manifest: Manifest, stage: StageEntry, rank: int, left_edge: float) ->
     yield Label(left_edge + 18, y + 20, f"stage {stage.index}", 13, bold=True)
     yield from _rank_mark(rank, left_edge + _CARD - 66, y + 8)
     yield Label(left_edge + 18, y + 37, clip(modules, _CARD_LETTERS), 11.5)
-    yield Label(left_edge + 18, y + 53, _sizes(stage), 10.5, GREY)
-
-
-def _sizes(stage: StageEntry) -> str:
-    return "  ·  ".join(stage_sizes(stage))
+    yield Label(left_edge + 18, y + 53, "  ·  ".join(stage_sizes(stage)), 10.5, GREY)
 
 
 def stage_sizes(stage: StageEntry) -> list[str]:
@@ -180,12 +176,6 @@ def stage_sizes(stage: StageEntry) -> list[str]:
     return sizes
 
 
-def _caller_values(manifest: Manifest, stage: int) -> list[Value]:
-    """The tensors that the caller gives to a stage."""
-    values = [manifest.values[name] for name in manifest.stages[stage].inputs]
-    return [value for value in values if value.producer == CALLER and not value.is_constant]
-
-
 def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left_edge: float) -> Iterator[Shape]:
     """The arrow from a stage to the next one, or out of the last one."""
     if stage == len(manifest.stages) - 1:
@@ -193,7 +183,7 @@ def _crossing(manifest: Manifest, schedule: Schedule, stage: int, left_edge: flo
         yield from _arrow(left_edge, stage + 1, last, "the model's output")
         return
     values = [manifest.values[name] for name in manifest.edge_values(stage, stage + 1)]
-    names = [clip(value.name, 20) for value in _caller_values(manifest, stage + 1)]
+    names = [clip(value.name, 20) for value in manifest.caller_tensors(stage + 1)]
     stays = schedule.placement[stage] == schedule.placement[stage + 1]
     notes = [f"and {', '.join(names[:3])}{' …' if len(names) > 3 else ''} of the caller"] if names else []
     yield from _arrow(left_edge, stage + 1, values, ", ".join(notes), stays)

@@ -141,6 +141,6 @@ def _plan(package: Package, schedule: Schedule) -> str:
         markdown(schedule_title(schedule)),
         markdown_table(*short_stage_table(manifest, schedule.placement)),
         markdown_table(*short_boundary_table(manifest)),
-        "\n".join(f"- {markdown(line)}" for line in explain_cuts(manifest)),
+        "\n".join(f"- {markdown(line)}" for line in explain_cuts(manifest.prediction)),
     ]
     return "\n\n".join(filter(None, parts))

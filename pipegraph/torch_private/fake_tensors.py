@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegraph.grouped_mm import register_grouped_mm
 from pipegraph.torch_private.symbolic_shapes import UnboundSizeError
 from pipegraph.torch_private.tracing import TORCH_LOCK
 
@@ -29,6 +29,7 @@ __all__ = [
     "is_fake",
     "new_fake_mode",
     "no_dispatch",
+    "register_grouped_mm",
     "values_of",
 ]
 
@@ -115,3 +116,29 @@ def values_of(tensor: torch.Tensor) -> bytes | None:
         return None
     with no_dispatch():
         return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@cache
+def register_grouped_mm() -> None:
+    """Let fake tensors of every dtype go through ``F.grouped_mm``, as real ones do: torch says so of bfloat16 alone.
+
+    Rows of the result lie at multiples of 16 bytes where torch is built for CUDA, as torch says of bfloat16.
+    """
+
+    def grouped_mm(
+        mat_a: Tensor,
+        mat_b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        dtype = out_dtype or mat_a.dtype
+        rows, columns = mat_a.shape[-2], mat_b.shape[-1]
+        step = 16 // dtype.itemsize if torch.version.cuda else 1
+        padded = (columns + step - 1) // step * step
+        if mat_a.dim() != mat_b.dim():
+            return mat_a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+        groups = mat_a.shape[0] if offs is None else offs.shape[0]
+        return mat_a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
+
+    torch.library.register_fake("aten::_grouped_mm", grouped_mm, allow_override=True)  # which torch 2.11 asks for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pipegraph.arguments import argument
 from pipegraph.cost.model_output import mean_square
+from pipegraph.device import require_room
 from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.machine import require_room
 from pipegraph.package import Manifest, Value
 from pipegraph.runtime.loss_reduction import LossFunction
 from pipegraph.runtime.wiring import random_for
@@ -41,7 +41,9 @@ def batch_from_manifest(manifest: Manifest, microbatches: int, seed: int = 0) ->
         for name, value in sorted(manifest.at_capture().values.items())
         if value.producer < 0
     }
-    args, kwargs = _fill(manifest.args, inputs), _fill(manifest.kwargs, inputs)
+    args, kwargs = pytree.tree_map(
+        lambda name: None if name is None else inputs[name], (manifest.args, manifest.kwargs)
+    )
     return Batch(args, kwargs)
 
 
@@ -59,7 +61,7 @@ def batch_from_source(source: ModelSource, microbatches: int, manifest: Manifest
     Each microbatch has the number of rows and tokens that the source asks for. Inputs without a batch are not repeated:
     each microbatch takes the whole input.
     """
-    example = _example(source)
+    example = at_asked_sizes(source)
 
     def repeat(leaf: Any, dim: int | None) -> Any:
         if dim is None or not isinstance(leaf, Tensor) or leaf.dim() <= dim:
@@ -73,21 +75,14 @@ def batch_from_source(source: ModelSource, microbatches: int, manifest: Manifest
     else:  # of another model, whose inputs are refused by name
         dims = [0] * len(leaves)
     args, kwargs = pytree.tree_unflatten(list(map(repeat, leaves, dims)), form)
-    return Batch(args, kwargs, _map(lambda leaf: repeat(leaf, 0), example.target))
-
-
-def _example(source: ModelSource) -> Batch:
-    """The example of a model file, with the number of rows and tokens that the source asks for."""
-    args, kwargs, target = (
-        _map(partial(_resized, source), structure) for structure in (source.args, source.kwargs, source.example_target)
-    )
-    return Batch(args, kwargs, target)
+    return Batch(args, kwargs, pytree.tree_map(lambda leaf: repeat(leaf, 0), example.example_target))
 
 
 def at_asked_sizes(source: ModelSource) -> ModelSource:
     """Return the source with an example that has the number of rows and tokens that it asks for."""
-    example = _example(source)
-    return replace(source, args=example.args, kwargs=example.kwargs, example_target=example.target)
+    example = source.args, source.kwargs, source.example_target
+    args, kwargs, target = pytree.tree_map(partial(_resized, source), example)
+    return replace(source, args=args, kwargs=kwargs, example_target=target)
 
 
 def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
@@ -97,7 +92,7 @@ def loss_and_target(source: ModelSource) -> tuple[LossFunction, Any] | None:
     """
     if source.loss_fn is None:
         return None
-    return source_loss(source), _map(partial(_resized, source), source.example_target)
+    return source_loss(source), pytree.tree_map(partial(_resized, source), source.example_target)
 
 
 def _resized(source: ModelSource, tensor: Any) -> Any:
@@ -166,17 +161,3 @@ def explain_model_mismatch(manifest: Manifest, source: ModelSource | None) -> It
 def _random(value: Value, microbatches: int, generator: torch.Generator) -> Tensor:
     shape = [size * (microbatches if dim == value.batch_dim else 1) for dim, size in enumerate(value.shape_at())]
     return random_for(value, tuple(shape), generator)
-
-
-def _fill(structure: Any, inputs: dict[str, Any]) -> Any:
-    return _map(lambda name: None if name is None else inputs[name], structure)
-
-
-def _map(function: Callable[[Any], Any], structure: Any) -> Any:
-    """Apply a function to every leaf of nested dicts, lists and tuples."""
-    if isinstance(structure, dict):
-        return {key: _map(function, item) for key, item in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        items = [_map(function, item) for item in structure]
-        return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
-    return function(structure)

@@ -18,8 +18,8 @@ from torch import Tensor
 from pipegraph.arguments import argument, require_path
 from pipegraph.errors import CheckpointError, PackageError
 from pipegraph.package import CONFIG, WEIGHTS_INDEX, Manifest, Package
+from pipegraph.package.folder import write_tensor_index, write_tensors
 from pipegraph.package.staged_folder import staged_folder, write_errors
-from pipegraph.package.tensor_files import write_tensor_index, write_tensors
 from pipegraph.progress import track
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.runtime.checkpoint.loading import find_newest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pipegraph.arguments import argument
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Package
@@ -47,101 +49,98 @@ def named_schedule(name: str) -> str | Schedule:
     return read_csv(name, transfers=False) if name.endswith(".csv") else find_recipe(name).name
 
 
-def make_schedule(
-    name: str,
-    ranks: int | None = None,
-    microbatches: int | None = None,
-    chunks: int | None = None,
-    placement: str | None = None,
-    times: Times | None = None,
-    memory_limit: int | None = None,
-    effort: float = 1.0,
-    sharded: bool = False,
-    resident: int | None = None,
-    join: bool = False,
-) -> Schedule:
-    """Build, read (from a CSV file) or `search` a schedule, and check it.
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRequest:
+    """A schedule to build, to read from a CSV file, or to `search`.
 
-    A CSV file has all the sizes; arguments must agree with them. If the stages are ``sharded``, or ``resident`` says
-    how many of a rank may be whole at a time, the schedule has their collectives: a file's own, if it has any. To
-    ``join`` backwards, a file's transfers are taken out.
-
-    Raises:
-        ScheduleError: a size is missing or does not fit, or the schedule is wrong.
+    Attributes:
+        name: of a recipe, a CSV file, or `SEARCH`.
+        ranks, microbatches, chunks: its sizes. A CSV file has all of them; those that are given must agree with it.
+        placement: where `SEARCH` places the stages.
+        times: of stages; by default F, I and W take 1 each.
+        memory_limit: saved activations that a rank may hold.
+        effort: scales how long `SEARCH` looks.
+        join: whether to join I and W. A file's transfers are then taken out.
+        sharded: whether the schedule has the collectives of sharded stages: a file's own, if it has any.
+        resident: how many sharded stages of a rank may be whole at a time.
     """
-    if name.endswith(".csv"):
-        schedule = read_csv(name, transfers=not join)
-    elif ranks is None or microbatches is None:
-        if name.casefold() != SEARCH:
-            find_recipe(name)  # an unknown name matters more than a missing size
-        missing = " and ".join(argument(noun) for noun, size in _sizes(ranks, microbatches).items() if size is None)
-        example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
-        raise ScheduleError(f"{name} lacks {missing}.", f"{example}.")
-    elif name.casefold() == SEARCH:
-        schedule = _search(ranks, microbatches, chunks, placement or "loop", times, memory_limit, effort, resident)
-        return place_collectives(schedule, range(schedule.stages)) if sharded and resident is None else schedule
-    else:
-        schedule = build(name, ranks, microbatches, chunks)
-    for noun, size in _sizes(ranks, microbatches).items():
-        if size not in (None, count := getattr(schedule, noun)):
-            raise ScheduleError(f"{name} has {count} {noun}, and {argument(noun, size)} was given.", "leave it out.")
-    if chunks is not None and schedule.stages != chunks * schedule.ranks:
-        raise ScheduleError(
-            f"{name} has {schedule.stages} stages on {schedule.ranks} ranks, and {argument('chunks', chunks)} was "
-            "given.",
-            "leave it out.",
-        )
-    if placement is not None and schedule.placement != _places(placement, schedule):
-        raise ScheduleError(
-            f"{schedule.name} places its stages on the ranks {schedule.placement}, which is no {placement}.",
-            f"leave {argument('placement')} out; it chooses where {SEARCH} places stages.",
-        )
-    if join:
-        if schedule.collectives:
-            raise ScheduleError(f"{name} has collectives, which depend on the order.", "without --join-backwards.")
-        schedule = join_backwards(schedule, times or unit_times(schedule.stages))
-    if (sharded or resident is not None) and not schedule.collectives:
-        schedule = place_collectives(schedule, range(schedule.stages), (), resident)
-    check(schedule, memory_limit, resident)
-    return schedule
 
+    name: str
+    ranks: int | None = None
+    microbatches: int | None = None
+    chunks: int | None = None
+    placement: str | None = None
+    times: Times | None = None
+    memory_limit: int | None = None
+    effort: float = 1.0
+    join: bool = False
+    sharded: bool = False
+    resident: int | None = None
 
-def _sizes(ranks: int | None, microbatches: int | None) -> dict[str, int | None]:
-    return {"ranks": ranks, "microbatches": microbatches}
+    def schedule(self) -> Schedule:
+        """Make the schedule, and check it. Raises ScheduleError if a size is missing or does not fit."""
+        name, ranks, microbatches = self.name, self.ranks, self.microbatches
+        sizes = {"ranks": ranks, "microbatches": microbatches}
+        if name.endswith(".csv"):
+            schedule = read_csv(name, transfers=not self.join)
+        elif ranks is None or microbatches is None:
+            if name.casefold() != SEARCH:
+                find_recipe(name)  # an unknown name matters more than a missing size
+            missing = " and ".join(argument(noun) for noun, size in sizes.items() if size is None)
+            example = f"{argument('ranks', 4)} and {argument('microbatches', 8)}"
+            raise ScheduleError(f"{name} lacks {missing}.", f"{example}.")
+        elif name.casefold() == SEARCH:
+            schedule = self._search(ranks, microbatches)
+            is_gathered = self.sharded and self.resident is None
+            return place_collectives(schedule, range(schedule.stages)) if is_gathered else schedule
+        else:
+            schedule = build(name, ranks, microbatches, self.chunks)
+        for noun, size in sizes.items():
+            if size not in (None, count := getattr(schedule, noun)):
+                request = argument(noun, size)
+                raise ScheduleError(f"{name} has {count} {noun}, and {request} was given.", "leave it out.")
+        if self.chunks is not None and schedule.stages != self.chunks * schedule.ranks:
+            raise ScheduleError(
+                f"{name} has {schedule.stages} stages on {schedule.ranks} ranks, and "
+                f"{argument('chunks', self.chunks)} was given.",
+                "leave it out.",
+            )
+        if self.placement is not None and schedule.placement != PLACEMENTS[self.placement].places(
+            schedule.ranks, schedule.stages // schedule.ranks
+        ):
+            raise ScheduleError(
+                f"{schedule.name} places its stages on the ranks {schedule.placement}, which is no {self.placement}.",
+                f"leave {argument('placement')} out; it chooses where {SEARCH} places stages.",
+            )
+        if self.join:
+            if schedule.collectives:
+                raise ScheduleError(f"{name} has collectives, which depend on the order.", "without --join-backwards.")
+            schedule = join_backwards(schedule, self.times or unit_times(schedule.stages))
+        if (self.sharded or self.resident is not None) and not schedule.collectives:
+            schedule = place_collectives(schedule, range(schedule.stages), (), self.resident)
+        check(schedule, self.memory_limit, self.resident)
+        return schedule
 
-
-def _search(
-    ranks: int,
-    microbatches: int,
-    chunks: int | None,
-    placement: str,
-    times: Times | None,
-    memory_limit: int | None,
-    effort: float,
-    resident: int | None,
-) -> Schedule:
-    form = PLACEMENTS[placement]
-    if chunks is None:
-        chunks = form.chunks if times is None else max(1, times.stages // ranks)
-    elif chunks != form.chunks and not form.any_chunks:
-        raise ScheduleError(
-            f"With the placement {placement} a rank holds {form.chunks} stages.", f"leave {argument('chunks')} out."
-        )
-    if times is None:
-        times = unit_times(ranks * chunks)
-    if times.stages != ranks * chunks:
-        raise ScheduleError(
-            f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
-            f"and the times are for {times.stages}."
-        )
-    return search(times, ranks, microbatches, placement, memory_limit, effort, resident)
+    def _search(self, ranks: int, microbatches: int) -> Schedule:
+        placement, times, chunks = self.placement or "loop", self.times, self.chunks
+        form = PLACEMENTS[placement]
+        if chunks is None:
+            chunks = form.chunks if times is None else max(1, times.stages // ranks)
+        elif chunks != form.chunks and not form.any_chunks:
+            raise ScheduleError(
+                f"With the placement {placement} a rank holds {form.chunks} stages.",
+                f"leave {argument('chunks')} out.",
+            )
+        if times is None:
+            times = unit_times(ranks * chunks)
+        if times.stages != ranks * chunks:
+            raise ScheduleError(
+                f"{ranks} ranks with {chunks} chunk{'s' if chunks > 1 else ''} each have {ranks * chunks} stages, "
+                f"and the times are for {times.stages}."
+            )
+        return search(times, ranks, microbatches, placement, self.memory_limit, self.effort, self.resident)
 
 
 def unit_times(stages: int) -> Times:
     """Return times in which F, I and W take 1 each, and so does a gather or a reduction."""
     return Times.equal(stages, unshard=1.0, reduce_grad=1.0)
-
-
-def _places(placement: str, schedule: Schedule) -> tuple[int, ...]:
-    """Return stage → rank, if the schedule's stages were placed like this."""
-    return PLACEMENTS[placement].places(schedule.ranks, schedule.stages // schedule.ranks)

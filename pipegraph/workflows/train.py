@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -48,15 +47,18 @@ from pipegraph.tracing.recording.step_figures import batch_sizes
 from pipegraph.units import format_count, format_duration
 from pipegraph.workflows.batch import Batch, batch_from_manifest, batch_from_source, explain_model_mismatch
 from pipegraph.workflows.profile import profile
-from pipegraph.workflows.run_checkpoints import CheckpointOptions, RunCheckpoints, Termination
+from pipegraph.workflows.run_checkpoints import (
+    CheckpointOptions,
+    Evaluation,
+    RunCheckpoints,
+    Termination,
+    TrainingLog,
+    TrainingStep,
+)
 from pipegraph.workflows.training_functions import errors_named, loss_with_metrics, make_optimizer, training_function
-from pipegraph.workflows.training_log import Evaluation, TrainingLog, TrainingStep
 
 # ---- run measurement -------------------------------------------------------------------------------------------------
 # What the steps of a run take: times of actions, saved bytes, state, and what is compiled.
-
-
-_NONE = -1.0  # for an unknown figure, when processes exchange them
 
 
 class RunMeasurement:
@@ -65,13 +67,11 @@ class RunMeasurement:
     The first step compiles, and its saved bytes are measured; in the others every action is timed.
 
     Args:
-        kernels, precision: what the pipeline computes with.
+        precision: what the pipeline computes with.
     """
 
-    def __init__(
-        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, kernels: str, precision: str | None = None
-    ) -> None:
-        self._pipeline, self._optimizer, self._kernels = pipe, optimizer, kernels
+    def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer, precision: str | None = None) -> None:
+        self._pipeline, self._optimizer = pipe, optimizer
         self._precision = precision if changes_dtypes(precision, pipe.package.manifest) else None
         self._device = Device(pipe.device)
         self._times = ActionTimes(pipe.device)
@@ -111,49 +111,49 @@ class RunMeasurement:
 
     def measured(self) -> MeasuredRun:
         """Return what the steps of all ranks took so far. Collective: every process must call it."""
-        schedule = self._pipeline.schedule
+        schedule, medians, messages = self._pipeline.schedule, self._times.medians(), self._times.messages
+        ranks = [rank for rank in range(schedule.ranks) if self._holds(rank)]
+        peaks = [(rank, self._saved.peak(rank)) for rank in ranks if self._saved]
+        local_figures = {
+            "times": [(*key, seconds) for key, seconds in medians.items()],
+            "state": [(rank, self._state(rank)) for rank in ranks],
+            "saved": [(rank, peak) for rank, peak in peaks if peak is not None],
+            "parts": [(stage, self._part(stage)) for stage in self._pipeline.stages],
+            "collectives": [(*key, medians[key], sent) for key, sent in messages.items()],
+            "allocated": None if self._device.is_cpu else self._device.peak_bytes,
+        }
+        processes = [json.loads(text) for text in self._pipeline.gather_text(json.dumps(local_figures))]
+
+        def largest(name: str) -> dict[tuple[Any, ...], Any]:
+            """Of a mesh several processes have each stage."""
+            figures: dict[tuple[Any, ...], Any] = {}
+            for *key, figure in (row for process in processes for row in process[name]):
+                figures[*key] = max(figure, figures.get((*key,), figure))
+            return figures
+
+        times, state, saved, parts = map(largest, ("times", "state", "saved", "parts"))
         keys = [(stage, kind) for stage in range(schedule.stages) for kind in COMPUTING]
-        ranks = range(schedule.ranks)
-        medians = self._times.medians()
-        peaks = [self._saved.peak(rank) if self._saved and self._holds(rank) else None for rank in ranks]
-        row = [medians.get(key, _NONE) for key in keys]
-        row += [self._state(rank) if self._holds(rank) else _NONE for rank in ranks]
-        row += [_NONE if peak is None else peak for peak in peaks]
-        row += [self._part(stage) for stage in range(schedule.stages)]
-        row.append(_NONE if self._device.is_cpu else self._device.peak_bytes)
-        rows = self._pipeline.gather(row)
-        figures = list(map(max, zip(*rows, strict=True)))
-        parts = iter(figures)
-        times, state, saved, stage_parts = (
-            list(islice(parts, count)) for count in (len(keys), len(ranks), len(ranks), schedule.stages)
-        )
         return MeasuredRun(
             steps=len(self._seconds),
-            times={key: figure for key, figure in zip(keys, times, strict=True) if figure != _NONE},
+            times={key: times[key] for key in keys if key in times},
             step=statistics.median(self._seconds) if self._seconds else None,
-            state=tuple(map(int, state)),
-            saved=tuple(None if peak == _NONE else int(peak) for peak in saved),
-            allocated=tuple(int(process_row[-1]) for process_row in rows) if not self._device.is_cpu else (),
-            processes=len(rows),
-            kernels=self._kernels,
+            state=tuple(state[rank,] for rank in range(schedule.ranks)),
+            saved=tuple(saved.get((rank,)) for rank in range(schedule.ranks)),
+            allocated=() if self._device.is_cpu else tuple(process["allocated"] for process in processes),
+            processes=len(processes),
+            kernels=self._pipeline.kernels,
             bubble=statistics.median(self._bubbles) if self._bubbles else None,
-            collectives=self._collectives(),
-            parts=tuple(stage_parts),
+            collectives={
+                (stage, CollectiveKind(kind)): MeasuredCollective(
+                    seconds, tuple(Message(operation, size, tuple(ranks)) for operation, size, ranks in sent)
+                )
+                for process in processes
+                for stage, kind, seconds, sent in process["collectives"]
+            },
+            parts=tuple(parts[stage,] for stage in range(schedule.stages)),
             tensor_ranks=tensor_ranks(self._pipeline.stages),
             precision=self._precision,
         )
-
-    def _collectives(self) -> dict[tuple[int, CollectiveKind], MeasuredCollective]:
-        """The collectives of all ranks. Collective: every process must call it."""
-        medians = self._times.medians()
-        local_text = json.dumps([[*key, medians[key], sent] for key, sent in self._times.messages.items()])
-        return {
-            (stage, CollectiveKind(kind)): MeasuredCollective(
-                seconds, tuple(Message(operation, size, tuple(ranks)) for operation, size, ranks in sent)
-            )
-            for text in self._pipeline.gather_text(local_text)
-            for stage, kind, seconds, sent in json.loads(text)
-        }
 
     def kernels(self) -> tuple[list[str], bool]:
         """Return for each stage and block what is compiled, and whether all is. Collective: every process calls it."""
@@ -174,9 +174,7 @@ class RunMeasurement:
         return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
 
     def _part(self, stage: int) -> float:
-        """Return the part of a stage's parameters that this process has, by bytes, if it has the stage."""
-        if stage not in self._pipeline.stages:
-            return _NONE
+        """Return the part of a stage's parameters that this process has, by bytes."""
         parameters = list(self._pipeline.stages[stage].parameters())
         total_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
         return sum(local(parameter.detach()).nbytes for parameter in parameters) / total_bytes if total_bytes else 1.0
@@ -249,7 +247,7 @@ class TrainingData:
 
     def take(self) -> Batch | None:
         """The next batch; None after the last. Raises SourceError if it is not a batch."""
-        with errors_named(self.named, f"batch {self._position}"):
+        with errors_named(f"{self.named}: batch {self._position}"):
             if self._iterator is None:
                 self._iterator = iter(self._batches)
             item = next(self._iterator, _END)
@@ -420,15 +418,11 @@ class Training:
             seeded inputs, the outputs' mean square and AdamW.
         device: ``cpu`` or ``cuda``.
         learning_rate: of AdamW, 1e-3 by default. Not allowed if the model file has an optimizer.
-        kernels: as in `Pipeline`.
         timeout: seconds that a rank waits for another one.
-        weights: folder of a Hugging Face checkpoint to read weights from; by default the package's own.
-        check_weights: as in `Pipeline`.
-        strict, cuda_graphs: as in `Pipeline`.
         grid: the processes; by default those of one pipeline. Without data, every data-parallel rank trains on the same
             batch.
         checkpoints: where the run is saved and continues from; by default nowhere.
-        seed, precision: as in `Pipeline`.
+        options: other arguments of `Pipeline`: kernels, weights, check_weights, strict, cuda_graphs, seed, precision.
 
     Attributes:
         done: the steps that are done, those before the checkpoint included.
@@ -449,18 +443,11 @@ class Training:
         source: ModelSource | None = None,
         device: str = "cpu",
         learning_rate: float | None = None,
-        kernels: str = "inductor",
         timeout: float | None = None,
-        weights: Path | None = None,
-        check_weights: bool = True,
-        strict: bool = False,
-        cuda_graphs: bool = False,
         grid: RankGrid | None = None,
         checkpoints: CheckpointOptions | None = None,
-        seed: int | None = None,
-        precision: str | None = None,
+        **options: Any,
     ) -> None:
-        manifest = package.manifest
         self._source = source
         seconds = TIMEOUT if timeout is None else timeout
         is_mesh = grid is not None and grid.size > grid.length(PIPELINE)
@@ -478,29 +465,20 @@ class Training:
             loss_weight=training_function(source, "loss_weight"),
             loss_over=(source.training.loss_over if source is not None else None) or "rows",
             device=device,
-            kernels=kernels,
             timeout=seconds,
-            weights=weights,
-            check_weights=check_weights,
-            strict=strict,
-            cuda_graphs=cuda_graphs,
             mesh=mesh,
-            seed=seed,
-            precision=precision,
+            **options,
         )
         self._optimizer, self._scheduler = make_optimizer(self._pipeline, source, learning_rate)
         data = TrainingData.from_source(source, "data", *self._share)
         self.has_data = data is not None
         if data is None:
-            count = schedule.microbatches
-            if source is None:
-                example = batch_from_manifest(manifest, count)
-            else:
-                example = batch_from_source(source, count, manifest)
+            count, manifest = schedule.microbatches, package.manifest
+            example = batch_from_source(source, count, manifest) if source else batch_from_manifest(manifest, count)
             data = TrainingData.repeated(example)
         self._data = data
         self._batches = AgreedBatches(self._pipeline, data, *self._share)
-        self._measurement = RunMeasurement(self._pipeline, self._optimizer, kernels, precision)
+        self._measurement = RunMeasurement(self._pipeline, self._optimizer, options.get("precision"))
         self._pace = Pace()
         self._profile: LoopProfiler | None = None
         self.done, self._evaluated = 0, 0
@@ -643,12 +621,10 @@ class Training:
 
     def _evaluate(self) -> Iterator[Evaluation]:
         """Yield the mean loss over the evaluation data, if the file has some, in the process that knows it."""
-        data = (
-            None
-            if self._evaluated == self.done
-            else TrainingData.from_source(self._source, "evaluation_data", *self._share)
-        )
+        if self._evaluated == self.done:
+            return
         self._evaluated = self.done
+        data = TrainingData.from_source(self._source, "evaluation_data", *self._share)
         if data is None:
             return
         results = []

@@ -25,6 +25,7 @@ _SIGNATURES: Final = {
     "loss_weight": "loss_weight(target)",
 }
 _LEARNING_RATE: Final = 1e-3
+_ADVICE: Final = "the same in Python, without pipegraph; --debug shows the traceback."
 
 
 def training_function(source: ModelSource | None, name: str) -> Callable[..., Any] | None:
@@ -43,25 +44,23 @@ def training_function(source: ModelSource | None, name: str) -> Callable[..., An
         )
 
     def call(*arguments: Any) -> Any:
-        with errors_named(where, signature):
+        with errors_named(f"{where}: {signature}"):
             return function(*arguments)
 
     return call
 
 
 @contextmanager
-def errors_named(where: str, doing: str) -> Iterator[None]:
-    """Turn whatever the user's functions raise into a SourceError with their line."""
+def errors_named(subject: str, advice: str = _ADVICE) -> Iterator[None]:
+    """Turn whatever the user's code raises into a SourceError that says what raised it, and its line."""
     try:
         yield
     except PipegraphError:
         raise
     except (Exception, SystemExit) as error:
         line = user_line(error)
-        raise SourceError(
-            f"{where}: {doing} raised {type(error).__name__}: {error}{f', at {line}' if line else ''}",
-            "the same in Python, without pipegraph; --debug shows the traceback.",
-        ) from error
+        place = f", at {line}" if line else ""
+        raise SourceError(f"{subject} raised {type(error).__name__}: {error}{place}", advice) from error
 
 
 def loss_with_metrics(source: ModelSource | None) -> LossFunction:

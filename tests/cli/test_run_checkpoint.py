@@ -19,7 +19,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemWriter
 
 from pipegraph.cli import main
-from pipegraph.workflows.training_log import read_log
+from pipegraph.workflows.run_checkpoints import read_log
 from tests.cli.command import ROOT, Command
 from tests.equal_work import equal_work_shared
 from tests.slow import cases

@@ -105,7 +105,7 @@ def test_a_model_that_raises(pipegraph: Command, chain: Path, tmp_path: Path) ->
     done = pipegraph("verify", chain, file)
     assert done.code == 2
     assert done.err.startswith("error: Odd (model.py) raised RuntimeError: ")
-    assert "model.py:4: return x @ x)\nTry: " in done.err
+    assert "model.py:4: return x @ x\nTry: " in done.err
 
 
 def test_a_role_that_was_tampered_with(pipegraph: Command, tmp_path: Path) -> None:

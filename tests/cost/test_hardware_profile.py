@@ -137,7 +137,7 @@ def test_a_file(tmp_path: Path) -> None:
         Hardware.load(tmp_path / "mime.json")
     assert Hardware.load(file).name == "mine"
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PipegraphError, match=r"mine\.json: the file is not UTF-8"):
+    with pytest.raises(PipegraphError, match=r"mine\.json: the file is not JSON"):
         Hardware.load(str(file))
 
 
@@ -197,7 +197,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
     [
         ("{", "here: the file is not JSON, or truncated"),
         ("[]", "here: the whole is a list: a hardware profile must be an object."),
-        (profile(memory_bandwidth=float("nan")), "here: memory_bandwidth: NaN must be 1e+06 or more."),
+        (profile(memory_bandwidth=float("nan")), "here: the file is not JSON, or truncated"),
     ],
 )
 def test_what_is_no_profile(text: str, said: str) -> None:

@@ -96,7 +96,7 @@ def test_leaves_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (MANIFEST.to_json()[:300], "is not JSON, or truncated: .* at line 7"),
+        (MANIFEST.to_json()[:300], "is not JSON, or truncated"),
         ("[]", "the whole is a list: a manifest must be an object"),
         ("{}", "has no schema_version"),
         ('{"schema_version": 4}', "schema_version: it is 4, and this pipegraph reads 1 to 3. A newer pipegraph"),

@@ -14,7 +14,7 @@ from msgspec import structs
 from pipegraph.package import Manifest, ModelEntry, Package, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.package.prediction import Cut
 from pipegraph.planner.step_prediction import memory_by_kind
-from pipegraph.report.package_page import package_page
+from pipegraph.report.html_pages import package_page
 from pipegraph.report.package_picture import package_picture
 from pipegraph.schedule import build
 from tests.package.predictions import prediction

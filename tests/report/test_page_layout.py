@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipegraph.report.html_pages import trace_page
-from pipegraph.report.package_page import package_page
+from pipegraph.report.html_pages import package_page, trace_page
 from pipegraph.schedule import build
 from tests.report.browser import needs_chromium, opened
 from tests.report.test_package_picture import PRICED, package

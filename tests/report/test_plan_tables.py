@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
-from pipegraph.report.text.plan_tables import render_prediction, render_prediction_summary
+from pipegraph.report.text.package_tables import render_prediction, render_prediction_summary
 
 PREDICTION = Prediction(
     balance="time",

@@ -12,7 +12,7 @@ from msgspec import structs
 from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.planner.run_comparison import compare_run
-from pipegraph.report.text.predicted_vs_measured import render_run_comparison, run_comparison_dict
+from pipegraph.report.text.run_report import render_run_comparison, run_comparison_dict
 from pipegraph.runtime.measurements import MeasuredCollective, MeasuredRun, Message
 from pipegraph.schedule import CollectiveKind, Kind, build, lower, without_transfers
 from tests.package.predictions import prediction

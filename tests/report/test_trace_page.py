@@ -19,8 +19,7 @@ from pipegraph.report import html_pages
 from pipegraph.report.colours import MEANING, colour
 from pipegraph.report.colours import ink as ink_on
 from pipegraph.report.html_pages import page_data, script_json, trace_page
-from pipegraph.report.text.predicted_vs_measured import prediction_error
-from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
+from pipegraph.report.text.run_report import prediction_error, render_trace_report, trace_report_dict
 from pipegraph.schedule import CollectiveKind, Event, Times, build, lower, simulate, without_transfers
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis, analyse_run
 from pipegraph.tracing.read_run import read_run

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from pipegraph.report.text.trace_report import render_trace_report, trace_report_dict
+from pipegraph.report.text.run_report import render_trace_report, trace_report_dict
 from pipegraph.schedule import Times
 from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.read_run import read_run

@@ -16,16 +16,16 @@ from pipegraph.planner.cut_choice import CutChoice
 from pipegraph.planner.joint_plan.choices import JointComparison
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.report.text import bar_width, short_modules, table, wrap
-from pipegraph.report.text.package_tables import render_hardware, render_package
-from pipegraph.report.text.plan_tables import (
+from pipegraph.report.text.package_tables import (
+    render_hardware,
     render_joint_comparison,
+    render_package,
     render_plan_comparison,
     render_prediction,
     render_prediction_summary,
 )
-from pipegraph.report.text.predicted_vs_measured import render_run_comparison
+from pipegraph.report.text.run_report import render_merge, render_run_comparison, render_trace_report
 from pipegraph.report.text.schedule_report import render_schedule
-from pipegraph.report.text.trace_report import render_merge, render_trace_report
 from pipegraph.schedule import Times, build, names
 from pipegraph.schedule.lower_bound import SimulatedSchedule
 from pipegraph.tracing.merged_trace import MergedTrace

@@ -26,7 +26,7 @@ from pipegraph.package import (
     StageEntry,
     Value,
 )
-from pipegraph.package.manifest_entries import Role
+from pipegraph.package.manifest import Role
 from pipegraph.package.sizes import BATCH, Size
 from pipegraph.runtime.batch import fill_structure
 

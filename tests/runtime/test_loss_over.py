@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pipegraph
 from pipegraph.errors import ArgumentError, BatchError, ScheduleError
 from pipegraph.package import Package
-from pipegraph.package.manifest_entries import BatchEntry
+from pipegraph.package.manifest import BatchEntry
 from tests.runtime.ranks import run
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipegraph.report.text.trace_report import render_trace_report
+from pipegraph.report.text.run_report import render_trace_report
 from pipegraph.schedule import Collective, CollectiveKind
 from pipegraph.tracing import COLLECTIVE_EVENT, collective_name
 from pipegraph.tracing.analysis.run_analysis import analyse_run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipegraph.report.text.trace_report import render_trace_report
+from pipegraph.report.text.run_report import render_trace_report
 from pipegraph.schedule import Times, build, names
 from pipegraph.tracing.analysis.run_analysis import analyse_run
 from pipegraph.tracing.merged_trace import merge_traces

@@ -16,9 +16,8 @@ from pipegraph.errors import CheckpointError, PipegraphError, SourceError
 from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from pipegraph.schedule import build
-from pipegraph.workflows.run_checkpoints import CheckpointOptions
+from pipegraph.workflows.run_checkpoints import CheckpointOptions, Evaluation, TrainingStep, read_log
 from pipegraph.workflows.train import Training
-from pipegraph.workflows.training_log import Evaluation, TrainingStep, read_log
 from tests.models import counting
 
 FILE = Path(counting.__file__)

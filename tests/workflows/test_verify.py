@@ -13,8 +13,14 @@ import pipegraph
 from pipegraph.graph.sources import load
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Package
-from pipegraph.workflows.reference_step import TOLERANCE, TensorComparison, compare, compare_named, within_rounding
-from pipegraph.workflows.verification_batch import verification_batch
+from pipegraph.workflows.reference_step import (
+    TOLERANCE,
+    TensorComparison,
+    compare,
+    compare_named,
+    verification_batch,
+    within_rounding,
+)
 from pipegraph.workflows.verify import Verification, verify
 
 REFERENCE = torch.tensor([1.0, -4.0])

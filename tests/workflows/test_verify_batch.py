@@ -18,7 +18,7 @@ import pipegraph
 from pipegraph.errors import BatchError
 from pipegraph.graph.sources.model_source import ModelSource, TrainingFunctions
 from pipegraph.package import Package
-from pipegraph.package.manifest_entries import BatchEntry, RowOperator
+from pipegraph.package.manifest import BatchEntry, RowOperator
 from pipegraph.workflows.verify import verify
 
 

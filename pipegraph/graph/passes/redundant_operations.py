@@ -12,7 +12,7 @@ from pipegraph.graph.calls import replace_node
 from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER, said_elsewhere
-from pipegraph.grouped_mm import register_grouped_mm
+from pipegraph.torch_private.fake_tensors import register_grouped_mm
 
 aten = torch.ops.aten
 

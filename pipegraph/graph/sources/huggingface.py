@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from pipegraph.arguments import argument, require_path
+from pipegraph.device import require_room
 from pipegraph.errors import SourceError, first_names, nearest
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
-from pipegraph.machine import require_room
 from pipegraph.regular_file import read_regular_file
 
 # ---- stored weights --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import msgspec
 
 from pipegraph.errors import CheckpointError
 from pipegraph.package.json_file import Count, Entry, FileKind, Name, Text, json_text
-from pipegraph.package.manifest_entries import ListedFile
+from pipegraph.package.manifest import ListedFile
 from pipegraph.package.staged_folder import replace_folder
 
 INDEX: Final = "checkpoint.json"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipegraph.errors import CheckpointError, one_line
-from pipegraph.package.json_errors import clipped
+from pipegraph.package.json_file import clipped
 from pipegraph.torch_private.tensors import storage_info
 
 FILE: Final = ".metadata"
