@@ -23,6 +23,7 @@ from pipegraph.errors import PlanError
 from pipegraph.progress import listen
 from pipegraph.recompute import Recompute
 from tests.cost.models import model
+from tests.messages import refused
 
 QUICK = MeasureOptions(kernels="eager", seconds=0.02)
 
@@ -140,7 +141,7 @@ def test_measured_segments(tmp_path: Path) -> None:
 
 def test_too_large_to_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Device, "free_bytes", 100)
-    with pytest.raises(PlanError, match=r"To measure 1 distinct blocks takes .* are free on cpu.\nTry: balance=.time"):
+    with refused(PlanError, "1 distinct blocks", "100 B", "cpu", advice='balance="time"'):
         measure(blocks()[-1:], QUICK, Cache(tmp_path))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pipegraph.errors import CaptureError, path_from_here
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.sources import load
+from tests.messages import refused, warned
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,9 +82,8 @@ def test_stochastic_depth_that_is_switched_off_is_captured(draw: str) -> None:
 @pytest.mark.parametrize("draw", DRAWS)
 def test_stochastic_depth_by_a_branch_is_refused(draw: str) -> None:
     model = Stochastic(0.5, DRAWS[draw])
-    message = r"(?s)Stochastic cannot be captured in training mode.*test_refused_models\.py:\d+.*\nTry: .*layerdrop=0"
     for _ in range(4):  # whatever is drawn
-        with pytest.raises(CaptureError, match=message):
+        with refused(CaptureError, "Stochastic", "training mode", "test_refused_models.py:", advice="layerdrop=0"):
             captured(model, torch.ones(2, 4))
 
 
@@ -99,7 +98,7 @@ def test_a_branch_on_what_a_dropout_returns_is_not_taken_for_a_probability() -> 
                 return self.a(x)
             return self.b(x)
 
-    with pytest.raises(CaptureError, match=r"depends on the values(?s:.)*\nTry: for a branch"):
+    with refused(CaptureError, "Branches", "values of a tensor", "test_refused_models.py:", advice="torch.where"):
         captured(Branches(), torch.ones(2, 4))
 
 
@@ -108,12 +107,12 @@ def test_a_random_number_in_the_graph_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x) * random.random())
 
-    with pytest.raises(CaptureError, match=r"Scaled cannot be captured\. It draws random numbers of Python"):
+    with refused(CaptureError, "Scaled", "random numbers of Python", advice="torch.rand()"):
         captured(Scaled(), torch.ones(2, 4))
 
 
 def test_what_draws_in_training_mode_alone_is_captured_in_evaluation_mode() -> None:
-    with pytest.warns(UserWarning, match="evaluation mode alone.*: It draws random numbers of Python"):
+    with warned("Stochastic", "evaluation mode", "random numbers of Python"):
         capture = captured(Stochastic(0.5, random.random).eval(), torch.ones(2, 4))
     assert len(capture.nodes) == 2 and not capture.training
 
@@ -135,7 +134,9 @@ def test_comparisons_of_a_random_number_that_have_one_outcome(
             return self.a(x) if compare(torch.rand(()), bound) else self.b(x)
 
     if expected is None:
-        with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        with refused(
+            CaptureError, "Branches", "values of a tensor", "compare(torch.rand(()), bound)", advice="torch.where"
+        ):
             captured(Branches(), torch.ones(2, 4))
     else:
         capture = captured(Branches(), torch.ones(2, 4))
@@ -147,7 +148,7 @@ def test_torch_vmap_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(torch.vmap(torch.sin)(self.a(x)))
 
-    with pytest.raises(CaptureError, match=r"uses torch\.vmap.*\n  at .*torch.vmap\(torch.sin\)"):
+    with refused(CaptureError, "torch.vmap", "torch.vmap(torch.sin)", advice="whole batch"):
         captured(Mapped(), torch.ones(2, 4))
 
 
@@ -156,13 +157,12 @@ def test_an_error_of_the_model_names_the_users_line() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x).reshape(3, 3))
 
-    place = re.escape(path_from_here(__file__))
-    with pytest.raises(CaptureError, match=rf"Wrong cannot be captured(.|\n)*at {place}:\d+: return self.b"):
+    with refused(CaptureError, "Wrong", path_from_here(__file__), "return self.b", advice="the line above"):
         captured(Wrong(), torch.ones(2, 4))
 
 
 def test_an_error_without_a_line_names_none() -> None:
-    with pytest.raises(CaptureError, match="if not, something in it is Python"):
+    with refused(CaptureError, "Sequential", "[2, 3] X [4, 4]", advice="something in it is Python"):
         captured(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 3))
 
 
@@ -189,16 +189,16 @@ class TakesData(Linears):
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("model", "parts", "advice"),
     [
-        (TakesData, r"takes the data of a tensor(.|\n)*h.data\nTry: x.detach\(\)"),
-        (Condition, r"Condition cannot be captured|The model uses cond, (.|\n)*\nTry: .*torch.where"),
-        (DataDependentShape, "shape depends on values"),
-        (ReturnsANumber, "The model returns 3, which is neither a tensor nor None.\nTry: return tensors only."),
+        (TakesData, ["takes the data", "h.data"], "x.detach()"),
+        (Condition, ["cond"], "torch.where"),
+        (DataDependentShape, ["shape", "aten.index.Tensor"], "torch.where"),
+        (ReturnsANumber, ["returns 3"], "return tensors"),
     ],
 )
-def test_what_no_stage_could_hold_is_refused(model: type[nn.Module], message: str) -> None:
-    with pytest.raises(CaptureError, match=message):
+def test_what_no_stage_could_hold_is_refused(model: type[nn.Module], parts: list[str], advice: str) -> None:
+    with refused(CaptureError, *parts, advice=advice):
         captured(model(), torch.ones(2, 4))
 
 
@@ -220,16 +220,16 @@ class Named(Linears):
 
 
 @pytest.mark.parametrize("kind", ["module", "parameter", "buffer", "output"])
-@pytest.mark.parametrize(("name", "problem"), [(5000 * "a", "has 5000 characters"), ("a\ud800", "holds half a char")])
+@pytest.mark.parametrize(("name", "problem"), [(5000 * "a", "5000 characters"), ("a\ud800", "half a character")])
 def test_a_name_that_no_file_could_hold_is_refused(kind: str, name: str, problem: str) -> None:
-    with pytest.raises(CaptureError, match=rf'The name of the {kind} "a.*" {problem}.*\nTry: rename it in the model.'):
+    with refused(CaptureError, f'the {kind} "a', problem, advice="rename"):
         captured(Named(kind, name), torch.ones(2, 4))
 
 
 def test_wrong_calls_of_capture() -> None:
-    with pytest.raises(CaptureError, match=r"takes a torch.nn.Module, not function"):
+    with refused(CaptureError, "torch.nn.Module", "function", advice="pipegraph.capture(model"):
         pipegraph.capture(F.relu)  # type: ignore[arg-type]
-    with pytest.raises(CaptureError, match=r"args must be a tuple, not Tensor.\nTry: args=\(tokens,\)"):
+    with refused(CaptureError, "args", "Tensor", advice="args=(tokens,)"):
         pipegraph.capture(Linears(), torch.ones(1))  # type: ignore[arg-type]
 
 

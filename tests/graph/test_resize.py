@@ -18,6 +18,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import shape_of
 from pipegraph.graph.sources import load
 from pipegraph.workflows.batch import loss_and_target
+from tests.messages import refused
 from tests.models.rotary import RotaryTransformer
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -165,7 +166,7 @@ def test_a_target_has_the_rows_and_tokens_that_are_asked_for(tmp_path: Path) -> 
 def test_a_size_that_does_not_vary_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(MODEL.format(joined=False))
-    with pytest.raises(CaptureError, match="--seq 5") as error:
+    with refused(CaptureError, "--seq 5", "dimension 1", "[4, 6]", advice="without --seq") as error:
         capture_source(load(str(file), weights=False, seq=5))
     assert "Try: " in str(error.value)
 
@@ -180,7 +181,7 @@ def test_a_size_that_the_model_refuses_is_refused() -> None:
             return self.linear(x).unflatten(0, (-1, 2))
 
     source = replace(load(str(MODELS / "chain.py"), weights=False), model=Halves())
-    with pytest.raises(CaptureError, match="--batch 3"):
+    with refused(CaptureError, "--batch 3", advice="batch % 2 == 0"):
         capture_source(replace(source, args=(torch.zeros(4, 4),), batch=3))
 
 

@@ -103,7 +103,7 @@ def test_a_wrong_value_of_an_autocast_region_is_found(monkeypatch: pytest.Monkey
                 node.meta["regions"] = ()
 
     monkeypatch.setattr(pass_order, "PASSES", (*pass_order.PASSES, forget_regions))
-    with pytest.raises(InvalidGraphError, match=r"forget_regions .* linear has the value bf16.* gives f32"):
+    with pytest.raises(InvalidGraphError, match=r"forget_regions .* linear .* bf16.* f32"):
         pipegraph.capture(Cast(), (torch.ones(2, 4),))
 
 

@@ -12,6 +12,7 @@ import torch
 import pipegraph
 from pipegraph.errors import CaptureError
 from tests.graph.audit import models
+from tests.messages import refused, warned
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 REFUSED = ("counts_in_buffer", "evaluation")
@@ -74,12 +75,12 @@ def test_what_a_stage_does_as_well_is_right(kind: str, place: str, tmp_path: Pat
 
 
 def test_a_write_in_evaluation_mode_alone_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"writes in evaluation mode(.|\n)*\nTry: "):
+    with refused(CaptureError, "Model", "evaluation mode", "models.py:158: self.total += 1", advice="model.eval()"):
         pipegraph.capture(models.Model(*REFUSED), (X,))
 
 
 def test_attributes_that_forward_sets_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"the forward of Model sets state.scratch, which stages do not."):
+    with warned("Model", "state.scratch"):
         pipegraph.capture(models.Model("passes_on", "forward"), (X,))
 
 

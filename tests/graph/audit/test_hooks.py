@@ -17,6 +17,7 @@ from pipegraph.errors import CaptureError, PipegraphError, PlanError
 from pipegraph.package import Package
 from tests.codegen.parity import untidy
 from tests.graph.audit.hooked_models import batch, build_model, expected_gradients, train_on_ranks
+from tests.messages import refused
 from tests.runtime import ranks
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -123,7 +124,7 @@ def test_a_plan_does_not_cut_a_module_with_a_hook() -> None:
     captured = pipegraph.capture(build_model(), batch()[:1])
     plan = pipegraph.plan(captured, stages=4)
     assert all(not str(point).startswith("layers.3.") for point in plan.points)
-    with pytest.raises(PlanError, match=r"layers.3 has a hook(.|\n)*at .*hooked_models.py:\d+\nTry: "):
+    with refused(PlanError, "layers.3", "hook", "hooked_models.py:70", advice="before and after it"):
         pipegraph.plan(captured, points=["layers.3.up"])
 
 
@@ -172,41 +173,35 @@ def same_memory(net: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize(
-    ("add", "what"),
+    ("add", "parts"),
     [
-        (lambda net: net[2].bias.register_hook(counting), "the parameter 2.bias has a hook.*it uses COUNTS"),
-        (lambda net: net[2].bias.register_hook(drawing), "2.bias has a hook.*each call of it computes something else"),
-        (lambda net: net[2].bias.register_hook(writing), "2.bias has a hook.*it changes a tensor that it reads"),
-        (lambda net: net[2].bias.register_hook(print), "2.bias has a hook.*has no source"),
-        (lambda net: net[2].bias.register_hook(lambda g: halve(g)), "2.bias has a hook.*it uses halve"),
-        (lambda net: net[2].bias.register_hook(lambda g: g if net.training else 0 * g), "2.bias.*the mode changes"),
-        (lambda net: net[2].register_full_backward_hook(lambda *_: None), r"2 has a hook for its.*takes \*args"),
-        (lambda net: net[2].register_full_backward_hook(changing), "2 has a hook.*it changes a tensor that it reads"),
-        (
-            lambda net: net[2].register_full_backward_hook(scaling),
-            "2 has a hook.*it uses the attribute bias of the mod",
-        ),
-        (lambda net: net.append(net[2])[3].register_full_backward_hook(halving), "2 has a hook.*several names: 2, 3"),
+        (lambda net: net[2].bias.register_hook(counting), ["parameter 2.bias", "COUNTS.append"]),
+        (lambda net: net[2].bias.register_hook(drawing), ["2.bias", "something else"]),
+        (lambda net: net[2].bias.register_hook(writing), ["2.bias", "changes a tensor"]),
+        (lambda net: net[2].bias.register_hook(print), ["2.bias", "no source"]),
+        (lambda net: net[2].bias.register_hook(lambda g: halve(g)), ["2.bias", "halve"]),
+        (lambda net: net[2].bias.register_hook(lambda g: g if net.training else 0 * g), ["2.bias", "net.training"]),
+        (lambda net: net[2].register_full_backward_hook(lambda *_: None), ["2 has", "*args"]),
+        (lambda net: net[2].register_full_backward_hook(changing), ["2 has", "changes a tensor"]),
+        (lambda net: net[2].register_full_backward_hook(scaling), ["2 has", "attribute bias"]),
+        (lambda net: net.append(net[2])[3].register_full_backward_hook(halving), ["2 has", "names: 2, 3"]),
         (
             lambda net: net.add_module("rest", nn.Linear(8, 8)) or net[3].bias.register_hook(raising),
-            "raises IndexError",
+            ["rest.bias", "IndexError"],
         ),
-        (lambda net: net[2].bias.register_hook(lambda self: self * NOISE), "2.bias has a hook.*a variable self"),
-        (lambda net: net[2].bias.register_hook(lambda g: g.double()), "2.bias has a hook.*returns torch.float64"),
-        (frozen, "2.bias has a hook.*requires_grad is False"),
-        (same_memory, "2.weight has a hook.*several parameters have its memory"),
-        (
-            lambda net: net[2].register_full_backward_pre_hook(lambda m, g: g[0] / g[0].norm()),
-            "2 has.*depends on other",
-        ),
-        (lambda net: net[2].register_backward_hook(lambda m, i, o: None), "2 has a hook.*register_full_backward_hook"),
-        (lambda net: net.register_full_backward_hook(lambda m, i, o: None), "Sequential has a hook.*the model itself"),
+        (lambda net: net[2].bias.register_hook(lambda self: self * NOISE), ["2.bias", "variable self"]),
+        (lambda net: net[2].bias.register_hook(lambda g: g.double()), ["2.bias", "torch.float64"]),
+        (frozen, ["2.bias", "requires_grad"]),
+        (same_memory, ["2.weight", "several parameters"]),
+        (lambda net: net[2].register_full_backward_pre_hook(lambda m, g: g[0] / g[0].norm()), ["2 has", "depends"]),
+        (lambda net: net[2].register_backward_hook(lambda m, i, o: None), ["2 has", "register_full_backward_hook"]),
+        (lambda net: net.register_full_backward_hook(lambda m, i, o: None), ["Sequential", "the model itself"]),
     ],
 )
-def test_hooks_that_are_refused(add: Callable[[nn.Sequential], object], what: str) -> None:
+def test_hooks_that_are_refused(add: Callable[[nn.Sequential], object], parts: list[str]) -> None:
     hooked = model()
     add(hooked)
-    with pytest.raises(CaptureError, match=rf"{what}(.|\n)*Try: .*parallelize_fn"):
+    with refused(CaptureError, "hook", *parts, advice="parallelize_fn"):
         pipegraph.capture(hooked, (X,))
     assert not COUNTS
     assert torch.equal(NOISE, torch.ones(8)), "what a hook changed when it was tried is put back"
@@ -261,7 +256,7 @@ def test_a_hook_of_a_model_on_the_meta_device() -> None:
     layers[0].weight.register_hook(lambda gradient: gradient * 0.5)
     assert [hook.owner for hook in pipegraph.capture(net, (x,)).hooks] == ["0.weight"]
     layers[1].weight.register_hook(drawing)
-    with pytest.raises(CaptureError, match=r"1.weight has a hook.*each call of it computes something else"):
+    with refused(CaptureError, "1.weight", "hook", "something else"):
         pipegraph.capture(net, (x,))
 
 
@@ -273,7 +268,7 @@ def test_a_hook_that_fails_loses_no_gradient(tmp_path: Path) -> None:
     pipe = pipegraph.Pipeline(package, kernels="autograd", loss_fn=F.mse_loss, precision="bf16-true")
     weight: Any = pipe.stages[1].get_parameter("2.weight")
     weight.grad = torch.ones_like(weight)
-    with pytest.raises(PipegraphError, match=r"hook of 2.weight of stage 1 returned torch.float32(.|\n)*Try: "):
+    with refused(PipegraphError, "2.weight of stage 1", "torch.float32", "torch.bfloat16", advice="gradient.dtype"):
         pipe.step(X, target=torch.ones(4, 8))
     assert weight.grad is not None and not torch.equal(weight.grad, torch.zeros_like(weight))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.errors import CaptureError
+from tests.messages import refused
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -69,20 +70,20 @@ def result(model: Model, h: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("do", "problem", "advice"),
+    ("do", "parts", "advice"),
     [
-        (momentum, r"assigns to \.data of a parameter or buffer", "with torch.no_grad"),
-        (in_place_data, r"changes a parameter or buffer through \.data", "with torch.no_grad"),
-        (item_of_data, r"changes a parameter or buffer through \.data", "with torch.no_grad"),
-        (derivative, r"differentiates inside of its forward", "in loss_fn"),
-        (backward, r"differentiates inside of its forward", "in loss_fn"),
-        (distribution, r"it returns a Normal, and the outputs of a model are tensors", "the distribution in loss_fn"),
-        (checked_distribution, r"a distribution .* checks its arguments by their values", "validate_args=False"),
-        (result, r"it returns a Result, and the outputs of a model are tensors", "tuples, lists and dicts"),
+        (momentum, ["assigns", ".data"], "with torch.no_grad"),
+        (in_place_data, ["changes", ".data"], "with torch.no_grad"),
+        (item_of_data, ["changes", ".data"], "with torch.no_grad"),
+        (derivative, ["differentiates"], "in loss_fn"),
+        (backward, ["differentiates"], "in loss_fn"),
+        (distribution, ["returns", "Normal"], "the distribution in loss_fn"),
+        (checked_distribution, ["torch.distributions", "by their values"], "validate_args=False"),
+        (result, ["returns", "Result"], "tuples, lists and dicts"),
     ],
 )
-def test_the_cause_is_named(do: Any, problem: str, advice: str) -> None:
-    with pytest.raises(CaptureError, match=rf"Model cannot be captured: .*{problem}(.|\n)*\nTry: .*{advice}") as raised:
+def test_the_cause_is_named(do: Any, parts: list[str], advice: str) -> None:
+    with refused(CaptureError, "Model cannot be captured", *parts, advice=advice) as raised:
         pipegraph.capture(Model(do), (X,))
     if do not in (distribution, result):
         lines = str(raised.value).splitlines()
@@ -96,7 +97,7 @@ def test_a_cache_of_transformers_is_switched_off() -> None:
         hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
     )
     model, tokens = transformers.LlamaForCausalLM(config), torch.arange(16).reshape(2, 8)
-    with pytest.raises(CaptureError, match=r"it returns a DynamicCache(.|\n)*\nTry: use_cache=False"):
+    with refused(CaptureError, "LlamaForCausalLM", "DynamicCache", advice="use_cache=False"):
         pipegraph.capture(model, kwargs={"input_ids": tokens})
     pipegraph.capture(model, kwargs={"input_ids": tokens, "use_cache": False})
 
@@ -106,12 +107,12 @@ def test_a_cache_of_transformers_is_switched_off() -> None:
 def test_sparse_buffers_are_refused(to_sparse: Callable[[Tensor], Tensor]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model.register_buffer("edges", to_sparse(torch.eye(8)))
-    with pytest.raises(CaptureError, match=r"the buffer edges is sparse .*\nTry: to_dense"):
+    with refused(CaptureError, "buffer edges", "torch.sparse", advice="to_dense"):
         pipegraph.capture(model, (X,))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_of_torch_jit_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
-    with pytest.raises(CaptureError, match=r"1 is a module that torch.jit has compiled, .*\nTry: the module before"):
+    with refused(CaptureError, "1 is", "torch.jit", advice="torch.jit.script"):
         pipegraph.capture(model, (X,))
