@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from pipegraph.errors import PackageError
 from pipegraph.package import Buffer, ListedFile, Manifest, ModelEntry, PlanEntry, StageEntry, Value, leaves
 from pipegraph.package.sizes import Size
+from tests.messages import refused
 from tests.package.predictions import prediction
 
 MANIFEST = Manifest(
@@ -94,18 +94,18 @@ def test_leaves_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        (MANIFEST.to_json()[:300], "is not JSON, or truncated"),
-        ("[]", "the whole is a list: a manifest must be an object"),
-        ("{}", "has no schema_version"),
-        ('{"schema_version": 4}', "schema_version: it is 4, and this pipegraph reads 1 to 3. A newer pipegraph"),
-        ('{"schema_version": 3}', "json: it lacks generator"),
+        (MANIFEST.to_json()[:300], ["not JSON"]),
+        ("[]", ["a list", "an object"]),
+        ("{}", ["no schema_version"]),
+        ('{"schema_version": 4}', ["schema_version", "4", "1 to 3", "newer pipegraph"]),
+        ('{"schema_version": 3}', ["lacks generator"]),
     ],
     ids=["truncated", "another thing", "no version", "newer", "missing key"],
 )
-def test_a_text_that_is_no_manifest_is_refused(text: str, message: str) -> None:
-    with pytest.raises(PackageError, match=message):
+def test_a_text_that_is_no_manifest_is_refused(text: str, parts: list[str]) -> None:
+    with refused(PackageError, "out/pipeline.json", *parts, advice="pipegraph split"):
         Manifest.from_json(text, "out/pipeline.json")
 
 
@@ -119,30 +119,35 @@ def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parts"),
     [
-        (_set("stages", 0, "weights", to="../weights"), "the path '../weights' leaves the package's folder"),
-        (_set("files", to={"/etc/passwd": LISTED}), "the path '/etc/passwd' leaves the package's folder"),
-        (_set("stages", 0, "module", to="os; x"), "must be names of Python"),
-        (_set("stages", 1, "index", to=5), r"stages: .*\[0, 5, 2\].* numbered from 0"),
-        (_set("stages", to=[]), "must be numbered from 0"),
-        (_set("stages", 1, "inputs", to=["x"]), r"stages\[1\]: it names 'x', which is not one of the values"),
-        (_set("stages", 1, "inputs", to=["k"]), "'k' .* does not reach stage 1"),
-        (_set("values", "h", "consumers", to=[0]), "'h' .* does not reach stage 1"),
-        (_set("values", "h", "producer", to=1), "'h' .* does not reach stage 1"),
-        (_set("values", "angle", "producer", to=1), "comes from stage 1, which does not return it"),
-        (_set("values", "logits", "producer", to=9), "values.logits.producer: there is no stage 9"),
-        (_set("values", "h", "shape", to=None), "values.h.shape: null must be a list"),
-        (_set("args", to=["other"]), "the argument 'other' is not a value that the caller passes"),
-        (_set("outputs", to=["k"]), "the output 'k' is not an output of the last stage"),
+        (_set("stages", 0, "weights", to="../weights"), ["stages[0].weights", "'../weights'", "folder"]),
+        (_set("files", to={"/etc/passwd": LISTED}), ["files:", "'/etc/passwd'", "folder"]),
+        (_set("stages", 0, "module", to="os; x"), ["stages[0]", "module 'os; x'"]),
+        (_set("stages", 1, "index", to=5), ["stages:", "[0, 5, 2]", "numbered from 0"]),
+        (_set("stages", to=[]), ["stages:", "[]", "numbered from 0"]),
+        (_set("stages", 1, "inputs", to=["x"]), ["stages[1]", "'x'"]),
+        (_set("stages", 1, "inputs", to=["k"]), ["stages[1].inputs", "'k'", "not reach stage 1"]),
+        (_set("values", "h", "consumers", to=[0]), ["stages[1].inputs", "'h'", "not reach stage 1"]),
+        (_set("values", "h", "producer", to=1), ["stages[1].inputs", "'h'", "not reach stage 1"]),
+        (_set("values", "angle", "producer", to=1), ["values.angle.producer", "stage 1"]),
+        (_set("values", "logits", "producer", to=9), ["values.logits.producer", "stage 9"]),
+        (_set("values", "h", "shape", to=None), ["values.h.shape", "null", "list"]),
+        (_set("args", to=["other"]), ["args:", "'other'"]),
+        (_set("outputs", to=["k"]), ["outputs:", "'k'", "last stage"]),
+        (_set("values", "h", "batch_dim", to=3), ["values.h.batch_dim", "is 3", "3 dimensions"]),
+        (_set("values", "h", "dim_order", to=[0, 2, 2]), ["values.h.dim_order", "[0, 2, 2]", "3 dimensions"]),
+        (_set("values", "h", "name", to="h"), ["values.h:", '"name"', "dim_order"]),
+        (_set("shards", to={"../x": LISTED}), ["shards:", "'../x'", "folder"]),
+        (_set("shards", to={"x": {**LISTED, "digest": "sha256 00"}}), ["shards.x.digest", '"sha256 00"']),
+        (_set("args", to=[{"a": [1]}]), ["args:", "leaf 1"]),
     ],
 )
-def test_a_manifest_that_could_not_run_is_refused(change: Callable[[Any], None], message: str) -> None:
+def test_a_manifest_that_could_not_run_is_refused(change: Callable[[Any], None], parts: list[str]) -> None:
     entry = json.loads(MANIFEST.to_json())
     change(entry)
-    with pytest.raises(PackageError, match=message) as raised:
+    with refused(PackageError, "out/pipeline.json: ", *parts, advice="pipegraph split"):
         Manifest.from_json(json.dumps(entry), "out/pipeline.json")
-    assert str(raised.value).startswith("out/pipeline.json: ")
 
 
 def test_the_models_own_dicts_keep_their_order() -> None:
@@ -178,7 +183,7 @@ def test_version_1_is_read() -> None:
         planned, values=cut, files={"stage_0.py": ListedFile(None, digest)}
     )
     del entry["plan"]["value"]
-    with pytest.raises(PackageError, match=r"pipeline\.json: plan\.prediction: it lacks value"):
+    with refused(PackageError, "pipeline.json", "plan.prediction", "value", advice="pipegraph split"):
         Manifest.from_json(json.dumps(entry), "pipeline.json")
 
 
@@ -189,30 +194,12 @@ def test_shapes_are_expressions_of_sizes() -> None:
     assert Manifest.from_json(manifest.to_json(), "pipeline.json") == manifest
     assert value.shape_at({"batch": 2, "seq": 10}) == (2, 3, 16)
     assert replace(value, shape=("12 + -1 * (seq // 2) // 2",)).shape_at({"seq": 10}) == (9,)
-    for dimension, message in (
-        ("bach", 'values.h.shape: there is no size "bach". Did you mean "batch"'),
-        ("batch ** 9", "not an expression of sizes"),
-        ("batch // 0", "not an expression of sizes"),
-        ("batch - 9", '"batch - 9" is -1'),
-        ("(" * 150, "not an expression of sizes"),
+    for dimension, parts in (
+        ("bach", ['"bach"', '"batch"']),
+        ("batch ** 9", ['"batch ** 9"', "not an expression"]),
+        ("batch // 0", ['"batch // 0"', "not an expression"]),
+        ("batch - 9", ['"batch - 9" is -1']),
+        ("(" * 150, ["((((", "not an expression"]),
     ):
-        with pytest.raises(PackageError, match=re.escape(message)):
+        with refused(PackageError, "values.h.shape", *parts):
             replace(manifest, values=manifest.values | {"h": replace(value, shape=(dimension,))})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_set("values", "h", "batch_dim", to=3), "values.h.batch_dim: it is 3, and the value has 3 dimensions"),
-        (
-            _set("values", "h", "dim_order", to=[0, 2, 2]),
-            "values.h.dim_order: it is [0, 2, 2], and has to name each of the 3 dimensions once",
-        ),
-        (_set("values", "h", "name", to="h"), '"name" is not a key here'),
-        (_set("shards", to={"../x": LISTED}), "shards: the path '../x' leaves"),
-        (_set("shards", to={"x": {**LISTED, "digest": "sha256 00"}}), 'shards.x.digest: "sha256 00" does not fit'),
-        (_set("args", to=[{"a": [1]}]), "args: its leaf 1 must be the name of a value, or null"),
-    ],
-)
-def test_version_2(change: Callable[[Any], None], message: str) -> None:
-    test_a_manifest_that_could_not_run_is_refused(change, re.escape(message))

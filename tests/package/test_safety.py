@@ -20,6 +20,7 @@ from pipegraph.errors import PackageError
 from pipegraph.package import MANIFEST, WEIGHTS_INDEX, Package
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import ROOT, split
+from tests.messages import refused
 
 SHARD = "stage-00001-of-00002.safetensors"
 
@@ -81,7 +82,7 @@ def test_loading_unpickles_nothing(package: Package, tmp_path: Path) -> None:
 def test_pickled_weights_are_no_safetensors(package: Package, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     (package.path / SHARD).write_bytes(pickle.dumps(Harmful(touched)))
-    with pytest.raises(PackageError, match="cannot be loaded: SafetensorError"):
+    with refused(PackageError, "stage 1 ", SHARD, "SafetensorError", advice="restore"):
         package.load_stage(1)
     assert not touched.exists()
 
@@ -98,7 +99,7 @@ def test_a_manifest_cannot_leave_the_folder(where: str, path: str, package: Pack
     else:
         entry["files"][path] = {"bytes": 9, "digest": f"sha256 {64 * '0'}"}
     (package.path / MANIFEST).write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match=r"pipeline.json: .*: the path .*secret.* leaves the package's folder"):
+    with refused(PackageError, MANIFEST, repr(path), "folder", advice="pipegraph split"):
         Package.open(package.path)
 
 
@@ -107,7 +108,7 @@ def test_a_module_of_a_manifest_is_a_name(module: str, package: Package) -> None
     entry = json.loads((package.path / MANIFEST).read_text())
     entry["stages"][1]["module"] = module
     (package.path / MANIFEST).write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match=r"stages\[1\].*: .* must (be names of Python|have 1 or more characters)"):
+    with refused(PackageError, "stages[1]", "module", advice="pipegraph split"):
         Package.open(package.path)
 
 
@@ -116,7 +117,7 @@ def test_the_index_cannot_leave_the_folder(path: str, package: Package) -> None:
     index = json.loads((package.path / WEIGHTS_INDEX).read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], path)
     (package.path / WEIGHTS_INDEX).write_text(json.dumps(index))
-    with pytest.raises(PackageError, match=r"index.json: weight_map: the path .*secret.* leaves the package's folder"):
+    with refused(PackageError, WEIGHTS_INDEX, "weight_map", repr(path), "folder", advice="split the model"):
         Package.open(package.path).load_stage(1)
 
 
@@ -132,7 +133,7 @@ def test_a_name_that_no_file_has(where: str, path: str, package: Package) -> Non
     else:
         entry["weight_map"]["layers.2.linear.bias"] = path
     file.write_text(json.dumps(entry))
-    with pytest.raises(PackageError, match=r"json: .*is not a file name: it has a null character, or too many"):
+    with refused(PackageError, file.name, repr(path)[:9], "not a file name"):
         Package.open(package.path).load_stage(1)
 
 
@@ -142,7 +143,7 @@ def test_the_index_cannot_leave_the_folder_by_a_link(package: Package, tmp_path:
     index = json.loads((package.path / WEIGHTS_INDEX).read_text())
     index["weight_map"]["layers.2.linear.bias"] = "link"
     (package.path / WEIGHTS_INDEX).write_text(json.dumps(index))
-    with pytest.raises(PackageError, match=r"weight_map: link is a link that leaves the package's folder.\nTry: "):
+    with refused(PackageError, WEIGHTS_INDEX, "weight_map", "link", "folder", advice="split the model"):
         Package.open(package.path).load_stage(1)
 
 
