@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from pipegraph.kernels import make
 from tests.kernels.stages import assert_as_autograd, step, x
+from tests.messages import warned
 
 
 class Setting(nn.Module):
@@ -49,19 +50,19 @@ def keep(stage: Any, x: Tensor) -> Tensor:
 
 
 SETTING: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a count": (lambda: Setting(count, count=0), "sets Setting.count"),
-    "a buffer": (lambda: Setting(count, count=torch.zeros(())), "sets Setting.count"),
-    "a list": (lambda: Setting(keep, kept=[]), "sets Setting.kept"),
+    "a count": (lambda: Setting(count, count=0), "Setting.count"),
+    "a buffer": (lambda: Setting(count, count=torch.zeros(())), "Setting.count"),
+    "a list": (lambda: Setting(keep, kept=[]), "Setting.kept"),
 }
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", SETTING)
 def test_a_forward_that_sets_attributes_is_left_to_autograd(name: str, layers: int) -> None:
-    make_layer, message = SETTING[name]
+    make_layer, attribute = SETTING[name]
     stage = nn.Sequential(*(make_layer() for _ in range(layers)))
     reference = copy.deepcopy(stage)
-    with pytest.warns(UserWarning, match=f"cannot be traced.*{message}"):
+    with warned("Sequential", "cannot be traced", attribute):
         assert_as_autograd(stage, (x,), traced=False)
     for _ in range(3):
         reference(x)

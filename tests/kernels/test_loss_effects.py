@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipegraph import Pipeline
+from tests.messages import warned
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
 
@@ -63,16 +64,18 @@ def test_a_loss_that_seeds_is_what_it_is_without_kernels(
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "problem"),
+    ("loss_fn", "parts"),
     [
-        (reads_clock, r"it reads a clock, at .*test_loss_effects.py:\d+"),
-        (draws, r"it draws a random number of Python or NumPy, at .*test_loss_effects.py:\d+"),
-        (draws_of_numpy, r"it draws a random number of Python or NumPy, at a call of numpy.random"),
+        (reads_clock, ["clock", "test_loss_effects.py:"]),
+        (draws, ["random number", "test_loss_effects.py:"]),
+        (draws_of_numpy, ["random number", "numpy.random"]),
     ],
 )
-def test_what_a_loss_does_is_named(loss_fn: Callable[[Tensor, object], Tensor], problem: str, tmp_path: Path) -> None:
+def test_what_a_loss_does_is_named(
+    loss_fn: Callable[[Tensor, object], Tensor], parts: list[str], tmp_path: Path
+) -> None:
     pipe = Pipeline(write(chain(2), tmp_path / "package"), kernels="eager", loss_fn=loss_fn, loss_over="microbatch")
-    with pytest.warns(UserWarning, match=problem):
+    with warned(*parts):
         pipe.step(X)
 
 

@@ -18,6 +18,7 @@ from pipegraph.kernels.stage_variant import StageCall, StageVariant
 from pipegraph.kernels.traced import KernelCount, kernels_report
 from tests.kernels.cases import build
 from tests.kernels.stages import Function, Layers, linear
+from tests.messages import refused, warned
 from tests.torch_version import TORCH
 
 
@@ -136,7 +137,7 @@ def test_a_size_that_becomes_a_number_has_kernels_for_each_up_to_the_most() -> N
     compare = Comparison(Function(steps, **linear("a")), max_variants=3)
     for rows in (1, 2, 3, 4, 5):
         compare(torch.randn(rows, 8))
-    with pytest.warns(UserWarning, match=r"3 variants.*branches on sizes.*max_variants"):
+    with warned("3 variants", "branches on sizes", "max_variants"):
         compare(torch.randn(6, 8))
     assert (compare.count.static, compare.count.symbolic) == (2, 3)
 
@@ -150,7 +151,7 @@ def test_what_takes_no_symbols_has_kernels_for_each_shape_up_to_the_most() -> No
     compare = Comparison(Function(strict, **linear("a")), max_variants=2)
     for rows in (1, 2, 3, 4):
         compare(torch.randn(rows, 8))
-    with pytest.warns(UserWarning, match="Sizes cannot be symbols .*no whole number.*max_variants"):
+    with warned("TypeError: no whole number", "test_symbolic_sizes.py:", "max_variants"):
         compare(torch.randn(5, 8))
     assert (compare.count.static, compare.count.symbolic) == (4, 0)
 
@@ -184,7 +185,7 @@ def test_kernels_for_all_sizes_that_do_not_take_their_own_call_are_not_made_agai
     compare = Comparison(Function(lambda s, x: s.a(x), **linear("a")), max_variants=2)
     for rows in (3, 4, 5, 6):
         compare(torch.randn(rows, 8))
-    with pytest.warns(UserWarning, match="Sizes cannot be symbols .*traced for a size do not take it.*max_variants"):
+    with warned("traced for a size", "max_variants"):
         compare(torch.randn(7, 8))
     assert (compare.count.static, compare.count.symbolic) == (4, 0)
 
@@ -206,7 +207,7 @@ def test_kernels_that_take_their_own_call_no_more_once_compiled_are_not_made_aga
 
 def test_what_cannot_be_traced_is_not_tried_for_every_shape() -> None:
     compare = Comparison(Function(lambda s, x: s.a(x) * float(x.detach().sum()), **linear("a")))
-    with pytest.warns(UserWarning, match="Function cannot be traced"):
+    with warned("Function", "cannot be traced", "test_symbolic_sizes.py:"):
         compare(torch.randn(1, 8))
     for rows in (2, 3, 4):
         compare(torch.randn(rows, 8))
@@ -251,7 +252,7 @@ def test_a_loss_that_is_refused_is_refused_at_every_size() -> None:
     )
     for rows in (3, 4):
         compare(torch.randn(rows, 8))
-    with pytest.raises(PipegraphError, match="take its mean"):
+    with refused(PipegraphError, "loss_fn", "shape [5, 4]", advice="mean"):
         compare(torch.randn(5, 8))
 
 
