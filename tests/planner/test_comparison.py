@@ -17,6 +17,7 @@ from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule import names
 from pipegraph.schedule.recipes import trains
+from tests.messages import refused
 from tests.planner.machine import MACHINE, linears
 
 MODEL = linears(*[64] * 7, 320)
@@ -38,7 +39,7 @@ def test_what_is_compared() -> None:
     assert {plan.chunks for plan in candidates(16, ["interleaved-1f1b"])} == {2}
     in_a_v = {"zb-v", "v-half", "v-min", "dualpipe-v"}
     assert {plan.schedule for plan in candidates(4, chunks=[1])} == {*filter(trains, names())} - in_a_v
-    with pytest.raises(ScheduleError, match='Did you mean "zb-v"'):
+    with refused(ScheduleError, '"zb-vv"', '"zb-v"', advice="zb-v"):
         candidates(4, ["zb-vv"])
 
 
@@ -81,19 +82,17 @@ def test_choices_fit_the_memory() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(MemoryShortage) as caught:
+    with refused(MemoryShortage, "330.0 KiB on each rank", "closest", advice="memory_bytes=") as caught:
         compared(330 * 1024, microbatches=[6])
-    assert "No plan that was compared fits into 330.0 KiB on each rank. The closest is" in str(caught.value)
-    assert "Try: memory_bytes=" in str(caught.value)
     assert compared(caught.value.peak * 1.01, microbatches=[6]).choices
 
 
 def test_what_no_schedule_can_have_is_left_out_and_told() -> None:
-    (refused,) = compared(schedules=["1f1b", "zb-v"], microbatches=[2], recompute=["none"]).refused
-    assert refused.startswith("zb-v cannot have 2 microbatches on 2 ranks")
-    with pytest.raises(PlanError, match=r"No plan can be compared\.\nzb-v cannot have"):
+    (reason,) = compared(schedules=["1f1b", "zb-v"], microbatches=[2], recompute=["none"]).refused
+    assert all(part in reason for part in ("zb-v", "2 microbatches", "2 ranks"))
+    with refused(PlanError, "zb-v", "2 microbatches", "2 ranks", advice="microbatches"):
         compared(schedules=["zb-v"], microbatches=[2])
-    with pytest.raises(PlanError, match="cut into 2 segments, and zb-v has 4 stages"):
+    with refused(PlanError, "2 segments", "zb-v", "4 stages", advice="ranks=1"):
         compare_model(linears(64, 64), PlanOptions(hardware=MACHINE, ranks=2), 2, candidates(2, ["zb-v"]))
 
 
@@ -104,25 +103,25 @@ def test_the_file_of_a_plan(tmp_path: Path) -> None:
     again = PlanFile.read(file).apply(MODEL)
     assert again.points == plan.points
     assert PlanFile.from_plan(again).to_json() == file.read_text()
-    with pytest.raises(PlanError, match="The plan is of a model with 49,152 parameters, and this one has 8,192"):
+    with refused(PlanError, "49,152", "8,192", advice="pipegraph plan"):
         PlanFile.read(file).apply(linears(64, 64))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        ("{", "is not JSON"),
-        ("[]", "a plan must be an object"),
-        ('{"schema_version": 1}', "it lacks balance"),
-        ('{"schema_version": 2, "points": []}', "reads 1 to 1"),
+        ("{", ["not JSON"]),
+        ("[]", ["a list", "an object"]),
+        ('{"schema_version": 1}', ["lacks balance"]),
+        ('{"schema_version": 2, "points": []}', ["schema_version", "2", "1 to 1"]),
     ],
 )
-def test_what_is_no_plan(tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_no_plan(tmp_path: Path, text: str, parts: list[str]) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)
-    with pytest.raises(SourceError, match=message):
+    with refused(SourceError, str(file), *parts, advice="pipegraph plan MODEL"):
         PlanFile.read(file)
-    with pytest.raises(SourceError, match=r"none\.json: No such file"):
+    with refused(SourceError, "none.json: No such file", advice="pipegraph plan MODEL"):
         PlanFile.read(tmp_path / "none.json")
 
 
@@ -130,5 +129,5 @@ def test_a_plan_with_a_point_too_few(tmp_path: Path) -> None:
     plan_file = PlanFile.from_plan(pipegraph.plan(MODEL, stages=2, hardware=MACHINE))
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan_file.to_dict() | {"points": []}))
-    with pytest.raises(SourceError, match="costs: it has 2 stages, and 0 points make one more"):
+    with refused(SourceError, str(file), "costs", "2 stages", "0 points", advice="pipegraph plan MODEL"):
         PlanFile.read(file)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Link as HardwareLink
-from pipegraph.errors import PlanError, ScheduleError
+from pipegraph.errors import ArgumentError, PlanError, ScheduleError
 from pipegraph.planner import Solution, solve
 from pipegraph.schedule import Schedule, build, from_csv, lower, simulate
+from tests.messages import refused
 from tests.planner.brute_force import Link, costs, every_cut, links, makespan, slowest_stage, small_schedules
 
 PUBLISHED = [SegmentCost(f, f, f) for f in (8.0, 11.0, 2.0, 1.0, 18.0, 5.0, 4.0, 11.0)]
@@ -167,53 +168,51 @@ def test_importing_it_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "kind", "parts", "advice"),
     [
-        ({"stages": 5}, "4 segments are too few for 5 stages"),
-        ({"stages": 0}, "cannot be cut into 0 stages"),
-        ({"stages": 2.0}, "cannot be cut into 2.0 stages"),
-        ({"objective": "botleneck"}, 'no objective "botleneck". Did you mean "bottleneck"'),
-        ({"ranks": 3}, "1f1b has 4 stages on 4 ranks, not on 3"),
-        ({"schedule": "interleaved-1f1b", "ranks": 3}, "4 stages on 2 ranks, not on 3.\nTry: ranks=2, or 6 stages"),
-        ({"placement": "v"}, 'which is not the placement "v"'),
-        ({"placement": "lop"}, 'no placement "lop". Did you mean "loop"'),
-        ({"link": (1e-5, 0.0)}, "between ranks 0 and 1"),
-        ({"link": (-1.0, 1.0)}, "a latency of -1.0"),
-        ({"memory_bytes": [1, 2]}, "one for each rank: 4, and 2 were given"),
-        ({"memory_bytes": "80 boxes"}, "not an amount of memory: write 80GiB"),
-        ({"effort": -1.0}, "effort is a number from 0 on, not -1.0"),
-        ({"alternatives": -1}, "alternatives is a whole number from 0 on"),
-        ({"names": ["embed"]}, "4 segments, and 1 names"),
+        ({"stages": 5}, PlanError, ["4 segments", "5 stages"], "stages=4"),
+        ({"stages": 0}, PlanError, ["0 stages"], ""),
+        ({"stages": 2.0}, PlanError, ["2.0 stages"], ""),
+        ({"objective": "botleneck"}, PlanError, ['"botleneck"', '"bottleneck"'], ""),
+        ({"ranks": 3}, PlanError, ["1f1b", "4 stages on 4 ranks", "3"], ""),
+        ({"schedule": "interleaved-1f1b", "ranks": 3}, PlanError, ["4 stages on 2 ranks", "3"], "ranks=2, or 6 stages"),
+        ({"placement": "v"}, PlanError, ['placement "v"'], ""),
+        ({"placement": "lop"}, PlanError, ['"lop"', '"loop"'], ""),
+        ({"link": (1e-5, 0.0)}, PlanError, ["ranks 0 and 1"], ""),
+        ({"link": (-1.0, 1.0)}, PlanError, ["latency of -1.0"], ""),
+        ({"memory_bytes": [1, 2]}, ArgumentError, ["memory_bytes", "each rank: 4", "2 were given"], ""),
+        ({"memory_bytes": "80 boxes"}, ArgumentError, ["'80 boxes'", "80GiB"], ""),
+        ({"effort": -1.0}, PlanError, ["effort", "-1.0"], ""),
+        ({"alternatives": -1}, PlanError, ["alternatives", "from 0 on"], ""),
+        ({"names": ["embed"]}, PlanError, ["4 segments", "1 names"], ""),
     ],
 )
-def test_bad_arguments(arguments: dict, message: str) -> None:
-    with pytest.raises(PlanError) as caught:
+def test_bad_arguments(arguments: dict, kind: type[PlanError], parts: list[str], advice: str) -> None:
+    with refused(kind, *parts, advice=advice):
         solve(FOUR, **{"stages": 4, **arguments})
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "parts", "advice"),
     [
-        ({"schedule": "1f2b"}, 'no schedule "1f2b". Did you mean "1f1b"'),
-        ({"schedule": "zb-v", "microbatches": 2}, "it needs a full pipeline"),
-        ({"schedule": "zb-v", "stages": 3}, "Try: 2 or 4 stages"),
-        ({"schedule": build("gpipe", 2, 4)}, "gpipe is for 2 stages, and there are 4"),
-        ({"microbatches": 0}, "1f1b cannot have 0 microbatches"),
-        ({"schedule": Schedule("wrong", (0, 1), 1, ((), ()))}, "missing"),
+        ({"schedule": "1f2b"}, ['"1f2b"', '"1f1b"'], "1f1b"),
+        ({"schedule": "zb-v", "microbatches": 2}, ["zb-v", "2 microbatches", "2 ranks"], "3 microbatches"),
+        ({"schedule": "zb-v", "stages": 3}, ["zb-v", "3 stages"], "2 or 4 stages"),
+        ({"schedule": build("gpipe", 2, 4)}, ["gpipe", "2 stages", "4"], "for 4"),
+        ({"microbatches": 0}, ["1f1b", "0 microbatches"], "whole number"),
+        ({"schedule": Schedule("wrong", (0, 1), 1, ((), ()))}, ["wrong", "missing"], ""),
     ],
 )
-def test_bad_schedules(arguments: dict, message: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
+def test_bad_schedules(arguments: dict, parts: list[str], advice: str) -> None:
+    with refused(ScheduleError, *parts, advice=advice):
         solve(FOUR, **{"stages": 4, **arguments})
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("field", ["forward", "input_grad", "boundary_bytes", "saved_bytes", "parameter_bytes"])
 @pytest.mark.parametrize("figure", [-1, math.nan, math.inf, "1", None])
 def test_costs_that_are_none_name_the_segment(field: str, figure: object) -> None:
     wrong = SegmentCost(**{"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, field: figure})
-    with pytest.raises(PlanError, match=rf"Segment 1 \(layers.0\) has {field}="):
+    with refused(PlanError, "Segment 1 (layers.0)", f"{field}={figure!r}"):
         solve([FOUR[0], wrong], 2, names=["embed", "layers.0"])
-    with pytest.raises(PlanError, match=r"Segment 0 has no SegmentCost"):
+    with refused(PlanError, "Segment 0", "SegmentCost", "1.0"):
         solve([1.0, 2.0], 2)
