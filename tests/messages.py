@@ -21,9 +21,9 @@ def refused(kind: type[Error], *parts: str, advice: str = "") -> Iterator[pytest
     with pytest.raises(kind) as caught:
         yield caught
     error = caught.value
-    assert type(error) is kind
+    assert type(error) is kind, repr(error)
     assert [part for part in parts if part not in error.problem] == [], error.problem
-    assert advice in error.advice
+    assert advice in error.advice, error.advice
 
 
 def warned(*parts: str) -> AbstractContextManager[pytest.WarningsRecorder]:

@@ -120,11 +120,8 @@ def test_a_collective_is_that_of_a_ring_unless_it_was_measured() -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(PipegraphError) as error:
+    with refused(PipegraphError, '"h10"', '"h100"', ", ".join(NAMES), "JSON", advice="pipegraph calibrate"):
         Hardware.load("h10")
-    assert str(error.value).splitlines()[0] == (
-        f'No hardware profile is called "h10". Did you mean "h100"? There are: {", ".join(NAMES)}; or give a JSON file.'
-    )
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -166,45 +163,39 @@ RATIOS = ("forward", "input_grad", "weight_grad")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "place", "parts"),
     [
-        ({"memory_bandwidth": None}, "here: it lacks memory_bandwidth."),
-        ({"memory_bandwidth": -1}, "here: memory_bandwidth: -1 must be 1e+06 or more."),
-        ({"memory_bandwidth": "fast"}, 'here: memory_bandwidth: "fast" must be a number.'),
-        ({"memory_bandwith": 1e9}, 'here: "memory_bandwith" is not a key here. Did you mean "memory_bandwidth"?'),
-        ({"kernel_floor": 7}, "here: kernel_floor: 7 must be 0.1 or less."),
-        ({"peak_flops": {}}, "here: peak_flops: an object must have 1 or more entries."),
-        ({"peak_flops": {"float23": 1e12}}, 'here: peak_flops: the key "float23" must be one of float64, float32'),
-        ({"peak_flops": {"float32": True}}, "here: peak_flops.float32: true must be a number."),
-        ({"links": LINKS | {"intra_node": {"name": "x", "latency": 0}}}, "here: links.intra_node: it lacks bandwidth."),
-        ({"links": LINKS | {"inter_nod": 1}}, 'here: links: "inter_nod" is not a key here. Did you mean "inter_node"?'),
-        ({"attained_flops": matmul(1.5)}, "here: attained_flops.matmul.any: 1.5 must be more than 0, and 1 or less"),
-        (OVER_M, 'here: links.intra_node.gather.axes: "m" is not a size.'),
-        (OVER_Q, 'here: attained_flops.matmul.any.axes: "q" is not a size.'),
-        (TOO_FEW, "here: attained_flops.matmul.any.values: it has 1 entries, and there are 2 sizes along m"),
-        ({"measured_ratio": {"forward": 1.1}}, "here: measured_ratio: it lacks input_grad."),
-        ({"measured_ratio": dict.fromkeys(RATIOS, 0)}, "here: measured_ratio.forward: 0 must be 0.01 or more"),
-        ({"schema_version": 2}, "here: schema_version: it is 2, and this pipegraph reads 1 to 1."),
+        ({"memory_bandwidth": None}, "", ["lacks memory_bandwidth"]),
+        ({"memory_bandwidth": -1}, "memory_bandwidth: ", ["-1", "1e+06"]),
+        ({"memory_bandwidth": "fast"}, "memory_bandwidth: ", ['"fast"', "a number"]),
+        ({"memory_bandwith": 1e9}, "", ['"memory_bandwith"', '"memory_bandwidth"']),
+        ({"kernel_floor": 7}, "kernel_floor: ", ["7", "0.1"]),
+        ({"peak_flops": {}}, "peak_flops: ", ["1 or more entries"]),
+        ({"peak_flops": {"float23": 1e12}}, "peak_flops: ", ['"float23"', "float64, float32"]),
+        ({"peak_flops": {"float32": True}}, "peak_flops.float32: ", ["true", "a number"]),
+        ({"links": LINKS | {"intra_node": {"name": "x", "latency": 0}}}, "links.intra_node: ", ["lacks bandwidth"]),
+        ({"links": LINKS | {"inter_nod": 1}}, "links: ", ['"inter_nod"', '"inter_node"']),
+        ({"attained_flops": matmul(1.5)}, "attained_flops.matmul.any: ", ["1.5", "1 or less"]),
+        (OVER_M, "links.intra_node.gather.axes: ", ['"m"']),
+        (OVER_Q, "attained_flops.matmul.any.axes: ", ['"q"']),
+        (TOO_FEW, "attained_flops.matmul.any.values: ", ["1 entries", "2 sizes along m"]),
+        ({"measured_ratio": {"forward": 1.1}}, "measured_ratio: ", ["lacks input_grad"]),
+        ({"measured_ratio": dict.fromkeys(RATIOS, 0)}, "measured_ratio.forward: ", ["0", "0.01"]),
+        ({"schema_version": 2}, "schema_version: ", ["2", "1 to 1"]),
     ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PipegraphError) as error:
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], place: str, parts: list[str]) -> None:
+    with refused(PipegraphError, f"here: {place}", *parts, advice="pipegraph calibrate"):
         Hardware.from_json(profile(**changes), where="here")
-    assert str(error.value).startswith(said)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "here: the file is not JSON, or truncated"),
-        ("[]", "here: the whole is a list: a hardware profile must be an object."),
-        (profile(memory_bandwidth=float("nan")), "here: the file is not JSON, or truncated"),
-    ],
+    ("text", "problem"),
+    [("{", "not JSON"), ("[]", "a list"), (profile(memory_bandwidth=float("nan")), "not JSON")],
 )
-def test_what_is_no_profile(text: str, said: str) -> None:
-    with pytest.raises(PipegraphError) as error:
+def test_what_is_no_profile(text: str, problem: str) -> None:
+    with refused(PipegraphError, "here: ", problem, advice="pipegraph calibrate"):
         Hardware.from_json(text, where="here")
-    assert str(error.value).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_backward_that_would_be_lost_is_refused(function: Any) -> None:
     with pytest.raises(CaptureError) as caught:
         pipegraph.capture(Apply(function), (torch.ones(2, 4),))
     problem, place, advice = str(caught.value).splitlines()
-    assert f"the backward of {function.__name__} is not the derivative of its forward" in problem
+    assert f"the backward of {function.__name__}" in problem
     assert place.startswith(f"  at {path_from_here(__file__)}:") and "self.function.apply(self.a(x)" in place
     assert "register_autograd" in advice and "allow_derivative=True" in advice
     assert vars(torch.autograd.Function)["apply"] is applied
@@ -158,6 +158,5 @@ def test_a_function_that_cannot_be_made_smaller_is_tried_at_its_size() -> None:
 
 
 def test_a_function_that_cannot_be_compared_is_refused_with_the_reason() -> None:
-    with refused(CaptureError, "Apply", "InFloat32", "a kernel of float32", advice="allow_derivative=True") as caught:
+    with refused(CaptureError, "Apply", "InFloat32", "a kernel of float32", advice="allow_derivative=True"):
         pipegraph.capture(applied_to_256(InFloat32), (torch.ones(3, 4),))
-    assert "allow_derivative=True" in str(caught.value)

@@ -123,9 +123,8 @@ def test_nested_arguments_are_described_as_they_are_nested() -> None:
 def test_what_does_not_fit_is_refused(
     model: nn.Module, inputs: tuple[Tensor, ...], dynamic_shapes: Any, parts: list[str], advice: str
 ) -> None:
-    with refused(CaptureError, "dynamic_shapes", *parts, advice=advice) as error:
+    with refused(CaptureError, "dynamic_shapes", *parts, advice=advice):
         pipegraph.capture(model, inputs, dynamic_shapes=dynamic_shapes)
-    assert "Try:" in str(error.value)
 
 
 def test_the_batch_varies_where_torch_cannot_let_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,9 +166,8 @@ def test_a_target_has_the_rows_and_tokens_that_are_asked_for(tmp_path: Path) -> 
 def test_a_size_that_does_not_vary_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text(MODEL.format(joined=False))
-    with refused(CaptureError, "--seq 5", "dimension 1", "[4, 6]", advice="without --seq") as error:
+    with refused(CaptureError, "--seq 5", "dimension 1", "[4, 6]", advice="without --seq"):
         capture_source(load(str(file), weights=False, seq=5))
-    assert "Try: " in str(error.value)
 
 
 def test_a_size_that_the_model_refuses_is_refused() -> None:

@@ -22,6 +22,7 @@ from pipegraph.report import tensorboard
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import build
 from tests import tensorboard_server
+from tests.messages import refused
 from tests.runtime import ranks
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
@@ -220,5 +221,5 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 def test_without_tensorboard_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PipegraphError, match=r"Try: pip install 'pipegraph\[tensorboard\]'"):
+    with refused(PipegraphError, advice="pip install 'pipegraph[tensorboard]'"):
         tensorboard.check_tensorboard()

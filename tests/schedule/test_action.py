@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Action, Kind
+from tests.messages import refused
 
 
 @pytest.mark.parametrize(
@@ -41,38 +42,37 @@ def test_partners_name_each_other() -> None:
     for text, partner in [("0SEND_F2", "1RECV_F2"), ("3SEND_B0>0", "0RECV_B0<3")]:
         assert str(Action.parse(text).partner) == partner
         assert str(Action.parse(partner).partner) == text
-    with pytest.raises(ScheduleError, match="0F0 moves nothing"):
+    with refused(ScheduleError, "0F0", "no partner"):
         _ = Action(0, Kind.F, 0).partner
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        ("", "'' is not an action. An action is a stage, a kind and a microbatch"),
-        ("F0", "'F0' is not an action"),
-        ("2F", "'2F' is not an action"),
-        ("2F0 1F0", "is not an action"),
-        ("-1F0", "is not an action"),
-        ("٢F0", "is not an action"),
-        ("2F" + "9" * 5000, "is not an action"),
-        ("2X0", "no action of the kind 'X'. The kinds are F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B."),
-        ("2SENDF0", "no action of the kind 'SENDF'. Did you mean \"SEND_F\"?"),
-        ("0F0>1", "0F0 moves nothing, so it has no peer"),
-        ("3RECV_F0>0", "a SEND points to its peer with >, a RECV with <"),
-        ("0RECV_F0", "0RECV_F0 cannot have stage -1 at its other end"),
-        ("2SEND_F0>1", "a later stage"),
-        ("2SEND_B0>3", "an earlier stage"),
+        ("", ["'' is not an action", "a stage, a kind and a microbatch"]),
+        ("F0", ["'F0' is not an action"]),
+        ("2F", ["'2F' is not an action"]),
+        ("2F0 1F0", ["not an action"]),
+        ("-1F0", ["not an action"]),
+        ("٢F0", ["not an action"]),
+        ("2F" + "9" * 5000, ["not an action"]),
+        ("2X0", ["'X'", "F, I, W, B, SEND_F, RECV_F, SEND_B, RECV_B"]),
+        ("2SENDF0", ["'SENDF'", '"SEND_F"']),
+        ("0F0>1", ["0F0", "no peer"]),
+        ("3RECV_F0>0", ["SEND", ">", "RECV", "<"]),
+        ("0RECV_F0", ["0RECV_F0", "stage -1"]),
+        ("2SEND_F0>1", ["a later stage"]),
+        ("2SEND_B0>3", ["an earlier stage"]),
     ],
 )
-def test_what_is_no_action(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
+def test_what_is_no_action(text: str, parts: list[str]) -> None:
+    with refused(ScheduleError, *parts):
         Action.parse(text)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("numbers", [(-1, 0), (0, -1), (0.5, 0), ("0", 0), (True, 0), (0, None)])
 def test_stage_and_microbatch_are_numbers(numbers: tuple) -> None:
-    with pytest.raises(ScheduleError, match="count from 0"):
+    with refused(ScheduleError, "0 to 999999999", f"{numbers[0]!r} and {numbers[1]!r}"):
         Action(numbers[0], Kind.F, numbers[1])
 
 

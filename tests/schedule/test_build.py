@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Kind, build, check, names, peak_activations
 from pipegraph.schedule.recipes import compared_names
+from tests.messages import refused
 
 NAMES = (
     "gpipe",
@@ -132,17 +133,15 @@ def test_torch_has_no_other_schedules() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
-    with pytest.raises(ScheduleError) as caught:
+    with refused(ScheduleError, '"zbv"', '"zb-v"', ", ".join(NAMES), advice="zb-v"):
         build("zbv", 2, 2)
-    message = f'There is no schedule "zbv". Did you mean "zb-v"? The schedules are {", ".join(NAMES)}.'
-    assert str(caught.value) == f"{message}\nTry: zb-v."
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2", None, True])
 def test_ranks_and_microbatches_are_whole_numbers_from_one(number: object) -> None:
-    with pytest.raises(ScheduleError, match=r"ranks.\nTry: a whole number from 1 on"):
+    with refused(ScheduleError, "gpipe", f"{number!r} ranks", advice="whole number"):
         build("gpipe", number, 2)  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match=r"microbatches.\nTry: a whole number from 1 on"):
+    with refused(ScheduleError, "gpipe", f"{number!r} microbatches", advice="whole number"):
         build("gpipe", 2, number)  # type: ignore[arg-type]
 
 
@@ -153,12 +152,8 @@ def test_how_many_chunks_a_rank_holds(name: str) -> None:
     if name in ANY_CHUNKS:
         assert build(name, 2, 4, chunks=3).stages == 6
         return
-    with pytest.raises(ScheduleError) as caught:
+    with refused(ScheduleError, name, "3 chunks", f"holds {usual}", advice=f"chunks={usual}"):
         build(name, 2, 4, chunks=3)
-    message = (
-        f"{name} cannot have 3 chunks: a rank holds {usual} in it.\nTry: leave chunks out, or give chunks={usual}."
-    )
-    assert str(caught.value) == message
 
 
 def test_one_chunk_makes_the_plain_schedule() -> None:
@@ -171,63 +166,23 @@ GROUPS = "microbatches go in groups of as many as there are ranks, so their numb
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "message"),
+    ("name", "ranks", "microbatches", "advice"),
     [
-        (
-            "interleaved-1f1b",
-            4,
-            10,
-            f"10 microbatches on 4 ranks: {GROUPS}.\nTry: 8 or 12 microbatches, or 2 or 5 ranks.",
-        ),
-        ("interleaved-1f1b", 4, 3, f"3 microbatches on 4 ranks: {GROUPS}.\nTry: 4 microbatches, or 3 ranks."),
-        ("interleaved-1f1b", 3, 1, f"1 microbatch on 3 ranks: {GROUPS}.\nTry: 3 microbatches, or 1 rank."),
-        (
-            "interleaved-zb",
-            6,
-            16,
-            f"16 microbatches on 6 ranks: {GROUPS}.\nTry: 12 or 18 microbatches, or 4 or 8 ranks.",
-        ),
-        ("interleaved-zb", 5, 7, f"7 microbatches on 5 ranks: {GROUPS}.\nTry: 5 or 10 microbatches, or 1 or 7 ranks."),
-        (
-            "zb-v",
-            4,
-            6,
-            f"6 microbatches on 4 ranks: {FULL}, 2 × ranks − 1 = 7 microbatches or more.\n"
-            "Try: 7 microbatches, or 3 ranks or fewer.",
-        ),
-        (
-            "v-half",
-            2,
-            2,
-            f"2 microbatches on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more.\n"
-            "Try: 3 microbatches, or 1 rank.",
-        ),
-        (
-            "v-min",
-            2,
-            1,
-            f"1 microbatch on 2 ranks: {FULL}, 2 × ranks − 1 = 3 microbatches or more.\n"
-            "Try: 3 microbatches, or 1 rank.",
-        ),
-        (
-            "dualpipe-v",
-            3,
-            5,
-            f"5 microbatches on 3 ranks: {FULL}, 2 × ranks = 6 microbatches or more.\n"
-            "Try: 6 microbatches, or 2 ranks or fewer.",
-        ),
-        (
-            "dualpipe-v",
-            1,
-            1,
-            f"1 microbatch on 1 rank: {FULL}, 2 × ranks = 2 microbatches or more.\nTry: 2 microbatches.",
-        ),
+        ("interleaved-1f1b", 4, 10, "8 or 12 microbatches, or 2 or 5 ranks."),
+        ("interleaved-1f1b", 4, 3, "4 microbatches, or 3 ranks."),
+        ("interleaved-1f1b", 3, 1, "3 microbatches, or 1 rank."),
+        ("interleaved-zb", 6, 16, "12 or 18 microbatches, or 4 or 8 ranks."),
+        ("interleaved-zb", 5, 7, "5 or 10 microbatches, or 1 or 7 ranks."),
+        ("zb-v", 4, 6, "7 microbatches, or 3 ranks or fewer."),
+        ("v-half", 2, 2, "3 microbatches, or 1 rank."),
+        ("v-min", 2, 1, "3 microbatches, or 1 rank."),
+        ("dualpipe-v", 3, 5, "6 microbatches, or 2 ranks or fewer."),
+        ("dualpipe-v", 1, 1, "2 microbatches."),
     ],
 )
-def test_counts_that_a_schedule_cannot_take(name: str, ranks: int, microbatches: int, message: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
+def test_counts_that_a_schedule_cannot_take(name: str, ranks: int, microbatches: int, advice: str) -> None:
+    with refused(ScheduleError, name, f"{microbatches} microbatch", f"{ranks} rank", advice=advice):
         build(name, ranks, microbatches)
-    assert str(caught.value) == f"{name} cannot have {message}"
 
 
 @given(st.sampled_from((*GROUPS_OF_RANKS, *IN_A_V)), st.integers(1, 9), st.integers(1, 30))
@@ -238,9 +193,8 @@ def test_what_is_refused_and_what_is_advised_instead(name: str, ranks: int, micr
         return
     with pytest.raises(ScheduleError) as caught:
         build(name, ranks, microbatches)
-    _, _, advice = str(caught.value).partition("\nTry: ")
-    assert advice
-    of_microbatches, _, of_ranks = advice.partition(", or ")
+    assert caught.value.advice
+    of_microbatches, _, of_ranks = caught.value.advice.partition(", or ")
     for number in (int(word) for word in of_microbatches.split() if word.isdigit()):
         build(name, ranks, number)
     for number in (int(word) for word in of_ranks.split() if word.isdigit()):
@@ -250,8 +204,7 @@ def test_what_is_refused_and_what_is_advised_instead(name: str, ranks: int, micr
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_more_microbatches_than_a_step_can_have_are_refused_at_once(name: str) -> None:
     stages = 4 if name == "1f1b" else 8
-    expected = f"{name} cannot have 10,000,000 microbatches on {stages} stages: a step has 2,000,000 forwards at most."
-    with pytest.raises(ScheduleError, match=f"{expected}\nTry: {2_000_000 // stages:,} microbatches"):
+    with refused(ScheduleError, name, "10,000,000 ", f"{stages} stages", advice=f"{2_000_000 // stages:,} "):
         build(name, 4, 10**7)
 
 

@@ -26,6 +26,7 @@ from pipegraph.schedule import (
     without_transfers,
 )
 from pipegraph.schedule.recipes import trains
+from tests.messages import refused
 from tests.schedule.strategies import schedules
 from tests.torch_version import TORCH
 
@@ -153,24 +154,23 @@ def test_an_overlapped_pair_is_an_f_then_a_b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        ("0F0,0X1\n1F0\n", "csv, line 1, action 2: There is no action of the kind 'X'."),
-        ("0F0\n1F0,,what\n", "csv, line 2, action 3: 'what' is not an action."),
-        ("0F0\n0F1\n", "csv, line 2, action 1: 0F1 is of stage 0, which line 1 holds"),
-        ("0F0\n\n1F0\n", "csv, line 2: there is no action here."),
-        ("", "csv: there is no action.\nTry: a line for each rank"),
-        ("\n,,\n", "csv: there is no action."),
-        ("0F0\n2F0\n", "csv: stage 1 has no action, but stage 2 has."),
-        ("999999999F0\n", "csv: stage 0 has no action, but stage 999999999 has."),
-        ("(0F0;0F1)OVERLAP_F_B\n", "line 1, action 1: '(0F0;0F1)OVERLAP_F_B' is not an overlapped pair"),
-        ("(0F0;)OVERLAP_F_B\n", "line 1, action 1: '' is not an action"),
+        ("0F0,0X1\n1F0\n", ["line 1, action 2", "'X'"]),
+        ("0F0\n1F0,,what\n", ["line 2, action 3", "'what'"]),
+        ("0F0\n0F1\n", ["line 2, action 1", "0F1", "line 1 holds"]),
+        ("0F0\n\n1F0\n", ["line 2", "no action"]),
+        ("", ["csv: ", "no action"]),
+        ("\n,,\n", ["csv: ", "no action"]),
+        ("0F0\n2F0\n", ["stage 1", "stage 2"]),
+        ("999999999F0\n", ["stage 0", "stage 999999999"]),
+        ("(0F0;0F1)OVERLAP_F_B\n", ["line 1, action 1", "'(0F0;0F1)OVERLAP_F_B'"]),
+        ("(0F0;)OVERLAP_F_B\n", ["line 1, action 1", "'' is not an action"]),
     ],
 )
-def test_errors_name_line_and_action(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
+def test_errors_name_line_and_action(text: str, parts: list[str]) -> None:
+    with refused(ScheduleError, *parts):
         from_csv(text)
-    assert message in str(caught.value)
 
 
 @given(st.text() | st.text(alphabet='0123FBWI,;()\n"_SEND<>'))
@@ -188,29 +188,24 @@ def test_a_byte_order_mark_means_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        ("0F0,0X1\n", "mine.csv, line 1, action 2: There is no action of the kind 'X'."),
-        ("0F0,0B0\n1F0,1I0\n", "mine: 1W0 is missing on rank 1: … (mine.csv, line 2)"),
-        (
-            "0F0,,0B0\n1F0,,1B0,,1F0\n",
-            "mine: 1F0 cannot be on rank 1: it is there already. (mine.csv, line 2, action 5)",
-        ),
+        ("0F0,0X1\n", ["mine.csv, line 1, action 2", "'X'"]),
+        ("0F0,0B0\n1F0,1I0\n", ["1W0 is missing on rank 1", "(mine.csv, line 2)"]),
+        ("0F0,,0B0\n1F0,,1B0,,1F0\n", ["1F0 cannot be on rank 1", "(mine.csv, line 2, action 5)"]),
         (
             "0F0,2F0,(0F1;0B0)OVERLAP_F_B,2F1,2B0,2B1,0B1\n1F0,1F1,1B0,1B1\n",
-            "(mine.csv, line 1, action 3 and line 2, action 2)",
+            ["(mine.csv, line 1, action 3 and line 2, action 2)"],
         ),
-        ("0F1,2F1,0F0,2F0\n1F0,1F1\n", "(mine.csv, line 1, action 2 and line 2, action 1)"),
+        ("0F1,2F1,0F0,2F0\n1F0,1F1\n", ["(mine.csv, line 1, action 2 and line 2, action 1)"]),
     ],
     ids=["unknown action", "missing", "twice", "pair", "cycle"],
 )
-def test_a_file_that_is_wrong_is_named_with_line_and_action(text: str, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_wrong_is_named_with_line_and_action(text: str, parts: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(text)
-    with pytest.raises(ScheduleError) as caught:
+    with refused(ScheduleError, *parts) as caught:
         read_csv(tmp_path / "mine.csv")
-    start, _, end = message.partition("…")
-    first = str(caught.value).splitlines()[0]
-    assert start in first and end in first
+    assert parts[-1] in caught.value.problem.splitlines()[0]
 
 
 def test_a_file_is_called_by_its_name(tmp_path: Path) -> None:
@@ -219,17 +214,21 @@ def test_a_file_is_called_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "why"),
-    [("absent.csv", "No such file"), ("", "Is a directory"), ("latin.csv", "no UTF-8")],
+    ("file", "why", "advice"),
+    [
+        ("absent.csv", "No such file", "the name of a file"),
+        ("", "Is a directory", "the name of a file"),
+        ("latin.csv", "no UTF-8", "save it as UTF-8"),
+    ],
 )
-def test_a_file_that_cannot_be_read(file: str, why: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read(file: str, why: str, advice: str, tmp_path: Path) -> None:
     (tmp_path / "latin.csv").write_bytes(b"0F0,\xe9\n")
-    with pytest.raises(ScheduleError, match=f"^the schedule .* cannot be read: .*{why}"):
+    with refused(ScheduleError, str(tmp_path / file), why, advice=advice):
         read_csv(tmp_path / file)
 
 
 def test_a_field_too_large_for_csv_is_a_schedule_error() -> None:
-    with pytest.raises(ScheduleError, match="csv: this is no CSV"):
+    with refused(ScheduleError, "csv: ", "131072"):
         from_csv("0" * 200_000)
 
 
@@ -262,12 +261,12 @@ def test_collectives_stay_where_they_are_when_other_actions_go_and_come() -> Non
 
 
 def test_a_collective_that_fits_nowhere() -> None:
-    with pytest.raises(ScheduleError, match="csv, line 2, action 1: 0UNSHARD is of stage 0, which line 1 holds"):
+    with refused(ScheduleError, "line 2, action 1", "0UNSHARD", "line 1", advice="move 0UNSHARD to line 1"):
         from_csv("0F0\n0UNSHARD,1F0\n")
     schedule = build("1f1b", 2, 1)
-    with pytest.raises(ScheduleError, match="0RESHARD cannot be before 1F0, which rank 0, its own, does not have"):
+    with refused(ScheduleError, "0RESHARD", "1F0", "rank 0"):
         schedule.changed(collectives=(Collective(0, CollectiveKind.RESHARD, Action.parse("1F0")),))
-    with pytest.raises(ScheduleError, match="A collective is of one of the stages 0 to 1, not 2RESHARD"):
+    with refused(ScheduleError, "0 to 1", "2RESHARD"):
         schedule.changed(collectives=(Collective(2, CollectiveKind.RESHARD),))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Action, Kind, Schedule, build, check, from_csv, lower, to_csv
+from tests.messages import refused
 from tests.schedule.strategies import schedules
 
 
@@ -126,21 +127,21 @@ def test_the_edges_stay_with_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "parts"),
     [
-        ({"edges": [(1, 0)]}, r"\(1, 0\) is not an edge"),
-        ({"edges": [(0, 3)]}, "stages 0 to 2"),
-        ({"edges": [(0, 1)], "gradient_edges": [(1, 2)]}, r"cannot return over \(1, 2\)"),
-        ({"gradient_edges": [(0, 2)]}, r"cannot return over \(0, 2\)"),
+        ({"edges": [(1, 0)]}, ["(1, 0)", "stages 0 to 2"]),
+        ({"edges": [(0, 3)]}, ["(0, 3)", "stages 0 to 2"]),
+        ({"edges": [(0, 1)], "gradient_edges": [(1, 2)]}, ["gradient", "over (1, 2)"]),
+        ({"gradient_edges": [(0, 2)]}, ["gradient", "over (0, 2)"]),
     ],
 )
-def test_edges_that_do_not_fit(arguments: dict, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+def test_edges_that_do_not_fit(arguments: dict, parts: list[str]) -> None:
+    with refused(ScheduleError, *parts):
         lower(build("gpipe", 3, 1), **arguments)
 
 
 def test_only_a_sound_schedule_without_transfers_is_lowered() -> None:
-    with pytest.raises(ScheduleError, match="has transfers already"):
+    with refused(ScheduleError, "gpipe", "transfers", "without_transfers"):
         lower(lower(build("gpipe", 2, 1)))
-    with pytest.raises(ScheduleError, match="0B0 comes before 0F0"):
+    with refused(ScheduleError, "rank 0", "0B0", "0F0", advice="move 0B0 after 0F0"):
         lower(Schedule("wrong", (0,), 1, ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)),)))

@@ -6,6 +6,7 @@ import pytest
 
 from pipegraph.errors import ScheduleError
 from pipegraph.schedule import Action, Kind, Schedule, build, from_csv
+from tests.messages import refused
 
 F0, F1 = Action(0, Kind.F, 0), Action(1, Kind.F, 0)
 
@@ -24,31 +25,30 @@ def test_lists_become_tuples_so_that_a_schedule_can_be_hashed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "parts"),
     [
-        ({"microbatches": 0}, "1 microbatch or more, not 0"),
-        ({"microbatches": True}, "1 microbatch or more, not True"),
-        ({"placement": (0, 2)}, "The placement (0, 2) does not fit the actions of 2 ranks"),
-        ({"placement": (0, 0)}, "every rank from 0 to 1 holds one or more"),
-        ({"placement": (0, [])}, "does not fit"),
-        ({"placement": 3}, "The placement of a schedule are a sequence, not 3"),
-        ({"actions": ()}, "1 rank or more"),
-        ({"actions": ((F0,), ("1F0",))}, "of the class Action, not '1F0'"),
-        ({"actions": ((F0,), (0,))}, "of the class Action, not 0"),
-        ({"actions": (F0, F1)}, "are a sequence, not 0F0"),
-        ({"overlapped": {(F0, F1)}}, "An overlapped pair is an F and a B, not (0F0, 1F0)"),
-        ({"edges": [(1, 0)]}, "(1, 0) is not an edge"),
-        ({"edges": [(0, 2)]}, "(0, 2) is not an edge: an edge leads from one of the stages 0 to 1 to a later one"),
-        ({"edges": [0]}, "0 is not an edge"),
-        ({"edges": [], "gradient_edges": [(0, 1)]}, "A gradient cannot return over (0, 1)"),
-        ({"gradient_edges": [(0, 1)]}, "give edges too"),
+        ({"microbatches": 0}, ["1 microbatch or more", "not 0"]),
+        ({"microbatches": True}, ["1 microbatch or more", "not True"]),
+        ({"placement": (0, 2)}, ["placement (0, 2)", "2 ranks"]),
+        ({"placement": (0, 0)}, ["placement (0, 0)", "0 to 1"]),
+        ({"placement": (0, [])}, ["placement (0, [])"]),
+        ({"placement": 3}, ["placement", "sequence", "3"]),
+        ({"actions": ()}, ["1 rank or more"]),
+        ({"actions": ((F0,), ("1F0",))}, ["class Action", "'1F0'"]),
+        ({"actions": ((F0,), (0,))}, ["class Action", "not 0"]),
+        ({"actions": (F0, F1)}, ["sequence", "0F0"]),
+        ({"overlapped": {(F0, F1)}}, ["overlapped pair", "(0F0, 1F0)"]),
+        ({"edges": [(1, 0)]}, ["(1, 0) is not an edge"]),
+        ({"edges": [(0, 2)]}, ["(0, 2) is not an edge", "stages 0 to 1"]),
+        ({"edges": [0]}, ["0 is not an edge"]),
+        ({"edges": [], "gradient_edges": [(0, 1)]}, ["gradient", "over (0, 1)"]),
+        ({"gradient_edges": [(0, 1)]}, ["edges too"]),
     ],
 )
-def test_parts_that_do_not_fit(fields: dict, message: str) -> None:
+def test_parts_that_do_not_fit(fields: dict, parts: list[str]) -> None:
     arguments = {"name": "n", "placement": (0, 1), "microbatches": 1, "actions": ((F0,), (F1,))}
-    with pytest.raises(ScheduleError) as caught:
+    with refused(ScheduleError, *parts):
         Schedule(**{**arguments, **fields})
-    assert message in str(caught.value)
 
 
 def test_a_send_and_its_receive_share_a_column() -> None:

@@ -18,6 +18,7 @@ from pipegraph.schedule import (
     to_csv,
 )
 from pipegraph.schedule.order_search.search_orders import grouped_schedules
+from tests.messages import refused
 from tests.schedule.test_csv import torch_lowered
 from tests.schedule.test_residency import fewest_gathers
 from tests.torch_version import TORCH
@@ -89,5 +90,5 @@ def test_what_is_found_is_lowered_with_its_collectives() -> None:
 def test_without_resident_nothing_is_sharded() -> None:
     schedule = search(Times.equal(4, unshard=9), 2, 4, effort=0)
     assert (schedule.gathers, schedule.collectives) == ((0, 0), ())
-    with pytest.raises(ScheduleError, match="resident=0 stages cannot be whole"):
+    with refused(ScheduleError, "resident=0", "1 or more"):
         search(Times.equal(4), 2, 4, resident=0)

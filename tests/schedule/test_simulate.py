@@ -23,6 +23,7 @@ from pipegraph.schedule import (
 from pipegraph.schedule.recipes import trains
 from pipegraph.schedule.replay import UNIT as SLOTS
 from pipegraph.schedule.replay import replay
+from tests.messages import refused
 from tests.schedule.strategies import schedules
 
 UNIT = Times.equal(2)
@@ -127,27 +128,29 @@ def test_nothing_takes_time() -> None:
 
 
 def test_orders_that_cannot_run() -> None:
-    with pytest.raises(ScheduleError, match="This deadlocks"):
+    with refused(
+        ScheduleError, "at 2F0 and waits for 1F0 of rank 1", "at 1F1 and waits for 0F1 of rank 0", advice="order"
+    ):
         simulate(from_csv("0F0,2F0,0F1,2F1\n1F1,1F0\n"), Times.equal(3))
-    with pytest.raises(ScheduleError, match="0W0 comes before 0I0"):
+    with refused(ScheduleError, "rank 0", "0W0", "0I0", advice="move 0W0 after 0I0"):
         simulate(from_csv("0F0,0W0,0I0\n"), Times.equal(1))
-    with pytest.raises(ScheduleError, match="0SEND_F0 comes before 0F0"):
+    with refused(ScheduleError, "rank 0", "0SEND_F0", "0F0", advice="move 0SEND_F0 after 0F0"):
         simulate(from_csv("0SEND_F0,0F0\n1RECV_F0,1F0\n"), UNIT)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
+    ("first", "second", "parts", "advice"),
     [
-        ("0F0", "1F7", "1F7 cannot be on rank 1: there are only microbatches 0 to 1"),
-        ("0F0", "9F0", "9F0 cannot be on rank 1: there are only stages 0 to 1"),
-        ("1F0", "0F0", "1F0 cannot be on rank 0: stage 1 is placed on rank 1"),
-        ("0F0 0F1 0F0", "1F0 1F1", "0F0 cannot be on rank 0: it is there already"),
-        ("0F0 0F1", "1F0", "1F1 is missing on rank 1"),
+        ("0F0", "1F7", ["1F7 cannot be on rank 1", "microbatches 0 to 1"], "one of those"),
+        ("0F0", "9F0", ["9F0 cannot be on rank 1", "stages 0 to 1"], "more stages"),
+        ("1F0", "0F0", ["1F0 cannot be on rank 0", "stage 1", "rank 1"], "move 1F0 to rank 1"),
+        ("0F0 0F1 0F0", "1F0 1F1", ["0F0 cannot be on rank 0", "already"], "remove one"),
+        ("0F0 0F1", "1F0", ["1F1 is missing on rank 1"], "add 1F1 to rank 1"),
     ],
 )
-def test_actions_that_are_wrong_whatever_their_order(first: str, second: str, message: str) -> None:
+def test_actions_that_are_wrong_whatever_their_order(first: str, second: str, parts: list[str], advice: str) -> None:
     actions = tuple(tuple(map(Action.parse, order.split())) for order in (first, second))
-    with pytest.raises(ScheduleError, match=message):
+    with refused(ScheduleError, *parts, advice=advice):
         simulate(Schedule("wrong", (0, 1), 2, actions), UNIT)
 
 
@@ -159,33 +162,33 @@ def test_without_transfers_the_check_runs_a_schedule_as_simulate_does(schedule: 
 
 
 def test_arguments_that_do_not_fit() -> None:
-    with pytest.raises(ScheduleError, match="gpipe has 2 stages, and the times are for 3"):
+    with refused(ScheduleError, "gpipe", "2 stages", "for 3", advice="2 numbers"):
         simulate(build("gpipe", 2, 2), Times.equal(3))
-    with pytest.raises(ScheduleError, match=r"simulate\(\) takes the Times"):
+    with refused(ScheduleError, "simulate()", "Times", "1.0", advice="Times.equal(stages)"):
         simulate(build("gpipe", 2, 2), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match=r"hop has no figure for the edge \(1, 2\)"):
+    with refused(ScheduleError, "hop", "edge (1, 2)"):
         simulate(build("gpipe", 3, 2), Times.equal(3, hop={(0, 1): 1.0}))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "parts"),
     [
-        (((), (), ()), "1 stage or more"),
-        (((1, 2), (1,), (1, 2)), "forward has 2, and input_grad has 1"),
-        (((1, 2), (1, 2), (1, -2)), "weight_grad holds seconds from 0 on, and not -2"),
-        (((1, float("nan")), (1, 2), (1, 2)), "forward holds seconds from 0 on, and not nan"),
-        (((1, True), (1, 2), (1, 2)), "and not True"),
-        (((1, 10**400), (1, 2), (1, 2)), "forward holds seconds from 0 on, and not 1000"),
-        ((1.0, (1,), (1,)), "forward holds seconds, one figure per stage, and not 1.0"),
-        (("12", (1, 1), (1, 1)), "and not '12'"),
-        (((1, 2), (1, 2), (1, 2), (0.1, 0.2)), "2 stages have 1, and 2 were given"),
-        (((1, 2), (1, 2), (1, 2), "x"), "hop holds seconds from 0 on, and not 'x'"),
-        (((1, 2), (1, 2), (1, 2), 0.0, -1), "transfer holds seconds from 0 on, and not -1"),
-        (((1, 2), (1, 2), (1, 2), {"0": 1.0}), r"has \(producer stage, consumer stage\) as keys"),
+        (((), (), ()), ["1 stage or more"]),
+        (((1, 2), (1,), (1, 2)), ["forward has 2", "input_grad has 1"]),
+        (((1, 2), (1, 2), (1, -2)), ["weight_grad", "not -2"]),
+        (((1, float("nan")), (1, 2), (1, 2)), ["forward", "not nan"]),
+        (((1, True), (1, 2), (1, 2)), ["forward", "not True"]),
+        (((1, 10**400), (1, 2), (1, 2)), ["forward", "not 1000"]),
+        ((1.0, (1,), (1,)), ["forward", "per stage", "not 1.0"]),
+        (("12", (1, 1), (1, 1)), ["forward", "per stage", "not '12'"]),
+        (((1, 2), (1, 2), (1, 2), (0.1, 0.2)), ["hop", "2 stages have 1", "2 were given"]),
+        (((1, 2), (1, 2), (1, 2), "x"), ["hop", "not 'x'"]),
+        (((1, 2), (1, 2), (1, 2), 0.0, -1), ["transfer", "not -1"]),
+        (((1, 2), (1, 2), (1, 2), {"0": 1.0}), ["hop", "(0, 1)", "not '0'"]),
     ],
 )
-def test_times_that_are_none(arguments: tuple, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+def test_times_that_are_none(arguments: tuple, parts: list[str]) -> None:
+    with refused(ScheduleError, *parts):
         Times(*arguments)
 
 
@@ -195,25 +198,25 @@ def test_times_in_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "parts"),
     [
-        ("{", "These times are no JSON"),
-        ("[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("[1, 2]", "Times in JSON are an object"),
-        ('{"forward": [1], "input_grad": [1]}', 'lack "weight_grad"'),
-        ('{"forwards": [1]}', 'Times have no "forwards". Did you mean "forward"'),
-        ('{"forward": ["1"], "input_grad": [1], "weight_grad": [1]}', "forward holds seconds from 0 on, and not '1'"),
-        ('{"forward": [1], "input_grad": [1], "weight_grad": [1], "hop": {"0": 1}}', "hop by edge has"),
+        ("{", ["no JSON", "line 1 column 2"]),
+        ("[" * 5000 + "]" * 5000, ["nested too deeply"]),
+        ("[1, 2]", ["an object", '"forward"']),
+        ('{"forward": [1], "input_grad": [1]}', ['lack "weight_grad"']),
+        ('{"forwards": [1]}', ['"forwards"', '"forward"']),
+        ('{"forward": ["1"], "input_grad": [1], "weight_grad": [1]}', ["forward", "not '1'"]),
+        ('{"forward": [1], "input_grad": [1], "weight_grad": [1], "hop": {"0": 1}}', ["hop", "not '0'"]),
     ],
 )
-def test_json_that_holds_no_times(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+def test_json_that_holds_no_times(text: str, parts: list[str]) -> None:
+    with refused(ScheduleError, *parts):
         Times.from_json(text)
 
 
 @pytest.mark.parametrize("stages", [0, -1, 1.5, True])
 def test_equal_times_are_for_stages(stages: object) -> None:
-    with pytest.raises(ScheduleError, match="Times are for 1 stage or more"):
+    with refused(ScheduleError, "1 stage or more", f"not {stages}"):
         Times.equal(stages)  # type: ignore[arg-type]
 
 
