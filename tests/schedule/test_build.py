@@ -161,10 +161,6 @@ def test_one_chunk_makes_the_plain_schedule() -> None:
     assert build("interleaved-zb", 3, 6, chunks=1).actions == build("zb-h1", 3, 6).actions
 
 
-FULL = "it needs a full pipeline"
-GROUPS = "microbatches go in groups of as many as there are ranks, so their number must be a multiple of that"
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "advice"),
     [
