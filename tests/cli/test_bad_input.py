@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,27 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipegraph.codegen import package_writer
-from tests.cli.command import ROOT, Command, Result
+from tests.cli.command import CHAIN, ROOT, Command, fails
 
-CHAIN = "tests/models/chain.py"
 MODEL = """
 import torch
 from torch import nn
 
 {body}
 """
-
-
-def fails(result: Result, code: int, *texts: str) -> None:
-    """The command ended with ``code``, printed no result and no traceback, and its message says all of ``texts``."""
-    assert result.code == code, result
-    assert result.out == ""
-    # torch built for CUDA warns on a machine without: "No CUDA runtime is found".
-    said_by_torch = r"(?:W\d{4} \d\d:\d\d:.*\n)*"
-    assert re.match(rf"{said_by_torch}error: ", result.err), result.err
-    assert "Traceback" not in result.err
-    for text in texts:
-        assert text in result.err
 
 
 # A model that cannot be loaded

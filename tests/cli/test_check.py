@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command
-
-CHAIN = "tests/models/chain.py"
+from tests.cli.command import CHAIN, Command
 
 
 @pytest.fixture

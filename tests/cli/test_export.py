@@ -44,7 +44,7 @@ def test_it_says_what_it_wrote(pipegraph: Command, trained: Path, tmp_path: Path
     (tmp_path / "out/notes.txt").write_text("mine")
     files_before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     refused = pipegraph(*arguments, "--overwrite")
-    assert refused.code == 2 and "holds files that export did not write" in refused.err and "\nTry: " in refused.err
+    assert refused.code == 2 and "files that export did not write" in refused.err and "\nTry: " in refused.err
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == files_before
 
 
@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_nothing(
     monkeypatch.setattr(export, "write_tensors", full)
     done = pipegraph("export", trained / "run", trained / "package", "-o", tmp_path / "out")
     assert done.code == 2 and "OSError" not in done.err
-    assert f"{tmp_path / 'out'} cannot be written: No space left on device. The disk of {tmp_path} has" in done.err
+    assert f"{tmp_path / 'out'} cannot be written: No space left" in done.err and f"disk of {tmp_path}" in done.err
     assert "\nTry: make room there" in done.err
     assert list(tmp_path.iterdir()) == []
 

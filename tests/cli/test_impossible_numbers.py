@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.command import Command
-from tests.cli.test_bad_input import CHAIN, fails
+from tests.cli.command import CHAIN, Command, fails
 
 
 def test_the_device_of_a_split(pipegraph: Command, monkeypatch: pytest.MonkeyPatch) -> None:

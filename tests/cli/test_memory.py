@@ -44,9 +44,9 @@ def test_split_names_the_smallest_limit(pipegraph: Command, model: Path) -> None
     options = ("split", model, "--stages", 2, "--microbatches", 4, "--recompute", "none", "--dry-run")
     short = pipegraph(*options, "--memory", "1.5MiB")
     assert (short.code, short.out) == (3, "")
-    assert "No cuts fit into 1.5 MiB on each rank" in short.err
-    assert "which recompute or smaller microbatches make less" in short.err
-    assert "with 4 stages on 4 ranks it is" in short.err
+    assert "1.5 MiB on each rank" in short.err
+    assert "recompute or smaller microbatches" in short.err
+    assert "4 stages on 4 ranks" in short.err
     assert "With --recompute block" in short.err
     match = re.search(LEAST, short.err)
     assert match is not None
@@ -61,7 +61,7 @@ def test_plan_names_the_closest(pipegraph: Command, model: Path) -> None:
     options = ("plan", model, "--ranks", 2, "--schedule", "1f1b,gpipe", "--microbatches", "4,8")
     short = pipegraph(*options, "--memory", "1.5MiB")
     assert (short.code, short.out) == (3, "")
-    assert "No plan that was compared fits into 1.5 MiB on each rank. The closest is 1f1b with 2 stages" in short.err
+    assert "1.5 MiB on each rank" in short.err and "1f1b with 2 stages" in short.err
     tried = re.search(r"Try: --memory ([^ ,]+), or more ranks", short.err)
     assert tried is not None
     assert pipegraph(*options, "--memory", tried[1]).code == 0
@@ -72,7 +72,7 @@ def test_points_that_do_not_fit(pipegraph: Command, model: Path) -> None:
     options = ("split", model, "--points", "layers.3", "--dry-run")
     short = pipegraph(*options, "--memory", "2MiB")
     assert (short.code, short.out) == (3, "")
-    assert "These cuts do not fit into the memory: rank 0 needs" in short.err
+    assert "rank 0 needs" in short.err
     tried = re.search(r"Try: --memory ([^ ,]+),", short.err)
     assert tried is not None
     assert pipegraph(*options, "--memory", tried[1]).code == 0

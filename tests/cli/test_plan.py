@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import ROOT, Command
+from tests.cli.command import CHAIN, ROOT, Command
 
-CHAIN = "tests/models/chain.py"
 QUICK = ("--schedule", "1f1b,zb-v", "--microbatches", "4", "--hardware", "h100")
 
 
@@ -32,7 +31,7 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     assert manifest["plan"]["prediction"]["value"] == json.loads(file.read_text())["value"]
     mismatch = pipegraph("split", "examples/unet.py", "--plan", file, "--dry-run")
     assert (mismatch.code, mismatch.out) == (3, "")
-    assert "The plan is of a Chain, and this model is a UNet" in mismatch.err
+    assert "a Chain" in mismatch.err and "a UNet" in mismatch.err
 
 
 @pytest.mark.parametrize(("schedules", "speaks_of_others"), [("1f1b", False), ("1f1b,zb-h2", True)])
@@ -86,7 +85,7 @@ def test_a_plan_with_a_limit_is_checked(pipegraph: Command, tmp_path: Path) -> N
     file.write_text(json.dumps(PLAN | {"memory": [2**30, 2**21]}))
     done = pipegraph("split", CHAIN, "--plan", file, "--memory", "1GB", "--dry-run")
     assert (done.code, done.out) == (3, "")
-    assert "The plan needs 1.00 GiB on its fullest rank, and 953.67 MiB are there" in done.err
+    assert "1.00 GiB" in done.err and "953.67 MiB" in done.err
     assert pipegraph("split", CHAIN, "--plan", file, "--memory", "1GiB", "--dry-run").code == 0
 
 

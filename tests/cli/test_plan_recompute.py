@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.command import CHAIN, Command
 
-CHAIN = "tests/models/chain.py"
 LLAMA = "hf:tests/models/tied_llama"
 
 
@@ -61,7 +60,7 @@ def test_a_choice_for_each_stage_is_one_choice(pipegraph: Command) -> None:
     assert compared(pipegraph, "block|(none|)*2,none") == {"block (stage 0), none (stages 1 – 3)"}
     done = pipegraph("plan", CHAIN, "--ranks", 3, "--recompute", "block;none")
     assert done.code == 2
-    assert "--recompute block;none has a choice for each of 2 stages, and no plan that is compared has that" in done.err
+    assert "--recompute block;none" in done.err and "2 stages" in done.err
 
 
 @pytest.mark.parametrize(("stages", "recompute"), [(4, "block|(none|)*2,none"), (2, "block|none"), (2, "block;none")])

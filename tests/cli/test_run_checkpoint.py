@@ -95,7 +95,7 @@ def test_ranks_of_a_pipeline_that_read_different_data_are_refused(
     file.write_text(f"{MODEL.read_text()}\n\n{unseeded}")
     refused = pipegraph("run", counting, "--model", file, "--kernels", "eager", "--microbatches", 4)
     assert (refused.code, refused.out) == (2, "")
-    assert "batch 0 of data(0, 1) of counting.py is not the same on all ranks of a pipeline" in refused.err
+    assert "batch 0 of data(0, 1) of counting.py" in refused.err and "all ranks" in refused.err
 
 
 @pytest.mark.slow  # tests/runtime has ranks that fail, test_sigterm a run that saves and leaves
@@ -109,7 +109,7 @@ def test_a_rank_whose_data_fail_is_named_and_all_save(pipegraph: Command, counti
     refused = pipegraph("run", counting, *options, "--steps", 9, "--checkpoint", tmp_path / "run")
     assert refused.code == 2
     assert "data(1, 2) of counting.py: batch 2 raised OSError: the file is gone" in refused.err
-    assert "What is done is saved as step 2." in refused.err
+    assert "saved as step 2" in refused.err
     assert (tmp_path / "run/step-00000002").is_dir()
 
 
@@ -192,14 +192,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     damage("step-00000002")
     done = go_on(pipegraph, counting, saved)
     assert done.code == 0
-    assert "a checkpoint cannot be used" in done.err and "is damaged" in done.err
+    assert "step-00000002" in done.err and "damaged" in done.err
     assert done.out.startswith(f"continues from {saved / 'step-00000001'}\n")
     for name in ("step-00000001", "step-00000003"):
         damage(name)
     refused = go_on(pipegraph, counting, saved)
     assert (refused.code, refused.out) == (2, "")
     assert refused.err.startswith(f"error: the run in {saved} cannot continue: no checkpoint in {saved} is whole:")
-    assert "--checkpoint with a new folder, which begins again" in refused.err
+    assert "--checkpoint with a new folder" in refused.err
 
 
 def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Path, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Pat
     options = ["--model", file, "--kernels", "eager", "--nproc", 1, "--checkpoint", saved, "--steps", 3]
     refused = pipegraph("run", tmp_path / "other", *options)
     assert (refused.code, refused.out) == (2, "")
-    assert "the checkpoint is of another model" in refused.err
+    assert "another model" in refused.err
     assert "it lacks blocks.0.0.bias. Did you mean" in refused.err
     assert refused.err.count("Try: ") == 1
     assert mtimes == {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
@@ -222,8 +222,8 @@ def test_a_checkpoint_of_another_model_is_refused(pipegraph: Command, saved: Pat
 def test_another_precision_is_named(pipegraph: Command, counting: Path, saved: Path) -> None:
     refused = go_on(pipegraph, counting, saved, "--precision", "bf16-true")
     assert (refused.code, refused.out) == (2, "")
-    assert "the checkpoint is of this model in another dtype:" in refused.err
-    assert "embed.weight is torch.float32 there, and torch.bfloat16 in the model." in refused.err
+    assert "another dtype" in refused.err
+    assert "embed.weight is torch.float32 there, and torch.bfloat16" in refused.err
     assert refused.err.count("Try: ") == 1 and "--precision" in refused.err
 
 
@@ -246,8 +246,8 @@ def test_a_full_disk_leaves_what_was_saved(
         patched.setattr(FileSystemWriter, "write_data", full)
         done = go_on(pipegraph, counting, saved)
     assert done.code == 2
-    assert f"{saved / 'step-00000003'} was not saved: OSError: [Errno 28] No space left on device" in done.err
-    assert "with room for the whole model" in done.err
+    assert str(saved / "step-00000003") in done.err and "No space left on device" in done.err
+    assert "room for the whole model" in done.err
     assert sorted(path.name for path in saved.glob("*step*")) == ["step-00000001", "step-00000002"]
     assert go_on(pipegraph, counting, saved).code == 0
 

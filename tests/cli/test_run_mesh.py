@@ -104,9 +104,9 @@ def test_tensor_parallel_ranks_that_do_not_divide_heads_are_refused(tmp_path: Pa
     assert pipegraph("split", model, "--points", "model.layers.2", "-o", tmp_path / "llama").code == 0
     done = pipegraph("run", tmp_path / "llama", "--nproc", 8, "--tp", 4, "--kernels", "eager")
     assert done.code == 2
-    assert "stage 0 does not run with its parameters divided along tp" in done.err
+    assert "stage 0" in done.err and "along tp" in done.err
     assert "self_attn: " in done.err
-    assert "; or a tp that divides the numbers of heads, key-value heads and features." in done.err
+    assert "a tp that divides" in done.err
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_p
 def test_too_few_steps(pipegraph: Command, chain: Path, tmp_path: Path) -> None:
     done = pipegraph("run", chain, *EAGER, "--profile", tmp_path, "--steps", 1)
     assert done.code == 2
-    assert "1 step is too few: the first one warms up and is not recorded. Try: --steps 4" in " ".join(done.err.split())
+    assert "1 step is too few" in done.err and "--steps 4" in done.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,4 +104,4 @@ def test_a_folder_that_cannot_be_made_fails_before_the_training(
     (tmp_path / "file").write_text("no folder")
     done = pipegraph("run", chain, *EAGER, "--nproc", nproc, "--profile", tmp_path / "file" / "runs")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"error: no trace can be written to {tmp_path}/file/runs: Not a directory.\nTry: ")
+    assert all(part in done.err for part in (f"{tmp_path}/file/runs", "Not a directory", "\nTry: "))

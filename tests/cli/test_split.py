@@ -13,9 +13,7 @@ import pytest
 from pipegraph.codegen.expressions.operator_call import OperatorCall
 from pipegraph.codegen.syntax.expressions import FunctionCall
 from pipegraph.package import Package
-from tests.cli.command import ROOT, Command
-
-CHAIN = "tests/models/chain.py"
+from tests.cli.command import CHAIN, ROOT, Command
 
 
 def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_role_that_was_tampered_with(pipegraph: Command, tmp_path: Path) -> No
     manifest.write_text(json.dumps(tampered))
     done = pipegraph("verify", tmp_path / "out", file)
     assert done.code == 2 and "equal" not in done.out
-    assert "which pipeline.json gives whole to every microbatch" in done.err.replace("\n", " ")
+    assert "pipeline.json" in done.err and "whole" in done.err
     assert "--batch-dim mask=0" in done.err
 
 

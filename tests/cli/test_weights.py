@@ -111,7 +111,7 @@ def test_a_tensor_that_is_missing_ends_the_run(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     done = pipegraph("run", package, "--weights", tmp_path, "--kernels", "autograd", "--nproc", 1)
     assert done.code == 2
-    assert "model.safetensors.index.json lacks model.norm.weight; the nearest name there is" in done.err
+    assert "model.safetensors.index.json lacks model.norm.weight" in done.err
 
 
 def test_split_names_the_checkpoint_that_does_not_fit(pipegraph: Command, checkpoint: Path, tmp_path: Path) -> None:

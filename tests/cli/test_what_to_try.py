@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command
-from tests.cli.test_bad_input import CHAIN, fails
+from tests.cli.command import CHAIN, Command, fails
 
 BUILT = ("schedule", "1f1b", "--ranks", 2, "--microbatches", 2)
 EAGER = ("--nproc", 1, "--kernels", "eager", "--steps", 1)
