@@ -21,6 +21,8 @@ from pipegraph.runtime.checkpoint.folder import read_index
 from pipegraph.runtime.checkpoint.storage import StoredTensors
 from tests.runtime.checkpoint_models import Position, by_depth, start
 
+TIMEOUT_SECONDS = 60.0  # of a rank that has died, which is noticed long before
+
 TP_PLAN = {"layers.*.0": "colwise_gather_output", "embed": "embedding_rowwise", "head": "colwise_gather_output"}
 
 Losses = list[float | None]
@@ -146,7 +148,7 @@ def killed(rank: int, package: str, folder: str) -> str:
 
 def die_before_the_first_save(rank: int, package: str, folder: str) -> tuple[str, float]:
     """A rank is killed once all are connected. What the other one says, and after how many seconds."""
-    run = start(package, "1f1b", {"pp": 2}, timeout=60)
+    run = start(package, "1f1b", {"pp": 2}, timeout=TIMEOUT_SECONDS)
     run.pipe.prepare_save()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

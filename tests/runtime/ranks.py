@@ -23,6 +23,9 @@ _CONTEXT.set_forkserver_preload(
     ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.testing", "pipegraph.runtime.pipeline"]
 )
 
+# A failure of another rank is noticed within this time, and not at the end of a timeout.
+NO_HANG_SECONDS = 10.0
+
 
 def run(
     function: Callable[..., Any],

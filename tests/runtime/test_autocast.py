@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import pipegraph
+from tests.messages import warned
 from tests.runtime import autocast_model, ranks
 from tests.runtime import precision_models as models
 from tests.runtime.pipelines import pipeline
@@ -41,7 +42,7 @@ def test_processes_send_it(package: str) -> None:
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_a_rank_in_another_region_is_told(chosen: int, package: str) -> None:
     messages = ranks.run(autocast_model.only_on, 3, package, chosen)
-    assert all("ranks make this call in different regions of torch.autocast: " in str(message) for message in messages)
+    assert all("different regions of torch.autocast" in str(message) for message in messages)
 
 
 def test_what_cannot_run_without_memory_is_cast(package: str) -> None:
@@ -49,5 +50,5 @@ def test_what_cannot_run_without_memory_is_cast(package: str) -> None:
     first = pipe.stages[0]
     first.register_forward_hook(lambda module, args, output: output if bool(output[0].isfinite().all()) else None)
     x, target = models.batch()
-    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="stage 0 makes under autocast"):
+    with torch.autocast("cpu", torch.bfloat16), warned("stage 0", "autocast", "aten._local_scalar_dense"):
         pipe.step(x, target=target)

@@ -13,6 +13,7 @@ from pipegraph.errors import CheckpointError, RuntimeFault
 from pipegraph.runtime.checkpoint import checkpointer
 from pipegraph.runtime.checkpoint.storage import on_host
 from pipegraph.runtime.processes.group import ConnectionLost
+from tests.messages import refused, warned
 from tests.runtime import checkpoint_models as models
 from tests.runtime import checkpoint_ranks, ranks
 from tests.runtime.packages import loss, write
@@ -115,7 +116,7 @@ def test_a_rank_that_dies_before_the_first_save_is_noticed_at_once(packages: Pat
     outcome, _ = ranks.run(checkpoint_ranks.die_before_the_first_save, 2, str(packages / "2"), str(tmp_path))
     message, seconds = outcome
     assert message.startswith("RuntimeFault: ") and "rank 1 is gone" in message
-    assert seconds < 30  # the timeout is 60 seconds
+    assert seconds < checkpoint_ranks.TIMEOUT_SECONDS / 2
     assert list(tmp_path.glob("step-*")) == []
 
 
@@ -206,12 +207,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(how: str, 
     for step in (1, 2):
         run.save(tmp_path, step)
     damage(tmp_path / "step-00000002", how)
-    with pytest.warns(UserWarning, match=r"step-00000002.*step-00000001 is taken"):
+    with warned("step-00000002", "step-00000001 is taken"):
         assert run.load(tmp_path).step == 1
     damage(tmp_path / "step-00000001", how)
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint.*whole.*step-00000002.*step-00000001"):
+    with refused(CheckpointError, "no checkpoint", "step-00000002", "step-00000001", advice="restore"):
         run.load(tmp_path)
-    with pytest.raises(CheckpointError, match="step-00000002"):
+    with refused(CheckpointError, "no checkpoint", "step-00000002", advice="restore"):
         run.load(tmp_path / "step-00000002")
 
 
@@ -262,7 +263,7 @@ def test_a_rank_that_is_lost_in_the_background_is_the_cause(
     monkeypatch.setattr(checkpointer, "write", lose)
     run = models.start(packages / "1")
     run.save(tmp_path, 1, background=True)
-    with pytest.raises(RuntimeFault, match=r"rank 1 is gone .* in saving .*step-00000001") as caught:
+    with refused(RuntimeFault, "rank 1 is gone", "saving", "step-00000001") as caught:
         run.pipe.wait_for_save()
     assert caught.value.__cause__ is lost
 
@@ -271,26 +272,26 @@ def test_an_error_in_the_background_is_raised_once(packages: Path, tmp_path: Pat
     run = models.start(packages / "1")
     (tmp_path / "file").touch()
     run.save(tmp_path / "file" / "run", 1, background=True)
-    with pytest.raises(CheckpointError, match="step-00000001 was not saved"):
+    with refused(CheckpointError, "step-00000001", "NotADirectoryError", advice="a folder"):
         run.save(tmp_path, 2)
     assert run.pipe.wait_for_save() is None
     assert run.save(tmp_path, 2).is_dir()
 
 
 @pytest.mark.parametrize(
-    ("other", "options", "said"),
+    ("other", "options", "parts", "advice"),
     [
-        ({"width": 4}, {}, r"layers\.0\.0\.weight has the shape \[8, 8\] there, and \[4, 4\].*and \d+ more"),
-        ({"tied": False}, {}, "it lacks head.weight"),
-        ({}, {"parallelize_fn": bfloat}, "weight is torch.float32 there, and torch.bfloat16.*Try: the precision"),
+        ({"width": 4}, {}, ["another model", "layers.0.0.weight", "[8, 8]", "[4, 4]", "and 12 more"], "the folder"),
+        ({"tied": False}, {}, ["another model", "lacks head.weight"], "the package"),
+        ({}, {"parallelize_fn": bfloat}, ["dtype", "torch.float32 there, and torch.bfloat16"], "the precision"),
     ],
 )
 def test_the_checkpoint_of_another_model_is_refused(
-    other: dict[str, Any], options: dict[str, Any], said: str, saved: Saved, tmp_path: Path
+    other: dict[str, Any], options: dict[str, Any], parts: list[str], advice: str, saved: Saved, tmp_path: Path
 ) -> None:
     pipe = pipeline(write(models.perceptrons(2, **other), tmp_path / "other"), **options)
     original_state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    with pytest.raises(CheckpointError, match=f"(?s)of (another model|this model in another dtype).*{said}"):
+    with refused(CheckpointError, *parts, advice=advice):
         pipe.load(saved[0])
     assert all(torch.equal(original_state[name], tensor) for name, tensor in pipe.state_dict().items())
 
@@ -298,12 +299,12 @@ def test_the_checkpoint_of_another_model_is_refused(
 def test_another_optimizer_is_refused_and_none_takes_the_model_alone(packages: Path, saved: Saved) -> None:
     run = models.start(packages / "1")
     pipe, parameters = run.pipe, list(run.pipe.parameters())
-    with pytest.raises(CheckpointError, match=r"AdamW, and the optimizer is SGD"):
+    with refused(CheckpointError, "AdamW", "SGD"):
         pipe.load(saved[0], torch.optim.SGD(parameters), run.extra)
-    with pytest.raises(CheckpointError, match=r"(?s)embed\.weight.*only in that of the optimizer.*Try: "):
+    with refused(CheckpointError, "embed.weight", "only in that of the optimizer", advice="load()"):
         pipe.load(saved[0], torch.optim.AdamW(parameters), run.extra)
     fewer = [{"params": [parameter for parameter in parameters if parameter.dim() > 1]}]
-    with pytest.raises(CheckpointError, match=r"(?s)layers\.0\.0\.bias.*that of the checkpoint"):
+    with refused(CheckpointError, "layers.0.0.bias", "only in that of the checkpoint", advice="load()"):
         pipe.load(saved[0], torch.optim.AdamW(fewer), run.extra)
     assert pipe.load(saved[0]).extra["scheduler"]["last_epoch"] == 5
 
@@ -322,24 +323,24 @@ def test_a_group_of_an_optimizer_may_be_empty_on_some_ranks(
     pipe.load(tmp_path, optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == rates
     if not keeps_empty:  # groups that were one do not become several with options of their own
-        with pytest.raises(CheckpointError, match="a group of the optimizer has other parameters"):
+        with refused(CheckpointError, "group of the optimizer", "layers.4.0.bias", advice="the same groups"):
             pipe.load(tmp_path, models.by_depth(pipe, [1.0, 2.0, 3.0]))
 
 
 def test_extras_have_to_be_those_that_were_saved(packages: Path, saved: Saved, tmp_path: Path) -> None:
     run = models.start(packages / "1")
-    with pytest.raises(CheckpointError, match=r'(?s)extra has "schedulers".*state of "scheduler", and extra has none'):
+    with refused(CheckpointError, 'extra has "schedulers"', 'state of "scheduler"', advice="save()"):
         run.pipe.load(saved[0], extra={"schedulers": run.scheduler})
-    with pytest.raises(CheckpointError, match=r'"scheduler" was an object'):
+    with refused(CheckpointError, '"scheduler" was an object', advice="save()"):
         run.pipe.load(saved[0], extra={"scheduler": 3})
-    with pytest.raises(CheckpointError, match=r'(?s)extra\["path"\] cannot be saved.*Try: '):
+    with refused(CheckpointError, 'extra["path"]', advice="add_safe_globals"):
         run.pipe.save(tmp_path, step=1, extra={"path": tmp_path})
-    with pytest.raises(CheckpointError, match=r"step cannot be -1"):
+    with refused(CheckpointError, "step", "-1", advice="step=100"):
         run.pipe.save(tmp_path, step=-1)
-    with pytest.raises(CheckpointError, match=r"keep cannot be 0"):
+    with refused(CheckpointError, "keep", "0", advice="keep=3"):
         run.pipe.save(tmp_path, step=1, keep=0)
-    with pytest.raises(CheckpointError, match=r"no checkpoint"):
+    with refused(CheckpointError, str(tmp_path), "no checkpoint", advice="save()"):
         run.pipe.load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no folder"):
+    with refused(CheckpointError, str(tmp_path / "run"), "no folder", advice="save()"):
         run.pipe.load(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

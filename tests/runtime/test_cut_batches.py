@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from pipegraph.errors import BatchError, ScheduleError
 from pipegraph.schedule import build
+from tests.messages import refused
 from tests.runtime import ranks, sized_model, step_ranks
 from tests.runtime.packages import Sketch, Stage, write
 from tests.runtime.pipelines import pipeline
@@ -62,47 +63,37 @@ def test_a_list_has_as_many_items_as_there_are_microbatches(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("x", "target", "microbatches", "message"),
+    ("x", "target", "microbatches", "parts", "advice"),
     [
-        (
-            cut(X, [2, 2, 2]),
-            cut(TARGET, [2, 4]),
-            None,
-            "x is a list of 3 microbatches, and target one of 2.\nTry: lists of equal",
-        ),
-        (cut(X, [2, 2, 2]), None, 2, "x is a list of 3 microbatches, and microbatches=2 was given"),
-        ([], None, None, "x is a list of 0 microbatches"),
-        (cut(X, [2, 3, 1]), TARGET, None, r"x\[1\] has the shape \[3, 8\]; .* it is \[2, 8\]"),
-        ([X[:2], None], None, None, r"x\[1\] is missing, .*\nTry: a tensor"),
-        ([X[:2], X[2:4].double()], None, None, r"x\[1\] is float64; the plan has"),
-        ([X[:2], X[0]], None, None, r"x\[1\] has the shape \[8\]; the captured microbatch is"),
-        (
-            cut(X, [2, 2, 2]),
-            cut(TARGET, [2, 3, 1]),
-            None,
-            r"target\[1\] has 3 rows, and microbatch 1 has 2: ",
-        ),
+        (cut(X, [2, 2, 2]), cut(TARGET, [2, 4]), None, ["x is a list of 3", "target one of 2"], "equal lengths"),
+        (cut(X, [2, 2, 2]), None, 2, ["x is a list of 3", "microbatches=2"], "each microbatch"),
+        ([], None, None, ["x is a list of 0"], "each microbatch"),
+        (cut(X, [2, 3, 1]), TARGET, None, ["x[1]", "[3, 8]", "microbatch 1", "[2, 8]"], "that shape"),
+        ([X[:2], None], None, None, ["x[1] is missing"], "a tensor like x float32[2, 8]"),
+        ([X[:2], X[2:4].double()], None, None, ["x[1] is float64", "float32"], "x[1].to(torch.float32)"),
+        ([X[:2], X[0]], None, None, ["x[1]", "[8]", "[2, 8]"], "2 dimensions"),
+        (cut(X, [2, 2, 2]), cut(TARGET, [2, 3, 1]), None, ["target[1] has 3 rows", "microbatch 1 has 2"], "2 rows"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(
-    x: Any, target: Any, microbatches: int | None, message: str, tmp_path: Path
+    x: Any, target: Any, microbatches: int | None, parts: list[str], advice: str, tmp_path: Path
 ) -> None:
     pipe = pipeline(write(chain(1), tmp_path / "chain"), loss_fn=mean)
-    with pytest.raises(BatchError, match=message):
+    with refused(BatchError, *parts, advice=advice):
         pipe.step(x, target=target, microbatches=microbatches)
 
 
 def test_an_order_of_so_many_microbatches_takes_lists_of_so_many(tmp_path: Path) -> None:
     pipe = pipeline(write(chain(2), tmp_path / "chain"), build("1f1b", 2, 2), loss_fn=mean)
     assert pipe.step(cut(X[:4], [2, 2]), target=TARGET[:4]).loss is not None
-    with pytest.raises(ScheduleError, match="lists of 3 microbatches: 1f1b is an order of 2 microbatches"):
+    with refused(ScheduleError, "3 microbatches", "1f1b is an order of 2", advice="an order of 3"):
         pipe.step(cut(X, [2, 2, 2]), target=TARGET)
 
 
 def test_inputs_of_a_microbatch_have_its_length(package: str) -> None:
     pipe = pipeline(package, loss_fn=mean)
     x, bias, table = sized_model.inputs(4, 6)
-    with pytest.raises(BatchError, match=r"bias\[1\] has the shape \[6, 2, 8\]; .*x_1 5\) it is \[5, 2, 8\]"):
+    with refused(BatchError, "bias[1]", "[6, 2, 8]", "x_1 5", "[5, 2, 8]", advice="that shape"):
         pipe.step([x[:2], x[2:, :5]], cut(bias, [2, 2], 1), table, target=torch.zeros(4, 6, 3))
 
 
@@ -120,7 +111,7 @@ def test_an_input_called_target_is_another_one(tmp_path: Path) -> None:
     values = {name: ("float32", (2, 8), name == "y") for name in ("x", "target", "y")}
     stage = Stage("x, target", "y", "self.layer = nn.Linear(8, 8)", "return self.layer(x) + target")
     pipe = pipeline(write(Sketch((stage,), values, "y"), tmp_path / "named"), loss_fn=mean)
-    with pytest.raises(BatchError, match="target is a list of 3 microbatches, and target one of 2"):
+    with refused(BatchError, "target is a list of 3", "target one of 2", advice="equal lengths"):
         pipe.step(X, cut(X, [2, 2, 2]), target=cut(TARGET, [3, 3]))
     expected = pipe.step(X, X, target=TARGET, microbatches=3).loss
     assert pipe.step(X, cut(X, [2, 2, 2]), target=TARGET).loss == expected
@@ -129,8 +120,8 @@ def test_an_input_called_target_is_another_one(tmp_path: Path) -> None:
 def test_a_batch_is_checked_without_a_step(tmp_path: Path) -> None:
     pipe = pipeline(write(chain(2), tmp_path / "chain"), microbatches=3, loss_fn=mean)
     pipe.check_batch(X, target=TARGET)
-    with pytest.raises(BatchError, match="x has the shape"):
+    with refused(BatchError, "x has the shape [6, 4]", "[2, 8]", advice="that shape"):
         pipe.check_batch(X[:, :4], target=TARGET)
-    with pytest.raises(BatchError, match="target has 5 rows"):
+    with refused(BatchError, "target has 5 rows", "6", advice="6 rows"):
         pipe.check_batch(X, target=TARGET[:5])
     assert all(parameter.grad is None for parameter in pipe.parameters())

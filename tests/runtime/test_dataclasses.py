@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import pipegraph
 from pipegraph.errors import CaptureError
+from tests.messages import refused
 
 
 @dataclass
@@ -73,5 +74,5 @@ def test_a_dataclass_is_a_dict_of_its_fields(make: type[Registered], tmp_path: P
 
 
 def test_a_dataclass_that_torch_does_not_know_is_no_input() -> None:
-    with pytest.raises(CaptureError, match=r"is a Unknown, a dataclass .*\nTry: torch.export.register_dataclass"):
+    with refused(CaptureError, "Unknown", "dataclass", advice="torch.export.register_dataclass(Unknown)"):
         pipegraph.capture(Model(), (Unknown(torch.randn(4, 8)),))

@@ -21,11 +21,11 @@ from pipegraph.runtime.processes.group import ConnectionLost, Group, lost_connec
 from pipegraph.runtime.processes.rank_grid import single
 from pipegraph.runtime.processes.world import World
 from pipegraph.schedule import Schedule, build, lower
+from tests.messages import missing, refused
 from tests.runtime import rank_functions, ranks
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
 
-SECONDS = 10.0
 TIMEOUT = 8.0  # of a rank that hangs: longer than a busy machine keeps a healthy one from its work
 
 
@@ -47,7 +47,7 @@ def test_a_rank_that_raises_is_named_by_all(failing: int, in_forward: bool, keep
         assert origin in message, message
         assert_stopped(message, rank, "failed" if rank == failing else "stopped")
         assert "<-- ERROR HERE" in message or "in step() or evaluate()" in message
-        assert seconds < SECONDS
+        assert seconds < ranks.NO_HANG_SECONDS
         assert "stopped at an earlier failure" in again
         assert origin in again
 
@@ -66,7 +66,7 @@ def test_a_rank_that_is_killed_is_named_by_all(failing: int, store: str, keep: b
             assert f"rank {failing}" in message, message
             assert "is gone" in message
             assert_stopped(message, rank)
-            assert seconds < SECONDS
+            assert seconds < ranks.NO_HANG_SECONDS
             assert f"rank {failing}" in again
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_raises_at_any_action_is_named_by_all(schedule: str, tmp_pat
     for rank, (message, seconds, _) in enumerate(outcomes):
         assert origin in message, message
         assert_stopped(message, rank, "failed" if rank == failing else "stopped")
-        assert seconds < SECONDS
+        assert seconds < ranks.NO_HANG_SECONDS
 
 
 @pytest.mark.parametrize(("how", "schedule"), [("kill", "gpipe"), ("kill", "zb-h1"), ("stop", "1f1b")])
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_or_hangs_at_any_action_is_named_by_all(how: str, sched
             message, seconds, at = outcome
             assert_stopped(message, rank)
             assert f"rank {failing}" in message, (message, action, at)
-            assert seconds < SECONDS + (TIMEOUT if how == "stop" else 0)
+            assert seconds < ranks.NO_HANG_SECONDS + (TIMEOUT if how == "stop" else 0)
 
 
 @pytest.mark.slow
@@ -105,8 +105,8 @@ def test_a_rank_that_hangs_with_the_store_stops_all(tmp_path: Path) -> None:
     for rank, (message, seconds, _) in enumerate(outcomes[1:], start=1):
         assert message.startswith(f"rank {rank} stopped in stage {rank}, action "), message
         assert ", waiting for rank " in message
-        assert "the process group's store does not answer either" in message.casefold()
-        assert seconds < SECONDS + TIMEOUT
+        assert "store" in message
+        assert seconds < ranks.NO_HANG_SECONDS + TIMEOUT
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["in waiting", "in starting"])
@@ -117,7 +117,7 @@ def test_a_message_that_cannot_be_sent_ends_the_step_of_every_rank(waits: bool, 
     for rank, (message, seconds) in enumerate(outcomes):
         assert origin in message, message
         assert message.startswith(origin) if rank == 0 else not assert_stopped(message, 1)
-        assert seconds < SECONDS
+        assert seconds < ranks.NO_HANG_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_call_that_a_rank_leaves_out_is_named(call: str, named: str, tmp_path:
     message, seconds = ranks.run(rank_functions.skip_a_call, 2, folder, call, 3.0)[0]
     assert f"rank 0 waited for rank 1 in {named}: no answer" in message, message
     assert "Every rank has to make this call." in message
-    assert seconds < SECONDS + 2 * 3
+    assert seconds < ranks.NO_HANG_SECONDS + 2 * 3
 
 
 def test_a_rank_that_dies_in_a_collective_is_named_by_all(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_rank_that_dies_in_a_collective_is_named_by_all(tmp_path: Path) -> Non
         message, seconds = outcomes[rank]
         assert message.startswith(f"rank {rank} stopped in gather(): "), message
         assert message.endswith("No word from rank 1: it is gone."), message
-        assert seconds < SECONDS
+        assert seconds < ranks.NO_HANG_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -181,32 +181,26 @@ def test_a_rank_whose_weights_are_missing_stops_all_while_they_are_loading(tmp_p
 def test_ranks_with_different_schedules_are_refused(tmp_path: Path) -> None:
     messages = ranks.run(rank_functions.build, 2, str(write(chain(2), tmp_path / "chain")), ["gpipe", "1f1b"])
     for message in messages:
-        assert (
-            message
-            == 'ArgumentError: schedule is "1f1b" on rank 1, and "gpipe" on rank 0.\nTry: the same on every rank.'
+        assert not missing(
+            message, "ArgumentError", 'schedule is "1f1b" on rank 1', '"gpipe" on rank 0', "Try: the same"
         )
 
 
 def test_too_few_processes_are_refused(tmp_path: Path) -> None:
     messages = ranks.run(rank_functions.build, 2, str(write(chain(3), tmp_path / "chain")), ["1f1b"] * 2)
-    assert (
-        messages
-        == [
-            "ScheduleError: 1f1b runs the package's 3 stages on 3 ranks, and 2 processes were started. "
-            "Start 3 (--nproc-per-node 3), or run without torchrun: one process then holds all stages."
-        ]
-        * 2
-    )
+    for message in messages:
+        assert not missing(message, "ScheduleError", "3 stages on 3 ranks", "2 processes", "--nproc-per-node 3")
 
 
 def test_ranks_that_make_different_calls_or_lack_a_loss_are_told(tmp_path: Path) -> None:
     """Elsewhere gradients that a rank does not wait for are taken for those of its next step."""
     by_rank = ranks.run(rank_functions.other_calls, 2, str(write(chain(2), tmp_path / "chain")))
-    calls = "different calls: its call 2, an evaluation, on rank 0; its call 2, a step, on rank 1.\nTry: the same calls"
     for message, _ in by_rank:
-        assert calls in message
+        assert not missing(
+            message, "call 2, an evaluation, on rank 0", "call 2, a step, on rank 1", "Try: the same calls"
+        )
     first, last = (message for _, message in by_rank)
-    assert last == "1f1b has a backward, which needs a loss.\nTry: Pipeline(…, loss_fn=…)."
+    assert not missing(last, "1f1b", "loss", "Try: Pipeline(…, loss_fn=…)")
     assert first.startswith("rank 0 stopped in step() or evaluate(), waiting for rank 1: ")
     assert f"rank 1 failed: PipegraphError: {last}" in first
 
@@ -216,20 +210,20 @@ def test_a_watching_rank_stops_when_another_has_failed() -> None:
     store, closed = HashStore(), threading.Event()
     failing, watching = (FaultGuard(rank, single(2), store) for rank in range(2))
     watching.watch(closed.set)
-    failed = pytest.raises(RuntimeFault, match=r"^rank 1 stopped: rank 0 failed: ValueError: broken")
+    failed = refused(RuntimeFault, "rank 1 stopped: rank 0 failed: ValueError: broken")
     with TestCase().assertLogs() as logged, failed as raised, watching:
         _fail(failing, closed)
     assert isinstance(raised.value.__cause__, ConnectionLost)  # so that the launcher blames the other rank
     assert watching.has_failed
     assert "rank 0 failed: ValueError: broken on purpose" in "".join(logged.output)
-    with pytest.raises(RuntimeFault, match=r"at an earlier failure; make a new one\. rank 1 stopped: rank 0"), watching:
+    with refused(RuntimeFault, "earlier failure", "rank 1 stopped: rank 0"), watching:
         raise AssertionError("not reached")
 
 
 def _fail(failing: FaultGuard, noticed: threading.Event) -> None:
     with pytest.raises(ValueError, match="broken on purpose"), failing:
         raise ValueError("broken on purpose")
-    assert noticed.wait(SECONDS)
+    assert noticed.wait(ranks.NO_HANG_SECONDS)
 
 
 def test_nobody_watches_when_all_is_done() -> None:
@@ -238,7 +232,7 @@ def test_nobody_watches_when_all_is_done() -> None:
     guard.watch(guard.close)
     guard.close()
     assert not guard.has_failed
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + ranks.NO_HANG_SECONDS
     while threading.active_count() > threads:
         assert time.monotonic() < deadline
         time.sleep(0.01)

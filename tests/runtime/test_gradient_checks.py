@@ -14,6 +14,7 @@ from torch import nn
 
 from pipegraph.errors import PipegraphError
 from pipegraph.runtime.gradient_checks import ReplicatedGradientCheck
+from tests.messages import refused
 from tests.runtime import gradient_ranks, mesh_mixture, ranks
 
 
@@ -27,10 +28,19 @@ class TwoRanks(SimpleNamespace):
         return [figures, [self.factor * figure for figure in figures]]
 
 
+class OneStage(SimpleNamespace):
+    """A process with stage 0 alone."""
+
+    @property
+    def trained_flags(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self.stages[0].parameters())
+
+
 def test_each_whole_parameter_is_compared_once_when_its_gradient_says_something() -> None:
     stage, world = nn.Linear(2, 1), TwoRanks()
+    process: Any = OneStage(stages={0: stage}, numbers=SimpleNamespace(seed=0))
     of_world: Any = world
-    gradient_check = ReplicatedGradientCheck({0: stage}, of_world, seeded=True)
+    gradient_check = ReplicatedGradientCheck(process, of_world)
 
     def sent_after_step(weight: float | None, bias: float | None) -> int:
         for parameter, value in ((stage.weight, weight), (stage.bias, bias)):
@@ -47,7 +57,7 @@ def test_each_whole_parameter_is_compared_once_when_its_gradient_says_something(
     world.factor = 2.0
     assert sent_after_step(1.0, None) == 0, "all that is trained was compared"
     stage.bias.requires_grad_(True)
-    with pytest.raises(PipegraphError, match="different gradients of bias, which each of them has whole"):
+    with refused(PipegraphError, "gradients of bias", advice="replicated_with_grad_allreduce"):
         sent_after_step(1.0, 1.0)
 
 
@@ -57,10 +67,10 @@ def test_a_whole_parameter_is_compared_in_a_pipeline(tmp_path: Path) -> None:
     folder = mesh_mixture.write(tmp_path / "slopes", "slopes", 2)
     expected = {"": 0, "zeros": 1, "frozen": 1, "infinite": 1, "zeros, frozen": 1}
     cases = [*((how, gradient_ranks.PLAN) for how in expected), ("zeros, frozen", gradient_ranks.SUMMED)]
-    for *refused, trained in ranks.run(gradient_ranks.when_refused, 2, folder, cases):
-        assert [step for step, _ in refused] == [*expected.values()]
-        for _, message in refused:
-            assert re.search(r"^PipegraphError: .*different gradients of layers\.\d\.slope\.weight", message), message
+    for *outcomes, trained in ranks.run(gradient_ranks.when_refused, 2, folder, cases):
+        assert [step for step, _ in outcomes] == [*expected.values()]
+        for _, message in outcomes:
+            assert re.search(r"^PipegraphError: .*gradients of layers\.\d\.slope\.weight", message), message
             assert '"replicated_with_grad_allreduce" for layers.' in message
         assert trained == (3, "trained")
 
@@ -68,7 +78,7 @@ def test_a_whole_parameter_is_compared_in_a_pipeline(tmp_path: Path) -> None:
 def test_random_numbers_that_differ_are_named_as_the_cause(tmp_path: Path) -> None:
     folder = mesh_mixture.write(tmp_path / "dropout", "slopes and dropout", 2)
     for without, seeded in ranks.run(gradient_ranks.dropped_with_other_seeds, 2, folder):
-        assert "they draw different random numbers" in without and "Try: Pipeline(seed=0)" in without
+        assert "random numbers" in without and "Try: Pipeline(seed=0)" in without
         assert seeded == "trained"
 
 
@@ -80,7 +90,6 @@ def test_ranks_that_hold_the_same_stages_train_the_same(dimension: str, tmp_path
     folder = mesh_mixture.write(tmp_path / "slopes", "slopes", 2)
     for message in ranks.run(gradient_ranks.freeze_on_one_rank, 2, folder, dimension):
         assert re.search(
-            r"^RuntimeFault: layers\.0\.up\.weight of stage 0 requires a gradient on rank 0.* not on rank 1.*"
-            r"4 more parameters\. These ranks hold the same stages",
+            r"^RuntimeFault: layers\.0\.up\.weight of stage 0 .*rank 0.* not on rank 1.*4 more parameters",
             message,
         ), message

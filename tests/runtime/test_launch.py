@@ -18,6 +18,7 @@ from pipegraph.errors import PackageError, PipegraphError, RuntimeFault, Schedul
 from pipegraph.runtime.processes.group import ConnectionLost
 from pipegraph.runtime.processes.launch import check_processes, launch
 from pipegraph.runtime.processes.launched_rank import record_failure
+from tests.messages import refused
 
 CHILD = """
 import os, sys, time
@@ -34,6 +35,7 @@ if rank == 1:
 elif line != "pass":
     time.sleep(60)
 """
+NO_HANG_SECONDS = 50.0  # rank 0 of these would sleep for 60
 
 
 @pytest.fixture
@@ -53,23 +55,22 @@ def test_success_passes_on_what_was_said(child: Path, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "said"),
+    ("line", "kind", "parts"),
     [
-        ("fail(PackageError('torn'))", PackageError, "rank 1: torn"),
-        ("fail(RuntimeFault('rank 1, stage 1: torn'))", RuntimeFault, "rank 1, stage 1: torn"),
-        ("os._exit(7)", RuntimeFault, "rank 1: the process exited with code 7; its last words: rank 1 starts"),
-        ("os.kill(os.getpid(), 9)", RuntimeFault, "rank 1: the process was killed by SIGKILL"),
-        ("raise ValueError('torn')", RuntimeFault, "ValueError: torn"),
+        ("fail(PackageError('torn'))", PackageError, ["rank 1: torn"]),
+        ("fail(RuntimeFault('rank 1, stage 1: torn'))", RuntimeFault, ["rank 1, stage 1: torn"]),
+        ("os._exit(7)", RuntimeFault, ["rank 1", "code 7", "rank 1 starts"]),
+        ("os.kill(os.getpid(), 9)", RuntimeFault, ["rank 1", "SIGKILL"]),
+        ("raise ValueError('torn')", RuntimeFault, ["rank 1", "ValueError: torn"]),
     ],
 )
 def test_failure_is_raised_as_the_child_raised_it(
-    child: Path, line: str, kind: type[PipegraphError], said: str, capfd: pytest.CaptureFixture[str]
+    child: Path, line: str, kind: type[PipegraphError], parts: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     start = time.monotonic()
-    with pytest.raises(kind, match=said) as caught:
+    with refused(kind, *parts):
         launch([str(child), line], 2)
-    assert type(caught.value) is kind
-    assert time.monotonic() - start < 50  # rank 0 would sleep for 60
+    assert time.monotonic() - start < NO_HANG_SECONDS
     assert capfd.readouterr() == ("", "")
 
 
@@ -94,7 +95,7 @@ os._exit(7)
 def test_the_rank_that_failed_first_is_named_though_it_ends_last(tmp_path: Path) -> None:
     file = tmp_path / "late.py"
     file.write_text(LATE)
-    with pytest.raises(RuntimeFault, match="rank 1: the process exited with code 7"):
+    with refused(RuntimeFault, "rank 1", "code 7"):
         launch([str(file), str(tmp_path / "recorded")], 2)
 
 
@@ -128,7 +129,7 @@ def test_a_rank_that_is_stopped_before_the_ranks_meet_is_named(tmp_path: Path, m
     monkeypatch.setattr("pipegraph.runtime.processes.launch._STOP_SECONDS", 0.5)
     file = tmp_path / "stopped.py"
     file.write_text(STOPPED)
-    with pytest.raises(RuntimeFault, match=r"^rank 1 did not come within 1 s, and rank 0 has waited"):
+    with refused(RuntimeFault, "rank 1 did not come", "1 s", "rank 0", advice="timeout"):
         launch([str(file)], 2)
 
 
@@ -141,7 +142,7 @@ def test_a_rank_that_is_stopped_after_the_others_have_ended_is_named(
     (tmp_path / "temporary").mkdir()
     file = tmp_path / "ended.py"
     file.write_text(f"import os, time\nif os.environ['RANK'] == '1':\n    {line}\n")
-    with pytest.raises(RuntimeFault, match=r"^rank 1 did not end within 1 s of the first rank that did"):
+    with refused(RuntimeFault, "rank 1 did not end", "1 s", advice="timeout"):
         launch([str(file)], 3, timeout=1.0)
     assert _running(file) == 0
     assert list((tmp_path / "temporary").iterdir()) == []
@@ -193,7 +194,7 @@ def test_what_a_killed_rank_leaves_is_removed(child: Path, tmp_path: Path, monke
         "import tempfile; from pipegraph.runtime.processes.launched_rank import scratch_folder; "
         "print(tempfile.mkdtemp(dir=scratch_folder()), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     )
-    with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
+    with refused(RuntimeFault, "rank 1", "SIGKILL", "/temporary/", advice="memory"):
         launch([str(child), line], 2)
     assert list((tmp_path / "temporary").iterdir()) == []
 
@@ -202,7 +203,7 @@ def test_what_a_killed_rank_has_started_ends(child: Path, tmp_path: Path) -> Non
     started = tmp_path / "started.py"
     started.write_text("import time; time.sleep(100)")
     line = f"import subprocess; subprocess.Popen([sys.executable, {str(started)!r}]); os.kill(os.getpid(), 9)"
-    with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL"):
+    with refused(RuntimeFault, "rank 1", "SIGKILL", advice="memory"):
         launch([str(child), line], 2)
     _wait_until(lambda: _running(started) == 0, 5)
 
@@ -213,7 +214,7 @@ def test_a_rank_that_fails_ends_what_it_has_started(child: Path) -> None:
         "started = subprocess.Popen(['sleep', '100']); stop_own_children(); "
         "fail(RuntimeFault(f'rank 1: it ended with {started.wait(5)}'))"
     )
-    with pytest.raises(RuntimeFault, match=r"rank 1: it ended with -15"):
+    with refused(RuntimeFault, "rank 1", "-15"):
         launch([str(child), line], 2)
 
 
@@ -240,7 +241,7 @@ def test_temporary_files_of_a_rank_are_removed_with_it(
         "import tempfile; from pipegraph.runtime.processes.launched_rank import use_scratch_folder; "
         "use_scratch_folder(); print(tempfile.mkdtemp(), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
     )
-    with pytest.raises(RuntimeFault, match=r"rank 1: the process was killed by SIGKILL; .*/temporary/"):
+    with refused(RuntimeFault, "rank 1", "SIGKILL", "/temporary/", advice="memory"):
         launch([str(child), line], 2)
     (cache_folder,) = temporary.iterdir()
     assert cache_folder.name.startswith("torchinductor_")  # Inductor's cache, which the next process uses
@@ -267,9 +268,9 @@ def test_processes_that_can_run_a_schedule() -> None:
     built = schedule.build("1f1b", 4, 8)
     check_processes(built, 1)
     check_processes(built, 4)
-    with pytest.raises(ScheduleError, match=r"(?s)3 processes cannot run 4 stages under 1f1b.*Try: --nproc 4"):
+    with refused(ScheduleError, "3 processes", "4 stages", "1f1b", advice="--nproc 4"):
         check_processes(built, 3)
-    with pytest.raises(ScheduleError, match=r"(?s)4 processes, or 1 that runs all stages.*--nproc-per-node 4"):
+    with refused(ScheduleError, "1 process", "4 stages", "1f1b", advice="--nproc-per-node 4"):
         check_processes(built, 1, launched=True)
 
 

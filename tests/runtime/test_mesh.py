@@ -58,7 +58,7 @@ def test_a_rank_that_fails_stops_all_pipelines_and_is_named_by_its_place(how: st
     outcomes = ranks.run(meshes.fail, 4, folder, shape, 1, how, {"kernels": "autograd"})
     for message, seconds in outcomes:
         assert re.search(rf"rank 1 \(pp 0, dp_replicate 1\) failed.*{error}|^{error}", message), message
-        assert seconds < 10
+        assert seconds < ranks.NO_HANG_SECONDS
 
 
 def assert_refused(path: Path, stages: int, count: int, attempt: str, cases: list[tuple[Any, str]]) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_that_fails_wakes_those_that_wait_in_a_collective_of_a_stage(tmp_
     options = {"tp_plan": meshes.TP_PLAN, "kernels": "autograd"}
     for message, seconds in ranks.run(meshes.fail, 4, folder, shape, 3, "action", options):
         assert "rank 3 (pp 1, tp 1) failed" in message and "ValueError: broken on purpose" in message
-        assert seconds < 10
+        assert seconds < ranks.NO_HANG_SECONDS
 
 
 def test_fully_sharded(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_a_rank_that_fails_wakes_those_that_wait_for_its_parameters(tmp_path: Pa
     folder, shape = str(write(meshes.perceptrons(2), tmp_path / "perceptrons")), {"pp": 2, "dp_shard": 2}
     for message, seconds in ranks.run(meshes.fail, 4, folder, shape, 2, "action", {"kernels": "autograd"}):
         assert "rank 2 (pp 1, dp_shard 0) failed" in message and "ValueError: broken on purpose" in message
-        assert seconds < 10
+        assert seconds < ranks.NO_HANG_SECONDS
 
 
 ORDERS = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipegraph.errors import ArgumentError, RuntimeFault
+from tests.messages import refused
 from tests.runtime import ranks, sized_model, step_ranks
 from tests.runtime.packages import write
 from tests.runtime.pipelines import pipeline
@@ -60,22 +61,22 @@ def test_a_loss_without_metrics_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
 @pytest.mark.parametrize(
-    ("metrics", "message"),
+    ("metrics", "parts", "advice"),
     [
-        ([1], r"\(loss, metrics\) with a list for metrics"),
-        ({"accuracy": 0.5}, "the metric 'accuracy' as a float; a number in Python would not change"),
-        ({"hits": torch.ones(3)}, r"the metric 'hits' as a tensor of shape \[3\]; (.|\n)*\nTry: take its mean"),
-        ({1: torch.ones(())}, r"a metric under the name 1.\n(.|\n)*Try: a text"),
-        (None, "a tuple of 3 items"),
+        ([1], ["a list for metrics"], "a dict of tensors"),
+        ({"accuracy": 0.5}, ["'accuracy'", "float"], "without .item()"),
+        ({"hits": torch.ones(3)}, ["'hits'", "shape [3]"], "mean"),
+        ({1: torch.ones(())}, ["name 1"], "'1'"),
+        (None, ["a tuple of 3 items"], "(loss, metrics)"),
     ],
 )
 def test_what_is_no_metric_is_refused_where_it_is_returned(
-    metrics: Any, message: str, kernels: str, tmp_path: Path
+    metrics: Any, parts: list[str], advice: str, kernels: str, tmp_path: Path
 ) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         return (output.mean(), 1, 2) if metrics is None else (output.mean(), metrics)
 
-    with pytest.raises(RuntimeFault, match=f"rank 1 failed in stage 1, action 1F0, microbatch 0: .*{message}"):
+    with refused(RuntimeFault, "rank 1 failed in stage 1, action 1F0, microbatch 0", *parts, advice=advice):
         step(write(chain(2), tmp_path / "chain"), loss_fn, kernels)
 
 
@@ -85,7 +86,7 @@ def test_names_of_metrics_do_not_change_between_microbatches(tmp_path: Path) -> 
     def loss_fn(output: Tensor, target: Tensor) -> Any:
         return output.mean(), {} if next(numbers) == 2 else {"a": output.sum()}
 
-    with pytest.raises(RuntimeFault, match=r"action 0F2, .*: loss_fn returned no metrics for microbatch 2, and t"):
+    with refused(RuntimeFault, "action 0F2", "no metrics for microbatch 2", "a for microbatch 0", advice="nan"):
         step(write(chain(1), tmp_path / "chain"), loss_fn, "autograd", microbatches=4, loss_over="microbatch")
 
 
@@ -106,7 +107,7 @@ def test_a_metric_is_what_it_was_when_its_microbatch_ran(tmp_path: Path) -> None
 )
 def test_a_loss_that_lacks_its_target_says_so(loss_fn: Any, kernels: str, tmp_path: Path) -> None:
     pipe = pipeline(write(chain(1), tmp_path / "chain"), kernels=kernels, loss_fn=loss_fn)
-    with pytest.raises(RuntimeFault, match=r"loss_fn\(output, None\) raised .*\nThe call was given no target"):
+    with refused(RuntimeFault, "loss_fn(output, None)", "no target", advice="target=…"):
         pipe.step(torch.ones(2, 8))
 
 
@@ -120,5 +121,5 @@ def test_a_sum_over_ranks(package: str) -> None:
 
 
 def test_another_reduction_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"loss_reduction cannot be 'none'.\nTry: \"mean\" if"):
+    with refused(ArgumentError, "loss_reduction", "'none'", advice='"mean"'):
         pipeline(tmp_path, loss_reduction="none")

@@ -17,6 +17,7 @@ from pipegraph.errors import BatchError
 from pipegraph.runtime.batch import cut_target, placed
 from pipegraph.runtime.microbatches import join_outputs
 from pipegraph.runtime.pipeline import Pipeline
+from tests.messages import refused
 from tests.runtime.packages import Sketch, Stage, loss, write
 from tests.runtime.pipelines import pipeline
 
@@ -51,58 +52,45 @@ def test_arguments_may_go_by_position_or_by_name(pipe: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "message"),
+    ("args", "kwargs", "parts", "advice"),
     [
-        ((X[:5], Y), {}, "5 rows for 2 microbatches. The captured microbatch is 4 rows.\nTry: 8 rows, or 4 rows with"),
-        (
-            (X[:4], Y),
-            {},
-            "4 rows for 2 microbatches. The captured microbatch is 4 rows.\nTry: 8 rows, or microbatches=1",
-        ),
-        ((X[:2], Y), {}, "2 rows for 2 microbatches. The captured microbatch is 4 rows.\nTry: 8 rows, or 4 rows with"),
-        (
-            (X, Y[:, :2]),
-            {},
-            r"y has the shape \[8, 2\]; the captured microbatch is \[4, 3\], and 2 of them make \[8, 3\]",
-        ),
-        ((X.double(), Y), {}, r"x is float64; the plan has x float32\[4, 3\].\nTry: x.to\(torch.float32\)"),
-        ((X,), {}, r"y is missing, .*\nTry: a tensor like y float32\[4, 3\]"),
-        ((X, "y"), {}, "y is 'y', and the model takes a tensor"),
-        (
-            (X, Y, SCALE),
-            {},
-            r"3 positional arguments were passed; the model was captured with \(x, y, scale=, cached=, nothing=",
-        ),
-        ((X, Y), {"scales": SCALE}, "there is no argument 'scales'; .* Did you mean \"scale\""),
-        ((X, Y), {"x": X}, "x was passed twice"),
-        ((X.to_sparse(), Y), {}, r"x is a sparse tensor.*\nTry: x.to_dense\(\)"),
-        (
-            (torch.nested.nested_tensor([X], layout=torch.jagged), Y),
-            {},
-            r"x is a nested tensor.*\nTry: x.to_padded_tensor",
-        ),
-        ((X.to("meta"), Y), {}, "x is on the device meta"),
-        ((X, Y), {"cached": True}, "cached is True; it was False when the model was captured"),
-        ((X, Y), {"nothing": 3}, "nothing is 3; it was None when the model was captured"),
-        ((X, Y), {"scale": torch.ones(2)}, r"scale has the shape \[2\]; the captured microbatch is scale float32\[\]"),
+        ((X[:5], Y), {}, ["5 rows for 2 microbatches", "4 rows"], "8 rows, or 4 rows with microbatches=1"),
+        ((X[:4], Y), {}, ["4 rows for 2 microbatches", "is 4 rows"], "8 rows, or microbatches=1"),
+        ((X[:2], Y), {}, ["2 rows for 2 microbatches", "4 rows"], "8 rows, or 4 rows with microbatches=1"),
+        ((X, Y[:, :2]), {}, ["y has the shape [8, 2]", "[4, 3]", "[8, 3]"], "that shape"),
+        ((X.double(), Y), {}, ["x is float64", "x float32[4, 3]"], "x.to(torch.float32)"),
+        ((X,), {}, ["y is missing"], "a tensor like y float32[4, 3]"),
+        ((X, "y"), {}, ["y is 'y'", "tensor"], "a tensor like y float32[4, 3]"),
+        ((X, Y, SCALE), {}, ["3 positional", "(x, y, scale=, cached=, nothing=)"], "2 of them"),
+        ((X, Y), {"scales": SCALE}, ["'scales'", '"scale"'], "scale"),
+        ((X, Y), {"x": X}, ["x was passed twice"], "one of the two"),
+        ((X.to_sparse(), Y), {}, ["x is a sparse tensor"], "x.to_dense()"),
+        ((torch.nested.nested_tensor([X], layout=torch.jagged), Y), {}, ["x is a nested tensor"], "x.to_padded_tensor"),
+        ((X.to("meta"), Y), {}, ["x is", "meta"], "a CPU or a GPU"),
+        ((X, Y), {"cached": True}, ["cached is True", "False"], "False, or capture"),
+        ((X, Y), {"nothing": 3}, ["nothing is 3", "None"], "None, or capture"),
+        ((X, Y), {"scale": torch.ones(2)}, ["scale has the shape [2]", "scale float32[]"], "0 dimensions"),
     ],
 )
 def test_what_the_package_was_not_made_for_is_refused(
-    args: tuple[Any, ...], kwargs: dict[str, Any], message: str, pipe: Pipeline
+    args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[str], advice: str, pipe: Pipeline
 ) -> None:
-    with pytest.raises(BatchError, match=message):
+    with refused(BatchError, *parts, advice=advice):
         pipe.step(*args, target=torch.zeros(8), **({"scale": SCALE} | kwargs))
     pipe.step(X, Y, target=torch.zeros(8), scale=SCALE)  # nothing was sent, so nothing is broken
 
 
 def test_a_target_that_does_not_divide_is_refused(pipe: Pipeline) -> None:
-    with pytest.raises(BatchError, match=r"target\[1\] has 7 rows, and the batch has 8: .*\nTry: a target with 8 rows"):
+    with refused(BatchError, "target[1] has 7 rows", "8", advice="8 rows"):
         pipe.step(X, Y, scale=SCALE, target=(torch.zeros(8), torch.zeros(7)))
 
 
 def test_a_target_without_numbers_is_refused(pipe: Pipeline) -> None:
-    for target, message in ((torch.zeros(8, device="meta"), "meta"), (torch.zeros(8).to_sparse(), "sparse")):
-        with pytest.raises(BatchError, match=f"target is .*{message}"):
+    for target, problem, advice in (
+        (torch.zeros(8, device="meta"), "meta", "a CPU or a GPU"),
+        (torch.zeros(8).to_sparse(), "sparse", "target.to_dense()"),
+    ):
+        with refused(BatchError, "target", problem, advice=advice):
             pipe.step(X, Y, scale=SCALE, target=target)
 
 
@@ -114,11 +102,11 @@ def test_nested_arguments(tmp_path: Path) -> None:
     nested_pipe = pipeline(folder, microbatches=2, loss_fn=loss)
     expected = pipe.eval(X, Y, scale=SCALE)
     assert torch.equal(nested_pipe.eval({"pair": (X, Y)}, None, scale=SCALE), expected)
-    with pytest.raises(BatchError, match=r"argument 0\['pair'\] is 1 items; it had 2 items"):
+    with refused(BatchError, "argument 0['pair'] is 1 items", "2 items", advice="number of items"):
         nested_pipe.evaluate({"pair": (X,)}, None, scale=SCALE)
-    with pytest.raises(BatchError, match=r"argument 0 is \['other'\]; it was a dict of \['pair'\]"):
+    with refused(BatchError, "argument 0 is ['other']", "['pair']", advice="such a dict"):
         nested_pipe.evaluate({"other": (X, Y)}, None, scale=SCALE)
-    with pytest.raises(BatchError, match="argument 1 was None when the model was captured"):
+    with refused(BatchError, "argument 1 was None", advice="capture the model with it"):
         nested_pipe.evaluate({"pair": (X, Y)}, X, scale=SCALE)
 
 
@@ -170,15 +158,13 @@ def test_a_target_keeps_the_classes_of_its_containers() -> None:
 @pytest.mark.parametrize("make", [Record, Slotted, lambda tensor: {tensor}])
 def test_a_target_that_hides_tensors_is_refused(make: Any) -> None:
     """They would not be cut, and every microbatch would be compared with all of them."""
-    with pytest.raises(
-        BatchError, match=r"target\['a'\] is a \w+ that holds tensors, which cannot be cut.\nTry: a dict"
-    ):
+    with refused(BatchError, "target['a']", "holds tensors", advice="a dict"):
         cut_target({"a": make(torch.zeros(4))}, 2, None, {4: [2, 2]})
 
 
 def test_a_target_of_other_rows_than_the_batch_is_refused(pipe: Pipeline) -> None:
     """A loss would broadcast it, in silence or with a warning."""
-    with pytest.raises(BatchError, match=r"target has 2 rows, and the batch has 8: .*\nTry: a target with 8 rows"):
+    with refused(BatchError, "target has 2 rows", "8", advice="8 rows"):
         pipe.step(X, Y, scale=SCALE, target=torch.zeros(2))
 
 

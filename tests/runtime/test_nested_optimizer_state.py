@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from pipegraph import Pipeline
 from pipegraph.errors import CheckpointError
+from tests.messages import refused
 from tests.runtime import optimizers, ranks
 from tests.runtime.packages import loss, write
 from tests.runtime.sketches import chain
@@ -98,7 +99,7 @@ def test_the_state_of_all_parameters_of_a_rank_is_not_read_for_others(package: P
     pipe = start(package)
     optimizer = torch.optim.LBFGS(list(pipe.parameters()), max_iter=1)
     initial_parameters = [parameter.clone() for parameter in pipe.parameters()]
-    with pytest.raises(CheckpointError, match=r"LBFGS keeps one state for all parameters .*\nTry: "):
+    with refused(CheckpointError, "LBFGS", "layer0.weight", "layer1.weight", advice="number of ranks"):
         pipe.load(tmp_path, optimizer)
     assert_close(list(pipe.parameters()), initial_parameters, rtol=0, atol=0)
     pipe.load(tmp_path)
@@ -114,6 +115,6 @@ def test_what_is_neither_a_tensor_nor_plain_is_refused(package: Path, tmp_path: 
     pipe = start(package)
     optimizer = Odd(pipe.parameters(), lr=0.1)
     train(pipe, optimizer, 1)
-    with pytest.raises(CheckpointError, match=r"the optimizer's odd of .* is or holds a object: .*\nTry: "):
+    with refused(CheckpointError, "odd of layer0.weight", "object", advice="an optimizer"):
         pipe.save(tmp_path, optimizer, step=1)
     assert not any(tmp_path.iterdir())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import pipegraph
 from pipegraph.errors import BatchError, RuntimeFault
+from tests.messages import refused
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,10 +48,10 @@ def test_the_mean_over_labels_that_count_is_refused(package: tuple[Any, pipegrap
     model, written = package
     batch = inputs(6, 4)
     pipe = pipegraph.Pipeline(written, "1f1b", 3, loss_fn=own_loss, kernels="eager")
-    with pytest.raises(BatchError, match="loss_weight="):
+    with refused(BatchError, "loss_fn", "mean over rows", advice="loss_weight="):
         pipe.step(**batch)
     pipe = pipegraph.Pipeline(written, "gpipe", 3, loss_fn=own_loss, loss_over="batch", kernels="eager")
-    with pytest.raises(RuntimeFault, match="loss_fn of the outputs"):
+    with refused(RuntimeFault, "action 1F2", 'loss_over="batch"', "loss", advice="loss_fn of the outputs"):
         pipe.step(**batch)
     pipe = pipegraph.Pipeline(written, "1f1b", 1, loss_fn=own_loss, kernels="eager")
     torch.testing.assert_close(pipe.step(**batch).loss, model(**batch).loss.detach())

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from pipegraph import Pipeline
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import split
+from tests.messages import missing
 from tests.runtime import agreement_ranks, ranks
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
@@ -49,14 +50,14 @@ def test_ranks_with_another_package_are_named(change: Callable[[Path], None], fi
     """Also where only a stage of other ranks differs."""
     messages = ranks.run(agreement_ranks.message, 2, folders(tmp_path, 2, change, 0), ("pp",))
     assert messages[0] == messages[1]
-    assert messages[0].startswith(f"PackageError: rank 1 would run another package than rank 0: {file} differs.\nTry: ")
+    assert not missing(messages[0], "PackageError", "rank 1", "rank 0", str(file), "\nTry: ")
 
 
 def test_replicas_with_another_package_are_named(tmp_path: Path) -> None:
     copies = folders(tmp_path, 4, edit_source, 2)
     messages = ranks.run(agreement_ranks.message, 4, copies, ("pp", "dp_replicate"))
     assert {*messages} == {messages[0]}
-    assert messages[0].startswith("PackageError: rank 2 (pp 1, dp_replicate 0) would run another package than rank 0 ")
+    assert not missing(messages[0], "PackageError", "rank 2 (pp 1, dp_replicate 0)", "rank 0 ")
 
 
 def change_a_weight(folder: Path) -> None:
@@ -73,8 +74,7 @@ def test_ranks_that_start_from_other_weights_are_named(mesh: str, tmp_path: Path
     copies = folders(tmp_path, 2, change_a_weight, 1)
     messages = ranks.run(agreement_ranks.message, 2, copies, (mesh,))
     assert {*messages} == {messages[0]}
-    assert messages[0].startswith("ArgumentError: the checksum of the weights of stage 1 is ")
-    assert "weight:" in messages[0] and "\nTry: the same on every rank" in messages[0]
+    assert not missing(messages[0], "ArgumentError", "weights of stage 1", "weight:", "\nTry: the same on every rank")
 
 
 def test_weights_of_stages_that_no_other_rank_holds_may_differ(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_checkpoints_of_replicas_may_not_differ(tmp_path: Path) -> None:
     file = checkpoints[1] / "stage-00001-of-00002.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     messages = ranks.run(agreement_ranks.message, 2, [str(package)] * 2, ("dp_replicate",), list(map(str, checkpoints)))
-    assert messages[0].startswith("ArgumentError: the checksum of the weights of stage 1 is ")
+    assert not missing(messages[0], "ArgumentError", "weights of stage 1")
 
 
 def test_other_uses_of_a_package_compare_it_too(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pipegraph.errors import PackageError, PipegraphError, RuntimeFault
 from pipegraph.package import MANIFEST, Package
 from pipegraph.runtime.gradients import clip_grad_norm
 from pipegraph.runtime.pipeline import Pipeline
+from tests.messages import refused, warned
 from tests.runtime import rank_functions, ranks
 from tests.runtime.packages import Reference, batch, loss, write
 from tests.runtime.pipelines import pipeline
@@ -41,9 +41,7 @@ def test_a_frozen_parameter_stays_frozen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernels", ["autograd", "eager"])
 def test_a_parameter_that_lost_its_gradient_is_an_error(kernels: str, tmp_path: Path) -> None:
     pipe, inputs = _without_gradient(write(chain(2), tmp_path / "chain"), kernels)
-    with pytest.raises(
-        PipegraphError, match=r"^layer1\.bias of stage 1 got no gradient in this step, and the model gives"
-    ):
+    with refused(PipegraphError, "layer1.bias of stage 1", "no gradient", advice="requires_grad_(False)"):
         pipe.step(inputs, target=torch.zeros(len(inputs)))
 
 
@@ -52,12 +50,9 @@ def test_a_parameter_that_the_model_does_not_train_is_told_once(tmp_path: Path) 
     first, last = package.manifest.stages
     stages = first, structs.replace(last, untrained=("layer1.bias",))
     pipe, inputs = _without_gradient(replace(package, manifest=structs.replace(package.manifest, stages=stages)))
-    with pytest.warns(UserWarning, match=r"^layer1\.bias \(stage 1\) got no gradient in a step, as in the model"):
+    with warned("layer1.bias (stage 1)", "no gradient"):
         pipe.step(inputs, target=torch.zeros(len(inputs)))
     pipe.step(inputs, target=torch.zeros(len(inputs)))
-
-
-FROZEN_MESSAGE = r"^no parameter of any stage requires a gradient.*\nTry: requires_grad_\(\).*pipe\.evaluate"
 
 
 @pytest.mark.parametrize("kernels", ["autograd", "eager"])
@@ -66,7 +61,7 @@ def test_a_step_that_would_train_nothing_is_refused(kernels: str, tmp_path: Path
     inputs, target = torch.ones(4, 8), torch.zeros(4)
     for stage in pipe.stages.values():
         stage.requires_grad_(False)
-    with pytest.raises(PipegraphError, match=FROZEN_MESSAGE):
+    with refused(PipegraphError, "no parameter", "gradient", advice="pipe.evaluate("):
         pipe.step(inputs, target=target)
     pipe.stages[0].requires_grad_()
     pipe.step(inputs, target=target)
@@ -85,7 +80,10 @@ def test_a_loss_may_be_all_that_is_trained(tmp_path: Path) -> None:
 
 def test_ranks_refuse_together_a_step_that_would_train_nothing(tmp_path: Path) -> None:
     by_rank = ranks.run(rank_functions.frozen_steps, 2, str(write(chain(2), tmp_path / "chain")))
-    assert all(re.search(FROZEN_MESSAGE, message) and message.count("Try:") == 1 for message, _ in by_rank)
+    for message, _ in by_rank:
+        with refused(PipegraphError, "no parameter", "gradient", advice="pipe.evaluate("):
+            raise PipegraphError(message)
+        assert message.count("Try:") == 1
     assert [trained for _, trained in by_rank] == [[], ["layer1.weight", "layer1.bias"]]
 
 
@@ -101,7 +99,7 @@ def _without_gradient(package: Package | Path, kernels: str = "autograd") -> tup
 def test_thawing_what_the_package_has_frozen_is_refused(tmp_path: Path) -> None:
     pipe = pipeline(write(frozen(), tmp_path / "frozen"), loss_fn=loss)
     pipe.stages[0].requires_grad_(True)
-    with pytest.raises(RuntimeFault, match=r"needs a gradient, and pipeline.json says that none comes back"):
+    with refused(RuntimeFault, "stage 0", "output 0", "requires_grad false", advice="freeze"):
         pipe.step(torch.ones(2, 8), target=torch.zeros(2))
 
 
@@ -121,18 +119,18 @@ def test_a_state_dict_may_hold_a_tied_weight_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "parts"),
     [
-        ({"layer3.weight": torch.zeros(8, 8)}, r'holds layer3.weight, .* Did you mean "layer[01].weight"\?'),
-        ({"layer1.weight": None}, "lacks layer1.weight, of stage 1"),
-        ({"layer1.weight": torch.zeros(3, 8)}, r"does not fit stage 1: [\s\S]*layer1.weight"),
+        ({"layer3.weight": torch.zeros(8, 8)}, ["holds layer3.weight", 'Did you mean "layer']),
+        ({"layer1.weight": None}, ["lacks layer1.weight", "stage 1"]),
+        ({"layer1.weight": torch.zeros(3, 8)}, ["stage 1", "layer1.weight", "[3, 8]", "[8, 8]"]),
     ],
     ids=["unknown", "missing", "shape"],
 )
-def test_a_state_dict_that_does_not_fit_is_refused(change: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused(change: dict[str, Tensor], parts: list[str], tmp_path: Path) -> None:
     pipe = pipeline(write(chain(2), tmp_path / "chain"), loss_fn=loss)
     state = {name: tensor for name, tensor in (pipe.state_dict() | change).items() if tensor is not None}
-    with pytest.raises(PackageError, match=message):
+    with refused(PackageError, *parts):
         pipe.load_state_dict(state)
 
 
@@ -167,7 +165,7 @@ def test_a_stage_whose_parameters_are_not_the_manifests_is_refused(tmp_path: Pat
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["stages"][1]["parameters"].remove("layer1.bias")
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(PackageError, match=r"stage 1 .* added \['layer1.bias'\]"):
+    with refused(PackageError, "stage 1 ", "added ['layer1.bias']"):
         Pipeline(Package.open(folder))
 
 

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import pipegraph
 from pipegraph.errors import ArgumentError
 from pipegraph.package import Package
+from tests.messages import refused
 from tests.models import skipping
 from tests.models.skipping import build_model, example_inputs
 from tests.runtime import ranks
@@ -79,7 +80,7 @@ def test_torch_runs_relayed_skips_and_tied_weights(
 def test_a_stage_on_two_ranks_or_on_none(tmp_path: Path) -> None:
     folder = str(write(tied(), tmp_path / "tied"))
     messages = ranks.run(stages_on_ranks, 2, folder, [[0, 1], [1]])
-    assert all("ArgumentError: Stage 1 is on the ranks 0, 1, and has to be on one." in message for message in messages)
+    assert all("ArgumentError: Stage 1 is on the ranks 0, 1" in message for message in messages)
 
 
 def test_one_process_holds_all_stages(tmp_path: Path) -> None:
@@ -99,17 +100,17 @@ def test_one_process_holds_all_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("stages", "parts", "advice"),
     [
-        ([nn.Identity()], "stages has a module for each index; this is a list."),
-        ({0: "stage"}, "stages has a module for each index; this is 'stage'."),
-        ({0: nn.Linear(2, 2)}, "Stage 1 is on no rank, and has to be on one."),
-        ({9: nn.Linear(2, 2)}, "Stage 0 is on no rank"),
+        ([nn.Identity()], ["stages", "a list"], "{0: stage}"),
+        ({0: "stage"}, ["stages", "'stage'"], "{0: stage}"),
+        ({0: nn.Linear(2, 2)}, ["Stage 1 is on no rank"], "3 ranks"),
+        ({9: nn.Linear(2, 2)}, ["Stage 0 is on no rank"], "4 ranks"),
     ],
     ids=str,
 )
-def test_what_are_no_stages(stages: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=f"^{message}"):
+def test_what_are_no_stages(stages: Any, parts: list[str], advice: str, tmp_path: Path) -> None:
+    with refused(ArgumentError, *parts, advice=advice):
         pipegraph.StandaloneStages(write(tied(), tmp_path / "tied"), stages)
 
 
@@ -136,8 +137,8 @@ def test_gradients_of_inputs_are_contiguous(tmp_path: Path) -> None:
 def test_a_stage_with_other_parameters(tmp_path: Path) -> None:
     package = Package.open(write(tied(), tmp_path / "tied"))
     stages: dict[int, nn.Module] = {index: nn.Linear(2, 2) for index in range(len(package.manifest.stages))}
-    with pytest.raises(ArgumentError, match="The module of stage 0 has other parameters than"):
+    with refused(ArgumentError, "stage 0", "missing", "embed.weight", "added", advice="load_stage(0)"):
         pipegraph.StandaloneStages(package, stages)
     stages = {**stages, len(stages): nn.Identity()}
-    with pytest.raises(ArgumentError, match=f"has no stage {len(stages) - 1}: its stages are 0 to"):
+    with refused(ArgumentError, f"no stage {len(stages) - 1}", "0 to", advice="one of these"):
         pipegraph.StandaloneStages(package, stages)

@@ -21,6 +21,7 @@ from pipegraph.runtime.step_agreement import (
     trained_error,
     trained_ranks_that_differ,
 )
+from tests.messages import missing, refused
 
 LAYOUT = RecordLayout(("batch", "seq"), ("x", "mask"))
 PAIR = single(2)
@@ -61,15 +62,17 @@ def test_sizes_beyond_the_room_of_a_record_follow_it() -> None:
 
 def test_ranks_are_in_the_same_call() -> None:
     check_calls([RECORD, RECORD], PAIR)
-    with pytest.raises(RuntimeFault, match=r"a step, on rank 0; its call 3, an evaluation, on rank 1\.\nTry"):
+    with refused(
+        RuntimeFault, "call 3, a step, on rank 0", "call 3, an evaluation, on rank 1", advice="the same calls"
+    ):
         check_calls([RECORD, replace(RECORD, evaluates=True)], PAIR)
-    with pytest.raises(RuntimeFault, match="its call 3, a step, on rank 0; its call 4, a step, on rank 1"):
+    with refused(RuntimeFault, "call 3, a step, on rank 0", "call 4, a step, on rank 1", advice="the same calls"):
         check_calls([RECORD, replace(RECORD, number=4)], PAIR)
-    with pytest.raises(RuntimeFault, match=r"torch.autocast: none on rank 0; one of bfloat16 on rank 1"):
+    with refused(RuntimeFault, "torch.autocast", "none on rank 0", "bfloat16 on rank 1", advice="the same region"):
         check_calls([RECORD, replace(RECORD, autocast=2)], PAIR)
     last, without_loss = replace(RECORD, loss=True), replace(RECORD, loss=False)
     check_calls([RECORD, RECORD, last, last], REPLICAS)
-    with pytest.raises(RuntimeFault, match=r"a loss on rank 2 .*; no loss on rank 3"):
+    with refused(RuntimeFault, "a loss on rank 2", "no loss on rank 3", advice="the target"):
         check_calls([RECORD, RECORD, last, without_loss], REPLICAS)
 
 
@@ -78,13 +81,13 @@ def test_ranks_that_hold_the_same_stages_train_the_same() -> None:
     assert trained_ranks_that_differ(records[:2], PAIR) == ()
     assert trained_ranks_that_differ(records, REPLICAS) == (2, 3)
     error = trained_error((2, 3), ["", "", "a of stage 1\nb of stage 1", "a of stage 1"], REPLICAS)
-    assert str(error).startswith("b of stage 1 requires a gradient on rank 2 (pp 1, dp_replicate 0), and not on rank 3")
+    assert not missing(str(error), "b of stage 1", "on rank 2 (pp 1, dp_replicate 0)", "not on rank 3")
 
 
 def test_a_rank_may_train_nothing_and_not_all_ranks() -> None:
     frozen = replace(RECORD, trains=False)
     check_training([frozen, RECORD])
-    with pytest.raises(PipegraphError, match="no parameter of any stage requires a gradient"):
+    with refused(PipegraphError, "no parameter", "gradient", advice="pipe.evaluate("):
         check_training([frozen, frozen])
 
 
@@ -99,19 +102,19 @@ def test_sizes_are_merged_from_those_that_ranks_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("sizes", "parts"),
     [
-        (ShownSizes({"batch": 6}), r"2 microbatches of \[3, 2\] rows, seq 8 on rank 0; .* \[3, 3\] rows on rank 1"),
-        (ShownSizes({"batch": 1}), r"1 microbatch of \[1\] rows on rank 1"),
-        (ShownSizes({"seq": 9}), "seq 9 on rank 1"),
-        (ShownSizes({}, ({"batch": 4}, {"batch": 1})), r"2 microbatches of \[4, 1\] rows on rank 1"),
-        (ShownSizes({}, ({"seq": 8}, {"seq": 4})), r"seq \[8, 4\] on rank 1"),
+        (ShownSizes({"batch": 6}), ["2 microbatches of [3, 2] rows, seq 8 on rank 0", "[3, 3] rows on rank 1"]),
+        (ShownSizes({"batch": 1}), ["1 microbatch of [1] rows on rank 1"]),
+        (ShownSizes({"seq": 9}), ["seq 9 on rank 1"]),
+        (ShownSizes({}, ({"batch": 4}, {"batch": 1})), ["2 microbatches of [4, 1] rows on rank 1"]),
+        (ShownSizes({}, ({"seq": 8}, {"seq": 4})), ["seq [8, 4] on rank 1"]),
     ],
 )
-def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: ShownSizes, message: str) -> None:
-    with pytest.raises(RuntimeFault, match=f"batches of different sizes: .*{message}"):
+def test_sizes_that_differ_within_a_pipeline_are_refused(sizes: ShownSizes, parts: list[str]) -> None:
+    with refused(RuntimeFault, "sizes", *parts, advice="the same batch"):
         agreed_tables([RECORD, sized(sizes)], PAIR, LAYOUT)
-    with pytest.raises(RuntimeFault, match="different numbers of microbatches: 2 on rank 0; 3 on rank 1"):
+    with refused(RuntimeFault, "microbatches", "2 on rank 0", "3 on rank 1", advice="microbatches="):
         agreed_tables([RECORD, replace(RECORD, microbatches=3)], PAIR, LAYOUT)
 
 
@@ -122,7 +125,7 @@ def test_pipelines_have_the_least_number_of_microbatches_of_any() -> None:
         (1, 3): [{"batch": 5, "seq": 8}],
     }
     lists = sized(ShownSizes({}, ({"batch": 3, "seq": 8}, {"batch": 2, "seq": 8})))
-    with pytest.raises(BatchError, match=r"lists of different numbers of microbatches.* 1 on rank 0 .*; 2 on rank 1"):
+    with refused(BatchError, "microbatches", "1 on rank 0", "2 on rank 1", advice="the same number"):
         agreed_tables([one_microbatch, lists, one_microbatch, lists], REPLICAS, LAYOUT)
 
 
@@ -133,11 +136,9 @@ def test_inputs_are_compared_within_a_pipeline() -> None:
     check_inputs([record, absent], PAIR, names)
     check_inputs([record, other_record, record, other_record], REPLICAS, names)
     check_inputs([record, replace(other_record, checksum_call=0)], PAIR, names)
-    with pytest.raises(
-        RuntimeFault, match="different values of mask, or the same rows in another order: rank 0 against"
-    ):
+    with refused(RuntimeFault, "mask", "rank 0 against rank 1", advice="the same batch"):
         check_inputs([record, other_record], PAIR, names)
-    with pytest.raises(RuntimeFault, match="values of mask in the call before this one, or"):
+    with refused(RuntimeFault, "mask", "call before this one", advice="the same batch"):
         check_inputs([replace(rank_record, number=4) for rank_record in (record, other_record)], PAIR, names)
-    with pytest.raises(RuntimeFault, match=r"rank 1 \(pp 0, dp_replicate 1\) against rank 3"):
+    with refused(RuntimeFault, "mask", "rank 1 (pp 0, dp_replicate 1) against rank 3", advice="the same batch"):
         check_inputs([record, record, record, other_record], REPLICAS, names)
