@@ -15,7 +15,7 @@ from pipegraph.planner import solve
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule import Schedule, from_csv
 from pipegraph.units import bytes_option, parse_bytes
-from tests.messages import refused
+from tests.messages import missing, refused
 from tests.planner.brute_force import costs, every_cut, makespan, memory, slowest_stage, small_schedules
 
 SAVES = [SegmentCost(1.0, 1.0, 1.0, 0, 100, 10)] * 8
@@ -145,16 +145,11 @@ def test_too_little_memory_names_the_least_that_would_do(data: st.DataObject, sc
 
 
 def test_too_little_memory_says_what_to_do() -> None:
-    with pytest.raises(PlanError) as caught:
+    with refused(MemoryShortage, "600 B on each rank", "(960 bytes)") as caught:
         solve(SAVES, stages=2, schedule="zb-h1", microbatches=4, memory_bytes=600)
-    assert str(caught.value).splitlines() == [
-        "No cuts fit into 600 B on each rank: 960 B (960 bytes) would be enough, and no less.",
-        "Of that, rank 0 needs 160 B for parameters, buffers, gradients and optimizer state, 800 B for saved "
-        "activations, which recompute or smaller microbatches make less, 0 B for receive buffers, and 0 B while F, I "
-        "or W runs.",
-        "The least on a rank depends on their number: with 4 stages on 4 ranks it is 880 B, "
-        "with 8 stages on 8 ranks it is 440 B.",
-    ]
+    _, parts, other_numbers = caught.value.problem.splitlines()
+    assert not missing(parts, "rank 0 needs 160 B for parameters", "800 B for saved activations", "0 B for receive")
+    assert not missing(other_numbers, "4 stages on 4 ranks it is 880 B", "8 stages on 8 ranks it is 440 B")
 
 
 def test_ranks_with_different_memory() -> None:

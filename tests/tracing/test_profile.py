@@ -15,6 +15,7 @@ import pipegraph
 from pipegraph import PipegraphError
 from pipegraph.schedule import Action, lower, read_csv
 from pipegraph.tracing import action_name
+from tests.messages import refused, warned
 from tests.runtime import ranks
 from tests.tracing.loops import ONE_WINDOW, STATIC, WIDTH, Loop, actions, names, observed, read, record
 
@@ -163,7 +164,7 @@ def test_a_loop_that_ends_early_writes_what_it_has(loop: Loop, tmp_path: Path) -
 
 def test_a_loop_that_is_too_short_says_so_and_leaves_nothing(loop: Loop, tmp_path: Path) -> None:
     with (
-        pytest.warns(UserWarning, match="1 steps were too few to record one; nothing was written"),
+        warned("1 steps", "nothing was written"),
         pipegraph.profile(loop.pipe, tmp_path) as profiler,
     ):
         profiler.step(loop.step())
@@ -205,9 +206,9 @@ def test_an_eval_in_a_recorded_step_is_no_part_of_it(loop: Loop, tmp_path: Path)
 
 
 def test_numbers_that_record_nothing(loop: Loop, tmp_path: Path) -> None:
-    with pytest.raises(PipegraphError, match="active is 0: give it 1 or more"):
+    with refused(PipegraphError, "active is 0", advice="active=3"):
         pipegraph.profile(loop.pipe, tmp_path, active=0)
-    with pytest.raises(PipegraphError, match="wait is -1: give it 0 or more"):
+    with refused(PipegraphError, "wait is -1", advice="profile(pipe, folder"):
         pipegraph.profile(loop.pipe, tmp_path, wait=-1)
 
 

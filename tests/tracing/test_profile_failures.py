@@ -15,6 +15,7 @@ import pipegraph
 from pipegraph import PipegraphError
 from pipegraph.report.tensorboard import TensorBoardWriter
 from pipegraph.tracing.recording.run_folder import RunFolder, make_run_folder
+from tests.messages import refused
 from tests.runtime import ranks
 from tests.tracing.loops import ONE_WINDOW, Loop, enter, fail_in_step, fail_in_writing, make_pipeline, names, observed
 
@@ -61,16 +62,19 @@ def test_an_action_that_fails_leaves_torch_s_profiler_usable(package: Path, tmp_
 
 def test_one_profile_at_a_time(loop: Loop, package: Path, tmp_path: Path) -> None:
     """Two at once would end the process by a crash of torch's profiler."""
-    second_loop, message = Loop(make_pipeline(package)), "Another profile already records this process"
+    second_loop = Loop(make_pipeline(package))
     with pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler:
         for pipe in (loop.pipe, second_loop.pipe):
-            with pytest.raises(PipegraphError, match=message), pipegraph.profile(pipe, tmp_path):
+            with (
+                refused(PipegraphError, "profile", "this process", advice="torch.profiler.profile"),
+                pipegraph.profile(pipe, tmp_path),
+            ):
                 raise AssertionError("it could be entered")
         for _ in range(2):
             profiler.step(loop.step())
     with (
         torch.profiler.profile(),
-        pytest.raises(PipegraphError, match=message),
+        refused(PipegraphError, "profile", "this process", advice="torch.profiler.profile"),
         pipegraph.profile(loop.pipe, tmp_path),
     ):
         raise AssertionError("it could be entered")
@@ -88,7 +92,7 @@ def test_a_disk_that_is_full_for_what_torch_writes(loop: Loop, tmp_path: Path, m
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
     with (
-        pytest.raises(PipegraphError, match=r"torch's profiler could not write all of it\.\nTry: room on that disk"),
+        refused(PipegraphError, "no trace can be written", "torch's profiler", advice="room on that disk"),
         pipegraph.profile(loop.pipe, tmp_path, warmup=0, active=1) as profiler,
     ):
         profiler.step(loop.step())
@@ -101,7 +105,7 @@ def test_a_disk_that_is_full_for_figures(loop: Loop, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(TensorBoardWriter, "step", full)
     with (
-        pytest.raises(PipegraphError, match=r"No space left on device\.\nTry: room on that disk"),
+        refused(PipegraphError, "no trace can be written", "No space left", advice="room on that disk"),
         pipegraph.profile(loop.pipe, tmp_path, active=1) as profiler,
     ):
         profiler.step(loop.step())
@@ -120,7 +124,7 @@ def test_a_disk_that_is_full_for_the_manifest(loop: Loop, tmp_path: Path, monkey
 
     monkeypatch.setattr(Path, "write_text", full)
     with (
-        pytest.raises(PipegraphError, match=r"No space left on device\.\nTry: room on that disk"),
+        refused(PipegraphError, "no trace can be written", "No space left", advice="room on that disk"),
         pipegraph.profile(loop.pipe, tmp_path, active=1),
     ):
         pass

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pipegraph.tracing import recorded_run
 from pipegraph.tracing.recorded_run import TraceError, read_trace
+from tests.messages import refused
 
 EVENTS: list[dict[str, Any]] = [{"name": 'a "}],', "ts": 1.25}, {"name": "β\u2028", "args": {"k": [1, {}]}}, {}]
 TRACE = {
@@ -79,17 +80,17 @@ def test_an_endless_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "trace"
     with file.open("wb") as opened:
         opened.truncate(1_500_000_000)
-    with pytest.raises(TraceError, match=r"it has 1500000000 bytes, and at most 1073741824 are read"):
+    with refused(TraceError, "1500000000 bytes", "1073741824"):
         read_trace(file)
     monkeypatch.setattr(recorded_run, "LARGE_LIMIT", 2**20)
     file.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 2**20 + b"]}"))
-    with pytest.raises(TraceError, match=r"it holds more than 1.0 MiB, which are not read"):
+    with refused(TraceError, "1.0 MiB"):
         read_trace(file)
 
 
 def test_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace")
-    with pytest.raises(TraceError, match="it is a named pipe, not a regular file"):
+    with refused(TraceError, "named pipe"):
         read_trace(tmp_path / "trace")
 
 

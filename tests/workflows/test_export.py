@@ -21,6 +21,7 @@ from pipegraph.graph.sources import load
 from pipegraph.package import Package
 from pipegraph.workflows import export as exporting
 from pipegraph.workflows.export import export
+from tests.messages import refused
 from tests.models import counting
 from tests.runtime import ranks
 from tests.slow import cases
@@ -162,11 +163,11 @@ def fail_on_rank(rank: int, run: str, package: str, out: str) -> None:
 
 
 def test_what_cannot_be_exported_is_refused(plain: Trained, huggingface: Trained, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the checkpoint is of another model"):
+    with refused(CheckpointError, "another model", "lm_head.weight", advice="package"):
         export(plain.run, huggingface.package, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with refused(CheckpointError, "no checkpoint", advice="save()"):
         export(tmp_path, plain.package, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "precious").touch()
-    with pytest.raises(PackageError, match="holds files that export did not write, and is left alone"):
+    with refused(PackageError, str(tmp_path), "files", advice="out with a new folder"):
         export(plain.run, plain.package, tmp_path)
