@@ -15,23 +15,12 @@ from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.errors import CaptureError, path_from_here
-from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.sources import load
+from tests.graph.test_capture import Linears, captured
 from tests.messages import refused, warned
 
 ROOT = Path(__file__).parents[2]
-
-
-def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
-    return pipegraph.capture(model, args, kwargs)
-
-
-class Linears(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
 
 
 def test_control_flow_on_values_names_the_users_line() -> None:
