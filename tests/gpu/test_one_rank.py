@@ -11,7 +11,7 @@ from tests.gpu import nccl_rank
 from tests.runtime import meshes, ranks
 from tests.runtime.packages import write
 
-SECONDS = 100.0
+TIMEOUT = 100.0
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -43,5 +43,5 @@ def test_a_checkpoint_has_the_random_numbers_of_the_gpu(folder: str, tmp_path: P
 def run(function: Any, *arguments: Any) -> Any:
     """What the rank says."""
     backend = "cpu:gloo,cuda:nccl"
-    (answer,) = ranks.run(function, 1, *arguments, timeout=SECONDS, backend=backend, method="spawn")
+    (answer,) = ranks.run(function, 1, *arguments, timeout=TIMEOUT, backend=backend, method="spawn")
     return answer

@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 from pipegraph.kernels.random_operations import RandomOps
 from pipegraph.torch_private.fake_tensors import fake_tensors
 
-SECONDS = 20.0
+TIMEOUT = 20.0
 
 
 class ThreadInside:
@@ -28,15 +28,15 @@ class ThreadInside:
         def run() -> None:
             with context():
                 entered.set()
-                self._leave.wait(SECONDS)
+                self._leave.wait(TIMEOUT)
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
-        assert entered.wait(SECONDS)
+        assert entered.wait(TIMEOUT)
 
     def leave(self) -> None:
         self._leave.set()
-        self._thread.join(SECONDS)
+        self._thread.join(TIMEOUT)
         assert not self._thread.is_alive()
 
 

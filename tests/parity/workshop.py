@@ -20,7 +20,7 @@ from tests.parity.reference import prepare
 from tests.parity.training import KERNELS, Report, train
 from tests.runtime import ranks
 
-SECONDS = 150
+TIMEOUT = 150
 
 
 class Workshop:
@@ -54,7 +54,7 @@ class Workshop:
     def _run(self, stages: int, out: Path) -> None:
         for name in MODELS:
             self._model(name)
-        results = ranks.run(train_all, stages, self._folder, stages, out, timeout=SECONDS)
+        results = ranks.run(train_all, stages, self._folder, stages, out, timeout=TIMEOUT)
         if results != ["done"] * stages:
             raise RuntimeError(f"the ranks ended with {results}")
 

@@ -22,7 +22,7 @@ from tests.runtime.sketches import chain, tied
 from tests.slow import cases
 
 # Four processes that trace, and compile, on a machine that may be busy with others.
-SECONDS = 280.0
+TIMEOUT = 280.0
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -46,13 +46,13 @@ def test_sharded_stages_train_as_the_whole_model(
 ) -> None:
     """Two stages, each on two ranks; nothing is left to autograd."""
     arguments = (folder_for(plan, tmp_path), plan, schedule, kernels, recompute)
-    assert ranks.run(sharded.train, 4, *arguments, timeout=SECONDS) == [[]] * 4
+    assert ranks.run(sharded.train, 4, *arguments, timeout=TIMEOUT) == [[]] * 4
 
 
 def test_fully_shard_is_left_to_autograd_and_says_so_once(tmp_path: Path) -> None:
     """Its shards of the batch are equal here, so that the mean over them is each one's gradient."""
     rank_warnings = ranks.run(
-        sharded.train, 4, folder_for("fully_shard", tmp_path), "fully_shard", "zb-h1", "eager", timeout=SECONDS
+        sharded.train, 4, folder_for("fully_shard", tmp_path), "fully_shard", "zb-h1", "eager", timeout=TIMEOUT
     )
     for rank, (message,) in enumerate(rank_warnings):
         assert not missing(message, f"FSDPStage{rank // 2} cannot be traced", "fully_shard", "hooks")
@@ -65,7 +65,7 @@ GATHER = ["all_gather_into_tensor", "wait_tensor"]
 @pytest.mark.parametrize("recompute", cases(["none", "min-cut", "block"], slow=("none", "block")))
 def test_no_collective_is_lost_or_made_twice_by_division(recompute: str, tmp_path: Path) -> None:
     first, second = ranks.run(
-        sharded.divided, 2, folder_for("tensor parallel", tmp_path), "tensor parallel", recompute, timeout=SECONDS
+        sharded.divided, 2, folder_for("tensor parallel", tmp_path), "tensor parallel", recompute, timeout=TIMEOUT
     )
     blocks, parts = first
     assert first == second
@@ -79,7 +79,7 @@ def test_ranks_divide_alike_and_compute_nothing_of_others_again(plan: str, tmp_p
     folder = folder_for(plan, tmp_path)
     divisions = []
     for recompute in ("none", "block"):
-        first, second = ranks.run(sharded.divided, 2, folder, plan, recompute, timeout=SECONDS / 2)
+        first, second = ranks.run(sharded.divided, 2, folder, plan, recompute, timeout=TIMEOUT / 2)
         assert first == second
         divisions.append(first[1])
     collectives, again = divisions
@@ -92,7 +92,7 @@ def test_ranks_divide_alike_and_compute_nothing_of_others_again(plan: str, tmp_p
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
 def test_a_stage_that_returns_a_dtensor_is_refused(kernels: str, tmp_path: Path) -> None:
     plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(use_local_output=False)}
-    messages = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, kernels, timeout=SECONDS)
+    messages = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, kernels, timeout=TIMEOUT)
     for message in messages[2:]:
         assert "output 0 of the stage is a DTensor" in message
         assert "use_local_output=True" in message
@@ -100,7 +100,7 @@ def test_a_stage_that_returns_a_dtensor_is_refused(kernels: str, tmp_path: Path)
 
 def test_copies_of_a_tied_weight_that_are_sharded_differently_are_refused(tmp_path: Path) -> None:
     plan = {"head": ColwiseParallel(output_layouts=Replicate())}
-    messages = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, "eager", timeout=SECONDS)
+    messages = ranks.run(sharded.wrongly_sharded, 4, folder_for("", tmp_path), plan, "eager", timeout=TIMEOUT)
     for rank, message in enumerate(messages):
         layout = "S(0) over 2 ranks" if rank >= 2 else "whole on every rank"
         assert not missing(message, "parallelize_fn", layout, "embed.weight of stage 0, head.weight of stage 1")
