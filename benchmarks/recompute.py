@@ -77,10 +77,10 @@ BATCHES = {4096: 128, 8192: 64, 16384: 32}
 @app.command()
 def oracle(cases: int = 500) -> None:
     """Compare with every combination."""
-    from pipegraph.planner.solver import option_search
+    from pipegraph.planner.solver import cut_search
     from tests.planner.test_option_search import check_against_brute_force
 
-    option_search._ALL_STEPS = 0  # so that the search has to find what trying all would
+    cut_search._ALL_STEPS = 0  # so that the search has to find what trying all would
     start, solved, proved, better, gap = time.perf_counter(), 0, 0, 0, 0.0
     for seed in range(cases):
         solution = check_against_brute_force(seed)
@@ -117,8 +117,7 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
     from pipegraph.planner.plan_options import PlanOptions
     from pipegraph.planner.recompute_options import RecomputeOptions
-    from pipegraph.planner.solver.option_search import solve_options
-    from pipegraph.planner.solver.solve import MemoryShortage
+    from pipegraph.planner.solver.solve import MemoryShortage, solve_options
     from pipegraph.workflows.batch import loss_and_target
 
     start = time.perf_counter()

@@ -13,9 +13,8 @@ from pipegraph.graph.partition.split_points import Point
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.cut_search import most_even_cuts
-from pipegraph.planner.solver.local_search import Incumbents, hill_climb
+from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
-from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.step_prediction import RankMemory, rank_memory, stage_times, step_seconds
@@ -41,7 +40,7 @@ class CutChoice:
     options: PlanOptions = field(repr=False)
     cuts: tuple[int, ...]
     schedule: Schedule = field(repr=False)
-    solution: Solution | OptionSolution | None = field(default=None, repr=False)
+    solution: Solution | None = field(default=None, repr=False)
 
     @cached_property
     def value(self) -> float:
@@ -218,7 +217,8 @@ def improve_cuts(choice: CutChoice) -> CutChoice:
     segments = choice.costs.segments
     makespan = Makespan(PrefixSums(segments), choice.schedule, choice.options.link)
     incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), capacity=1)
-    improved, _ = hill_climb(incumbents, np.array(choice.cuts, np.int64), len(segments))
+    moves = Moves(len(segments), np.ones((choice.schedule.stages, 1), bool))
+    improved, _ = hill_climb(incumbents, moves, np.array(choice.cuts, np.int64))
     return replace(choice, cuts=tuple(improved.tolist()))
 
 

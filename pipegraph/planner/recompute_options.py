@@ -15,8 +15,7 @@ from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions, StagedCosts
-from pipegraph.planner.solver.option_search import OptionSolution, solve_options
-from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.planner.solver.solve import MemoryShortage, Solution, solve_options
 from pipegraph.progress import report_progress
 from pipegraph.recompute import OFFLOAD, Recompute, parse_stages
 
@@ -158,7 +157,7 @@ class RecomputeOptions:
         )
         return replace(self._choice(options, replace(solution, cuts=tuple(cuts))), solution=None)
 
-    def _choice(self, options: PlanOptions, solution: OptionSolution) -> CutChoice:
+    def _choice(self, options: PlanOptions, solution: Solution) -> CutChoice:
         costs = StagedCosts([self.costs[option] for option in solution.options])
         plan_options = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
         return CutChoice(costs, plan_options, solution.cuts, solution.schedule, solution)

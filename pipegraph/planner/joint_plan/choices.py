@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pipegraph.cost.hardware import ALL_REDUCE, GATHER, REDUCE, Hardware, collective_seconds
 from pipegraph.planner.plan_options import StagedCosts
-from pipegraph.planner.solver.option_search import OptionSolution
+from pipegraph.planner.solver.solve import Solution
 from pipegraph.recompute import Recompute
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class JointChoice:
     """
 
     candidate: JointCandidate
-    solution: OptionSolution
+    solution: Solution
     step: float
     lower_bound: float
     recompute: tuple[Recompute, ...]

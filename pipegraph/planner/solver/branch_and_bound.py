@@ -10,14 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pipegraph.planner.solver.cut_space import CutSpace
-from pipegraph.planner.solver.linear_program import LinearProgram
+from pipegraph.planner.solver.linear_program import MatrixGame
 from pipegraph.planner.solver.local_search import EQUAL, Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound
 
 _PRECISION = 0.02  # part of the distance from the bound to its target
 _ROUNDS = 500  # several times as many as 64 stages need
 _GAME_STEPS = 100_000  # as which solving a matrix game counts
-_TINY = 1e-10
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ def _relax(
         target: the bound that is enough.
     """
     pool = list(linear_bounds)
-    game = MatrixGame(np.array([linear.at(cuts) for linear in pool]))  # (linear bounds, cuts)
+    game = MatrixGame(LinearBound.values(pool, cuts))  # (linear bounds, cuts)
     bound, mixed, least = -np.inf, pool[0], np.inf
     for _ in range(_ROUNDS):
         of_bounds, of_cuts = game.equilibrium()
         incumbents.spent += _GAME_STEPS + space.steps
-        latest = _mix(pool, of_bounds)
+        latest = _mixture(pool, of_bounds)
         lowest, answer = space.minimum(latest)
         if lowest > bound:
             bound, mixed = lowest, latest
@@ -85,7 +84,7 @@ def _relax(
             game.add_row(figures)
         if adds_cuts:
             cuts = np.vstack([cuts, answer])
-            game.add_column(np.array([linear.at(answer[None])[0] for linear in pool]))
+            game.add_column(LinearBound.values(pool, answer[None])[:, 0])
         if not adds_bound and not adds_cuts:
             break
     used = [pool[number] for number in np.flatnonzero(of_bounds)]
@@ -93,52 +92,10 @@ def _relax(
     return Relaxation(bound, mixed, tuple(used), cuts[mixture], of_cuts[mixture], cuts)
 
 
-class MatrixGame:
-    """A matrix game, to which choices of both players may be added. The rows want the payoff to be large.
-
-    The rows' optimal mixture maximises the least column (von Neumann, 1928): a linear program, whose dual is the
-    columns'.
-    """
-
-    def __init__(self, payoff: Floats) -> None:
-        """``payoff`` is (rows, columns)."""
-        columns = payoff.shape[1]
-        self._scale = float(np.abs(payoff).max()) or 1.0
-        self._program = LinearProgram()
-        self._program.add_variables(np.array([-1.0]), np.zeros((0, 1)), lowest=-np.inf)  # the value, to be maximised
-        self._program.add_rows(np.zeros((1, 1)), np.ones(1), np.ones(1))  # the sum of the mixture
-        self._program.add_rows(np.ones((columns, 1)), np.full(columns, -np.inf), np.zeros(columns))
-        for row in payoff:
-            self.add_row(row)
-
-    def add_row(self, payoff: Floats) -> None:
-        """Add a choice of the rows with this payoff (columns,)."""
-        self._program.add_variables(np.zeros(1), np.append(1.0, -payoff / self._scale)[:, None])
-
-    def add_column(self, payoff: Floats) -> None:
-        """Add a choice of the columns with this payoff (rows,)."""
-        self._program.add_rows(np.append(1.0, -payoff / self._scale)[None], np.full(1, -np.inf), np.zeros(1))
-
-    def equilibrium(self) -> tuple[Floats, Floats]:
-        """Return the optimal mixtures of the rows and of the columns."""
-        solution = self._program.solve()
-        assert solution is not None  # every game has a value
-        return _normalised(solution.values[1:]), _normalised(-solution.duals[1:])
-
-
-def _normalised(weights: Floats) -> Floats:
-    weights = weights.clip(min=0.0)
-    weights[weights < _TINY * weights.max()] = 0.0
-    mixture: Floats = weights / weights.sum()
-    return mixture
-
-
-def _mix(linear_bounds: Sequence[LinearBound], shares: Floats) -> LinearBound:
-    first, *summands = [(linear_bounds[number], float(shares[number])) for number in np.flatnonzero(shares).tolist()]
-    mixed = first[0].times(first[1])
-    for linear, share in summands:
-        mixed = mixed.plus(linear, share)
-    return mixed
+def _mixture(bounds: Sequence[LinearBound], shares: Floats) -> LinearBound:
+    """Return the mixture of the bounds that have a share."""
+    used = np.flatnonzero(shares)
+    return LinearBound.mixture([bounds[number] for number in used.tolist()], shares[used])
 
 
 class _Branch(NamedTuple):
@@ -161,10 +118,10 @@ class BranchAndBound:
         space: CutSpace,
         start: Integers,
         bound: float,
-        moves: Moves | None = None,
+        moves: Moves,
     ) -> None:
         """Begin with some cuts of the space, and a lower bound of all. ``moves`` lead to better ones nearby."""
-        self._incumbents, self._segments, self._moves = incumbents, space.last[-1], moves
+        self._incumbents, self._moves = incumbents, moves
         self._branches = [_Branch(bound, 0, space, incumbents.objective.initial_bounds(), start[None])]
         self._counter = 0
 
@@ -180,18 +137,18 @@ class BranchAndBound:
         This continues until no branch can hold better cuts, or the steps are spent. The whole space is relaxed
         in any case, and a climb starts from the middle of its relaxation.
         """
-        incumbents, segments = self._incumbents, self._segments
+        incumbents, moves = self._incumbents, self._moves
         while self._branches and self._branches[0].bound < incumbents.target:
             if self._counter and incumbents.spent >= until:
                 break
             branch = heapq.heappop(self._branches)
             relaxed = _relax(incumbents, branch.space, branch.linear_bounds, branch.cuts, incumbents.target)
             if not self._counter:
-                hill_climb(incumbents, branch.space.nearest(relaxed.mean), segments, self._moves)
+                hill_climb(incumbents, moves, branch.space.nearest(relaxed.mean))
             best = incumbents.best_value
             incumbents.add(relaxed.tried)
             if incumbents.best_value < best:
-                hill_climb(incumbents, incumbents.best_cuts, segments, self._moves)
+                hill_climb(incumbents, moves, incumbents.best_cuts)
             if relaxed.bound < incumbents.target:
                 for half in _halves(branch.space.restrict_below(relaxed.linear, incumbents.target), relaxed):
                     self._add(half, max(branch.bound, relaxed.bound), relaxed)

@@ -1,4 +1,5 @@
-"""Linear programs that grow, and are solved again from where the last solution was."""
+"""Linear programs that grow, and are solved again from where the last solution was; and the solution of a matrix game
+by one."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from pipegraph.planner.solver.prefix_sums import Floats, Integers
 
 if TYPE_CHECKING:
     from highspy import Highs, HighsModelStatus
+
+
+_TINY = 1e-10
 
 
 class LinearSolution(NamedTuple):
@@ -87,3 +91,43 @@ def _sparse(table: Floats) -> tuple[int, Integers, Integers, Floats]:
     each row starts, and their columns and values."""
     rows, columns = np.nonzero(table)
     return len(rows), np.searchsorted(rows, np.arange(len(table))), columns, table[rows, columns]
+
+
+class MatrixGame:
+    """A matrix game, to which choices of both players may be added. The rows want the payoff to be large.
+
+    The rows' optimal mixture maximises the least column (von Neumann, 1928): a linear program, whose dual is the
+    columns'.
+    """
+
+    def __init__(self, payoff: Floats) -> None:
+        """``payoff`` is (rows, columns)."""
+        columns = payoff.shape[1]
+        self._scale = float(np.abs(payoff).max()) or 1.0
+        self._program = LinearProgram()
+        self._program.add_variables(np.array([-1.0]), np.zeros((0, 1)), lowest=-np.inf)  # the value, to be maximised
+        self._program.add_rows(np.zeros((1, 1)), np.ones(1), np.ones(1))  # the sum of the mixture
+        self._program.add_rows(np.ones((columns, 1)), np.full(columns, -np.inf), np.zeros(columns))
+        for row in payoff:
+            self.add_row(row)
+
+    def add_row(self, payoff: Floats) -> None:
+        """Add a choice of the rows with this payoff (columns,)."""
+        self._program.add_variables(np.zeros(1), np.append(1.0, -payoff / self._scale)[:, None])
+
+    def add_column(self, payoff: Floats) -> None:
+        """Add a choice of the columns with this payoff (rows,)."""
+        self._program.add_rows(np.append(1.0, -payoff / self._scale)[None], np.full(1, -np.inf), np.zeros(1))
+
+    def equilibrium(self) -> tuple[Floats, Floats]:
+        """Return the optimal mixtures of the rows and of the columns."""
+        solution = self._program.solve()
+        assert solution is not None  # every game has a value
+        return _normalised(solution.values[1:]), _normalised(-solution.duals[1:])
+
+
+def _normalised(weights: Floats) -> Floats:
+    weights = weights.clip(min=0.0)
+    weights[weights < _TINY * weights.max()] = 0.0
+    mixture: Floats = weights / weights.sum()
+    return mixture
