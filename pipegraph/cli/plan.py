@@ -123,8 +123,7 @@ def plan(
         from pipegraph.cost.hardware import Hardware
         from pipegraph.graph.capture import capture_source
         from pipegraph.graph.sources import load
-        from pipegraph.planner.comparison import candidates
-        from pipegraph.planner.model_comparison import compare_model
+        from pipegraph.planner.comparison import candidates, compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile, is_plan
         from pipegraph.planner.plan_options import PlanOptions

@@ -25,7 +25,8 @@ Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
 Seconds = Annotated[float, Meta(ge=0, le=0.1)]
 
 SCHEMA_VERSION: Final = 1
-_COLLECTIVES: Final = ("gather", "reduce", "all_reduce", "all_gather")
+GATHER, REDUCE, ALL_REDUCE, ALL_GATHER = COLLECTIVES = "gather", "reduce", "all_reduce", "all_gather"
+"""The collectives of ranks along dp_shard, those of their replicas, and of ranks along tp."""
 ANY: Final = "any"
 """The dtype of an attained part that holds for every dtype without its own."""
 OTHER_OPERATIONS: Final = "other"
@@ -73,31 +74,24 @@ class Link(Entry, frozen=True):
         """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency + size / self.bandwidth
 
-    def gather_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds that ``ranks`` ranks take to gather a tensor of ``size`` bytes, of which each has a part.
+    def collective_seconds(self, kind: str, size: float, ranks: int) -> float:
+        """Return the seconds that ``ranks`` ranks take for a collective of a tensor of ``size`` bytes.
 
-        If it was not measured, it is the time of a ring, which forwards the parts ``ranks - 1`` times.
+        What was not measured is that of a ring: n ranks pass parts of ``size / n`` bytes on n − 1 times to gather or to
+        scatter them, and twice as often to reduce all (Patarasuk and Yuan, 2009).
+
+        Args:
+            kind: one of `COLLECTIVES`.
         """
-        return self._collective_seconds(self.gather, size, ranks, rounds=ranks - 1)
-
-    def reduce_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds that they take to add up such tensors, if each rank gets its part of the sum."""
-        return self._collective_seconds(self.reduce, size, ranks, rounds=ranks - 1)
-
-    def all_reduce_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds that they take to add up such tensors, if each rank gets the whole sum."""
-        return self._collective_seconds(self.all_reduce, size, ranks, rounds=2 * (ranks - 1))
-
-    def all_gather_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds of the same gather by torch's all-gather."""
-        return self._collective_seconds(self.all_gather or self.gather, size, ranks, rounds=ranks - 1)
-
-    def _collective_seconds(self, measured: SizeTable | None, size: float, ranks: int, rounds: int) -> float:
         if ranks == 1:
             return 0.0
+        measured: SizeTable | None = getattr(self, kind)
+        if kind == ALL_GATHER and measured is None:
+            measured = self.gather
         if measured is not None:
             size = max(size, measured.axes.get("bytes", (1.0,))[0])  # fewer bytes than were measured take as long
             return size / measured.at(bytes=size, ranks=ranks)
+        rounds = (2 if kind == ALL_REDUCE else 1) * (ranks - 1)
         return rounds * self.seconds(size / ranks)
 
 
@@ -153,6 +147,13 @@ class Links(Entry, frozen=True):
         is_one_node = len({rank // self.ranks_per_node for rank in ranks}) == 1
         return self.intra_node if is_one_node or self.inter_node is None else self.inter_node
 
+    def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of a collective (`Link.collective_seconds`) between ranks that are numbered ``stride``
+        apart."""
+        if ranks == 1 or not size:
+            return 0.0
+        return self.among(rank * stride for rank in range(ranks)).collective_seconds(kind, size, ranks)
+
 
 class Hardware(Entry, frozen=True, kw_only=True):
     """A device: seconds, bytes, and floating-point operations or elements per second.
@@ -202,7 +203,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
         if self.first_touch is not None:
             _check(self.first_touch, "first_touch", ("bytes",), 1e6, 1e21)
         for place, link in (("intra_node", self.links.intra_node), ("inter_node", self.links.inter_node)):
-            for name in _COLLECTIVES:
+            for name in COLLECTIVES:
                 if (measured := getattr(link, name, None)) is not None:
                     _check(measured, f"links.{place}.{name}", ("bytes", "ranks"), 1.0, 1e21)
 
@@ -330,7 +331,7 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
     attained, links = content.get("attained_flops"), content.get("links")
     tables: list[tuple[dict[str, Any], tuple[str, ...]]] = [(content, ("attained_bandwidth", "first_touch"))]
     tables += [(rates, tuple(rates)) for rates in _objects(attained, *(attained if isinstance(attained, dict) else ()))]
-    tables += [(link, _COLLECTIVES) for link in _objects(links, "intra_node", "inter_node")]
+    tables += [(link, COLLECTIVES) for link in _objects(links, "intra_node", "inter_node")]
     for holder, names in tables:
         for name in names:
             if not isinstance(holder.get(name), dict | None):
@@ -344,36 +345,3 @@ def _objects(content: Any, *names: str) -> list[dict[str, Any]]:
 
 
 _KIND: Final = FileKind(Hardware, "a hardware profile", PipegraphError, _MEASURE, SCHEMA_VERSION, _prepare)
-
-
-# ---- collectives -----------------------------------------------------------------------------------------------------
-# What collectives between ranks take, from the links of a profile.
-
-
-GATHER, REDUCE, ALL_REDUCE, ALL_GATHER = "gather", "reduce", "all_reduce", "all_gather"
-"""The ways of ranks along dp_shard, those of their replicas, and of ranks along tp."""
-
-
-def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of a collective, as it was measured between such ranks.
-
-    What was not measured is that of a ring: n ranks pass parts of ``size / n`` bytes on n − 1 times to gather or to
-    scatter them, and twice as often to reduce all (Patarasuk and Yuan, 2009).
-
-    Args:
-        links: of the profile.
-        kind: one of the four above.
-        size: bytes of the whole tensor.
-        ranks: how many there are.
-        stride: how far apart they are numbered.
-    """
-    if ranks == 1 or not size:
-        return 0.0
-    link = links.among(rank * stride for rank in range(ranks))
-    seconds = {
-        GATHER: link.gather_seconds,
-        REDUCE: link.reduce_seconds,
-        ALL_REDUCE: link.all_reduce_seconds,
-        ALL_GATHER: link.all_gather_seconds,
-    }
-    return seconds[kind](size, ranks)

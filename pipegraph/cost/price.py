@@ -24,12 +24,13 @@ from pipegraph.cost.segments.attribution import (
     offloaded_bytes,
     saved_bytes,
     segment_times,
+    segment_transient_bytes,
+    stage_transient_bytes,
     weight_saved_bytes,
 )
 from pipegraph.cost.segments.chain import Chain, find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, SegmentGroups, group_segments
 from pipegraph.cost.segments.subgraph import fx_graph
-from pipegraph.cost.segments.transient import segment_transient_bytes, stage_transient_bytes
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of

@@ -17,7 +17,7 @@ from pipegraph.cost import SegmentCost
 from pipegraph.errors import PlanError, ScheduleError, nearest
 from pipegraph.planner.solver.cut_search import equal_parts, even_start, search, search_steps
 from pipegraph.planner.solver.cut_space import CutSpace, StageFigures
-from pipegraph.planner.solver.fractional_stages import FractionalStages
+from pipegraph.planner.solver.linear_program import FractionalStages
 from pipegraph.planner.solver.local_search import (
     EQUAL,
     Incumbents,
