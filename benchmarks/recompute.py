@@ -117,7 +117,8 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
     from pipegraph.planner.plan_options import PlanOptions
     from pipegraph.planner.recompute_options import RecomputeOptions
-    from pipegraph.planner.solver.solve import MemoryShortage, solve_options
+    from pipegraph.planner.solver.solve import MemoryShortage, Problem
+    from pipegraph.schedule import build
     from pipegraph.workflows.batch import loss_and_target
 
     start = time.perf_counter()
@@ -133,11 +134,13 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     options = [choice.segments for choice in LayoutCosts(hardware, 1, priced, priced, shares).options(layout, 1)]
 
     def solved(chosen: list[int], effort: float) -> Any:
-        return solve_options(
-            [options[option] for option in chosen], 8, "1f1b", BATCHES[length], memory_bytes=hardware.memory_bytes,
-            link=lambda rank, peer: hardware.link(rank * layout.stride, peer * layout.stride), effort=effort,
-            uniform=priced.uniform if len(chosen) > 1 else (0,),
-        )  # fmt: skip
+        problem = Problem(
+            [options[option] for option in chosen],
+            build("1f1b", 8, BATCHES[length]),
+            memory_bytes=hardware.memory_bytes,
+            link=lambda rank, peer: hardware.link(rank * layout.stride, peer * layout.stride),
+        )
+        return problem.solve(priced.uniform if len(chosen) > 1 else (0,), effort)
 
     uniform = []
     for option in priced.uniform:

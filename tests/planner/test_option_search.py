@@ -13,7 +13,7 @@ import pytest
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
 from pipegraph.planner.solver import cut_search
-from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution, solve, solve_options
+from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution, solve
 from pipegraph.schedule import Schedule, build, names
 from pipegraph.schedule.recipes import find_recipe
 from tests.planner.brute_force import every_cut, makespan, memory
@@ -83,11 +83,10 @@ def check_against_brute_force(seed: int) -> Solution | None:
     every = all_values(case)
     needs = sorted({need for _, need in every})
     limit = random.choice([*needs[: 1 + len(needs) // 2], needs[0] - 1])
-    arguments = (case.options, case.schedule.stages, case.schedule)
     fitting = [value for value, need in every if need <= limit]
     if not fitting:
         with pytest.raises(MemoryShortage) as shortage:
-            solve_options(*arguments, memory_bytes=limit, link=case.link)
+            Problem(case.options, case.schedule, memory_bytes=limit, link=case.link).solve()
         assert shortage.value.peak == needs[0]
         return None
     problem = Problem(case.options, case.schedule, memory_bytes=limit, link=case.link)
@@ -95,7 +94,7 @@ def check_against_brute_force(seed: int) -> Solution | None:
     improved = problem.solve(effort=0.01, proves=False)
     assert max(improved.memory) <= limit and improved.lower_bound <= min(fitting) * (1 + 1e-9)
     assert min(fitting) * (1 - 1e-9) <= improved.value
-    solution = solve_options(*arguments, memory_bytes=limit, link=case.link)
+    solution = problem.solve()
     costs = flattened(case.options, solution.cuts, solution.options)
     assert makespan(costs, solution.cuts, case.schedule, case.link) == pytest.approx(solution.value, rel=1e-12)
     assert [math.ceil(need) for need in memory(costs, solution.cuts, case.schedule)] == list(solution.memory)
@@ -125,7 +124,7 @@ def test_early_stages_recompute_more() -> None:
     """Of 1F1B on four ranks the first holds four microbatches, the last one."""
     options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
     limit = 4 * 8 * 10 + 2.5 * 8 * 16
-    solution = solve_options(options, 4, "1f1b", 16, memory_bytes=limit)
+    solution = Problem(options, build("1f1b", 4, 16), memory_bytes=limit).solve()
     assert (solution.options, solution.cuts, solution.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
     uniform_values = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
     assert (solution.value, solution.uniform) == (553, min(uniform_values)) == (553, 591)
@@ -166,22 +165,10 @@ def test_a_quick_search_fills_the_memory_of_each_rank(name: str) -> None:
 
 def test_stages_may_have_options_of_their_own() -> None:
     options = [layers(8, 16, 0.0), layers(8, 2, 1.0)]
-    solution = solve_options(options, 2, "1f1b", 4, allowed=[[1], [0, 1]])
+    solution = Problem(options, build("1f1b", 2, 4), allowed=[[1], [0, 1]]).solve()
     assert solution.options == (1, 0) and solution.uniform > solution.value
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "message"),
-    [
-        ([], {}, "no option"),
-        ([layers(4, 1, 0.0), layers(5, 1, 0.0)], {}, "differs from option to option"),
-        ([layers(4, 1, 0.0)], {"allowed": [[0]]}, "for each of 2 stages"),
-        ([layers(4, 1, 0.0)], {"allowed": [[0], [1]]}, "options 0 to 0"),
-        ([layers(1, 1, 0.0)], {}, "too few for 2 stages"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(
-    options: list[Chain], arguments: dict[str, object], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        solve_options(options, 2, **arguments)  # type: ignore[arg-type]
+def test_stages_without_a_segment_are_refused() -> None:
+    with pytest.raises(PlanError, match="too few for 2 stages"):
+        Problem([layers(1, 1, 0.0)], build("1f1b", 2, 4))

@@ -261,19 +261,20 @@ def search(
     objective = incumbents.objective
     for start in starts:
         hill_climb(incumbents, moves, start)
-    steps = int(effort * search_steps(space.options))
+    steps = int(effort * search_steps(moves.options))
     are_few = moves.count * objective.steps <= _ALL_STEPS
-    if space.steps > _RELAXED * steps and not are_few:
+    if moves.options > 1 and moves.relaxation_steps > _RELAXED * steps and not are_few:
         bound = outer_bound(incumbents.target)
         if bound < incumbents.target:
             iterated_local_search(incumbents, moves, int(_SEARCHED * steps))
         return min(bound, incumbents.best_value)
-    near = space.restrict(lambda *stage: objective.stage_bound(*stage) <= incumbents.best_value * (1 + EQUAL))
-    subspace, bound = _better(incumbents, near), incumbents.best_value
+    figures = StageFigures(objective.stage_bound, space)
+    near = space.restrict(lambda *stage: figures(*stage) <= incumbents.best_value * (1 + EQUAL))
+    subspace, bound = near.restrict(lambda *stage: figures(*stage) < incumbents.target), incumbents.best_value
     if not subspace.empty:
-        bound, _ = subspace.cheapest(objective.stage_bound, np.maximum)
-        hill_climb(incumbents, moves, _most_even(objective, subspace, bound))
-        subspace = _better(incumbents, subspace)
+        bound, _ = subspace.without_options().cheapest(figures, np.maximum)
+        hill_climb(incumbents, moves, _most_even(objective, figures, subspace, bound))
+        subspace = subspace.restrict(lambda *stage: figures(*stage) < incumbents.target)
     if subspace.empty:
         bound = incumbents.best_value
     elif are_few:
@@ -291,7 +292,7 @@ def search(
             tree.run(steps)
         bound = tree.bound
     incumbents.add(moves.near(incumbents.best_cuts))
-    even = _most_even(objective, near, largest_stage(objective, incumbents.best_cuts, near))
+    even = _most_even(objective, figures, near, _largest_stage(objective, incumbents.best_cuts, near))
     if incumbents.fit(even[None])[0] and incumbents.add(even[None])[0] <= incumbents.best_value * (1 + EQUAL):
         incumbents.prefer(even)
     return bound
@@ -302,12 +303,7 @@ def search_steps(options: int) -> int:
     return _STEPS * min(options, 2)
 
 
-def _better(incumbents: Incumbents, space: CutSpace) -> CutSpace:
-    """Return the space without stages that no candidates better than the best ones have."""
-    return space.restrict(lambda *stage: incumbents.objective.stage_bound(*stage) < incumbents.target)
-
-
-def largest_stage(objective: Objective, candidate: Integers, space: CutSpace) -> float:
+def _largest_stage(objective: Objective, candidate: Integers, space: CutSpace) -> float:
     """Return the largest bound of a single stage of a candidate (numbers,) of the space."""
     cuts, options = split(candidate[None], space.options)
     edges = np.concatenate([[0], cuts[0], space.last[-1:]])
@@ -317,14 +313,14 @@ def largest_stage(objective: Objective, candidate: Integers, space: CutSpace) ->
     )
 
 
-def _most_even(objective: Objective, space: CutSpace, largest: float) -> Integers:
+def _most_even(objective: Objective, figures: StageFigures, space: CutSpace, largest: float) -> Integers:
     """Return the candidate with the least sum of squares of stages, among those whose largest stage is not larger."""
     limit = largest * (1 + EQUAL)
 
     def squares(stage: int, begins: Integers, ends: Integers) -> Floats:
         return objective.stage_bound(stage, begins, ends) ** 2
 
-    return space.restrict(lambda *stage: objective.stage_bound(*stage) <= limit).cheapest(squares, np.add)[1]
+    return space.restrict(lambda *stage: figures(*stage) <= limit).cheapest(squares, np.add)[1]
 
 
 # ---- start with options ----------------------------------------------------------------------------------------------
@@ -351,7 +347,8 @@ def even_start(
     several are tried.
 
     Args:
-        space: the cuts of which each stage fits its rank with some option, if the rank holds nothing else.
+        space: the cuts, without options, of which each stage fits its rank with some option, if the rank holds nothing
+            else.
         seconds: of a step at least, by what a stage is.
         allowed: the options that stages may have: (stages, options).
         placement: the rank of each stage.
@@ -364,7 +361,7 @@ def even_start(
     starts = []
     for limit in most:
         narrow = space.restrict(lambda *stage, limit=limit: bytes_needed(*stage) <= limit)
-        cuts = narrow.cheapest(seconds, np.maximum)[1][: len(placement) - 1]
+        cuts = narrow.cheapest(seconds, np.maximum)[1]
         starts.append(_fastest_options(cuts, sums, memory, allowed, np.array(placement)))
     candidates = np.unique(starts, axis=0)
     missing = (memory.values(candidates) - memory.limit).clip(min=0.0)

@@ -49,8 +49,8 @@ class CutSpace:
 
     @property
     def steps(self) -> int:
-        """About how many steps `minimum` takes beyond what it takes with a single option."""
-        return sum(mask[1:].size for mask in self.allowed)
+        """About how many steps `minimum` takes beyond what a call takes in any case: with one option, next to none."""
+        return sum(mask.size for mask in self.allowed) if self.options > 1 else 0
 
     @property
     def options(self) -> int:
@@ -81,6 +81,10 @@ class CutSpace:
         firsts, lasts = list(self.first), list(self.last)
         firsts[edge], lasts[edge] = first, last
         return CutSpace(tuple(firsts), tuple(lasts), tuple(allowed))._trimmed()
+
+    def without_options(self) -> CutSpace:
+        """Return the cuts alone: a stage may lie where it may with some option."""
+        return replace(self, allowed=tuple(np.any(mask, axis=0, keepdims=True) for mask in self.allowed))
 
     def nearest(self, mean: Floats) -> Integers:
         """Return the candidate nearest to these numbers, of all of the chain."""
@@ -160,11 +164,11 @@ class CutSpace:
             suffix_bounds = (np.where(mask, onward[..., None], np.inf).min(axis=1) + begins).min(axis=0)
         return replace(self, allowed=tuple(allowed[::-1]))._trimmed()
 
-    def _extend(self, linear: LinearBound, stage: int, before: Floats) -> tuple[Floats, Integers, Integers]:
-        """Return the least bound of what comes before each end of a stage, where ``before`` is that of each begin, and
-        the position of the begin and the option that have it: (ends,)."""
+    def _extend(self, linear: LinearBound, stage: int, begin_bounds: Floats) -> tuple[Floats, Integers, Integers]:
+        """Return the least bound of what comes before each end of a stage, where ``begin_bounds`` are those of each
+        begin, and the position of the begin and the option that have it: (ends,)."""
         begins, ends = self._stage_parts(linear, stage)
-        totals = np.where(self.allowed[stage], (before + begins)[:, None], np.inf)
+        totals = np.where(self.allowed[stage], (begin_bounds + begins)[:, None], np.inf)
         begin = totals.argmin(axis=2)  # (options, ends)
         least = np.take_along_axis(totals, begin[..., None], 2)[..., 0] + ends
         option, positions = least.argmin(axis=0), np.arange(least.shape[1])
@@ -211,13 +215,17 @@ class CutSpace:
 
 
 class StageFigures:
-    """The costs of all stages in a space: computed once, and looked up for parts of the space."""
+    """The costs of all stages in a space, with the best option that it allows: computed once, and looked up for parts
+    of the space."""
 
     def __init__(self, costs: StageCosts, space: CutSpace) -> None:
         self._first = space.first
-        self._figures = [costs(stage, *edges) for stage, edges in enumerate(pairwise(space.windows))]
+        self._figures = [
+            np.where(mask, costs(stage, *edges), np.inf).min(axis=0, keepdims=True)
+            for stage, (mask, edges) in enumerate(zip(space.allowed, pairwise(space.windows), strict=True))
+        ]
 
     def __call__(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        """Return the figures for positions in a row: (options, ends, begins)."""
+        """Return the figures for positions in a row: (1, ends, begins)."""
         begin, end = int(begins[0]) - self._first[stage], int(ends[0]) - self._first[stage + 1]
-        return self._figures[stage][..., end : end + len(ends), begin : begin + len(begins)]
+        return self._figures[stage][:, end : end + len(ends), begin : begin + len(begins)]

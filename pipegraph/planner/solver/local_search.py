@@ -143,6 +143,12 @@ class Moves:
         """How many candidates there are."""
         return comb(self._segments - 1, self._stages - 1) * prod(self._allowed.sum(axis=1).tolist())
 
+    @property
+    def relaxation_steps(self) -> int:
+        """About how many steps a relaxation of all of them takes."""
+        positions = self._segments - self._stages + 1  # of each cut
+        return self.options * self._stages * (max(0, self._stages - 2) * positions**2 + 2 * positions)
+
     def all_candidates(self) -> Iterator[Integers]:
         """Yield all candidates, in batches (candidates, numbers)."""
         choices = product(*(np.flatnonzero(row).tolist() for row in self._allowed)) if self.options > 1 else [()]

@@ -165,8 +165,8 @@ class MemoryNeed:
             if kind >= 0:
                 most += transient[kind]
             np.maximum(peak, most, out=peak)
-        needed: Floats = state[ends][:, None] - state[begins] + peak
-        return needed
+        stage_bytes: Floats = state[ends][:, None] - state[begins] + peak
+        return stage_bytes
 
     def allows(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
         """Return whether a rank has room for the stage alone as the segments begin … end − 1, with each option:

@@ -1,7 +1,6 @@
 """Where to cut a chain of segments into stages, with a proof of how good that is, and advice if nothing fits.
 
-``solve`` chooses the cuts, and ``solve_options`` one of several options for each stage as well. A chain with a single
-option is the plain case of the same `Problem`.
+A `Problem` has several options for each stage; ``solve`` is for the plain case of a single one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pipegraph.planner.solver.prefix_sums import SAVED, STATE, TIMES, Booleans, 
 from pipegraph.planner.solver.solve_arguments import (
     check_costs,
     check_numbers,
-    check_options,
+    check_stages,
     memory_of_ranks,
     resolve_schedule,
 )
@@ -154,24 +153,8 @@ def solve(
     return problem.solve(effort=effort, alternatives=alternatives, schedule_of=schedule_of if advises else None)
 
 
-def solve_options(
-    options: Sequence[Sequence[SegmentCost]],
-    stages: int,
-    schedule: str | Schedule = "1f1b",
-    microbatches: int = 8,
-    ranks: int | None = None,
-    memory_bytes: float | str | Sequence[float | str] | None = None,
-    link: Links | None = None,
-    *,
-    allowed: Sequence[Sequence[int]] | None = None,
-    uniform: Sequence[int] | None = None,
-    state_factor: float = 4.0,
-    receives_ahead: int = 4,
-    effort: float = 1.0,
-    names: Sequence[str] | None = None,
-    advises: bool = True,
-) -> Solution:
-    """Choose where to cut a chain of segments, and an option for each stage, for the least time of a step.
+class Problem:
+    """The cuts of a chain for a schedule, and one of several options for each stage.
 
     An option is what a stage's backward computes again, say: it changes what segments take and keep. If there are few
     possible candidates, all are simulated. Otherwise they are searched for from the best cuts with one option for all
@@ -182,30 +165,6 @@ def solve_options(
 
     Source: AdaPipe (Sun et al., ASPLOS 2024) chooses cuts and recomputation together by dynamic programming over a
     closed form of 1F1B's time. Here every schedule is simulated.
-
-    Args:
-        options: the costs of the segments with each option. What crosses between segments is the same in all.
-        stages, schedule, microbatches, ranks, memory_bytes, link, state_factor, receives_ahead, names: as for `solve`.
-        allowed: the options that each stage may have; by default all.
-        uniform: the options with which one for all stages is tried; by default all.
-        effort: scales how long the search continues. 1 is about ten seconds.
-        advises: as for `solve`.
-
-    Raises:
-        PlanError: as `solve` does; or options that do not fit together; a `MemoryShortage` if nothing fits.
-        ScheduleError: as `solve` does.
-    """
-    check_options(options, stages, names, allowed)
-    check_numbers(state_factor, effort, receives_ahead)
-    resolved = resolve_schedule(schedule, stages, microbatches, None, ranks)
-    problem = Problem(options, resolved, memory_bytes, link, allowed, state_factor, receives_ahead)
-    return problem.solve(uniform, effort, advises)
-
-
-class Problem:
-    """The cuts and options of a chain for a schedule: what `solve` and `solve_options` choose from.
-
-    The arguments are as there, but not checked, and the schedule has no transfers.
     """
 
     def __init__(
@@ -219,6 +178,17 @@ class Problem:
         receives_ahead: int = 4,
         objective: str = "makespan",
     ) -> None:
+        """The arguments are as for `solve`, but costs and numbers are not checked.
+
+        Args:
+            options: the costs of the segments with each option. What crosses between segments is the same in all.
+            schedule: one without transfers.
+            allowed: the options that each stage may have; by default all.
+
+        Raises:
+            PlanError: fewer segments than stages.
+        """
+        check_stages(len(options[0]), schedule.stages)
         self._schedule, self._link, self._objective = schedule, link, objective
         self._order = sorted(range(len(options)), key=lambda index: -sum(cost.saved_bytes for cost in options[index]))
         self._options = [options[number] for number in self._order]  # the leanest last
@@ -241,6 +211,11 @@ class Problem:
     def _space(self) -> CutSpace:
         """The candidates of which each stage fits its rank, if the rank holds nothing else."""
         return self._every.restrict(self._memory.allows) if self._memory.limits else self._every
+
+    @cached_property
+    def _places(self) -> CutSpace:
+        """The cuts of these."""
+        return self._space.without_options()
 
     @cached_property
     def _makespan(self) -> Makespan:
@@ -267,7 +242,7 @@ class Problem:
     def lower_bound(self) -> float:
         """No cuts and options have a smaller value, which the slowest stage of the most even cuts shows; infinite if
         nothing fits."""
-        return math.inf if self.is_impossible else self._space.cheapest(self._stage_values, np.maximum)[0]
+        return math.inf if self.is_impossible else self._places.cheapest(self._stage_values, np.maximum)[0]
 
     def fractional_bound(self, enough: float = math.inf) -> float:
         """Return what no cuts and options go below, which stages of parts of segments show; infinite if nothing fits.
@@ -285,14 +260,20 @@ class Problem:
         alternatives: int = 0,
         schedule_of: Callable[[int], Schedule] | None = None,
     ) -> Solution:
-        """Return the best that was found. Raises as `solve_options` does.
+        """Return the best that was found.
 
         Args:
+            uniform: the options with which one for all stages is tried; by default all.
+            effort: scales how long the search continues. 1 is about ten seconds with several options.
+            advises: whether a `MemoryShortage` says how much memory would be enough, which takes long to find.
             proves: otherwise cuts and options are only improved step by step, and the lower bound is the slowest
                 stage's.
             initial_solution: something that fits, where the search begins alone.
             schedule_of: returns the schedule with another number of stages, for the advice of a `MemoryShortage`; it
                 raises ScheduleError or PlanError if the schedule cannot have that number.
+
+        Raises:
+            MemoryShortage: nothing fits.
         """
         memory, best_uniform = self._memory, math.inf
         if not advises and initial_solution is None and self.is_impossible:
@@ -307,7 +288,7 @@ class Problem:
                 placement = self._schedule.placement
                 starts = [
                     even_start(
-                        self._space, self._sums, self._makespan, self._stage_values, memory, self._allowed, placement
+                        self._places, self._sums, self._makespan, self._stage_values, memory, self._allowed, placement
                     )
                 ]
         if not any(memory.fits(start[None])[0] for start in starts):
@@ -334,7 +315,7 @@ class Problem:
         is the fastest."""
         starts = [equal_parts(self._sums, self._schedule.stages, TIMES if self._schedule.trains else TIMES[:1])]
         if self._memory.limits and not self._space.empty:
-            starts.append(self._space.cheapest(self._stage_values, np.maximum)[1])
+            starts.append(self._places.cheapest(self._stage_values, np.maximum)[1])
         return starts
 
     def _outer_bound(self, enough: float) -> float:
@@ -348,7 +329,7 @@ class Problem:
             if self._objective == "makespan":  # which rounds differently from the simulator
                 value = simulate(self._schedule, self._makespan.times_of(array)).makespan
             candidates.append((value, array))
-        (value, best), *others = sorted(candidates, key=lambda candidate: candidate[0])
+        (value, best), *next_best = sorted(candidates, key=lambda candidate: candidate[0])
         cuts, options = split(best[None], len(self._options))
         return Solution(
             cuts=tuple(cuts[0].tolist()),
@@ -357,8 +338,8 @@ class Problem:
             options=tuple(self._order[number] for number in options[0].tolist()),
             lower_bound=value if bound >= value * (1 - EQUAL) else bound,
             alternatives=tuple(
-                Alternative(tuple(split(other[None], len(self._options))[0][0].tolist()), value, self._memory_of(other))
-                for value, other in others
+                Alternative(tuple(candidate[: self._schedule.stages - 1].tolist()), value, self._memory_of(candidate))
+                for value, candidate in next_best
             ),
             moved=self._moved(incumbents, best),
             uniform=uniform,
@@ -398,12 +379,12 @@ class Problem:
         for start in (*starts, np.append(equal_parts(self._sums, memory.stages, [STATE, SAVED]), leanest)):
             hill_climb(incumbents, self._moves, start, np.inf if proves else _CLIMBED)
         iterated_local_search(incumbents, self._moves, int(_EFFORT_SHARE * effort * search_steps(len(self._options))))
-        needed = math.ceil(incumbents.best_value)
-        if needed > memory.limit:
+        peak_bytes = math.ceil(incumbents.best_value)
+        if peak_bytes > memory.limit:
             raise MemoryShortage(
                 f"No cuts and choices that were found fit into {format_bytes(memory.limit)} on each rank: "
-                f"{format_bytes(needed)} ({needed} bytes) would be enough.",
-                needed,
+                f"{format_bytes(peak_bytes)} ({peak_bytes} bytes) would be enough.",
+                peak_bytes,
                 incumbents.best_cuts[: memory.stages - 1].tolist(),
             )
         return incumbents.best_cuts
