@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipegraph.cost.hardware import OTHER_OPERATIONS
+from pipegraph.cost.hardware import OTHER_OPERATIONS, SizeTable, Values
 from pipegraph.cost.roofline.graph_price import trace_aten
-from pipegraph.cost.size_table import SizeTable, Values
 from pipegraph.kernels.compilers import compile_graphs
 from pipegraph.torch_private.cpp_inductor import compiler_is_missing
 from pipegraph.torch_private.tracing import Run, boxed

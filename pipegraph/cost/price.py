@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import AUTO, BALANCES, PRICED, begins_of_type, first_uses, parse_balance
-from pipegraph.cost.block_times import MeasureOptions, measure
+from pipegraph.cost.block_times import Cache, MeasureOptions, measure
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measured_layers import auto_times
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten
 from pipegraph.cost.segments.attribution import (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -185,10 +186,15 @@ def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoi
 def _leanest(choice: CutChoice) -> CutChoice:
     """Move single cuts by a segment for as long as the fullest rank needs less: `solve` chose them by sums over
     segments, and a stage may need less, or, with a tied weight, more."""
+    return _moved_while_better(choice, lambda cuts: cuts.peak)
+
+
+def _moved_while_better(choice: CutChoice, figure: Callable[[CutChoice], float], least_gain: float = 0.0) -> CutChoice:
+    """Move single cuts by a segment for as long as that makes a figure smaller, by more than a part of it."""
     while True:
         shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-        best = min((cuts for cuts in shifted if cuts is not None), key=lambda cuts: cuts.peak, default=choice)
-        if best.peak >= choice.peak:
+        best = min((cuts for cuts in shifted if cuts is not None), key=figure, default=choice)
+        if figure(best) >= figure(choice) * (1 - least_gain):
             return choice
         choice = best
 
@@ -203,13 +209,7 @@ def _most_even(best: CutChoice, solution: Solution) -> CutChoice:
 
 def refine_cuts(choice: CutChoice) -> CutChoice:
     """Move single cuts by a segment for as long as that improves the exact value."""
-    while True:
-        shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-        fitting = (cuts for cuts in shifted if cuts is not None and cuts.fits)
-        best = min(fitting, key=lambda cuts: cuts.value, default=choice)
-        if best.value >= choice.value * (1 - _BETTER):
-            return choice
-        choice = best
+    return _moved_while_better(choice, lambda cuts: cuts.value if cuts.fits else math.inf, _BETTER)
 
 
 def improve_cuts(choice: CutChoice) -> CutChoice:

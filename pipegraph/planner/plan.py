@@ -14,9 +14,8 @@ from msgspec import structs
 
 from pipegraph.arguments import argument, require_type
 from pipegraph.cost.balance import UNIFORM
-from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.stage_cost import stage_cost

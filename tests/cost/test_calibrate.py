@@ -14,10 +14,9 @@ from torch import Tensor
 
 from pipegraph.cost import calibrate, machine_links, machine_rates
 from pipegraph.cost.calibrate import measure_host_link
-from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
+from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks, SizeTable
 from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
-from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
 
 CPU = torch.device("cpu")

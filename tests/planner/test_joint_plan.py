@@ -16,8 +16,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, Link
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, Link, SizeTable
 from pipegraph.errors import PlanError
 from pipegraph.graph.nodes import value_bytes
 from pipegraph.planner.joint_plan import search as joint_search

@@ -275,12 +275,13 @@ class Problem:
         Raises:
             MemoryShortage: nothing fits.
         """
-        memory, best_uniform = self._memory, math.inf
+        memory, has_options, best_uniform = self._memory, len(self._options) > 1, math.inf
         if not advises and initial_solution is None and self.is_impossible:
-            raise MemoryShortage(f"No {self._subject} fit into {format_bytes(memory.limit)} on each rank.", 0)
+            subject = "cuts and choices" if has_options else "cuts"
+            raise MemoryShortage(f"No {subject} fit into {format_bytes(memory.limit)} on each rank.", 0)
         if initial_solution is not None:
             starts = [self._candidate(initial_solution)]
-        elif len(self._options) == 1:
+        elif not has_options:
             starts = self._even_cuts()
         else:
             starts, best_uniform = self._uniform_starts(uniform, effort) if proves else ([], math.inf)
@@ -298,17 +299,14 @@ class Problem:
             objective = MemoryLimited(objective, memory, float(objective.values(starts[0][None])[0]))
         incumbents = Incumbents(objective, memory.fits, 1 + alternatives)
         if proves:
-            bound = search(incumbents, self._moves, self._space, starts, effort, self._outer_bound)
+            outer_bound = self.fractional_bound if has_options else lambda enough: 0.0
+            bound = search(incumbents, self._moves, self._space, starts, effort, outer_bound)
         else:
             bound = self.lower_bound
             for start in starts:  # the last one may be the only one that fits
                 hill_climb(incumbents, self._moves, start, incumbents.spent + _CLIMBED)
             iterated_local_search(incumbents, self._moves, int(effort * search_steps(len(self._options))))
         return self._solution(incumbents, bound, best_uniform)
-
-    @property
-    def _subject(self) -> str:
-        return "cuts" if len(self._options) == 1 else "cuts and choices"
 
     def _even_cuts(self) -> list[Integers]:
         """Return cuts into equal parts and, if memory is limited, those whose stages fit alone and whose slowest stage
@@ -317,10 +315,6 @@ class Problem:
         if self._memory.limits and not self._space.empty:
             starts.append(self._places.cheapest(self._stage_values, np.maximum)[1])
         return starts
-
-    def _outer_bound(self, enough: float) -> float:
-        """Return what no candidates go below, if branch and bound may leave that open."""
-        return 0.0 if len(self._options) == 1 else self.fractional_bound(enough)
 
     def _solution(self, incumbents: Incumbents, bound: float, uniform: float) -> Solution:
         candidates = []
