@@ -24,7 +24,16 @@ from pipegraph.planner.solver.local_search import (
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import Objective
-from pipegraph.planner.solver.prefix_sums import TIMES, Booleans, Floats, Integers, LinearBound, PrefixSums, split
+from pipegraph.planner.solver.prefix_sums import (
+    TIMES,
+    Booleans,
+    Floats,
+    Integers,
+    LinearBound,
+    PrefixSums,
+    edges_of,
+    split,
+)
 
 # ---- branch and bound ------------------------------------------------------------------------------------------------
 
@@ -306,7 +315,7 @@ def search_steps(options: int) -> int:
 def _largest_stage(objective: Objective, candidate: Integers, space: CutSpace) -> float:
     """Return the largest bound of a single stage of a candidate (numbers,) of the space."""
     cuts, options = split(candidate[None], space.options)
-    edges = np.concatenate([[0], cuts[0], space.last[-1:]])
+    edges = edges_of(cuts, space.last[-1])[0]
     return max(
         float(objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])[option, 0, 0])
         for stage, option in enumerate(options[0])

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipegraph.planner.solver.local_search import without_empty_stages
-from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound, split
+from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound, edges_of, split
 
 StageFilter = Callable[[int, Integers, Integers], Booleans]
 """(stage, begins, ends) → whether the stage may be the segments begin … end − 1, with each option: (options, ends,
@@ -95,7 +95,7 @@ class CutSpace:
     def contains(self, candidates: Integers) -> Booleans:
         """Return which candidates are in the space: (candidates,)."""
         cuts, options = split(candidates, self.options)
-        edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.last[-1])))
+        edges = edges_of(cuts, self.last[-1])
         inside: Booleans = np.all((edges >= self.first) & (edges <= self.last), axis=1)
         at = np.where(inside[:, None], edges - self.first, 0)
         for stage, mask in enumerate(self.allowed):
@@ -170,14 +170,15 @@ class CutSpace:
         begins, ends = self._stage_parts(linear, stage)
         totals = np.where(self.allowed[stage], (begin_bounds + begins)[:, None], np.inf)
         begin = totals.argmin(axis=2)  # (options, ends)
-        least = np.take_along_axis(totals, begin[..., None], 2)[..., 0] + ends
-        option, positions = least.argmin(axis=0), np.arange(least.shape[1])
+        positions = np.arange(begin.shape[1])
+        least = totals[np.arange(len(totals))[:, None], positions, begin] + ends
+        option = least.argmin(axis=0)
         return least[option, positions], begin[option, positions], option
 
     def _stage_parts(self, linear: LinearBound, stage: int) -> tuple[Floats, Floats]:
         """Return what the begin and the end of a stage add to a bound: (options, begins) and (options, ends)."""
         begins, ends = (slice(self.first[edge], self.last[edge] + 1) for edge in (stage, stage + 1))
-        up_to = linear.up_to(stage)
+        up_to = linear.up_to[stage]
         return -up_to[:, begins], (up_to + linear.cut_after(stage))[:, ends]
 
     def _backtrack(self, begins: Sequence[Integers], options: Sequence[Integers]) -> Integers:

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 
 from pipegraph.planner.solver.objective import Objective
-from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound
+from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound, edges_of
 
 EQUAL = 1e-9  # figures that differ by less than this part are equal
 _BOUNDS = 16  # linear bounds that are remembered
@@ -233,6 +233,5 @@ def without_empty_stages(cuts: Integers, segments: int) -> Integers:
 
 def has_no_empty_stage(cuts: Integers, segments: int) -> Booleans:
     """Return for cuts (candidates, cuts) whether every stage has a segment: (candidates,)."""
-    edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, segments)))
-    valid: Booleans = np.all(np.diff(edges, axis=1) > 0, axis=1)
+    valid: Booleans = np.all(np.diff(edges_of(cuts, segments), axis=1) > 0, axis=1)
     return valid
