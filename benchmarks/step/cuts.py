@@ -60,7 +60,7 @@ class CutSearch:
                 loss=(case.loss, case.microbatch()[1]),
                 setting=MeasureOptions(threads=1, ranks=RANKS),
                 cache=Cache(Path(folder)),
-                kept=starts,
+                cut_positions=starts,
             )
         segments = self._priced.chain.segments
         self._indices = {str(segment.point): at for at, segment in enumerate(segments) if segment.point is not None}
