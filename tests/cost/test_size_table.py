@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import SizeTable
 from pipegraph.errors import PipegraphError
 
 OVER_TWO = SizeTable({"m": (10.0, 1000.0), "n": (1.0, 4.0)}, ((1.0, 16.0), (100.0, 1600.0)))
