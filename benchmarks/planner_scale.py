@@ -178,8 +178,7 @@ def measure(
 def _plan_ranks(source: Any, options: Any, ranks: int, search: bool, phase: Any) -> tuple[Any, int, int]:
     """Return the best plan for `ranks`, the number of plans considered, and the number for which cuts were searched."""
     from pipegraph.graph.capture import capture
-    from pipegraph.planner.comparison import candidates, compare_plans
-    from pipegraph.planner.model_comparison import price_candidates
+    from pipegraph.planner.comparison import candidates, compare_plans, price_candidates
     from pipegraph.planner.plan import plan_of
 
     with phase("capture"):

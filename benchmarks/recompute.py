@@ -77,10 +77,10 @@ BATCHES = {4096: 128, 8192: 64, 16384: 32}
 @app.command()
 def oracle(cases: int = 500) -> None:
     """Compare with every combination."""
-    from pipegraph.planner.solver import option_search
+    from pipegraph.planner.solver import cut_search
     from tests.planner.test_option_search import check_against_brute_force
 
-    option_search._ALL_STEPS = 0  # so that the search has to find what trying all would
+    cut_search._ALL_STEPS = 0  # so that the search has to find what trying all would
     start, solved, proved, better, gap = time.perf_counter(), 0, 0, 0, 0.0
     for seed in range(cases):
         solution = check_against_brute_force(seed)
@@ -117,8 +117,8 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
     from pipegraph.planner.plan_options import PlanOptions
     from pipegraph.planner.recompute_options import RecomputeOptions
-    from pipegraph.planner.solver.option_search import solve_options
-    from pipegraph.planner.solver.solve import MemoryShortage
+    from pipegraph.planner.solver.solve import MemoryShortage, Problem
+    from pipegraph.schedule import build
     from pipegraph.workflows.batch import loss_and_target
 
     start = time.perf_counter()
@@ -134,11 +134,13 @@ def _measured(name: str, length: int, effort: float) -> list[str]:
     options = [choice.segments for choice in LayoutCosts(hardware, 1, priced, priced, shares).options(layout, 1)]
 
     def solved(chosen: list[int], effort: float) -> Any:
-        return solve_options(
-            [options[option] for option in chosen], 8, "1f1b", BATCHES[length], memory_bytes=hardware.memory_bytes,
-            link=lambda rank, peer: hardware.link(rank * layout.stride, peer * layout.stride), effort=effort,
-            uniform=priced.uniform if len(chosen) > 1 else (0,),
-        )  # fmt: skip
+        problem = Problem(
+            [options[option] for option in chosen],
+            build("1f1b", 8, BATCHES[length]),
+            memory_bytes=hardware.memory_bytes,
+            link=lambda rank, peer: hardware.link(rank * layout.stride, peer * layout.stride),
+        )
+        return problem.solve(priced.uniform if len(chosen) > 1 else (0,), effort)
 
     uniform = []
     for option in priced.uniform:

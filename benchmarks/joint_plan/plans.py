@@ -9,7 +9,7 @@ from pathlib import Path
 import pipegraph
 from benchmarks.joint_plan.models import SUBJECTS
 from pipegraph.cost.block_times import MeasureOptions
-from pipegraph.cost.hardware import ALL_REDUCE, Hardware, collective_seconds
+from pipegraph.cost.hardware import ALL_REDUCE, Hardware
 from pipegraph.graph.captured import Captured
 from pipegraph.planner.joint_plan.choices import Layout
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
@@ -82,7 +82,7 @@ def write_plans(
         exchanges = [
             tuple(
                 sum(
-                    collective_seconds(hardware.links, ALL_REDUCE, size * choice.candidate.rows / rows, layout.tp)
+                    hardware.links.collective_seconds(ALL_REDUCE, size * choice.candidate.rows / rows, layout.tp)
                     for share in shares[begin:end]
                     for size in getattr(share, direction)
                 )

@@ -59,9 +59,8 @@ def _cuts(name: str, hardware: Path, schedule: str, microbatches: int, folder: P
     import pipegraph
     from benchmarks.planner.models import SUBJECTS
     from benchmarks.planner.rank import RANKS
-    from pipegraph.cost.block_times import MeasureOptions
+    from pipegraph.cost.block_times import Cache, MeasureOptions
     from pipegraph.cost.hardware import Hardware
-    from pipegraph.cost.measurement_cache import Cache
     from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
     from pipegraph.planner.plan_options import PlanOptions
 

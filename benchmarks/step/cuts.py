@@ -12,8 +12,7 @@ from typing import Any
 
 from benchmarks.step.models import Case
 from pipegraph.cost import SegmentCost
-from pipegraph.cost.block_times import MeasureOptions
-from pipegraph.cost.measurement_cache import Cache
+from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.price import price
 from pipegraph.graph.partition.split_points import Point, locate
 from pipegraph.schedule import PLACEMENTS, Schedule, Times, build, join_backwards, lower_bound, search, simulate
@@ -61,7 +60,7 @@ class CutSearch:
                 loss=(case.loss, case.microbatch()[1]),
                 setting=MeasureOptions(threads=1, ranks=RANKS),
                 cache=Cache(Path(folder)),
-                kept=starts,
+                cut_positions=starts,
             )
         segments = self._priced.chain.segments
         self._indices = {str(segment.point): at for at, segment in enumerate(segments) if segment.point is not None}

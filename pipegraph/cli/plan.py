@@ -141,7 +141,7 @@ class PlanCommand(Command):
     ) -> None:
         """Compare the plans of one pipeline, and print them."""
         from pipegraph.graph.capture import capture_source
-        from pipegraph.planner.model_comparison import compare_model
+        from pipegraph.planner.comparison import compare_model
         from pipegraph.planner.plan import plan_of
         from pipegraph.planner.plan_file import PlanFile
         from pipegraph.report.text.package_tables import plan_comparison_dict, render_plan, render_plan_comparison

@@ -12,7 +12,7 @@ from msgspec import structs
 from torch import Tensor
 
 from pipegraph.cost.busy_ranks import busy_ranks, compute_threads
-from pipegraph.cost.hardware import Hardware, Link, Links
+from pipegraph.cost.hardware import Hardware, Link, Links, SizeTable
 from pipegraph.cost.machine_links import LinkRates, fit, measure_links
 from pipegraph.cost.machine_rates import (
     Stopwatch,
@@ -22,7 +22,6 @@ from pipegraph.cost.machine_rates import (
     measure_first_touch,
     measure_kernel_overhead,
 )
-from pipegraph.cost.size_table import SizeTable
 from pipegraph.device import Device
 from pipegraph.kernels.cpu.process import keep_freed_memory, threads_per_rank
 from pipegraph.units import format_percent

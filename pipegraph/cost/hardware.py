@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,10 +15,112 @@ import msgspec
 from msgspec import Meta, structs
 
 from pipegraph.arguments import require_path
-from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import PipegraphError, nearest
 from pipegraph.package.json_file import Entry, FieldError, FileKind, Name, Text, choice_of, json_text
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
+
+# ---- size tables -----------------------------------------------------------------------------------------------------
+# Figures that depend on sizes, as they were measured at some of them.
+
+
+Values = float | tuple["Values", ...]
+"""A figure, or one for each size along the first axis."""
+
+Sizes = Annotated[tuple[Annotated[float, Meta(gt=0, le=1e30)], ...], Meta(min_length=1)]
+
+
+class SizeTable(Entry, frozen=True):
+    """Positive figures over sizes such as m, n and k: ``values[i][j]`` belongs to the i-th size along the first axis.
+
+    Between its sizes it is interpolated, logarithm over logarithm: what hardware attains follows powers of sizes, and
+    they span decades. Outside of them it is constant. Without axes it is one figure.
+    """
+
+    axes: dict[str, Sizes]
+    values: Any  # Values, for which msgspec has no type
+
+    def __post_init__(self) -> None:
+        for name, sizes in self.axes.items():
+            if sizes[0] <= 0 or any(low >= high for low, high in itertools.pairwise(sizes)):
+                raise FieldError(f"axes.{name}", f"sizes must be positive and ascend, unlike {list(sizes)[:8]}")
+        axes = [(name, len(sizes)) for name, sizes in self.axes.items()]
+        structs.force_setattr(self, "values", _checked(self.values, axes, "values" if axes else ""))
+
+    def at(self, **sizes: float) -> float:
+        """The figure at these sizes, one for each axis; others are ignored."""
+        places = [_place(along, sizes[name]) for name, along in self.axes.items()]
+        return math.exp(_interpolate(self.values, places))
+
+    def map(self, change: Callable[[float], float]) -> SizeTable:
+        """The same table of other figures."""
+        return SizeTable(self.axes, _mapped(self.values, change))
+
+    @property
+    def largest(self) -> float:
+        """The largest figure."""
+        return max(_flat_figures(self.values))
+
+    @property
+    def smallest(self) -> float:
+        """The smallest figure."""
+        return min(_flat_figures(self.values))
+
+    @classmethod
+    def stacked(cls, axis: str, tables: Mapping[float, SizeTable]) -> SizeTable:
+        """Stack tables over the same sizes along another axis, in which each has a size. One table stays as it is."""
+        if len(tables) == 1:
+            return next(iter(tables.values()))
+        inner = next(iter(tables.values())).axes
+        return cls({axis: tuple(tables), **inner}, tuple(table.values for table in tables.values()))
+
+
+def _place(along: Sequence[float], size: float) -> tuple[int, float]:
+    """(index, how far from there to the next one, 0 to 1)."""
+    if size <= along[0]:
+        return 0, 0.0
+    if size >= along[-1]:
+        return len(along) - 1, 0.0
+    index = bisect.bisect_right(along, size) - 1
+    return index, math.log(size / along[index]) / math.log(along[index + 1] / along[index])
+
+
+def _interpolate(values: Values, places: Sequence[tuple[int, float]]) -> float:
+    """The logarithm of the figure."""
+    if not isinstance(values, tuple):
+        return math.log(values)
+    (index, part), *inner_places = places
+    low = _interpolate(values[index], inner_places)
+    return low + part * (_interpolate(values[index + 1], inner_places) - low) if part else low
+
+
+def _checked(values: Any, axes: Sequence[tuple[str, int]], place: str) -> Values:
+    """The figures as nested tuples, if they are as many as the sizes. Raises FieldError."""
+    if not axes:
+        if isinstance(values, bool) or not isinstance(values, (int, float)) or not 0 < values <= 1e30:
+            description = values if isinstance(values, (int, float, str)) else f"a {type(values).__name__}"
+            raise FieldError(place, f"{str(description)[:40]!r} must be one positive number")
+        return float(values)
+    (name, length), *inner_axes = axes
+    count = len(values) if isinstance(values, (list, tuple)) else 0
+    if count != length:
+        raise FieldError(place, f"it has {count} entries, and there are {length} sizes along {name}")
+    return tuple(_checked(value, inner_axes, f"{place}[{index}]") for index, value in enumerate(values))
+
+
+def _mapped(values: Values, change: Callable[[float], float]) -> Values:
+    return tuple(_mapped(value, change) for value in values) if isinstance(values, tuple) else change(values)
+
+
+def _flat_figures(values: Values) -> Iterator[float]:
+    if not isinstance(values, tuple):
+        yield values
+        return
+    for value in values:
+        yield from _flat_figures(value)
+
+
+# ---- profiles --------------------------------------------------------------------------------------------------------
+
 
 Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
 """Bytes, elements or floating-point operations per second."""
@@ -24,7 +128,8 @@ Rate = Annotated[float, Meta(ge=1e6, le=1e21)]
 Seconds = Annotated[float, Meta(ge=0, le=0.1)]
 
 SCHEMA_VERSION: Final = 1
-_COLLECTIVES: Final = ("gather", "reduce", "all_reduce", "all_gather")
+GATHER, REDUCE, ALL_REDUCE, ALL_GATHER = COLLECTIVES = "gather", "reduce", "all_reduce", "all_gather"
+"""The collectives of ranks along dp_shard, those of their replicas, and of ranks along tp."""
 ANY: Final = "any"
 """The dtype of an attained part that holds for every dtype without its own."""
 OTHER_OPERATIONS: Final = "other"
@@ -72,31 +177,24 @@ class Link(Entry, frozen=True):
         """Return the seconds that a message of ``size`` bytes takes."""
         return self.latency + size / self.bandwidth
 
-    def gather_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds that ``ranks`` ranks take to gather a tensor of ``size`` bytes, of which each has a part.
+    def collective_seconds(self, kind: str, size: float, ranks: int) -> float:
+        """Return the seconds that ``ranks`` ranks take for a collective of a tensor of ``size`` bytes.
 
-        If it was not measured, it is the time of a ring, which forwards the parts ``ranks - 1`` times.
+        What was not measured is that of a ring: n ranks pass parts of ``size / n`` bytes on n − 1 times to gather or to
+        scatter them, and twice as often to reduce all (Patarasuk and Yuan, 2009).
+
+        Args:
+            kind: one of `COLLECTIVES`.
         """
-        return self._collective_seconds(self.gather, size, ranks, rounds=ranks - 1)
-
-    def reduce_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds that they take to add up such tensors, if each rank gets its part of the sum."""
-        return self._collective_seconds(self.reduce, size, ranks, rounds=ranks - 1)
-
-    def all_reduce_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds that they take to add up such tensors, if each rank gets the whole sum."""
-        return self._collective_seconds(self.all_reduce, size, ranks, rounds=2 * (ranks - 1))
-
-    def all_gather_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds of the same gather by torch's all-gather."""
-        return self._collective_seconds(self.all_gather or self.gather, size, ranks, rounds=ranks - 1)
-
-    def _collective_seconds(self, measured: SizeTable | None, size: float, ranks: int, rounds: int) -> float:
         if ranks == 1:
             return 0.0
+        measured: SizeTable | None = getattr(self, kind)
+        if kind == ALL_GATHER and measured is None:
+            measured = self.gather
         if measured is not None:
             size = max(size, measured.axes.get("bytes", (1.0,))[0])  # fewer bytes than were measured take as long
             return size / measured.at(bytes=size, ranks=ranks)
+        rounds = (2 if kind == ALL_REDUCE else 1) * (ranks - 1)
         return rounds * self.seconds(size / ranks)
 
 
@@ -152,6 +250,13 @@ class Links(Entry, frozen=True):
         is_one_node = len({rank // self.ranks_per_node for rank in ranks}) == 1
         return self.intra_node if is_one_node or self.inter_node is None else self.inter_node
 
+    def collective_seconds(self, kind: str, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of a collective (`Link.collective_seconds`) between ranks that are numbered ``stride``
+        apart."""
+        if ranks == 1 or not size:
+            return 0.0
+        return self.among(rank * stride for rank in range(ranks)).collective_seconds(kind, size, ranks)
+
 
 class Hardware(Entry, frozen=True, kw_only=True):
     """A device: seconds, bytes, and floating-point operations or elements per second.
@@ -201,7 +306,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
         if self.first_touch is not None:
             _check(self.first_touch, "first_touch", ("bytes",), 1e6, 1e21)
         for place, link in (("intra_node", self.links.intra_node), ("inter_node", self.links.inter_node)):
-            for name in _COLLECTIVES:
+            for name in COLLECTIVES:
                 if (measured := getattr(link, name, None)) is not None:
                     _check(measured, f"links.{place}.{name}", ("bytes", "ranks"), 1.0, 1e21)
 
@@ -329,7 +434,7 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
     attained, links = content.get("attained_flops"), content.get("links")
     tables: list[tuple[dict[str, Any], tuple[str, ...]]] = [(content, ("attained_bandwidth", "first_touch"))]
     tables += [(rates, tuple(rates)) for rates in _objects(attained, *(attained if isinstance(attained, dict) else ()))]
-    tables += [(link, _COLLECTIVES) for link in _objects(links, "intra_node", "inter_node")]
+    tables += [(link, COLLECTIVES) for link in _objects(links, "intra_node", "inter_node")]
     for holder, names in tables:
         for name in names:
             if not isinstance(holder.get(name), dict | None):
@@ -343,36 +448,3 @@ def _objects(content: Any, *names: str) -> list[dict[str, Any]]:
 
 
 _KIND: Final = FileKind(Hardware, "a hardware profile", PipegraphError, _MEASURE, SCHEMA_VERSION, _prepare)
-
-
-# ---- collectives -----------------------------------------------------------------------------------------------------
-# What collectives between ranks take, from the links of a profile.
-
-
-GATHER, REDUCE, ALL_REDUCE, ALL_GATHER = "gather", "reduce", "all_reduce", "all_gather"
-"""The ways of ranks along dp_shard, those of their replicas, and of ranks along tp."""
-
-
-def collective_seconds(links: Links, kind: str, size: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of a collective, as it was measured between such ranks.
-
-    What was not measured is that of a ring: n ranks pass parts of ``size / n`` bytes on n − 1 times to gather or to
-    scatter them, and twice as often to reduce all (Patarasuk and Yuan, 2009).
-
-    Args:
-        links: of the profile.
-        kind: one of the four above.
-        size: bytes of the whole tensor.
-        ranks: how many there are.
-        stride: how far apart they are numbered.
-    """
-    if ranks == 1 or not size:
-        return 0.0
-    link = links.among(rank * stride for rank in range(ranks))
-    seconds = {
-        GATHER: link.gather_seconds,
-        REDUCE: link.reduce_seconds,
-        ALL_REDUCE: link.all_reduce_seconds,
-        ALL_GATHER: link.all_gather_seconds,
-    }
-    return seconds[kind](size, ranks)

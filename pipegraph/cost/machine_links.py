@@ -18,8 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from pipegraph import collectives, loopback
-from pipegraph.cost.hardware import MeasuredLinks
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import MeasuredLinks, SizeTable
 from pipegraph.device import Device
 from pipegraph.errors import RuntimeFault
 

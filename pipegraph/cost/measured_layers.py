@@ -12,10 +12,8 @@ from itertools import takewhile
 
 import torch
 
-from pipegraph.cost.block_runs import bytes_to_run
-from pipegraph.cost.block_times import MeasureOptions, measure_first
+from pipegraph.cost.block_times import Cache, MeasureOptions, bytes_to_run, measure_first
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.segments.attribution import Times
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroup, SegmentGroups
 from pipegraph.device import Device

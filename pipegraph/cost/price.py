@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import AUTO, BALANCES, PRICED, begins_of_type, first_uses, parse_balance
-from pipegraph.cost.block_times import MeasureOptions, measure
+from pipegraph.cost.block_times import Cache, MeasureOptions, measure
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measured_layers import auto_times
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten
 from pipegraph.cost.segments.attribution import (
@@ -24,12 +23,13 @@ from pipegraph.cost.segments.attribution import (
     offloaded_bytes,
     saved_bytes,
     segment_times,
+    segment_transient_bytes,
+    stage_transient_bytes,
     weight_saved_bytes,
 )
 from pipegraph.cost.segments.chain import Chain, find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, SegmentGroups, group_segments
 from pipegraph.cost.segments.subgraph import fx_graph
-from pipegraph.cost.segments.transient import segment_transient_bytes, stage_transient_bytes
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
@@ -98,7 +98,7 @@ def price(
     loss: tuple[LossOf, Any] | None = None,
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
-    kept: Collection[int] = (),
+    cut_positions: Collection[int] = (),
     traced: dict[str, DividedFunction] | None = None,
     stages: int = 1,
 ) -> PricedModel:
@@ -115,7 +115,7 @@ def price(
         loss: a function of output and target, and a target; by default the mean square of the outputs.
         setting: how ``measured`` and ``auto`` measure.
         cache: what they measured before.
-        kept: positions in ``Captured.nodes`` at which the chain is always cut.
+        cut_positions: those in ``Captured.nodes`` at which the chain is always cut.
         traced: filled with the derivatives of blocks, by a hash of their structure, and read: for prices with another
             ``recompute``.
         stages: how many are to be made. Nothing is priced if the segments are too few for them.
@@ -131,7 +131,7 @@ def price(
     again.check_names({fqn for node in captured.nodes for _, fqn in path_of(node)})
     again = again.with_layers(fqn for fqn, entry in captured.state.items() if entry.kind == "parameter")
     begins = begins_of_type(captured, pattern) if name == "type" else ()
-    chain = find_chain(captured, inside_layers=name != "type", cut_positions={*kept, *begins})
+    chain = find_chain(captured, inside_layers=name != "type", cut_positions={*cut_positions, *begins})
     chain.check_stages(stages)
     hardware, setting = hardware or Hardware.load("cpu"), setting or MeasureOptions()
     is_run = name in ("measured", AUTO)
@@ -143,7 +143,7 @@ def price(
     _warn(blocks, uncounted)
     state = first_uses(chain, [part.subgraph.state for part in parts.segments])
     every = range(len(chain.segments))
-    saved, kept = saved_bytes(parts, every), weight_saved_bytes(parts, every)
+    saved, weight_saved = saved_bytes(parts, every), weight_saved_bytes(parts, every)
     away = offloaded_bytes(parts, every)
     transient, added = segment_transient_bytes(parts), added_bytes(parts, every)
     crossing: tuple[CrossingValue, ...] = ()
@@ -168,7 +168,7 @@ def price(
             saved_bytes=saved[index],
             parameter_bytes=parameter_bytes(state[index]),
             flops=prices[part.block.key][0].flops,
-            weight_saved_bytes=kept[index],
+            weight_saved_bytes=weight_saved[index],
             trained_bytes=parameter_bytes(state[index], trained=True),
             buffer_bytes=buffer_bytes(state[index]),
             offloaded_bytes=away[index],

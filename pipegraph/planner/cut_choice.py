@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,9 +14,8 @@ from pipegraph.graph.partition.split_points import Point
 from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.cut_search import most_even_cuts
-from pipegraph.planner.solver.local_search import Incumbents, hill_climb
+from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
-from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.step_prediction import RankMemory, rank_memory, stage_times, step_seconds
@@ -41,7 +41,7 @@ class CutChoice:
     options: PlanOptions = field(repr=False)
     cuts: tuple[int, ...]
     schedule: Schedule = field(repr=False)
-    solution: Solution | OptionSolution | None = field(default=None, repr=False)
+    solution: Solution | None = field(default=None, repr=False)
 
     @cached_property
     def value(self) -> float:
@@ -186,10 +186,15 @@ def choose_cuts(costs: ChainCosts, options: PlanOptions, stages: int) -> CutChoi
 def _leanest(choice: CutChoice) -> CutChoice:
     """Move single cuts by a segment for as long as the fullest rank needs less: `solve` chose them by sums over
     segments, and a stage may need less, or, with a tied weight, more."""
+    return _moved_while_better(choice, lambda cuts: cuts.peak)
+
+
+def _moved_while_better(choice: CutChoice, figure: Callable[[CutChoice], float], least_gain: float = 0.0) -> CutChoice:
+    """Move single cuts by a segment for as long as that makes a figure smaller, by more than a part of it."""
     while True:
         shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-        best = min((cuts for cuts in shifted if cuts is not None), key=lambda cuts: cuts.peak, default=choice)
-        if best.peak >= choice.peak:
+        best = min((cuts for cuts in shifted if cuts is not None), key=figure, default=choice)
+        if figure(best) >= figure(choice) * (1 - least_gain):
             return choice
         choice = best
 
@@ -204,13 +209,7 @@ def _most_even(best: CutChoice, solution: Solution) -> CutChoice:
 
 def refine_cuts(choice: CutChoice) -> CutChoice:
     """Move single cuts by a segment for as long as that improves the exact value."""
-    while True:
-        shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
-        fitting = (cuts for cuts in shifted if cuts is not None and cuts.fits)
-        best = min(fitting, key=lambda cuts: cuts.value, default=choice)
-        if best.value >= choice.value * (1 - _BETTER):
-            return choice
-        choice = best
+    return _moved_while_better(choice, lambda cuts: cuts.value if cuts.fits else math.inf, _BETTER)
 
 
 def improve_cuts(choice: CutChoice) -> CutChoice:
@@ -218,7 +217,8 @@ def improve_cuts(choice: CutChoice) -> CutChoice:
     segments = choice.costs.segments
     makespan = Makespan(PrefixSums(segments), choice.schedule, choice.options.link)
     incumbents = Incumbents(makespan, lambda cuts: np.ones(len(cuts), bool), capacity=1)
-    improved, _ = hill_climb(incumbents, np.array(choice.cuts, np.int64), len(segments))
+    moves = Moves(len(segments), np.ones((choice.schedule.stages, 1), bool))
+    improved, _ = hill_climb(incumbents, moves, np.array(choice.cuts, np.int64))
     return replace(choice, cuts=tuple(improved.tolist()))
 
 

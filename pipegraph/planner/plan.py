@@ -14,9 +14,8 @@ from msgspec import structs
 
 from pipegraph.arguments import argument, require_type
 from pipegraph.cost.balance import UNIFORM
-from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.stage_cost import stage_cost
@@ -34,7 +33,6 @@ from pipegraph.planner.cut_choice import CutChoice, choose_cuts, given_cuts, ref
 from pipegraph.planner.layer_layout import is_layout, layout_of, layout_points
 from pipegraph.planner.plan_options import PlanOptions, check_number
 from pipegraph.planner.recompute_options import choose_recompute, choose_recompute_at, parse_recompute
-from pipegraph.planner.solver.option_search import OptionSolution
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
 from pipegraph.planner.solver.solve_arguments import parse_memory
 from pipegraph.recompute import AUTO, Recompute
@@ -127,7 +125,7 @@ class Plan:
     costs: tuple[StageCost, ...]
     prediction: Prediction | None = None
     priced: PricedModel | None = field(default=None, repr=False)
-    solution: Solution | OptionSolution | None = field(default=None, repr=False)
+    solution: Solution | None = field(default=None, repr=False)
     relays_skips: bool = False
 
     def __repr__(self) -> str:

@@ -11,10 +11,9 @@ from typing import Any
 from pipegraph.arguments import argument
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.balance import AUTO, TIMED, parse_balance
-from pipegraph.cost.block_times import MeasureOptions
+from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.measured_layers import is_at_hand
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel, price
 from pipegraph.errors import ArgumentError, PlanError

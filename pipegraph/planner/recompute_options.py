@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipegraph.arguments import argument
+from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Link
 from pipegraph.cost.price import PricedModel, mix
 from pipegraph.cost.segments.chain import Chain
@@ -15,8 +16,7 @@ from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions, StagedCosts
-from pipegraph.planner.solver.option_search import OptionSolution, solve_options
-from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution
 from pipegraph.progress import report_progress
 from pipegraph.recompute import OFFLOAD, Recompute, parse_stages
 
@@ -111,10 +111,11 @@ class RecomputeOptions:
         """
         report_progress("looking for the best cuts and what to compute again")
         choices = [*self._uniform(options, stages)]
-        memory = options.memory_bytes
+        memory, segments = options.memory_bytes, [costs.segments for costs in self.costs]
         for _ in range(_TRIES):
             try:
-                choice = self._jointly(options, stages, memory)
+                problem = self._problem(options, segments, stages, memory)
+                choice = self._choice(options, problem.solve(self.uniform, options.effort))
             except MemoryShortage:
                 if not choices and memory is options.memory_bytes:
                     raise
@@ -145,39 +146,26 @@ class RecomputeOptions:
             MemoryShortage: no choices fit.
         """
         report_progress("looking for what to compute again")
-        solution = solve_options(
-            [costs.stages(cuts) for costs in self.costs],
-            len(cuts) + 1,
-            options.schedule,
-            options.microbatches,
-            options.ranks,
-            options.memory_bytes,
-            options.link,
-            state_factor=options.state_factor,
-            effort=options.effort,
-        )
+        stages = [costs.stages(cuts) for costs in self.costs]
+        problem = self._problem(options, stages, len(cuts) + 1, options.memory_bytes)
+        solution = problem.solve(effort=options.effort)
         return replace(self._choice(options, replace(solution, cuts=tuple(cuts))), solution=None)
 
-    def _choice(self, options: PlanOptions, solution: OptionSolution) -> CutChoice:
+    def _choice(self, options: PlanOptions, solution: Solution) -> CutChoice:
         costs = StagedCosts([self.costs[option] for option in solution.options])
         plan_options = replace(options, recompute=tuple(self.recompute[option] for option in solution.options))
         return CutChoice(costs, plan_options, solution.cuts, solution.schedule, solution)
 
-    def _jointly(self, options: PlanOptions, stages: int, memory: float | Sequence[float] | None) -> CutChoice:
-        solution = solve_options(
-            [costs.segments for costs in self.costs],
-            stages,
-            options.schedule,
-            options.microbatches,
-            options.ranks,
-            memory,
-            options.link,
-            allowed=self.allowed,
-            uniform=self.uniform,
-            state_factor=options.state_factor,
-            effort=options.effort,
-        )
-        return self._choice(options, solution)
+    def _problem(
+        self,
+        options: PlanOptions,
+        costs: Sequence[Sequence[SegmentCost]],
+        stages: int,
+        memory: float | Sequence[float] | None,
+    ) -> Problem:
+        """Return the choice of cuts and options, where segments cost ``costs`` with each option."""
+        schedule = options.schedule_of(stages)
+        return Problem(costs, schedule, memory, options.link, self.allowed, options.state_factor)
 
     def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
         for option in self.uniform:

@@ -147,8 +147,7 @@ def seconds_of_messages(messages: Iterable[Message], hardware: Hardware | None) 
     total = 0.0
     for message in messages:
         link = hardware.links.among(message.ranks)
-        ways = {"gather": link.gather_seconds, "reduce": link.reduce_seconds, "all_reduce": link.all_reduce_seconds}
-        total += ways[message.way](message.size, len(message.ranks))
+        total += link.collective_seconds(message.way, message.size, len(message.ranks))
     return total
 
 

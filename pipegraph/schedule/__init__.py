@@ -15,7 +15,7 @@ from pipegraph.schedule.join_backwards import join_backwards
 from pipegraph.schedule.lifetimes import Lifetime, What, lifetimes, peak_activations, receive_buffers
 from pipegraph.schedule.lower import lower, without_transfers
 from pipegraph.schedule.lower_bound import lower_bound
-from pipegraph.schedule.order_search.search_orders import SearchedSchedule, search
+from pipegraph.schedule.order_search import SearchedSchedule, search
 from pipegraph.schedule.parameter_memory import ParameterBytes, parameter_bytes
 from pipegraph.schedule.recipes import names
 from pipegraph.schedule.schedule import Schedule

@@ -11,10 +11,16 @@ from pipegraph.errors import ScheduleError
 from pipegraph.schedule.action import Action, Collective, CollectiveKind, Kind, unit_text
 from pipegraph.schedule.action_arrays import RECV_F, SEND_F, ActionArrays, B, I, W
 from pipegraph.schedule.collectives import CONTRIBUTES, require_resident
-from pipegraph.schedule.faults import fault
 from pipegraph.schedule.lifetimes import held_activations
-from pipegraph.schedule.replay import NEVER, replay
+from pipegraph.schedule.replay import NEVER, marked_grid, replay, slots
 from pipegraph.schedule.schedule import Schedule, require_schedule
+
+
+def fault(schedule: Schedule, problem: str, places: Mapping[int, int], advice: str) -> ScheduleError:
+    """Return an error that says what is wrong, draws the places (rank → position) and says what to try."""
+    picture = marked_grid(schedule.cells(), slots(schedule.arrays), places)
+    return ScheduleError(f"{schedule.name}: {problem}\n{picture}", f"{advice[0].lower()}{advice[1:]}", places)
+
 
 # ---- check collectives -----------------------------------------------------------------------------------------------
 # Check that parameters are whole when they are used, and that gradients are reduced once.

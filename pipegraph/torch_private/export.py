@@ -16,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._export.utils import _compiling_state_context
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -214,6 +215,32 @@ def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
         return wrapper(cls, partial(original, cls), args, kwargs)
 
     with replaced(torch.autograd.Function, "apply", apply):
+        yield
+
+
+GRAD_ENABLED = "grad_enabled"
+"""Key of the metadata of an exported node: whether gradients were on when it ran."""
+
+
+@contextmanager
+def grad_modes_marked() -> Iterator[None]:
+    """Let ``meta[GRAD_ENABLED]`` of each exported operation say whether gradients were on when it ran.
+
+    ``torch.export`` keeps a block of ``no_grad`` as a graph of its own, but not if it is inside of an autocast block:
+    the operations are there, and the mode is lost. Its pass for these blocks reads the calls that switch gradients, so
+    that the marks are made before it.
+    """
+
+    def mark(original: Callable[..., Any], module: fx.GraphModule, *args: Any) -> Any:
+        enabled = torch.is_grad_enabled()
+        for node in module.graph.nodes:
+            if node.target is torch._C._set_grad_enabled:
+                enabled = bool(node.args[0])
+            elif node.op == "call_function":
+                node.meta[GRAD_ENABLED] = enabled
+        return original(module, *args)
+
+    with replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", mark):
         yield
 
 

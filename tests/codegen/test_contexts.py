@@ -97,6 +97,25 @@ class Written(Blocks):
         return self.c(h)
 
 
+class NoGradInAutocast(Blocks):
+    """torch.export keeps no block of no_grad that is inside of one of autocast, nor a block in that."""
+
+    @torch.no_grad()
+    def scale(self, x: Tensor) -> Tensor:
+        return x.abs().amax(-1, keepdim=True) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            y = h / self.scale(h)
+            with torch.no_grad():
+                mean = h.mean()
+                with torch.enable_grad():
+                    z = h * 3
+            y = y * mean + z
+        return self.c(self.b(y))
+
+
 class Autocast(Row):
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -120,6 +139,8 @@ CASES = [
     (Returned, "b"),
     (Returned, "last"),
     (Written, "b"),
+    (NoGradInAutocast, "b"),
+    (NoGradInAutocast, "c"),
 ]
 
 
@@ -127,6 +148,14 @@ CASES = [
 def test_parity(model: type[nn.Module], cut: str, tmp_path: Path) -> None:
     built = model()
     assert differences(split(tmp_path, built, (batch(),), cut=cut), built, (batch(),), train=True) == []
+
+
+@pytest.mark.parametrize("model", [Mixed, Views, NoGradInAutocast])
+def test_a_capture_without_gradients_keeps_blocks(model: type[nn.Module], tmp_path: Path) -> None:
+    built = model()
+    with torch.no_grad():
+        package = split(tmp_path, built, (batch(),), cut="b")
+    assert differences(package, built, (batch(),), train=True) == []
 
 
 def test_blocks_come_back_as_blocks(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.block_times import MeasureOptions
-from pipegraph.cost.measurement_cache import Cache
+from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.price import PricedModel, price
 from pipegraph.errors import ArgumentError, PlanError
 from tests.cost.models import TOKENS, Block, model

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from pipegraph.cost import block_times as measuring
-from pipegraph.cost.block_runs import GpuQueueFiller
-from pipegraph.cost.block_times import MeasureOptions, measure
-from pipegraph.cost.measurement_cache import Cache, default_folder
+from pipegraph.cost.block_times import Cache, GpuQueueFiller, MeasureOptions, default_folder, measure
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.chain import find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, group_segments

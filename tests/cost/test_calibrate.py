@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegraph.cost import calibrate, machine_links, machine_rates, measured_sizes
+from pipegraph.cost import calibrate, machine_links, machine_rates
 from pipegraph.cost.calibrate import measure_host_link
-from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks
+from pipegraph.cost.hardware import Hardware, Link, Links, MeasuredLinks, SizeTable
 from pipegraph.cost.machine_links import LinkRates
 from pipegraph.cost.machine_rates import Stopwatch
-from pipegraph.cost.size_table import SizeTable
 from pipegraph.errors import RuntimeFault
 from tests.messages import refused
 
@@ -28,7 +27,7 @@ QUICK = Stopwatch(CPU, budget=0.001)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small sizes, and functions uncompiled."""
-    usual = measured_sizes.sizes_on("cpu")
+    usual = machine_rates.sizes_on("cpu")
     few = replace(
         usual,
         **{name: dict.fromkeys(getattr(usual, name), (16, 32)) for name in ("matrices", "batched", "attention")},
@@ -145,7 +144,7 @@ def test_one_rank_has_links_through_the_host(quick: None) -> None:
 
 
 def test_a_gpu_is_timed_on_large_layers() -> None:
-    cpu, gpu = (measured_sizes.sizes_on(kind) for kind in ("cpu", "cuda"))
+    cpu, gpu = (machine_rates.sizes_on(kind) for kind in ("cpu", "cuda"))
     assert max(gpu.matrices["m"]) > 4 * max(cpu.matrices["m"])
     assert max(gpu.streamed) > max(cpu.streamed) and gpu.sample > cpu.sample
 

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from msgspec import structs
 from torch import Tensor, nn
 
-from pipegraph.cost.hardware import Hardware, Link, Links
+from pipegraph.cost.hardware import Hardware, Link, Links, SizeTable
 from pipegraph.cost.roofline.fused_kernels import fused_kernels
 from pipegraph.cost.roofline.graph_price import GraphPrice, price_graph, trace_aten
-from pipegraph.cost.size_table import SizeTable
 from pipegraph.kernels import make
 from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.kernels.graphs.block_operation import OPERATION

@@ -104,17 +104,21 @@ def test_a_measured_table_goes_before_the_usual_link() -> None:
 
 def test_a_collective_is_that_of_a_ring_unless_it_was_measured() -> None:
     link = Link(1e-5, 1e9)
-    assert link.gather_seconds(4e9, 4) == link.reduce_seconds(4e9, 4) == pytest.approx(3 * (1e-5 + 1))
-    assert link.all_reduce_seconds(4e9, 4) == pytest.approx(6 * (1e-5 + 1))
-    assert link.gather_seconds(4e9, 1) == 0
+    assert (
+        link.collective_seconds("gather", 4e9, 4)
+        == link.collective_seconds("reduce", 4e9, 4)
+        == pytest.approx(3 * (1e-5 + 1))
+    )
+    assert link.collective_seconds("all_reduce", 4e9, 4) == pytest.approx(6 * (1e-5 + 1))
+    assert link.collective_seconds("gather", 4e9, 1) == 0
     table = {"axes": {"ranks": [2, 8], "bytes": [1e3, 1e6]}, "values": [[1e6, 1e9], [1e6, 1e8]]}
     ends = {"intra_node": LINKS["intra_node"] | {"gather": table, "reduce": 2e9}, "inter_node": LINKS["inter_node"]}
     measured = Hardware.from_json(profile(links=LINKS | ends))
     assert Hardware.from_json(measured.to_json()) == measured
     inside, across = measured.links.among((0, 1)), measured.links.among((0, 8))
-    assert inside.gather_seconds(1e9, 2) == pytest.approx(1.0)  # beyond the table at the last rate
-    assert inside.gather_seconds(1e6, 8) == pytest.approx(1e-2)
-    assert inside.reduce_seconds(4e9, 8) == pytest.approx(2.0)
+    assert inside.collective_seconds("gather", 1e9, 2) == pytest.approx(1.0)  # beyond the table at the last rate
+    assert inside.collective_seconds("gather", 1e6, 8) == pytest.approx(1e-2)
+    assert inside.collective_seconds("reduce", 4e9, 8) == pytest.approx(2.0)
     assert across == measured.links.inter_node and across.gather is None
     assert "gather in a node" in render_hardware(measured)
 

@@ -13,10 +13,9 @@ from msgspec import structs
 
 import pipegraph
 from pipegraph.cost import block_times, measured_layers
-from pipegraph.cost.block_times import BlockTimes, MeasureOptions, measure_first
+from pipegraph.cost.block_times import BlockTimes, Cache, MeasureOptions, measure_first
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.measured_layers import auto_times, is_at_hand
-from pipegraph.cost.measurement_cache import Cache
 from pipegraph.cost.price import price
 from pipegraph.cost.segments.distinct_blocks import Block, SegmentGroups
 from pipegraph.device import Device

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import SizeTable
 from pipegraph.package.json_file import FieldError
 from tests.messages import refused
 

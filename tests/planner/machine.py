@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import pipegraph
-from pipegraph.cost.hardware import Hardware, Link, Links
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import Hardware, Link, Links, SizeTable
 from pipegraph.graph.captured import Captured
 
 FULL_RATE = SizeTable({}, 1.0)

@@ -9,8 +9,7 @@ import pytest
 
 import pipegraph
 from pipegraph.errors import PlanError, ScheduleError, SourceError
-from pipegraph.planner.comparison import PlanCandidate, PlanComparison, candidates
-from pipegraph.planner.model_comparison import compare_model
+from pipegraph.planner.comparison import PlanCandidate, PlanComparison, candidates, compare_model
 from pipegraph.planner.plan import plan_of
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions

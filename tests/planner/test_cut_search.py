@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from pipegraph.cost import SegmentCost
 from pipegraph.planner import solve
 from pipegraph.planner.solver import cut_search
-from pipegraph.planner.solver.branch_and_bound import MatrixGame
 from pipegraph.planner.solver.cut_search import equal_parts
 from pipegraph.planner.solver.cut_space import CutSpace
+from pipegraph.planner.solver.linear_program import MatrixGame
 from pipegraph.planner.solver.local_search import neighbours
 from pipegraph.planner.solver.makespan import ActionGraph, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
-from pipegraph.planner.solver.prefix_sums import TIMES, LinearBound, PrefixSums
+from pipegraph.planner.solver.prefix_sums import QUANTITIES, TIMES, LinearBound, PrefixSums
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
 from tests.planner.brute_force import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
@@ -75,7 +75,7 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
             edges = np.array([0, *chosen, len(chain)])
             for stage in range(schedule.stages):
                 least = objective.stage_bound(stage, edges[stage : stage + 1], edges[stage + 1 : stage + 2])
-                assert least[0, 0] <= value * (1 + 1e-9) + 1e-9
+                assert least[0, 0, 0] <= value * (1 + 1e-9) + 1e-9
 
 
 @settings(max_examples=60)
@@ -165,11 +165,15 @@ def test_a_matrix_game_that_grows() -> None:
 def test_a_space_of_cuts() -> None:
     space = CutSpace.all_cuts(segments=5, stages=3)
     assert (space.first, space.last) == ((0, 1, 2, 5), (0, 3, 4, 5))
-    linear = LinearBound(np.array([[0, 5, 1, 3, 0, 0], [0, 0, 9, 4, 2, 0]], float), 10.0)
+    crossing = [_cost([0, 0, 0, bytes_after, 0, 0]) for bytes_after in (9, 1, 5, 2, 0)]
+    linear = LinearBound(PrefixSums(crossing), np.zeros((len(QUANTITIES), 3)), np.ones(2), 10.0)
     cost, cuts = space.minimum(linear)
     assert (cost, cuts.tolist()) == (13.0, [2, 4])
     small = space.restrict(lambda stage, begins, ends: ends[:, None] - begins <= 2)
     assert {tuple(cuts) for cuts in every_cut(5, 3) if small.contains(np.array([cuts]))[0]} == {(1, 3), (2, 3), (2, 4)}
     assert space.restrict_below(linear, 14.0).contains(np.array([[2, 4], [2, 3]])).tolist() == [True, False]
+    several = CutSpace.all_cuts(5, 3, np.array([[True, True], [False, True], [True, False]]))
+    candidates = np.array([[2, 4, 1, 1, 0], [2, 4, 1, 0, 0], [4, 2, 1, 1, 0]])
+    assert several.contains(candidates).tolist() == [True, False, False]
     assert space.restrict_edge(1, 3, 3).first == (0, 3, 4, 5)
     assert space.restrict(lambda stage, begins, ends: ends[:, None] - begins > 2).empty

@@ -16,8 +16,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, Link, collective_seconds
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, Link, SizeTable
 from pipegraph.errors import PlanError
 from pipegraph.graph.nodes import value_bytes
 from pipegraph.planner.joint_plan import search as joint_search
@@ -74,23 +73,23 @@ def costs() -> LayoutCosts:
 
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
     inside, across = A100.links.intra_node, A100.link(0, 8)
-    assert collective_seconds(A100.links, ALL_GATHER, 8e9, 4) == pytest.approx(3 * (1e-5 + 2e9 / 300e9))
-    assert collective_seconds(A100.links, ALL_REDUCE, 8e9, 4) == pytest.approx(6 * inside.seconds(2e9))
-    assert collective_seconds(A100.links, ALL_GATHER, 8e9, 16) == pytest.approx(15 * across.seconds(5e8))
-    assert collective_seconds(A100.links, ALL_GATHER, 8e9, 4, stride=8) == pytest.approx(3 * across.seconds(2e9))
-    assert collective_seconds(A100.links, ALL_REDUCE, 8e9, 1) == 0
+    assert A100.links.collective_seconds(ALL_GATHER, 8e9, 4) == pytest.approx(3 * (1e-5 + 2e9 / 300e9))
+    assert A100.links.collective_seconds(ALL_REDUCE, 8e9, 4) == pytest.approx(6 * inside.seconds(2e9))
+    assert A100.links.collective_seconds(ALL_GATHER, 8e9, 16) == pytest.approx(15 * across.seconds(5e8))
+    assert A100.links.collective_seconds(ALL_GATHER, 8e9, 4, stride=8) == pytest.approx(3 * across.seconds(2e9))
+    assert A100.links.collective_seconds(ALL_REDUCE, 8e9, 1) == 0
 
 
 def test_a_collective_that_was_measured_takes_what_it_took() -> None:
     table = SizeTable({"ranks": (2.0, 4.0), "bytes": (1e3, 1e9)}, ((1e9, 1e9), (2e8, 2e8)))
     inside = structs.replace(A100.links.intra_node, all_reduce=table)
     links = structs.replace(A100.links, intra_node=inside)
-    assert collective_seconds(links, ALL_REDUCE, 1e9, 2) == pytest.approx(1.0)
-    assert collective_seconds(links, ALL_REDUCE, 1e9, 4) == pytest.approx(5.0)
-    assert collective_seconds(links, ALL_GATHER, 1e9, 4) == collective_seconds(A100.links, ALL_GATHER, 1e9, 4)
-    assert collective_seconds(links, ALL_REDUCE, 8, 2) == collective_seconds(links, ALL_REDUCE, 1e3, 2)
-    across = collective_seconds(links, ALL_REDUCE, 1e9, 4, stride=8)  # between nodes nothing was measured
-    assert across == collective_seconds(A100.links, ALL_REDUCE, 1e9, 4, stride=8)
+    assert links.collective_seconds(ALL_REDUCE, 1e9, 2) == pytest.approx(1.0)
+    assert links.collective_seconds(ALL_REDUCE, 1e9, 4) == pytest.approx(5.0)
+    assert links.collective_seconds(ALL_GATHER, 1e9, 4) == A100.links.collective_seconds(ALL_GATHER, 1e9, 4)
+    assert links.collective_seconds(ALL_REDUCE, 8, 2) == links.collective_seconds(ALL_REDUCE, 1e3, 2)
+    across = links.collective_seconds(ALL_REDUCE, 1e9, 4, stride=8)  # between nodes nothing was measured
+    assert across == A100.links.collective_seconds(ALL_REDUCE, 1e9, 4, stride=8)
 
 
 def test_layouts_use_every_device() -> None:
@@ -148,7 +147,7 @@ def test_tp_divides_what_its_plan_says(costs: LayoutCosts) -> None:
     assert sum(cost.parameter_bytes for cost in full.segments) == 6 * layer
     sharded_bytes = sum(cost.parameter_bytes for cost in halves.segments)
     assert 6 * (layer - divided / 2) == pytest.approx(sharded_bytes, rel=0.01)
-    exchanged = collective_seconds(A100.links, ALL_REDUCE, 2 * 512 * 256 * 4, 2)
+    exchanged = A100.links.collective_seconds(ALL_REDUCE, 2 * 512 * 256 * 4, 2)
     assert sum(sum(share.forward) for share in costs.shares) == 6 * 2 * 512 * 256 * 4
     for name in ("forward", "input_grad"):
         took = [sum(getattr(cost, name) for cost in option.segments) for option in (full, halves)]

@@ -12,9 +12,8 @@ import pytest
 
 from pipegraph.cost import SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
-from pipegraph.planner.solver import option_search
-from pipegraph.planner.solver.option_search import OptionProblem, OptionSolution, solve_options
-from pipegraph.planner.solver.solve import MemoryShortage, solve
+from pipegraph.planner.solver import cut_search
+from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution, solve
 from pipegraph.schedule import Schedule, build, names
 from pipegraph.schedule.recipes import find_recipe
 from tests.messages import refused
@@ -78,26 +77,25 @@ def all_values(case: Case) -> list[tuple[float, float]]:
     return values
 
 
-def check_against_brute_force(seed: int) -> OptionSolution | None:
+def check_against_brute_force(seed: int) -> Solution | None:
     """Compare a random case with a random limit. Returns the solution, or None if nothing fits."""
     random = Random(seed)
     case = random_case(random)
     every = all_values(case)
     needs = sorted({need for _, need in every})
     limit = random.choice([*needs[: 1 + len(needs) // 2], needs[0] - 1])
-    arguments = (case.options, case.schedule.stages, case.schedule)
     fitting = [value for value, need in every if need <= limit]
     if not fitting:
         with pytest.raises(MemoryShortage) as shortage:
-            solve_options(*arguments, memory_bytes=limit, link=case.link)
+            Problem(case.options, case.schedule, memory_bytes=limit, link=case.link).solve()
         assert shortage.value.peak == needs[0]
         return None
-    problem = OptionProblem(case.options, case.schedule, memory_bytes=limit, link=case.link)
+    problem = Problem(case.options, case.schedule, memory_bytes=limit, link=case.link)
     assert problem.fractional_bound() <= min(fitting) * (1 + 1e-9)
     improved = problem.solve(effort=0.01, proves=False)
     assert max(improved.memory) <= limit and improved.lower_bound <= min(fitting) * (1 + 1e-9)
     assert min(fitting) * (1 - 1e-9) <= improved.value
-    solution = solve_options(*arguments, memory_bytes=limit, link=case.link)
+    solution = problem.solve()
     costs = flattened(case.options, solution.cuts, solution.options)
     assert makespan(costs, solution.cuts, case.schedule, case.link) == pytest.approx(solution.value, rel=1e-12)
     assert [math.ceil(need) for need in memory(costs, solution.cuts, case.schedule)] == list(solution.memory)
@@ -115,7 +113,7 @@ def test_all_are_valued_if_they_are_few(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", cases(range(100, 130), slow=range(105, 130)))
 def test_others_are_searched_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(option_search, "_ALL_STEPS", 0)
+    monkeypatch.setattr(cut_search, "_ALL_STEPS", 0)
     check_against_brute_force(seed)
 
 
@@ -127,14 +125,14 @@ def test_early_stages_recompute_more() -> None:
     """Of 1F1B on four ranks the first holds four microbatches, the last one."""
     options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
     limit = 4 * 8 * 10 + 2.5 * 8 * 16
-    solution = solve_options(options, 4, "1f1b", 16, memory_bytes=limit)
+    solution = Problem(options, build("1f1b", 4, 16), memory_bytes=limit).solve()
     assert (solution.options, solution.cuts, solution.gap) == ((1, 0, 0, 0), (7, 14, 22), 0)  # and have fewer layers
     uniform_values = [solve(costs, 4, "1f1b", 16, memory_bytes=limit).value for costs in options]
     assert (solution.value, solution.uniform) == (553, min(uniform_values)) == (553, 591)
-    problem = OptionProblem(options, build("1f1b", 4, 16), memory_bytes=limit)
+    problem = Problem(options, build("1f1b", 4, 16), memory_bytes=limit)
     assert 0.85 * 553 <= problem.fractional_bound() <= 553  # parts of a stage may have options of their own
     assert problem.take(solution) == solution
-    assert OptionProblem(options, build("1f1b", 4, 16), memory_bytes=0.9 * limit).take(solution) is None
+    assert Problem(options, build("1f1b", 4, 16), memory_bytes=0.9 * limit).take(solution) is None
     assert problem.solve(effort=0.05, proves=False).value == 553
 
 
@@ -143,10 +141,10 @@ def test_stages_of_parts_of_segments_bound_every_order(name: str) -> None:
     """They know that memory makes stages compute again, and how long the way through the stages is."""
     options = [layers(32, 16, 0.0), layers(32, 2, 1.0)]
     chunks = find_recipe(name).chunks
-    problem = OptionProblem(options, build(name, 4, 16, chunks), memory_bytes=700)
+    problem = Problem(options, build(name, 4, 16, chunks), memory_bytes=700)
     solution = problem.solve(effort=0.2)
     assert 16 * 32 * 3 / 4 < problem.fractional_bound() <= solution.value <= 1.3 * problem.fractional_bound()
-    impossible = OptionProblem(options, build(name, 4, 16, chunks), memory_bytes=8 * 10 * 4)
+    impossible = Problem(options, build(name, 4, 16, chunks), memory_bytes=8 * 10 * 4)
     assert math.isinf(impossible.fractional_bound())
     with pytest.raises(MemoryShortage):
         impossible.solve(effort=0.1)
@@ -158,32 +156,20 @@ def test_a_quick_search_fills_the_memory_of_each_rank(name: str) -> None:
     option for all stages: here nothing fits without recompute everywhere, and some stages can do without."""
     options = [layers(40, 16, 0.0), layers(40, 9, 0.4), layers(40, 2, 1.0)]
     schedule = build(name, 4, 16, find_recipe(name).chunks)
-    uniform_solutions = [OptionProblem([costs], schedule).solve(effort=0.0, proves=False) for costs in options]
+    uniform_solutions = [Problem([costs], schedule).solve(effort=0.0, proves=False) for costs in options]
     fastest, _, leanest = uniform_solutions
     limit = max(leanest.memory) + 0.3 * (max(fastest.memory) - max(leanest.memory))
-    solution = OptionProblem(options, schedule, memory_bytes=limit).solve(effort=0.0, proves=False)
+    solution = Problem(options, schedule, memory_bytes=limit).solve(effort=0.0, proves=False)
     assert max(solution.memory) <= limit and len({*solution.options}) > 1
     assert fastest.value <= solution.value < leanest.value
 
 
 def test_stages_may_have_options_of_their_own() -> None:
     options = [layers(8, 16, 0.0), layers(8, 2, 1.0)]
-    solution = solve_options(options, 2, "1f1b", 4, allowed=[[1], [0, 1]])
+    solution = Problem(options, build("1f1b", 2, 4), allowed=[[1], [0, 1]]).solve()
     assert solution.options == (1, 0) and solution.uniform > solution.value
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "parts"),
-    [
-        ([], {}, ["no option"]),
-        ([layers(4, 1, 0.0), layers(5, 1, 0.0)], {}, ["number", "from option to option"]),
-        ([layers(4, 1, 0.0)], {"allowed": [[0]]}, ["allowed", "2 stages"]),
-        ([layers(4, 1, 0.0)], {"allowed": [[0], [1]]}, ["allowed", "options 0 to 0"]),
-        ([layers(1, 1, 0.0)], {}, ["1 segment", "2 stages"]),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(
-    options: list[Chain], arguments: dict[str, object], parts: list[str]
-) -> None:
-    with refused(PlanError, *parts):
-        solve_options(options, 2, **arguments)  # type: ignore[arg-type]
+def test_stages_without_a_segment_are_refused() -> None:
+    with refused(PlanError, "1 segment", "2 stages"):
+        Problem([layers(1, 1, 0.0)], build("1f1b", 2, 4))

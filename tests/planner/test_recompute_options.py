@@ -15,9 +15,8 @@ import pipegraph
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.graph.captured import Captured
 from pipegraph.package.prediction import Prediction
-from pipegraph.planner.comparison import PlanComparison, candidates
+from pipegraph.planner.comparison import PlanComparison, candidates, compare_model
 from pipegraph.planner.cut_choice import CutChoice
-from pipegraph.planner.model_comparison import compare_model
 from pipegraph.planner.plan import plan_of
 from pipegraph.planner.plan_options import PlanOptions, StagedCosts
 from pipegraph.planner.recompute_options import RecomputeOptions

@@ -139,7 +139,7 @@ def test_collectives_are_predicted_by_the_links_of_the_profile(tmp_path: Path) -
     sent = {"0UNSHARD": [["gather", 2**20, [0, 1]]] * 2, "0REDUCE_GRAD": [["reduce", 2**20, [0, 1]]]}
     analysis = analysed_with_collectives(tmp_path, [sent, {}])
     link = Hardware.load("h100").links.among((0, 1))
-    gather, reduction = 2 * link.gather_seconds(2**20, 2), link.reduce_seconds(2**20, 2)
+    gather, reduction = 2 * link.collective_seconds("gather", 2**20, 2), link.collective_seconds("reduce", 2**20, 2)
     first, second = analysis.collectives
     unshard, reduce_grad = first[CollectiveKind.UNSHARD], first[CollectiveKind.REDUCE_GRAD]
     assert (unshard.predicted, reduce_grad.predicted) == pytest.approx((gather, reduction))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegraph.schedule import build
-from pipegraph.schedule.unshard_windows import Residency, earliest_gathers, residencies
+from pipegraph.schedule.collectives import Residency, earliest_gathers, residencies
 
 Uses = Sequence[tuple[int, ...]]
 

@@ -17,7 +17,7 @@ from pipegraph.schedule import (
     simulate,
     to_csv,
 )
-from pipegraph.schedule.order_search.search_orders import grouped_schedules
+from pipegraph.schedule.order_search import grouped_schedules
 from tests.messages import refused
 from tests.schedule.test_csv import torch_lowered
 from tests.schedule.test_residency import fewest_gathers

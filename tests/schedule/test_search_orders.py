@@ -25,8 +25,7 @@ from pipegraph.schedule import (
     simulate,
     to_csv,
 )
-from pipegraph.schedule.order_search.order_problem import OrderProblem
-from pipegraph.schedule.order_search.starting_orders import orders_of
+from pipegraph.schedule.order_problem import OrderProblem, orders_of
 from tests.messages import refused
 from tests.speed import timed
 

@@ -22,6 +22,7 @@ from pipegraph.graph.export.kept_sizes import OF_ATEN
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import number_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.torch_private.export import GRAD_ENABLED
 from pipegraph.torch_private.fake_tensors import fake_mode_of, values_of
 from pipegraph.torch_private.operators import HigherOrderOperator, OpOverload
 
@@ -249,6 +250,9 @@ class _Flattening:
             if isinstance(values[parent], _Unwritable):
                 raise values[parent].error
         self._learn_sizes(node)
+        enabled = node.meta.get(GRAD_ENABLED, True)
+        if enabled != next((settings[0] for kind, settings in reversed(regions) if kind == "grad"), True):
+            regions = (*regions, ("grad", (enabled,)))
         placed = self.graph.node_copy(node, lambda arg: values[arg])
         placed.target = OF_ATEN.get(placed.target, placed.target)
         stack = list(node.meta.get("nn_module_stack", {}).items())

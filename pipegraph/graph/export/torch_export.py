@@ -32,7 +32,7 @@ from pipegraph.graph.export.operation_record import calls_of_model, operations_o
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
-from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen
+from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen, grad_modes_marked
 from pipegraph.torch_private.modules import recurrent_layers_without_steps
 from pipegraph.torch_private.pytrees import pytree
 
@@ -276,6 +276,8 @@ def _export(
 ) -> ExportedProgram:
     with (
         record_calls(model),
+        torch.enable_grad(),  # else a block of no_grad would be like the code around it
+        grad_modes_marked(),
         recurrent_layers_without_steps(),
         autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
         _modes(mode),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipegraph.cost.hardware import ALL_REDUCE, GATHER, REDUCE, Hardware, collective_seconds
+from pipegraph.cost.hardware import ALL_REDUCE, GATHER, REDUCE, Hardware
 from pipegraph.planner.plan_options import StagedCosts
-from pipegraph.planner.solver.option_search import OptionSolution
+from pipegraph.planner.solver.solve import Solution
 from pipegraph.recompute import Recompute
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
@@ -51,21 +51,21 @@ class Layout:
         """Return the seconds to gather the parameters of a stage, ``size`` bytes, and to copy them to their places."""
         if self.dp_shard == 1:
             return 0.0
-        return collective_seconds(hardware.links, GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
+        return hardware.links.collective_seconds(GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
 
     def reduce_seconds(self, hardware: Hardware, size: float) -> float:
         """Return the seconds to reduce the gradients of a stage, ``size`` bytes, which are copied together first."""
         if self.copies == 1:
             return 0.0
-        scatter = collective_seconds(hardware.links, REDUCE, size, self.dp_shard, self.tp)
+        scatter = hardware.links.collective_seconds(REDUCE, size, self.dp_shard, self.tp)
         part, stride = size / self.dp_shard, self.dp_shard * self.tp
-        reduction = collective_seconds(hardware.links, ALL_REDUCE, part, self.dp_replicate, stride)
+        reduction = hardware.links.collective_seconds(ALL_REDUCE, part, self.dp_replicate, stride)
         return _copied(hardware, size) + scatter + reduction
 
     def agreement_seconds(self, hardware: Hardware) -> float:
         """Return what the copies take to agree on the shares of a batch before a step, and to add up its loss after it:
         each time they reduce a few numbers."""
-        return 2 * collective_seconds(hardware.links, ALL_REDUCE, _FEW_NUMBERS, self.copies, self.tp)
+        return 2 * hardware.links.collective_seconds(ALL_REDUCE, _FEW_NUMBERS, self.copies, self.tp)
 
     def __str__(self) -> str:
         return f"pp {self.pp} × dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × tp {self.tp}"
@@ -129,7 +129,7 @@ class JointChoice:
     """
 
     candidate: JointCandidate
-    solution: OptionSolution
+    solution: Solution
     step: float
     lower_bound: float
     recompute: tuple[Recompute, ...]

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from pipegraph.cost import SegmentCost, TransientBytes
-from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware, collective_seconds
+from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware
 from pipegraph.cost.segments.attribution import divided_bytes
 from pipegraph.cost.segments.chain import Chain
 from pipegraph.cost.stage_cost import count_flops
@@ -108,10 +108,10 @@ class TensorShare:
     def exchange_seconds(self, hardware: Hardware, ranks: int, rows: float) -> tuple[float, float]:
         """Return what the exchanges of F and of I take, for ``rows`` times the rows."""
         forward, backward = (
-            sum(collective_seconds(hardware.links, ALL_REDUCE, rows * size, ranks) for size in sizes)
+            sum(hardware.links.collective_seconds(ALL_REDUCE, rows * size, ranks) for size in sizes)
             for sizes in (self.forward, self.backward)
         )
-        gathers = (collective_seconds(hardware.links, ALL_GATHER, rows * size, ranks) for size in self.gathered)
+        gathers = (hardware.links.collective_seconds(ALL_GATHER, rows * size, ranks) for size in self.gathered)
         return forward + sum(gathers), backward
 
 

@@ -33,8 +33,7 @@ from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_secon
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.plan_options import PlanOptions, StagedCosts
 from pipegraph.planner.recompute_options import RecomputeOptions
-from pipegraph.planner.solver.option_search import OptionProblem, OptionSolution
-from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import report_progress
@@ -60,7 +59,7 @@ class CandidateProblems:
 
     def __init__(self, costs: LayoutCosts, memory_bytes: float | None) -> None:
         self._costs, self._memory = costs, memory_bytes
-        self._problems: dict[tuple[JointCandidate, bool], OptionProblem] = {}
+        self._problems: dict[tuple[JointCandidate, bool], Problem] = {}
         self._fractional: dict[JointCandidate, float] = {}
         self._slowest: dict[JointCandidate, float] = {}
 
@@ -106,7 +105,7 @@ class CandidateProblems:
         collectives = layout.gather_seconds(hardware, stage_bytes) + layout.reduce_seconds(hardware, stage_bytes)
         return collectives + layout.agreement_seconds(hardware)
 
-    def problem(self, candidate: JointCandidate, whole_layers: bool) -> OptionProblem:
+    def problem(self, candidate: JointCandidate, whole_layers: bool) -> Problem:
         """Return the cuts and choices of a candidate; with ``whole_layers`` between layers alone, if these suffice."""
         key = candidate, whole_layers and self.has_enough_layers(candidate)
         if key not in self._problems:
@@ -114,7 +113,7 @@ class CandidateProblems:
             hidden = self._costs.hidden(candidate.layout, candidate.rows)
             while len(self._problems) >= _KEPT_PROBLEMS:
                 del self._problems[next(iter(self._problems))]
-            self._problems[key] = OptionProblem(
+            self._problems[key] = Problem(
                 self._costs.layer_options(candidate.layout, candidate.rows)
                 if key[1]
                 else [costs.segments for costs in options],
@@ -199,7 +198,7 @@ class JointSearch:
         self._most_tp = min(node, most_tp or node) if costs.shares else 1
         self._choices: dict[JointCandidate, JointChoice | None] = {}
         self._problems = CandidateProblems(costs, memory_bytes)
-        self._pipelines: dict[tuple[JointCandidate, bool], OptionSolution | None] = {}
+        self._pipelines: dict[tuple[JointCandidate, bool], Solution | None] = {}
 
     @cached_property
     def candidates(self) -> tuple[JointCandidate, ...]:
@@ -328,7 +327,7 @@ class JointSearch:
         self._choices[candidate] = choice
         return choice
 
-    def _pipeline(self, candidate: JointCandidate, whole_layers: bool) -> OptionSolution | None:
+    def _pipeline(self, candidate: JointCandidate, whole_layers: bool) -> Solution | None:
         """Return the best cuts and choices that were found with little effort; None if nothing fits."""
         leanest = min_memory_variant(candidate)
         if (leanest, whole_layers) not in self._pipelines:
@@ -346,8 +345,8 @@ class JointSearch:
         effort: float,
         whole_layers: bool,
         proves: bool,
-        initial_solution: OptionSolution | None = None,
-    ) -> OptionSolution | None:
+        initial_solution: Solution | None = None,
+    ) -> Solution | None:
         """Search for the cuts and choices of a candidate, from what is known. Returns None if nothing fits."""
         hidden = self._costs.hidden(candidate.layout, candidate.rows)
         uniform = [option for option in self._costs.single.uniform if option in hidden]
@@ -358,7 +357,7 @@ class JointSearch:
         except MemoryShortage:
             return None
 
-    def _step(self, candidate: JointCandidate, costs: StagedCosts, solution: OptionSolution) -> float:
+    def _step(self, candidate: JointCandidate, costs: StagedCosts, solution: Solution) -> float:
         """Return the seconds of a step, with what its copies exchange."""
         hardware, layout, schedule = self._costs.hardware, candidate.layout, solution.schedule
         staged = costs.stages(solution.cuts)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import combinations, islice, product
+from math import comb, prod
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 
 from pipegraph.planner.solver.objective import Objective
-from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound
+from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound, edges_of
 
 EQUAL = 1e-9  # figures that differ by less than this part are equal
 _BOUNDS = 16  # linear bounds that are remembered
@@ -19,6 +20,8 @@ _CALL_STEPS, _CANDIDATE_STEPS = 60_000, 40  # the overhead of a call, in steps a
 _TRIED = 64  # neighbours valued at once
 _REACH = 3  # segments by which a single cut moves, at most
 _RANDOM_MOVES = 3
+_CLOSE = 3  # options next to a stage's, in order of what they keep, that are tried together with a moved cut
+_BATCH = 4096
 
 
 class Incumbents:
@@ -67,7 +70,7 @@ class Incumbents:
     def lower_bounds(self, cuts: Integers) -> Floats:
         """Return what the remembered bounds say about the values of cuts (candidates, cuts)."""
         self.spent += cuts.size
-        bounds: Floats = type(self._bounds[0]).largest(self._bounds, cuts)
+        bounds: Floats = LinearBound.values(self._bounds, cuts).max(axis=0)
         return bounds
 
     @property
@@ -93,25 +96,78 @@ class Incumbents:
         return _CALL_STEPS + (_CANDIDATE_STEPS + candidates) * self.objective.steps
 
 
-class Moves(NamedTuple):
-    """What a search tries: the neighbours (candidates, cuts) of cuts (cuts,), and cuts some random moves away."""
+class Moves:
+    """What a search tries: moves of cuts, of the options of single stages, and of a cut with the options of a stage
+    next to it."""
 
-    near: Callable[[Integers, int], Integers]
-    at_random: Callable[[Random, Integers, int], Integers]
+    def __init__(self, segments: int, allowed: Booleans) -> None:
+        """``allowed`` says which options each stage may have: (stages, options)."""
+        self._segments, self._allowed = segments, allowed
+        self._stages, self.options = allowed.shape
+
+    def near(self, candidate: Integers) -> Integers:
+        """Return the neighbours (candidates, numbers) of a candidate (numbers,)."""
+        if self.options == 1:
+            return neighbours(candidate, self._segments)
+        boundaries = self._stages - 1
+        cuts, chosen = candidate[:boundaries], candidate[boundaries:]
+        moved = neighbours(cuts, self._segments)
+        rows = [np.column_stack([moved, np.tile(chosen, (len(moved), 1))])]
+        stage, option = np.nonzero(self._allowed)
+        changed = np.tile(candidate, (len(stage), 1))
+        changed[np.arange(len(stage)), boundaries + stage] = option
+        rows.append(changed[option != chosen[stage]])
+        close = np.abs(option - chosen[stage]) <= _CLOSE
+        for side in (0, 1):  # the cut before the stage, and the one after it
+            cut = stage - 1 + side
+            inside = close & (cut >= 0) & (cut < boundaries) & (option != chosen[stage])
+            for step in (-1, 1):
+                candidates = changed[inside].copy()
+                candidates[np.arange(len(candidates)), cut[inside]] += step
+                rows.append(candidates[has_no_empty_stage(candidates[:, :boundaries], self._segments)])
+        every: Integers = np.concatenate(rows)
+        return every
+
+    def at_random(self, random: Random, candidate: Integers) -> Integers:
+        """Return a candidate some random moves away."""
+        boundaries, moved = self._stages - 1, candidate.copy()
+        if boundaries:
+            moved[:boundaries] = _moved_at_random(random, candidate[:boundaries], self._segments)
+        if self.options > 1:
+            stage = random.randrange(self._stages)
+            moved[boundaries + stage] = random.choice(np.flatnonzero(self._allowed[stage]).tolist())
+        return moved
+
+    @property
+    def count(self) -> int:
+        """How many candidates there are."""
+        return comb(self._segments - 1, self._stages - 1) * prod(self._allowed.sum(axis=1).tolist())
+
+    @property
+    def relaxation_steps(self) -> int:
+        """About how many steps a relaxation of all of them takes."""
+        positions = self._segments - self._stages + 1  # of each cut
+        return self.options * self._stages * (max(0, self._stages - 2) * positions**2 + 2 * positions)
+
+    def all_candidates(self) -> Iterator[Integers]:
+        """Yield all candidates, in batches (candidates, numbers)."""
+        choices = product(*(np.flatnonzero(row).tolist() for row in self._allowed)) if self.options > 1 else [()]
+        rows = (
+            (*cuts, *chosen) for chosen in choices for cuts in combinations(range(1, self._segments), self._stages - 1)
+        )
+        while batch := list(islice(rows, _BATCH)):
+            yield np.array(batch, np.int64).reshape(len(batch), -1)
 
 
-def hill_climb(
-    incumbents: Incumbents, cuts: Integers, segments: int, moves: Moves | None = None, until: float = np.inf
-) -> tuple[Integers, float]:
-    """Move from cuts (cuts,) to better neighbours as long as one exists, or until ``until`` steps are spent.
-    Returns the last cuts and their value.
+def hill_climb(incumbents: Incumbents, moves: Moves, cuts: Integers, until: float = np.inf) -> tuple[Integers, float]:
+    """Move from a candidate (numbers,) to better neighbours as long as one exists, or until ``until`` steps are spent.
+    Returns the last candidate and its value.
 
     Neighbours are left out if the remembered linear bounds show that they are not better. The most promising of the
     others come first.
     """
-    neighbours_of = neighbours if moves is None else moves.near
     value = float(incumbents.add(cuts[None])[0])
-    near = neighbours_of(cuts, segments)
+    near = moves.near(cuts)
     incumbents.remember_bound(cuts)
     while incumbents.spent < until:
         bounds = incumbents.lower_bounds(near)
@@ -123,24 +179,21 @@ def hill_climb(
         incumbents.remember_bound(near[best])
         if values[best] < value * (1 - EQUAL):
             cuts, value = near[best], float(values[best])
-            near = neighbours_of(cuts, segments)
+            near = moves.near(cuts)
         else:
             near = near[_TRIED:]
     return cuts, value
 
 
-def iterated_local_search(
-    incumbents: Incumbents, cuts: Integers, segments: int, until: int, moves: Moves | None = None
-) -> None:
-    """Repeat hill climbing from the best cuts after random moves, until ``until`` steps are spent.
+def iterated_local_search(incumbents: Incumbents, moves: Moves, until: int) -> None:
+    """Repeat hill climbing from the best candidate after random moves, until ``until`` steps are spent.
 
     Source: Lourenço, Martin and Stützle, 2003.
     """
     random = Random(0)
-    at_random = moved_at_random if moves is None else moves.at_random
-    cuts, value = hill_climb(incumbents, cuts, segments, moves, until)
+    cuts, value = hill_climb(incumbents, moves, incumbents.best_cuts, until)
     while incumbents.spent < until:
-        other_cuts, other_value = hill_climb(incumbents, at_random(random, cuts, segments), segments, moves)
+        other_cuts, other_value = hill_climb(incumbents, moves, moves.at_random(random, cuts))
         if other_value <= value:
             cuts, value = other_cuts, other_value
 
@@ -160,7 +213,7 @@ def neighbours(cuts: Integers, segments: int) -> Integers:
     return moved[has_no_empty_stage(moved, segments)]
 
 
-def moved_at_random(random: Random, cuts: Integers, segments: int) -> Integers:
+def _moved_at_random(random: Random, cuts: Integers, segments: int) -> Integers:
     """Move rows of cuts by one or two segments. Moves that empty a stage are left out."""
     for _ in range(_RANDOM_MOVES):
         low, high = sorted(random.choices(range(len(cuts)), k=2))
@@ -180,6 +233,5 @@ def without_empty_stages(cuts: Integers, segments: int) -> Integers:
 
 def has_no_empty_stage(cuts: Integers, segments: int) -> Booleans:
     """Return for cuts (candidates, cuts) whether every stage has a segment: (candidates,)."""
-    edges = np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, segments)))
-    valid: Booleans = np.all(np.diff(edges, axis=1) > 0, axis=1)
+    valid: Booleans = np.all(np.diff(edges_of(cuts, segments), axis=1) > 0, axis=1)
     return valid

@@ -18,6 +18,7 @@ from pipegraph.planner.solver.prefix_sums import (
     FORWARD,
     INPUT_GRAD,
     PARTS,
+    QUANTITIES,
     TIMES,
     WEIGHT_GRAD,
     Floats,
@@ -351,12 +352,11 @@ class Makespan:
         return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        sums = self._sums.prefix_sums[: len(TIMES)]
-        times = sums[:, ends][:, :, None] - sums[:, begins][:, None, :]
-        return self.bound_with(times, stage, begins, ends)
+        return np.stack([self._bound_with(sums, stage, begins, ends) for sums in self._sums.by_option])
 
-    def bound_with(self, times: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
-        """Return `stage_bound` for a stage that takes ``times`` F, I and W: (3, ends, begins), which are changed."""
+    def _bound_with(self, stage_sums: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return `stage_bound` for a stage with the option whose sums are ``stage_sums``: (ends, begins)."""
+        times = stage_sums[: len(TIMES), ends, None] - stage_sums[: len(TIMES), None, begins]
         sums, hops = self._sums.prefix_sums[: len(TIMES)], np.append(0.0, np.cumsum(self._latency))
         if stage == 0:
             times[WEIGHT_GRAD] += times[INPUT_GRAD]
@@ -379,9 +379,10 @@ class Makespan:
         return not any(action.kind is Kind.I for order in self._schedule.actions for action in order)
 
     def _linear_bound(self, work: Floats, constant: float, transfers: Floats) -> LinearBound:
-        weights = work.copy()
+        weights = np.zeros((len(QUANTITIES), self._schedule.stages))
+        weights[: len(TIMES)] = work
         weights[INPUT_GRAD, 0] = weights[WEIGHT_GRAD, 0]
-        return self._sums.linear_bound(weights, transfers * self._per_byte, constant)
+        return LinearBound(self._sums, weights, transfers * self._per_byte, constant)
 
 
 def _without_first_input_grad(stages: Floats) -> Floats:

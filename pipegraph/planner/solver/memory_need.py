@@ -140,28 +140,37 @@ class MemoryNeed:
         return [self._linear_bound(int(moment), crosses=False) for moment in moments]
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        rank, sums, crossing = self._placement[stage], self._sums.prefix_sums, self._sums.crossing
-        state = sums[STATE] + (self._factor - 1) * sums[TRAINED]
-        base: Floats = state[ends][:, None] - state[begins] + self._spare[rank]
+        rank, crossing = self._placement[stage], self._sums.crossing
+        crossing_bytes = np.full((len(ends), len(begins)), float(self._spare[rank]))
         if stage > 0:
-            base += self._buffers[rank, stage - 1] * crossing[begins]
+            crossing_bytes += self._buffers[rank, stage - 1] * crossing[begins]
         if stage < self.stages - 1:
-            base += (self._buffers[rank, stage] * crossing[ends])[:, None]
-        transient = self._sums.transient.of_windows(begins, ends)
-        peak = np.zeros_like(base)
+            crossing_bytes += (self._buffers[rank, stage] * crossing[ends])[:, None]
+        options = zip(self._sums.by_option, self._sums.transient.of_windows(begins, ends), strict=True)
+        return np.stack(
+            [crossing_bytes + self._bytes_of_stage(sums, most, stage, begins, ends) for sums, most in options]
+        )
+
+    def _bytes_of_stage(self, sums: Floats, transient: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
+        """Return what a stage needs, without receive buffers, with the option that has these sums and needs
+        ``transient`` while it runs: (ends, begins)."""
+        state = sums[STATE] + (self._factor - 1) * sums[TRAINED]
+        peak = np.zeros((len(ends), len(begins)))
         for kind, rows in self._moments_of_stages[stage]:
             figures = rows[:, _OF_STAGE] @ sums[[SAVED, WEIGHT_SAVED, OFFLOADED, ADDED]]
-            end_figures = (figures + rows[:, _CROSSES, None] * crossing)[:, ends]
+            end_figures = (figures + rows[:, _CROSSES, None] * self._sums.crossing)[:, ends]
             most = np.subtract.outer(end_figures[0], figures[0, begins])
             for end_row, begin_row in zip(end_figures[1:], figures[1:, begins], strict=True):
                 np.maximum(most, np.subtract.outer(end_row, begin_row), out=most)
             if kind >= 0:
                 most += transient[kind]
             np.maximum(peak, most, out=peak)
-        return base + peak
+        stage_bytes: Floats = state[ends][:, None] - state[begins] + peak
+        return stage_bytes
 
     def allows(self, stage: int, begins: Integers, ends: Integers) -> Booleans:
-        """Return whether a rank has room for the stage alone as the segments begin … end − 1: (ends, begins)."""
+        """Return whether a rank has room for the stage alone as the segments begin … end − 1, with each option:
+        (options, ends, begins)."""
         return self.stage_bound(stage, begins, ends) <= self.limit
 
     def _state(self, stages: Floats) -> Floats:
@@ -193,9 +202,9 @@ class MemoryNeed:
         weights[OFFLOADED] = self._offloaded[moment]
         weights[STATE], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
         weights[ADDED, stage] = self._moments.adds[moment]
-        least = float(self._sums.transient.levels[0, kind].min()) if kind >= 0 else 0.0
+        least = float(self._sums.least_transient[kind]) if kind >= 0 else 0.0
         crossing = self._buffers[rank] + self._gradients[moment] if crosses else np.zeros(self.stages - 1)
-        return self._sums.linear_bound(weights, crossing, float(self._spare[rank]) + least)
+        return LinearBound(self._sums, weights, crossing, float(self._spare[rank]) + least)
 
 
 class _Moments(NamedTuple):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from pipegraph.planner.solver.memory_need import MemoryNeed
-from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound, PrefixSums
+from pipegraph.planner.solver.prefix_sums import QUANTITIES, Floats, Integers, LinearBound, PrefixSums
 
 _PENALTY = 25.0  # what missing memory adds to a value: this × the missing part × the size of values
 
@@ -39,7 +40,8 @@ class Objective(Protocol):
         ...
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        """Return a lower bound (ends, begins) of the value if the stage is the segments begin … end − 1."""
+        """Return a lower bound of the value if the stage is the segments begin … end − 1, with each option: (options,
+        ends, begins)."""
         ...
 
 
@@ -65,8 +67,8 @@ class SlowestStage:
         return self._linear_bound(int((self._seconds(cuts) @ mixture).argmax()))
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
-        sums = self._sums.prefix_sums[: self._quantities].sum(axis=0)
-        seconds: Floats = sums[ends][:, None] - sums[begins]
+        sums = self._sums.by_option[:, : self._quantities].sum(axis=1)
+        seconds: Floats = sums[:, ends, None] - sums[:, None, begins]
         return seconds
 
     def _seconds(self, cuts: Integers) -> Floats:
@@ -75,9 +77,9 @@ class SlowestStage:
         return seconds
 
     def _linear_bound(self, stage: int) -> LinearBound:
-        weights = np.zeros((self._quantities, self._stages))
-        weights[:, stage] = 1.0
-        return self._sums.linear_bound(weights, np.zeros(self._stages - 1))
+        weights = np.zeros((len(QUANTITIES), self._stages))
+        weights[: self._quantities, stage] = 1.0
+        return LinearBound(self._sums, weights, np.zeros(self._stages - 1))
 
 
 class MemoryLimited:
@@ -100,4 +102,5 @@ class MemoryLimited:
         linear, memory_bound = self._objective.tightest_bound(cuts, mixture), self._memory.tightest_bound(cuts, mixture)
         if memory_bound.at(cuts) @ mixture <= self._memory.limit:
             return linear
-        return linear.plus(memory_bound, self._slope, -self._slope * self._memory.limit)
+        missing = replace(memory_bound, constant=memory_bound.constant - self._memory.limit)
+        return LinearBound.mixture([linear, missing], np.array([1.0, self._slope]))

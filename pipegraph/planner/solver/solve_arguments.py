@@ -48,28 +48,14 @@ def check_costs(costs: Sequence[SegmentCost], stages: int, names: Sequence[str] 
             raise PlanError(
                 f"{where} has added_bytes={cost.added!r}, and they are a part of trained_bytes, {cost.trained!r}."
             )
-    if stages > len(costs):
-        advice = f"stages={len(costs)} or fewer, or cut inside the segments." if costs else "a model with layers."
-        raise PlanError(f"{len(costs)} segments are too few for {stages} stages, which have one or more each.", advice)
+    check_stages(len(costs), stages)
 
 
-def check_options(
-    options: Sequence[Sequence[SegmentCost]],
-    stages: int,
-    names: Sequence[str] | None,
-    allowed: Sequence[Sequence[int]] | None,
-) -> None:
-    """Raise a PlanError unless the options of a chain, and those that stages may have, fit together."""
-    if not options:
-        raise PlanError("There is no option for the stages.", "the costs of the segments with one or more.")
-    for costs in options:
-        check_costs(costs, stages, names)
-        if [cost.boundary_bytes for cost in costs] != [cost.boundary_bytes for cost in options[0]]:
-            raise PlanError("What crosses between the segments, or their number, differs from option to option.")
-    if allowed is not None and (
-        len(allowed) != stages or any(not {*range(len(options))} >= {*chosen} or not chosen for chosen in allowed)
-    ):
-        raise PlanError(f"allowed has for each of {stages} stages some of the options 0 to {len(options) - 1}.")
+def check_stages(segments: int, stages: int) -> None:
+    """Raise PlanError for more stages than segments."""
+    if stages > segments:
+        advice = f"stages={segments} or fewer, or cut inside the segments." if segments else "a model with layers."
+        raise PlanError(f"{segments} segments are too few for {stages} stages, which have one or more each.", advice)
 
 
 def check_numbers(state_factor: float, effort: float, receives_ahead: int = 0, alternatives: int = 0) -> None:

@@ -11,8 +11,7 @@ import msgspec
 from rich.style import Style
 from rich.text import Text
 
-from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.size_table import SizeTable
+from pipegraph.cost.hardware import Hardware, SizeTable
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, RowOperator, StageCost, StageEntry, Value
 from pipegraph.package.prediction import UNCORRECTED, Prediction, ShiftedCut

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pipegraph.errors import ScheduleError, closest, nearest
-from pipegraph.schedule.recipes import controllable_memory, gpipe, one_f_one_b, v_schedules
+from pipegraph.schedule.recipes import loop_schedules, v_schedules
 from pipegraph.schedule.recipes.recipe import Recipe
 
 RECIPES: tuple[Recipe, ...] = (
-    gpipe.GPIPE,
-    one_f_one_b.ONE_F_ONE_B,
-    one_f_one_b.EAGER,
-    one_f_one_b.INTERLEAVED,
-    gpipe.LOOPED_BFS,
-    one_f_one_b.ZB_H1,
-    one_f_one_b.ZB_H2,
-    one_f_one_b.INTERLEAVED_ZB,
+    loop_schedules.GPIPE,
+    loop_schedules.ONE_F_ONE_B,
+    loop_schedules.EAGER,
+    loop_schedules.INTERLEAVED,
+    loop_schedules.LOOPED_BFS,
+    loop_schedules.ZB_H1,
+    loop_schedules.ZB_H2,
+    loop_schedules.INTERLEAVED_ZB,
     v_schedules.ZB_V,
-    controllable_memory.V_HALF,
-    controllable_memory.V_MIN,
+    v_schedules.V_HALF,
+    v_schedules.V_MIN,
     v_schedules.DUALPIPE_V,
-    gpipe.FORWARD,
+    loop_schedules.FORWARD,
 )
 """In the order in which they are listed. Of equally good plans, the one whose schedule comes first is chosen."""
 

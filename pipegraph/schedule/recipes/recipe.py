@@ -75,6 +75,8 @@ class Recipe:
         orders: (ranks, microbatches, chunks) → the actions of each rank, in order.
         chunks: stages on a rank; if ``any_chunks``, this is the default, and another number can be asked for.
         placement: (ranks, chunks) → the rank of each stage.
+        grouped: (ranks, microbatches, chunks, group) → the actions of each rank if groups of more microbatches than
+            ranks pass a stage before a rank goes to its next; None if the schedule has no groups.
         rule: which numbers of ranks and microbatches it can have.
         trains: whether it has a backward.
         overlapped: orders → the pairs of an F and a B that are meant to run at the same time.
@@ -92,6 +94,7 @@ class Recipe:
     trains: bool = True
     overlapped: Callable[[Orders], Iterable[tuple[Action, Action]]] = no_pairs
     is_compared: bool = True
+    grouped: Callable[[int, int, int, int], Orders] | None = None
 
 
 def by_groups(kind: Kind, stages: Sequence[int], microbatches: int, group: int) -> list[Action]:

@@ -11,11 +11,11 @@ from typing import NamedTuple, TypeVar
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.check import check
-from pipegraph.schedule.collectives import place_collectives, require_resident
+from pipegraph.schedule.collectives import place_collectives, require_resident, residencies
 from pipegraph.schedule.join_backwards import EQUAL, join_backwards
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.lower_bound import lower_bound
-from pipegraph.schedule.order_search.order_problem import (
+from pipegraph.schedule.order_problem import (
     FORWARD,
     PER_STAGE,
     WEIGHT_GRAD,
@@ -23,8 +23,6 @@ from pipegraph.schedule.order_search.order_problem import (
     OrderProblem,
     Orders,
     TimedOrders,
-)
-from pipegraph.schedule.order_search.starting_orders import (
     actions_of,
     greedy_orders,
     greedy_rules,
@@ -32,12 +30,11 @@ from pipegraph.schedule.order_search.starting_orders import (
     orders_of,
     without_weight_grads,
 )
-from pipegraph.schedule.recipes.one_f_one_b import one_f_one_b, zero_bubble
+from pipegraph.schedule.recipes import RECIPES
 from pipegraph.schedule.schedule import Schedule
 from pipegraph.schedule.simulate import simulate
 from pipegraph.schedule.stages import PLACEMENTS, loop
 from pipegraph.schedule.times import Times, require_times
-from pipegraph.schedule.unshard_windows import residencies
 from pipegraph.units import format_number_of
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
@@ -63,9 +60,11 @@ def grouped_schedules(placement: tuple[int, ...], microbatches: int) -> Iterator
         return
     sizes = range(ranks + 1, microbatches + 1)
     for group in sizes[:: -max(1, math.ceil(len(sizes) / _GROUPS))]:
-        for name, orders, lead in (("interleaved-1f1b", one_f_one_b, 2), ("interleaved-zb", zero_bubble, 1)):
-            rows = tuple(map(tuple, orders(lead, ranks, microbatches, chunks, group)))
-            schedule = Schedule(f"{name} in groups of {group}", placement, microbatches, rows)
+        for recipe in RECIPES:
+            if recipe.grouped is None:
+                continue
+            rows = tuple(map(tuple, recipe.grouped(ranks, microbatches, chunks, group)))
+            schedule = Schedule(f"{recipe.name} in groups of {group}", placement, microbatches, rows)
             try:
                 check(schedule)
             except ScheduleError:
