@@ -101,6 +101,27 @@ class ModuleEntry:
     module: nn.Module = field(repr=False, default_factory=nn.Module)
 
 
+class LineStep(NamedTuple):
+    """A function went from one line of a file to the next that it ran: from its first line, or to 0 at its end."""
+
+    file: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ExecutedLines:
+    """The lines of a model's source that ran while it was captured, in all modes.
+
+    Attributes:
+        modules: FQN of a module → the steps of its methods.
+        functions: file and first line of any other function → its steps.
+    """
+
+    modules: Mapping[str, frozenset[LineStep]]
+    functions: Mapping[tuple[str, int], frozenset[LineStep]]
+
+
 @dataclass(frozen=True)
 class Segment:
     """Operations ``start`` … ``stop`` − 1 of ``Captured.nodes``, led by a call of the module ``fqn``."""
@@ -175,6 +196,7 @@ class Captured:
             does the same. The stages do what it does here.
         batch: the roles of the inputs, and what is known of the rows of a batch.
         hooks: of the gradients of parameters, and of the backward of layers.
+        lines: the lines of source that ran; None if the model does not run without memory.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -195,6 +217,7 @@ class Captured:
     device_branch: str = ""
     batch: BatchReport = field(default=BatchReport(), repr=False)
     hooks: tuple[GradientHook, ...] = field(default=(), repr=False)
+    lines: ExecutedLines | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         weights = (entry for entry in self.state.values() if entry.kind == "parameter" and entry.fqn == entry.canonical)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import CaptureError, first_names, one_line
 from pipegraph.graph.audit.state import Place, Snapshot
+from pipegraph.graph.export.executed_lines import LineRecorder
 from pipegraph.graph.export.operation_record import OriginRecord, without_memory
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.side_effects import Effect, EffectCall, Notes, effects_noted
@@ -85,13 +87,18 @@ _CALLS: Final = 3
 
 
 def audit_model(
-    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lines: LineRecorder | None = None,
 ) -> list[str]:
     """Check that a model does nothing in a mode that its graph does not have. The model is left as it was.
 
     Args:
         mode: whether each module is in training mode.
         args, kwargs: its inputs; only their shapes and dtypes count.
+        lines: records the lines of the model's source that run.
 
     Returns:
         the attributes with tensors that its forward sets in each call, and no later call reads. Stages do not set them.
@@ -104,7 +111,7 @@ def audit_model(
         snapshot = Snapshot(model)
         packages = frozenset(type(module).__module__.partition(".")[0] for module in model.modules())
         with effects_noted(snapshot.containers, packages) as notes, DataChanges(model, notes):
-            results = _run(model, fake_args, fake_kwargs)
+            results = _run(model, fake_args, fake_kwargs, lines)
         if not torch.is_grad_enabled():
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: its forward leaves gradients switched off.",
@@ -163,10 +170,13 @@ def _set_mode(mode: Mapping[nn.Module, bool]) -> None:
         module.training = training
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+def _run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lines: LineRecorder | None = None
+) -> tuple[Any] | None:
     """What the model returns; None if it cannot run without memory."""
     try:
-        return (model(*args, **kwargs),)
+        with nullcontext() if lines is None else lines.recording():
+            return (model(*args, **kwargs),)
     except Exception:  # whatever the model raises on tensors without values
         return None
 

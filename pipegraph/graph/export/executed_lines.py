@@ -1,0 +1,113 @@
+"""The lines of a model's source that run, from which its text is cut to the branches that ran."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from pipegraph.graph.captured import ExecutedLines, LineStep
+from pipegraph.graph.export.operation_record import without_memory
+
+_FOLDERS: Final = f"{Path(torch.__file__).resolve().parent}/", f"{Path(__file__).resolve().parents[2]}/"
+"""The folders of torch and of this package, whose functions are not recorded."""
+
+
+class LineRecorder:
+    """Records from which line to which line the functions of a model go."""
+
+    def __init__(self) -> None:
+        self._by_module: dict[int, set[LineStep]] = defaultdict(set)
+        self._by_function: dict[tuple[str, int], set[LineStep]] = defaultdict(set)
+        self._has_failed = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context around a call of the model."""
+        previous = sys.gettrace()
+        sys.settrace(self._on_call)
+        try:
+            with _UntracedOperations():
+                yield
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            sys.settrace(previous)
+
+    def lines(self, model: nn.Module) -> ExecutedLines | None:
+        """Return the lines that ran, by the names of the model's modules; None if a call failed."""
+        if self._has_failed:
+            return None
+        modules = model.named_modules(remove_duplicate=False)
+        return ExecutedLines(
+            {fqn: frozenset(self._by_module[id(module)]) for fqn, module in modules if id(module) in self._by_module},
+            {function: frozenset(steps) for function, steps in self._by_function.items()},
+        )
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if not _is_of_model(code.co_filename):
+            return None
+        owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+        if isinstance(owner, nn.Module):
+            steps = self._by_module[id(owner)]
+        else:
+            steps = self._by_function[code.co_filename, code.co_firstlineno]
+        previous = code.co_firstlineno
+
+        def on_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            nonlocal previous
+            if event == "line":
+                steps.add(LineStep(code.co_filename, previous, frame.f_lineno))
+                previous = frame.f_lineno
+            elif event == "return":
+                steps.add(LineStep(code.co_filename, previous, 0))
+            return on_line
+
+        return on_line
+
+
+class _UntracedOperations(TorchFunctionMode):
+    """Traces no function inside an operation: thousands of calls of a fake tensor take ten times as long traced."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.settrace(trace)
+
+
+def executed_lines(
+    model: nn.Module, modes: Iterable[Mapping[nn.Module, bool]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExecutedLines | None:
+    """Run a model on fake tensors in these modes, and return the lines that ran. The model is left as it was.
+
+    Returns:
+        None if it cannot run without memory.
+    """
+    recorder = LineRecorder()
+    for mode in modes:
+        with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
+            for module, training in mode.items():
+                module.training = training
+            with suppress(Exception), recorder.recording():  # whatever the model raises on tensors without values
+                model(*fake_args, **fake_kwargs)
+    return recorder.lines(model)
+
+
+@cache
+def _is_of_model(file: str) -> bool:
+    """Return whether a file is one of a model: not of torch, of pipegraph, or made by a program."""
+    return not file.startswith(("<", *_FOLDERS))
