@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -125,7 +125,12 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     source_names = _source_names(plan, blocks)
     stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
     shared, stages = merge_classes(blocks.used_by(stages), stages, forms)
-    functions = blocks.functions.used_by(functions_called(node for cls in (*shared, *stages) for node in cls.walk()))
+    called = functions_called(node for cls in (*shared, *stages) for node in cls.walk())
+    of_author = [function for function in blocks.author_functions if function.name in called]
+    functions = [*of_author, *blocks.functions.used_by(called)]
+    twice = {function.name for function in of_author} & {function.name for function in blocks.functions.used_by(called)}
+    if twice:  # the classes that are written from the graph have the operations in their place
+        return draft(plan, weights, source, replace(forms, author_functions=forms.author_functions | twice))
     written = Source(
         tuple(functions),
         tuple(shared),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-FORMS: Final = ("as the model's source", "without loops", "as a separate class", "with numbers for attributes")
+FORMS: Final = (
+    "as the author's text",
+    "from the graph",
+    "without loops",
+    "as a separate class",
+    "with numbers for attributes",
+)
 """The forms of a class, each with what the forms before it do without."""
 
 
@@ -16,35 +22,50 @@ class Forms:
 
     Attributes:
         levels: name of a class of the model, of a stage or of a function → index in `FORMS`; 0 if it is missing.
+        author_functions: names of functions that the package has in the author's text.
+        any_author_text: whether classes may have their author's text at all.
     """
 
     levels: Mapping[str, int] = field(default_factory=dict)
+    author_functions: frozenset[str] = frozenset()
+    any_author_text: bool = True
+
+    def has_author_text(self, name: str) -> bool:
+        """Return whether a class that one stage has whole is written as its author wrote it, if that is possible."""
+        return self.any_author_text and self.levels.get(name, 0) < 1
+
+    def is_function(self, name: str) -> bool:
+        """Return whether a function of the model's source is written from the graph as a function."""
+        return self.rolls_loops(name) and name not in self.author_functions
 
     def rolls_loops(self, name: str) -> bool:
         """Return whether repeated statements of a class are written as loops, and a function as a function."""
-        return self.levels.get(name, 0) < 1
+        return self.levels.get(name, 0) < 2
 
     def merges(self, name: str) -> bool:
         """Return whether several structures of a class are written as one class with arguments."""
-        return self.levels.get(name, 0) < 2
+        return self.levels.get(name, 0) < 3
 
     def reads_attributes(self, name: str) -> bool:
         """Return whether numbers are written as the attributes that the model's source reads."""
-        return self.levels.get(name, 0) < 3
+        return self.levels.get(name, 0) < 4
 
     def plainer(self, names: Sequence[str]) -> Iterator[Forms]:
-        """Yield plainer forms: one class in the next form, the first of them first; at last all of them in the last."""
+        """Yield plainer forms: one class in the next form, the first of them first; then all of them in the last form;
+        at last no class in its author's text."""
         for level in range(1, len(FORMS)):
             for name in names:
                 if level > self.levels.get(name, 0):
-                    yield Forms({**self.levels, name: level})
+                    yield replace(self, levels={**self.levels, name: level})
         last = {**self.levels, **dict.fromkeys(names, len(FORMS) - 1)}
         if len(names) > 1 and last != self.levels:
-            yield Forms(last)
+            yield replace(self, levels=last)
+        if self.any_author_text:
+            yield replace(self, any_author_text=False)
 
     def described(self) -> dict[str, str]:
-        """The classes that are not written as usual → their forms, in words."""
-        return {name: FORMS[level] for name, level in sorted(self.levels.items())}
+        """The classes that are written more plainly than usual from the graph → their forms, in words."""
+        return {name: FORMS[level] for name, level in sorted(self.levels.items()) if level > 1}
 
 
 USUAL: Final = Forms()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,13 +15,16 @@ import jinja2
 
 from pipegraph.codegen.forward.short_forms import shortened
 from pipegraph.codegen.initial_values import InitialValues
+from pipegraph.codegen.names.model_names import prose
 from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 from pipegraph.codegen.syntax.statements import (
+    Assign,
     ClassSource,
     FunctionSource,
     RegisterConstant,
     Return,
+    SourceText,
     functions_called,
     lines,
 )
@@ -89,7 +93,9 @@ def render_blocks(
     texts = ["\n".join(_function_lines(function)) for function in functions]
     texts += ["\n".join(_class_lines(block, by_name)) for block in blocks]
     imports = _imports([*functions, *blocks], libraries) if texts else []
-    return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports)
+    constants = _constant_lines([*functions, *blocks])
+    header = "  ".join([header, *_origins([*functions, *blocks])])
+    return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports, constants=constants)
 
 
 def render_init(stages: Sequence[ClassSource], header: str) -> str:
@@ -121,7 +127,28 @@ def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
+def _constant_lines(sources: Sequence[ClassSource | FunctionSource]) -> list[str]:
+    """``EPS = 1e-5``, for the constants that texts of the author read."""
+    constants = {name: value for text in _author_texts(sources) for name, value in text.constants}
+    return [line for name, value in constants.items() for line in Assign((Name(name),), value).lines(0)]
+
+
+def _origins(sources: Sequence[ClassSource | FunctionSource]) -> list[str]:
+    """``LlamaMLP: the text of modeling_llama.py (Apache License).``, for each file that text is taken from."""
+    names: dict[str, list[str]] = {}
+    for source in sources:
+        if source.author_text is not None:
+            names.setdefault(source.author_text.origin, []).append(source.name)
+    return [f"{', '.join(of_file)}: the text of {prose(origin)}." for origin, of_file in names.items()]
+
+
+def _author_texts(sources: Sequence[ClassSource | FunctionSource]) -> list[SourceText]:
+    return [node for source in sources for node in source.walk() if isinstance(node, SourceText)]
+
+
 def _function_lines(source: FunctionSource) -> list[str]:
+    if source.author_text is not None:
+        return source.author_text.lines(0)
     counts = {_result_count(node) for node in source.walk() if isinstance(node, Return)}
     parameters = [f"{name}: Tensor" for name in source.parameters]
     docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
@@ -142,6 +169,8 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
     if not source.forward:
         return [*head, *_hook_lines(source)]
     separator = [""] if source.init else []
+    if source.author_text is not None:
+        return [*head, *separator, *source.author_text.lines(4)]
     return [
         *head,
         *separator,
@@ -197,6 +226,8 @@ def _result_count(statement: Return) -> int:
 def _result_counts(source: ClassSource, classes: Mapping[str, ClassSource]) -> set[int]:
     """How many tensors ``forward`` returns: more than one number if branches differ."""
     counts: set[int] = set()
+    if source.author_text is not None:
+        return set()
     for statement in source.forward:
         for node in statement.walk():
             if not isinstance(node, Return):
@@ -251,10 +282,13 @@ def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping
     names = {node.name for source in sources for node in source.walk() if isinstance(node, Name)}
     hook_libraries = {name for source in sources if isinstance(source, ClassSource) for name in source.hook_libraries}
     names |= {f"{library}." for library in hook_libraries}
-    imports = {"torch": "import torch"} if any(name.startswith("torch.") for name in names) else {}
+    of_author = {line for text in _author_texts(sources) for line in text.imports}
+    needs_torch = any(name.startswith("torch.") for name in names) or "import torch" in of_author
+    imports = {"torch": "import torch"} if needs_torch else {}
     if any(name.startswith("F.") for name in names):
         imports["torch.nn.functional"] = "import torch.nn.functional as F"
-    standard = ["import math"] if any(name.startswith("math.") for name in names) else []
+    needs_math = any(name.startswith("math.") for name in names) or "import math" in of_author
+    standard = ["import math"] if needs_math else []
     standard += ["from collections import OrderedDict"] if "OrderedDict" in names else []
     if standard:
         imports[""] = "\n".join(standard) + "\n"
@@ -262,9 +296,38 @@ def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
     classes = [source for source in sources if isinstance(source, ClassSource)]
-    is_hinted = len(classes) < len(sources) or any(source.forward for source in classes)
+    is_hinted = any(_is_hinted(source) for source in sources)
     torch_names = [*(["Tensor"] if is_hinted else []), *(["nn"] if classes else [])]
-    return [*(imports[module] for module in sorted(imports)), f"from torch import {', '.join(torch_names)}"]
+    torch_import = [f"from torch import {', '.join(torch_names)}"] if torch_names else []
+    return _joined_imports([*(imports[module] for module in sorted(imports)), *torch_import], of_author)
+
+
+def _is_hinted(source: ClassSource | FunctionSource) -> bool:
+    """Return whether a ``forward`` or a function has type hints that are written here."""
+    has_body = bool(source.forward if isinstance(source, ClassSource) else source.statements)
+    return has_body and source.author_text is None
+
+
+def _joined_imports(lines: Sequence[str], of_author: AbstractSet[str]) -> list[str]:
+    """Imports with those that texts of the author need, in isort's order."""
+    if not of_author:
+        return list(lines)
+    statements = {line.strip() for entry in lines for line in entry.splitlines() if line.strip()} | of_author
+    plain = sorted(line for line in statements if line.startswith("import "))
+    members: dict[str, set[str]] = {}
+    for line in statements - set(plain):
+        module, _, names = line.removeprefix("from ").partition(" import ")
+        members.setdefault(module, set()).update(names.split(", "))
+    ordered = [
+        *plain,
+        *(
+            f"from {module} import {', '.join(sorted(members[module], key=_import_order))}"
+            for module in sorted(members)
+        ),
+    ]
+    is_standard = {line: line.split()[1].partition(".")[0] in sys.stdlib_module_names for line in ordered}
+    standard, rest = ([line for line in ordered if is_standard[line] is kind] for kind in (True, False))
+    return [*standard, *([""] if standard and rest else []), *rest]
 
 
 def _import_order(name: str) -> tuple[int, list[tuple[int, str]]]:

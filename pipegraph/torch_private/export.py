@@ -226,8 +226,8 @@ GRAD_ENABLED = "grad_enabled"
 def grad_modes_marked() -> Iterator[None]:
     """Let ``meta[GRAD_ENABLED]`` of each exported operation say whether gradients were on when it ran.
 
-    ``torch.export`` keeps a block of ``no_grad`` as a graph of its own, but not if it is inside of an autocast block:
-    the operations are there, and the mode is lost. Its pass for these blocks reads the calls that switch gradients, so
+    ``torch.export`` keeps a block of ``no_grad`` as a separate graph, but not if it is inside of an autocast block: the
+    operations are there, and the mode is lost. Its pass for these blocks reads the calls that switch gradients, so
     that the marks are made before it.
     """
 

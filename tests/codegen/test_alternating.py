@@ -13,6 +13,8 @@ from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, forward_lines, split
 from tests.slow import cases
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Layer(nn.Module):
     """Scales by a mask, and adds another where it gets one."""

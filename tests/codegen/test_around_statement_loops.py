@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, forward_lines, source, split
+
+pytestmark = pytest.mark.usefixtures("from_graph")
 
 
 def inside(body: nn.Module) -> nn.Module:

@@ -16,6 +16,8 @@ from pipegraph.graph.captured import Captured
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, split, write
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Attention(nn.Module):
     """Attends to itself or to another sequence, perhaps with a mask."""

@@ -14,6 +14,8 @@ from pipegraph.package import Package
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, source, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

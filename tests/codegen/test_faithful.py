@@ -21,6 +21,8 @@ from tests.slow import cases
 from tests.zoo.architectures import shallow
 from tests.zoo.visit import loss_fn
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 # With rotary tables, with experts, and with learned positions.
 ARCHITECTURES = cases(
     ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "BertForMaskedLM"], slow=("LlamaForCausalLM", "BertForMaskedLM")

@@ -15,6 +15,8 @@ import pipegraph
 from pipegraph.errors import BatchError
 from tests.codegen.parity import assert_equal_at_every_size, numbers_in_forwards, source, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
 
 

@@ -17,6 +17,8 @@ from tests.codegen.parity import assert_equal_at_every_size, numbers_in_forwards
 from tests.runtime.pipelines import pipeline
 from tests.slow import cases
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 BATCH, STEPS = 3, 7
 LENGTHS = ((2, STEPS, 8), (1, 4, 8), (5, 13, 8), (2, 33, 8))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.codegen.parity import differences, source, split
+
+pytestmark = pytest.mark.usefixtures("from_graph")
 
 
 def rotate_half(x):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class OfEachLayer(nn.Module):
     """Has separate experts for each layer, in a list of lists."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import pipegraph
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, split, write
+
+pytestmark = pytest.mark.usefixtures("from_graph")
 
 
 class Edges(nn.Module):

@@ -12,6 +12,8 @@ from torch import nn
 
 from tests.codegen.parity import differences, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 VARIABLES = ("x", "y", "z", "h", "c")
 MODEL = """import torch
 from torch import nn

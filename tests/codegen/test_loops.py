@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, forward_lines, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Three(nn.Module):
     """Takes the running value, a second and a third."""

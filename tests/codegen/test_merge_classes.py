@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, forward_lines, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Windowed(nn.Module):
     """Holds a number that its ``forward`` uses."""

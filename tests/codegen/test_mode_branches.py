@@ -15,6 +15,8 @@ from pipegraph.runtime.pipeline import Pipeline
 from tests.codegen.layers import Block, Layers, batch
 from tests.codegen.parity import differences, source, split, write
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class TrainingOnly(Layers):
     def forward(self, x: Tensor) -> Tensor:

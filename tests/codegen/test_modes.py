@@ -15,6 +15,8 @@ from tests.codegen.layers import Block, Row, batch
 from tests.codegen.parity import differences, source, split
 from tests.slow import cases
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Dropouts(nn.Module):
     """Dropout as a module and as a function, of all kinds."""

@@ -21,6 +21,8 @@ from pipegraph.codegen.syntax.expressions import Slice, Subscript, literal
 from pipegraph.codegen.syntax.statements import For
 from pipegraph.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Layer(nn.Module):
     def __init__(self) -> None:

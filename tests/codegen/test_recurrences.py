@@ -14,6 +14,8 @@ from tests.codegen.layers import batch
 from tests.codegen.parity import assert_equal_at_every_size, differences, forward_lines, source, split
 from tests.slow import cases
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Recurrences(nn.Module):
     def __init__(self) -> None:

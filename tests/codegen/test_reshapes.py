@@ -21,6 +21,8 @@ from pipegraph.codegen.expressions.operator_spellings import (
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 shapes = st.lists(st.integers(0, 4), max_size=5).map(tuple)
 
 

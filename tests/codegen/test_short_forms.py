@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.codegen.layers import batch
 from tests.codegen.parity import differences, split
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Heads(nn.Module):
     """Three heads; what is done with them is for subclasses."""

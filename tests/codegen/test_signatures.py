@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.codegen.layers import Block, batch
 from tests.codegen.parity import differences, forward_lines, source, split
+
+pytestmark = pytest.mark.usefixtures("from_graph")
 
 INPUTS = (batch(), batch(8))
 

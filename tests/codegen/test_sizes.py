@@ -13,6 +13,8 @@ import pipegraph
 from tests.codegen.parity import assert_equal_at_every_size, differences, numbers_in_forwards, source, split
 from tests.slow import cases
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 BATCH, LENGTH = 3, 13  # primes, which no other number of these models is
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 import pipegraph
 from tests.codegen.layers import Row, batch
 from tests.codegen.parity import differences, source, split
+
+pytestmark = pytest.mark.usefixtures("from_graph")
 
 
 def halves(x: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from tests.codegen.layers import batch
 from tests.codegen.parity import differences, split
 from tests.slow import cases
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Parts(nn.Module):
     def __init__(self) -> None:

@@ -15,6 +15,8 @@ from pipegraph.codegen.package_files import generate
 from pipegraph.codegen.proof import differences_of_text
 from pipegraph.planner.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("from_graph")
+
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:

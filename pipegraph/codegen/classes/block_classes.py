@@ -9,6 +9,9 @@ from functools import partial
 
 from torch import fx, nn
 
+from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
+from pipegraph.codegen.author_text.cut import UnwritableError
+from pipegraph.codegen.author_text.names import SharedNames, divides_features, names_of_module
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
@@ -20,7 +23,12 @@ from pipegraph.codegen.expressions.module_tree import (
     sequence,
 )
 from pipegraph.codegen.expressions.operation import common_regions
-from pipegraph.codegen.expressions.torch_modules import CallArguments, module_constructor, torch_module_call
+from pipegraph.codegen.expressions.torch_modules import (
+    CallArguments,
+    module_constructor,
+    recorded_arguments,
+    torch_module_call,
+)
 from pipegraph.codegen.forms import Forms
 from pipegraph.codegen.forward.items import ClassContents, ModuleCall, Modules, Operation, Step, conflicts, modules_in
 from pipegraph.codegen.forward.mode_branches import group_branches
@@ -33,13 +41,15 @@ from pipegraph.codegen.names.identifiers import class_name, outer_names, relativ
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, call
-from pipegraph.codegen.syntax.statements import Assign, ClassSource
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
+from pipegraph.torch_private.modules import has_forward_hooks
 
 # A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
@@ -74,6 +84,7 @@ class BlockClasses:
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self.functions = HelperFunctions(captured, self.names, forms)
+        self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
 
     def _repeated_classes(self) -> frozenset[str]:
         """The classes of several modules that hold layers: residual blocks of two convolutions, encoder and decoder.
@@ -192,6 +203,8 @@ class BlockClasses:
             fqns = frozenset(f"{tree.fqn}.{name}" for name, _ in inside if name)
             return self._call(called, torch_call[0], Modules(fqns, fqns, fqns | {tree.fqn}), torch_call[1])
         constructor, modules = self._sequential(members, called)
+        if constructor is None and (author_call := self._author_call(members, called)) is not None:
+            return author_call
         if constructor is None:
             reads_state = any(node.op == "get_attr" for reader in called.nodes for node in reader.all_input_nodes)
             same_mode = self._captured.modules[tree.fqn].training == self._captured.modules[prefix].training
@@ -260,6 +273,79 @@ class BlockClasses:
         """Return whether a module runs no operation. The whole model counts: of a Sequential that is cut in two, the
         operations may be in another stage."""
         return fqn not in self._called and isinstance(self._captured.modules[fqn].module, (nn.Identity, nn.Dropout))
+
+    # ---- author's text -----------------------------------------------------------------------------------------------
+
+    def _author_call(self, members: StageMembers, called: CallValues) -> ModuleCall | None:
+        """The call of a class in its author's text; None if a package cannot have that, or cannot call it."""
+        module = self._captured.modules[called.tree.fqn].module
+        arguments = recorded_arguments(module, called.tree, called.reads, called.makes)
+        if arguments is None or not self.names.is_whole(called.tree):
+            return None
+        try:
+            constructor, modules = self._author_class(members, called.tree)
+        except UnwritableError:
+            return None
+        return self._call(called, constructor, modules, None if arguments.is_plain else arguments)
+
+    def _author_class(self, members: StageMembers, tree: CallTree) -> Constructor:
+        """The class of a module in its author's text, and the modules in it. Raises UnwritableError."""
+        fqn, lines = tree.fqn, self._captured.lines
+        module = self._captured.modules[fqn].module
+        if lines is None or not self._forms.has_author_text(self._captured.modules[fqn].class_name):
+            raise UnwritableError("its lines are not known")
+        if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
+            raise UnwritableError("its forward is not that of its class")
+        names = names_of_module(module, fqn, lines)
+        if divides_features(module, names):
+            raise UnwritableError("it names numbers of features, which ranks along tp divide")
+
+        def of_class(child: str) -> Constructor:
+            # A module without operations, such as a dropout of nothing, is in no tree of calls.
+            inner = next((call for call in tree.descendants() if call.fqn == child), CallTree("", child))
+            constructor, modules = self._sequential(members, call_values(self._captured, members, inner))
+            if constructor is not None:
+                return constructor, modules
+            try:
+                return self._author_class(members, inner)
+            except UnwritableError:
+                # Written from the graph, it takes the tensors that it reads, which is often all that its caller passes.
+                item = self._module_call(members, fqn, inner) if inner.items else None
+                if item is None or item.arguments is not None:
+                    raise
+                return item.constructor, item.modules
+
+        children = ChildConstructors({name: entry.module for name, entry in self._captured.modules.items()}, of_class)
+        constructors = dict(children.below(fqn, names.children))
+        for child in constructors:
+            module_tensors = state_names(self._captured.modules[child].module)
+            if any(f"{child}.{name}" not in members.state for name in module_tensors):
+                raise UnwritableError(f"{child} has tensors that the stage does not have")
+        state = {
+            relative(name, fqn): self._captured.state[name]
+            for name in self._below.get(fqn, ())
+            if name in members.state
+        }
+        child_constructors = {relative(name, fqn): constructor for name, (constructor, _) in constructors.items()}
+        entries = {
+            name: entry for name, entry in state.items() if child_constructors.keys().isdisjoint(outer_names(name))
+        }
+        module_tree = build_tree(child_constructors, entries, partial(self._module_at, fqn))
+        if module_tree.container is not nn.Module:
+            raise UnwritableError("its children have names that are no attributes")
+        assignments = (Assign((Attribute(SELF, name),), value) for name, value in names.attributes.items())
+        init = (*assignments, *init_statements(module_tree))
+        text = self._shared_names.text_of(names)
+        called = call_values(self._captured, members, tree, unread=True)
+        source = self._add(called, (init, text), lambda: {"init": init, "forward": (text,)})
+        inside = [modules for _, modules in constructors.values()]
+        fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
+        return call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
+
+    @property
+    def author_functions(self) -> Sequence[FunctionSource]:
+        """The functions that the author's text of classes calls, each after those that it calls."""
+        return self._shared_names.functions
 
     # ---- classes -----------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,8 @@ def _with_attributes_as_numbers(classes: Sequence[ClassSource]) -> list[ClassSou
 
 
 def _with_numbers_of(source: ClassSource, names: Set[str]) -> ClassSource:
+    if source.author_text is not None:  # it reads the attributes
+        return source
     numbers = {
         node.targets[0]: node.value
         for node in source.init

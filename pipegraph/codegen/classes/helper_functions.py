@@ -52,7 +52,7 @@ class HelperFunctions:
         for tree in call_tree(captured.nodes, helpers=True).descendants():
             if helper_function(tree.call):
                 calls.setdefault(_written_name(tree), []).append(tree)
-        names_of_functions = (name for name in calls if _may_name(name, classes) and forms.rolls_loops(name))
+        names_of_functions = (name for name in calls if _may_name(name, classes) and forms.is_function(name))
         waiting = {name: calls[name] for name in names_of_functions}
         while ready := [name for name, trees in waiting.items() if waiting.keys().isdisjoint(_inside(trees))]:
             for name in ready:

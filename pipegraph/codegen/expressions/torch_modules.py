@@ -243,14 +243,14 @@ def torch_module_call(
     is_whole = len(list(called.nodes())) == captured.operations_of[called.call]
     if not is_whole or has_forward_hooks(module) or "forward" in vars(module):
         return None
-    arguments = _recorded_arguments(module, called, reads, makes)
+    arguments = recorded_arguments(module, called, reads, makes)
     constructor = module_constructor(module) if arguments is not None else None
     if arguments is None or constructor is None:
         return None
     return constructor, None if arguments.is_plain else arguments
 
 
-def _recorded_arguments(
+def recorded_arguments(
     module: nn.Module, called: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]
 ) -> CallArguments | None:
     """The arguments of a call as capture recorded them, if it reads nothing else and returns ``makes``."""

@@ -85,6 +85,8 @@ class ModelNames:
         """The docstring of a class: its origin, a place in the model, and the shapes of inputs and outputs there."""
         module = self._captured.modules[call.fqn]
         source = f" ({prose(module.source)})" if module.source else ""
+        if not call.items:
+            return f"{prose(module.class_name)}{source}, as in {prose(call.fqn)}."
         where = "as in" if self.is_whole(call) else "a part of it, as in"
         shapes = signature(self.parameters(call, reads), reads, makes)
         return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {shapes}."

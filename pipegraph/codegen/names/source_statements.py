@@ -430,12 +430,13 @@ def _function_at(file: str, line: int) -> ast.FunctionDef:
 
 def _functions_around(file: str, line: int) -> list[ast.FunctionDef]:
     """The functions that a line of a file is in, the innermost first; none for that of a lambda outside of any."""
-    around = (node for node in _functions(source_tree(file)) if node.lineno <= line <= (node.end_lineno or 0))
+    around = (node for node in functions_in(source_tree(file)) if node.lineno <= line <= (node.end_lineno or 0))
     return sorted(around, key=lambda node: -node.lineno)
 
 
 @cache
-def _functions(tree: ast.Module) -> tuple[ast.FunctionDef, ...]:
+def functions_in(tree: ast.Module) -> tuple[ast.FunctionDef, ...]:
+    """Return all functions of a file, those inside of others included."""
     return tuple(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 

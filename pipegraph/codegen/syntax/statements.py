@@ -94,6 +94,34 @@ class Raise(Statement):
         return f"raise {self.value.text}"
 
 
+@dataclass(frozen=True)
+class SourceText(Statement):
+    """Functions in the text of their author, at an indentation of 0.
+
+    Attributes:
+        functions: their texts.
+        calls: the names of functions of the package that they call.
+        constants: the names and values of constants of the package that they read.
+        imports: the imports that they need.
+        origin: the file that they are from, and its license if it names one: ``modeling_llama.py (Apache License)``.
+    """
+
+    functions: tuple[str, ...]
+    calls: frozenset[str] = frozenset()
+    constants: tuple[tuple[str, Expression], ...] = ()
+    imports: frozenset[str] = frozenset()
+    origin: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.functions[0]
+
+    def lines(self, indent: int) -> list[str]:
+        texts = [text.splitlines() for text in self.functions]
+        separated = [line for number, text in enumerate(texts) for line in (*([""] if number else []), *text)]
+        return [f"{' ' * indent}{line}" if line else "" for line in separated]
+
+
 class CompoundStatement(Statement):
     """A statement with a header and a body."""
 
@@ -235,6 +263,12 @@ class FunctionSource:
     parameters: tuple[str, ...]
     statements: tuple[Statement, ...]
 
+    @property
+    def author_text(self) -> SourceText | None:
+        """The function, if it is the author's text; None if it is written from the graph."""
+        first = self.statements[0] if self.statements else None
+        return first if isinstance(first, SourceText) else None
+
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""
         for statement in self.statements:
@@ -247,7 +281,13 @@ class FunctionSource:
 
 def functions_called(nodes: Iterable[Node]) -> set[str]:
     """The names of the functions and classes among the calls of source."""
-    return {node.function.text for node in nodes if isinstance(node, FunctionCall)}
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, FunctionCall):
+            names.add(node.function.text)
+        elif isinstance(node, SourceText):
+            names |= node.calls
+    return names
 
 
 @dataclass(frozen=True)
@@ -289,6 +329,12 @@ class ClassSource:
     def constructors(self) -> tuple[Node, ...]:
         """The code that makes the modules in it."""
         return *self.children, *self.init
+
+    @property
+    def author_text(self) -> SourceText | None:
+        """Its methods, if they are the author's text; None if its ``forward`` is written from the graph."""
+        first = self.forward[0] if self.forward else None
+        return first if isinstance(first, SourceText) else None
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""

@@ -35,12 +35,21 @@ from pipegraph.torch_private.tensors import storage_identity
 
 _COPIES: Final = frozenset({"clone", "_to_copy", "to", "contiguous", "lift_fresh_copy"})
 """Operators that copy a tensor if they do not change its dtype."""
+_NEUTRAL: Final[Mapping[str, tuple[tuple[type, ...], int]]] = {
+    **dict.fromkeys(("add", "sub"), ((int,), 0)),
+    **dict.fromkeys(("mul", "div"), ((int, float), 1)),
+}
+"""Operators → the types and the value of a number with which they compute their argument: capture leaves those out."""
 _SMALL: Final = 64
 """The numbers of a constant up to this size are those of a list in the source."""
 
 
 class UnknownValueError(Exception):
     """A tensor that no recorded operation made and that has no values."""
+
+
+class WrittenInputError(Exception):
+    """A stage writes into a tensor that it was given, which its sender or the caller may still read."""
 
 
 @dataclass
@@ -144,12 +153,17 @@ class TermRecorder(TorchDispatchMode):
         self._memories = 0
         self._draws: Counter[Key] = Counter()
         self._regions: list[RecordedTerms] = []
+        self._read_only: set[int] = set()  # numbers of memory
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def name(self, tensor: Tensor, key: Key, requires_grad: bool = False) -> None:
         """Give a tensor the term of a parameter or an input."""
         self._new(tensor, self.terms.number(key), requires_grad)
+
+    def protect(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse writes into the memory of these tensors from here on, by WrittenInputError."""
+        self._read_only |= {self.memory_number(tensor) for tensor in tensors}
 
     def term_of(self, tensor: Tensor) -> int:
         """The term of a tensor's values, after all writes so far."""
@@ -296,7 +310,8 @@ class TermRecorder(TorchDispatchMode):
         name, source = operator_name(func)[0], next(iter(named.values()), None)
         if isinstance(source, Tensor) and self._record_view(func, name, named, source, result):
             return
-        if name in _COPIES and isinstance(source, Tensor) and result.dtype == source.dtype:
+        is_copy = name in _COPIES or _is_neutral(name, named)
+        if is_copy and isinstance(source, Tensor) and result.dtype == source.dtype and result.shape == source.shape:
             self._new(result, *self._gradient(self.term_of(source), [source], result, func))
             return
         sources = [] if operator_of_target(func).factory else _tensors_in(named)
@@ -397,6 +412,8 @@ class TermRecorder(TorchDispatchMode):
         """Let a term be what lies in the memory of a tensor."""
         value = self._value(target)
         memory = value.memory
+        if memory.number in self._read_only:
+            raise WrittenInputError("it writes into a tensor that the stage was given")
         for region in self._regions:
             region.writes_outside |= memory.number < region.first_memory
         if value.steps == ():
@@ -412,6 +429,13 @@ class TermRecorder(TorchDispatchMode):
         value.requires_grad |= flows
         if self._on_term is not None:
             self._on_term(term)
+
+
+def _is_neutral(name: str, named: Mapping[str, Any]) -> bool:
+    """Return whether an operation adds 0, or multiplies by 1."""
+    kinds, number = _NEUTRAL.get(name, ((), 0))
+    operand = named.get("other")
+    return type(operand) in kinds and operand == number and named.get("rounding_mode") is None
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

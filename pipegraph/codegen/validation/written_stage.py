@@ -60,7 +60,10 @@ def run_written(
         if inner is not module and type(inner).__module__.partition(".")[0] == package:
             forward = partial(type(inner).forward, inner)
             inner.forward = forward if calls is None else _forward_once(inner, forward, recorder, calls)
-    outputs = module(*stage_inputs(stage, setting, recorder))
+    inputs = stage_inputs(stage, setting, recorder)
+    written = {node.meta.get("writes") for node in stage.nodes}  # a model may write into its inputs itself
+    recorder.protect([tensor for node, tensor in zip(stage.inputs, inputs, strict=True) if node.name not in written])
+    outputs = module(*inputs)
     return StageResult.read(recorder, outputs if isinstance(outputs, (tuple, list)) else [outputs], state.tensors)
 
 

@@ -1,4 +1,8 @@
-"""The blocks that the stages of LlamaForCausalLM (hf:config.json) share."""
+"""The blocks that the stages of LlamaForCausalLM (hf:config.json) share.
+
+LlamaRMSNorm, LlamaMLP: the text of modeling_llama.py (Apache License).
+SiLUActivation: the text of activations.py (Apache License).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -51,10 +55,12 @@ class LlamaRMSNorm(nn.Module):
         self.variance_epsilon = 1e-05
         self.weight = nn.Parameter(torch.ones(128))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states_1 = hidden_states.to(torch.float32)
-        variance = (hidden_states_1**2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states_1 * (variance + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
 
 
 class LlamaAttention(nn.Module):
@@ -84,6 +90,16 @@ class LlamaAttention(nn.Module):
         return self.o_proj(attn_output)
 
 
+class SiLUActivation(nn.Module):
+    """SiLUActivation (activations.py:92), as in model.layers.0.mlp.act_fn.
+
+    input f32[batch, input_ids_1, 352] → f32[batch, input_ids_1, 352].
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.silu(input)
+
+
 class LlamaMLP(nn.Module):
     """LlamaMLP (modeling_llama.py:152), as in model.layers.0.mlp.
 
@@ -95,9 +111,11 @@ class LlamaMLP(nn.Module):
         self.gate_proj = nn.Linear(128, 352, bias=False)
         self.up_proj = nn.Linear(128, 352, bias=False)
         self.down_proj = nn.Linear(352, 128, bias=False)
+        self.act_fn = SiLUActivation()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x):
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
 
 
 class LlamaDecoderLayer(nn.Module):

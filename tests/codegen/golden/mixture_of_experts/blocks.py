@@ -1,4 +1,7 @@
-"""The blocks that the stages of Decoder (mixture_of_experts.py) share."""
+"""The blocks that the stages of Decoder (mixture_of_experts.py) share.
+
+RMSNorm, Expert, MixtureOfExperts, Block: the text of mixture_of_experts.py.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +20,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(32))
 
     def forward(self, x: Tensor) -> Tensor:
-        variance = (x.to(torch.float32) ** 2).mean(-1, keepdim=True)
-        return self.weight * (x.to(torch.float32) * (variance + self.eps).rsqrt()).to(x.dtype)
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(variance + self.eps)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -74,14 +77,14 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         probabilities = F.softmax(self.gate(x), dim=-1)
-        weights, selected = probabilities.topk(self.top_k)
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights, selected = torch.topk(probabilities, self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
-            weight = (weights * (selected == index)).sum(-1, keepdim=True)
+            weight = (weights * (selected == index)).sum(dim=-1, keepdim=True)
             out = out + weight * expert(x)
-        used = F.one_hot(selected, num_classes=self.num_experts).to(torch.float32).sum(2).mean([0, 1])
-        return out, (used * probabilities.mean([0, 1])).sum() * self.num_experts
+        used = F.one_hot(selected, self.num_experts).float().sum(dim=2).mean(dim=(0, 1))
+        return out, self.num_experts * (used * probabilities.mean(dim=(0, 1))).sum()
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""The blocks that the stages of UNet (unet.py) share."""
+"""The blocks that the stages of UNet (unet.py) share.  Up: the text of unet.py."""
 
 import torch
 from torch import Tensor, nn

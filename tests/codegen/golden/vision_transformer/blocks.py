@@ -1,4 +1,7 @@
-"""The blocks that the stages of VisionTransformer (vision_transformer.py) share."""
+"""The blocks that the stages of VisionTransformer (vision_transformer.py) share.
+
+PatchEmbedding, Mlp, DropPath, Block, DropPath2, Block2: the text of vision_transformer.py.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +63,13 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
+class DropPath(nn.Module):
+    """DropPath (vision_transformer.py:28), as in blocks.0.drop_path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Block(nn.Module):
     """Block (vision_transformer.py:71), as in blocks.0.
 
@@ -72,28 +82,29 @@ class Block(nn.Module):
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(32)
         self.mlp = Mlp()
+        self.drop_path = DropPath()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class DropPath(nn.Module):
+class DropPath2(nn.Module):
     """DropPath (vision_transformer.py:28), as in blocks.1.drop_path.
 
     x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
     """
 
-    def __init__(self, p):
+    def __init__(self, drop_prob):
         super().__init__()
-        self.p = p
+        self.drop_prob = drop_prob
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            mask = x.new_empty(x.shape[0], 1, 1)
-            mask.bernoulli_(p=self.p)
-            x = x * mask / self.p
-        return x
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep_prob = 1 - self.drop_prob
+        mask = x.new_empty(x.shape[0], 1, 1).bernoulli_(keep_prob)
+        return x * mask / keep_prob
 
 
 class Block2(nn.Module):
@@ -102,13 +113,13 @@ class Block2(nn.Module):
     x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
     """
 
-    def __init__(self, p):
+    def __init__(self, drop_prob):
         super().__init__()
         self.norm1 = nn.LayerNorm(32)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(32)
         self.mlp = Mlp()
-        self.drop_path = DropPath(p=p)
+        self.drop_path = DropPath2(drop_prob=drop_prob)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -127,7 +138,7 @@ class BlockStart(nn.Module):
         self.norm1 = nn.LayerNorm(32)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(32)
-        self.drop_path = DropPath(p=0.85)
+        self.drop_path = DropPath2(drop_prob=0.15000000000000002)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -144,7 +155,7 @@ class BlockEnd(nn.Module):
     def __init__(self):
         super().__init__()
         self.mlp = Mlp()
-        self.drop_path = DropPath(p=0.85)
+        self.drop_path = DropPath2(drop_prob=0.15000000000000002)
 
     def forward(self, layer_norm: Tensor, x: Tensor) -> Tensor:
         return x + self.drop_path(self.mlp(layer_norm))

@@ -15,7 +15,7 @@ class Stage2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleDict({"3": BlockEnd(), "4": Block2(p=0.8)})
+        self.blocks = nn.ModuleDict({"3": BlockEnd(), "4": Block2(drop_prob=0.2)})
         self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, 7)
 

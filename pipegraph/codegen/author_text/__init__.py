@@ -1,0 +1,1 @@
+"""The author's own text of classes that one stage has whole, cut to the branches that ran."""

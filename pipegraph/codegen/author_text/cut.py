@@ -1,0 +1,214 @@
+"""Cut the text of a function to the branches that ran. Comments, names and formatting stay as they are.
+
+if mask is not None:        ran, and was never false        scores = scores + mask
+    scores = scores + mask  ──────────────────────────▶
+if self.debug:              never ran
+    check(scores)           ──────────────────────────▶     (nothing)
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from pipegraph.codegen.names.source_statements import functions_in, source_tree
+from pipegraph.graph.captured import LineStep
+
+_INDENT = "    "
+
+
+class UnwritableError(Exception):
+    """The text of a function or of a class cannot stand in a package; says why."""
+
+
+class FunctionCut:
+    """A function of a file, cut to what ran.
+
+    Args:
+        file: of the function.
+        first_line: the first line of the function, its decorators included.
+        steps: the lines that ran.
+    """
+
+    def __init__(self, file: str, first_line: int, steps: Iterable[LineStep]) -> None:
+        functions = functions_in(source_tree(file))
+        self._lines = ["", *(line.rstrip("\n") for line in linecache.getlines(file))]  # counted from 1
+        self._steps = {(step.start, step.end) for step in steps if step.file == file}
+        self._ran = {line for step in self._steps for line in step}
+        function = next((node for node in functions if _first_line(node) == first_line), None)
+        if function is None:
+            raise UnwritableError(f"no function of {file} begins on line {first_line}")
+        self._function = function
+
+    @property
+    def decorators(self) -> list[str]:
+        """Its decorators, without the ``@``."""
+        return [ast.unparse(decorator) for decorator in self._function.decorator_list]
+
+    @cached_property
+    def text(self) -> str:
+        """The function at an indentation of 0, without its decorators.
+
+        Raises:
+            UnwritableError: it has statements that cannot be cut line by line.
+        """
+        function = self._function
+        shift, body = function.col_offset, _without_docstring(function.body)
+        if not body:
+            raise UnwritableError("its forward has no statement")
+        end = self._header_end(function.lineno, body[0])
+        header = self._moved(function.lineno, end, shift)
+        lines = _trimmed(self._block(body, end, shift))
+        if not lines:
+            raise UnwritableError("it never ran")
+        return "\n".join([*header, *lines])
+
+    def _header_end(self, first: int, statement: ast.stmt) -> int:
+        """The last line of the header of a block, which ends with a colon; comments follow it."""
+        for line in range(_first_line(statement) - 1, first - 1, -1):
+            if self._lines[line].split("#")[0].rstrip().endswith(":"):
+                return line
+        raise UnwritableError("a block begins on the line of its header")
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def _block(self, statements: Sequence[ast.stmt], start: int, shift: int) -> list[str]:
+        """The statements that ran, each with the comments before it.
+
+        Args:
+            start: the line before the block.
+            shift: how many columns the block moves to the left.
+        """
+        lines: list[str] = []
+        for statement in statements:
+            first = _first_line(statement)
+            if first <= start:
+                raise UnwritableError("two statements share a line")
+            text = self._statement(statement, shift)
+            if text:
+                lines += [*self._moved(start + 1, first - 1, shift), *text]
+            start = statement.end_lineno or first
+        return lines
+
+    def _statement(self, statement: ast.stmt, shift: int) -> list[str]:
+        first, last = _first_line(statement), statement.end_lineno or statement.lineno
+        if not any(line in self._ran for line in range(first, last + 1)):
+            return []
+        match statement:
+            case ast.If():
+                return self._if(statement, shift)
+            case ast.For() | ast.While() | ast.With():
+                end = self._header_end(first, statement.body[0])
+                body = self._block(statement.body, end, shift)
+                if not isinstance(statement, ast.With) and statement.orelse:
+                    raise UnwritableError("a loop has an else")
+                return [*self._moved(first, end, shift), *body] if body else []
+            case ast.Try():
+                if any(self._has_run(handler.body) for handler in statement.handlers):
+                    raise UnwritableError("it handles an error")
+                end = self._header_end(first, statement.body[0])
+                inner = shift + statement.body[0].col_offset - statement.col_offset
+                lines = self._block(statement.body, end, inner)
+                for part in (statement.orelse, statement.finalbody):
+                    if part:
+                        lines += self._block(part, self._header_end(end, part[0]), inner)
+                return lines
+        return self._moved(first, last, shift)
+
+    def _if(self, statement: ast.If, shift: int) -> list[str]:
+        """An ``if`` that went both ways, or the side that ran."""
+        first, end = statement.lineno, statement.test.end_lineno or statement.lineno
+        if _first_line(statement.body[0]) <= end:
+            return self._moved(first, statement.end_lineno or end, shift)  # all of it is on one line
+        end = self._header_end(first, statement.body[0])
+        has_run, was_false = self._has_run(statement.body), self._was_false(statement)
+        inner = shift + statement.body[0].col_offset - statement.col_offset
+        if has_run and not was_false:
+            return self._block(statement.body, end, inner)
+        if not has_run:
+            return self._orelse(statement, inner)
+        lines = self._moved(first, end, shift)
+        if lines[0].lstrip().startswith("elif"):
+            lines[0] = lines[0].replace("elif", "if", 1)
+        lines += self._block(statement.body, end, shift)
+        orelse = _trimmed(self._orelse(statement, inner)) if statement.orelse else []
+        if not orelse:
+            return lines
+        margin = " " * (statement.col_offset - shift)
+        if (
+            _is_elif(statement, self._lines)
+            and orelse[0].startswith(f"{margin}if ")
+            and self._is_one_if(orelse, margin)
+        ):
+            return [*lines, f"{margin}el{orelse[0].lstrip()}", *orelse[1:]]
+        return [*lines, f"{margin}else:", *(f"{_INDENT}{line}" if line else "" for line in orelse)]
+
+    def _orelse(self, statement: ast.If, inner: int) -> list[str]:
+        """What ran of the ``else`` of an ``if``, in the place of the ``if``."""
+        if not statement.orelse:
+            return []
+        if _is_elif(statement, self._lines):
+            branch = statement.orelse[0]
+            return self._statement(branch, inner - statement.body[0].col_offset + statement.col_offset)
+        first = statement.orelse[0]
+        last_of_body = statement.body[-1].end_lineno or statement.lineno
+        return self._block(statement.orelse, self._header_end(last_of_body, first), inner)
+
+    def _is_one_if(self, lines: Sequence[str], margin: str) -> bool:
+        """Return whether lines are one ``if`` with its branches, and no statement after it."""
+        outer = [line for line in lines[1:] if line.strip() and not line.startswith(f"{margin} ")]
+        return all(line.startswith((f"{margin}el", f"{margin}#", f"{margin})")) for line in outer)
+
+    def _has_run(self, statements: Sequence[ast.stmt]) -> bool:
+        first, last = _first_line(statements[0]), statements[-1].end_lineno or 0
+        return any(line in self._ran for line in range(first, last + 1))
+
+    def _was_false(self, statement: ast.If) -> bool:
+        """Return whether a function once went from a test to somewhere outside of its body."""
+        test = range(statement.lineno, (statement.test.end_lineno or statement.lineno) + 1)
+        body = range(_first_line(statement.body[0]), (statement.body[-1].end_lineno or 0) + 1)
+        return any(start in test and end not in test and end not in body for start, end in self._steps)
+
+    def _moved(self, first: int, last: int, shift: int) -> list[str]:
+        """Lines, moved to the left."""
+        moved = []
+        for line in self._lines[first : last + 1]:
+            is_code = bool(line.strip()) and not line.lstrip().startswith("#")
+            columns = shift if is_code else min(shift, len(line) - len(line.lstrip()))
+            if line[:columns].strip():
+                raise UnwritableError("a line of a text stands left of its statement")
+            moved.append(line[columns:].rstrip())
+        return moved
+
+
+def _first_line(node: ast.stmt) -> int:
+    """The first line of a statement, its decorators included."""
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _is_elif(statement: ast.If, lines: Sequence[str]) -> bool:
+    branch = statement.orelse[0]
+    return (
+        len(statement.orelse) == 1
+        and isinstance(branch, ast.If)
+        and lines[branch.lineno][branch.col_offset :].startswith("elif")
+    )
+
+
+def _without_docstring(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
+    first = body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return body[1:] if is_docstring else body
+
+
+def _trimmed(lines: Sequence[str]) -> list[str]:
+    """Lines without the empty ones at the beginning and the end."""
+    texts = list(lines)
+    while texts and not texts[0].strip():
+        texts.pop(0)
+    while texts and not texts[-1].strip():
+        texts.pop()
+    return texts

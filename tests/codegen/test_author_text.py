@@ -1,0 +1,195 @@
+"""Classes in the text of their author: what is taken from it, what is cut, and what comes from the graph instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import pipegraph
+from pipegraph.codegen.author_text.names import origin_of
+from tests.codegen.author_models import (
+    AroundHeads,
+    Chain,
+    Chained,
+    Guarded,
+    HandsItselfOn,
+    InPlaceBlock,
+    LoggingBlock,
+    Mixed,
+    OuterVariable,
+)
+from tests.codegen.parity import differences, source, split
+
+INPUTS = (torch.randn(3, 5, 8),)
+
+
+def blocks_of(folder: Path, model: nn.Module, cut: str = "blocks.1") -> str:
+    package = split(folder, model, INPUTS, cut=cut)
+    stages = [package.load_stage(index) for index in range(len(package.manifest.stages))]
+    for train in (True, False):
+        assert differences(package, model, INPUTS, train=train) == []
+        x = expected = torch.randn(2, 7, 8)  # of other sizes than the example
+        for stage in stages:
+            x = stage.train(train)(x)
+        torch.testing.assert_close(x, model.train(train)(expected))
+    return source(package)
+
+
+def test_forward_methods_and_functions_are_the_authors(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain())
+    assert (
+        """
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = self.attention(normalized(x), mask=None)
+        x = x + mixed
+        total = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            if index == 0:
+                total = total + expert(x)
+            else:
+                total = total + self.act(expert(x)) / index
+        if self.training:
+            total = total + self.noise * total.tanh()
+        else:
+            total = total * 2
+        return x + total
+"""
+        in text
+    )
+    assert (
+        """
+def normalized(x: Tensor, upcast: bool = False) -> Tensor:
+    # by the root of the mean square
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
+"""
+        in text
+    )
+    assert "\nEPSILON = 1e-05\n" in text
+    assert "        self.act = F.gelu\n" in text
+
+
+def test_branches_that_never_ran_are_cut(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain())
+    assert "LOGGER" not in text
+    assert (
+        """
+        q = rotate(q)  # positions
+        scores = (q @ k.transpose(-2, -1)) * self.head_dim**-0.5
+        # later positions are hidden
+        length = x.shape[1]
+"""
+        in text
+    )
+    assert "if mask" not in text
+
+
+def test_properties_methods_and_configurations_are_resolved(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain())
+    assert (
+        """
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+"""
+        in text
+    )
+    assert "        self.width = 8\n" in text
+    assert "    def split_heads(self, x: Tensor) -> Tensor:\n" in text
+
+
+def test_only_branches_that_went_both_ways_stay(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain(Chained))
+    assert (
+        """
+        y = self.inner(x)
+        y = y + x
+        for power in range(1, 4):
+            if power == 1:
+                y = y + 1
+            elif power == 2:
+                y = y * 0.5
+            else:
+                y = y.tanh()
+        return y
+"""
+        in text
+    )
+
+
+@pytest.mark.parametrize("block", [LoggingBlock, HandsItselfOn, OuterVariable])
+def test_a_class_that_needs_more_than_torch_is_written_from_the_graph(block: type[nn.Module], tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain(block))
+    assert "self.inner(x)) + x" in text
+    assert "LOGGER" not in text
+    assert "super().forward" not in text
+
+
+def test_a_stage_does_not_write_into_what_it_is_given(tmp_path: Path) -> None:
+    """The first block of a stage adds in place to its argument, which the sender may still read."""
+    text = blocks_of(tmp_path, Chain(InPlaceBlock))
+    assert "x += " not in text
+
+
+def test_statements_of_every_kind_are_cut(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain(Guarded))
+    assert (
+        """
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Tensor:
+        y = self.inner(x)
+        with torch.autocast("cpu", enabled=False):
+            y = self.drop(y) / self.bound(y)
+        # a plain tensor
+        y = y * scale
+        return y
+
+    @torch.no_grad()
+    def bound(self, x: Tensor) -> Tensor:
+        return x.abs().amax(-1, keepdim=True) + 1
+"""
+        in text
+    )
+
+
+def test_numbers_of_heads_are_left_open_for_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """The attention is written from the graph, and the class around it keeps its text."""
+    text = blocks_of(tmp_path, Chain(AroundHeads))
+    assert "self.heads" not in text
+    assert ".view(" not in text
+    assert "        # the residual\n        return x + self.out(self.attention(x))\n" in text
+
+
+def test_a_function_of_both_kinds_of_classes_is_defined_once(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain(Mixed))
+    assert text.count("def rotate(") == 1
+    assert "LOGGER" not in text
+
+
+def test_the_head_names_files_and_their_licenses(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain())
+    assert "rotate, normalized, Attention, Block: the text of author_models.py." in text
+    for number, head in enumerate(
+        ("# SPDX-License-Identifier: MIT", "# Licensed under the Apache License, Version 2.0")
+    ):
+        file = tmp_path / f"licensed_{number}.py"
+        file.write_text(f"{head}\n\nimport torch\n")
+        assert origin_of(str(file)) == f"licensed_{number}.py ({('MIT', 'Apache License')[number]})"
+
+
+@pytest.mark.parametrize("kernels", ["eager", "autograd"])
+def test_steps_train_on_the_numbers_of_the_model(kernels: str, tmp_path: Path) -> None:
+    """Microbatches of other sizes than the example, under a schedule with separate weight gradients."""
+    model = Chain()
+    package = split(tmp_path, model, INPUTS, cut="blocks.1")
+    pipe = pipegraph.Pipeline(package, "zb-h1", microbatches=2, loss_fn=F.mse_loss, kernels=kernels)
+    for rows, length in ((4, 6), (6, 3)):
+        x, target = torch.randn(rows, length, 8), torch.randn(rows, length, 8)
+        model.zero_grad()
+        F.mse_loss(model(x), target).backward()
+        pipe.step(x, target=target)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+            parameter.grad = None
