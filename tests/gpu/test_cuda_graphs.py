@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import pipegraph
 from pipegraph import Pipeline
-from pipegraph.kernels.cuda_graphs import recorder
+from pipegraph.kernels.cuda_graphs import CudaGraphRecorder
 from pipegraph.schedule import names
 from pipegraph.schedule.recipes import trains
 from tests.gpu.gpu_models import DEVICE, MICROBATCHES, Split, loss_of, split
@@ -31,7 +31,7 @@ class Counter:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How many graphs are recorded, and how often one is launched."""
-    counter, record = Counter(), recorder.CudaGraphRecorder.record
+    counter, record = Counter(), CudaGraphRecorder.record
 
     def counting(self: Any, call: Callable[[], Any]) -> Any:
         result, replay = record(self, call)
@@ -43,7 +43,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
         return result, counting_replay
 
-    monkeypatch.setattr(recorder.CudaGraphRecorder, "record", counting)
+    monkeypatch.setattr(CudaGraphRecorder, "record", counting)
     return counter
 
 
