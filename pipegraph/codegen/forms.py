@@ -51,15 +51,16 @@ class Forms:
         return self.levels.get(name, 0) < 4
 
     def plainer(self, names: Sequence[str]) -> Iterator[Forms]:
-        """Yield plainer forms: one class in the next form, the first of them first; then all of them in the last form;
-        at last no class in its author's text."""
+        """Yield plainer forms: for each form, one class in it, the first class first, then all of them.
+
+        At last no class has its author's text.
+        """
         for level in range(1, len(FORMS)):
-            for name in names:
-                if level > self.levels.get(name, 0):
-                    yield replace(self, levels={**self.levels, name: level})
-        last = {**self.levels, **dict.fromkeys(names, len(FORMS) - 1)}
-        if len(names) > 1 and last != self.levels:
-            yield replace(self, levels=last)
+            plainer_names = [name for name in names if level > self.levels.get(name, 0)]
+            for name in plainer_names:
+                yield replace(self, levels={**self.levels, name: level})
+            if len(plainer_names) > 1:
+                yield replace(self, levels={**self.levels, **dict.fromkeys(plainer_names, level)})
         if self.any_author_text:
             yield replace(self, any_author_text=False)
 
