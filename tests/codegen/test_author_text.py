@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,43 @@ def test_steps_train_on_the_numbers_of_the_model(kernels: str, tmp_path: Path) -
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
             parameter.grad = None
+
+
+ODD_SOURCE = """
+import torch
+import torch.fft as F
+from torch import nn
+
+math = 3.0
+
+
+class Clash(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x) * math + F.rfft(x, dim=-1).abs().sum(-1, keepdim=True)
+
+
+class Reversed(Clash):
+    def forward(self, x):
+        kind = "a\u202eb"  # from here on a terminal would write from right to left
+        return self.inner(x) * len(kind)
+"""
+
+
+def test_names_with_another_meaning_and_unprintable_characters_are_left_out(tmp_path: Path) -> None:
+    """`F` is torch.fft in the model's file, and torch.nn.functional in a package."""
+    file = tmp_path / "odd_source.py"
+    file.write_text(ODD_SOURCE, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("odd_source", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model = nn.Sequential(nn.Linear(8, 8), module.Clash(), module.Reversed(), nn.Linear(8, 8))
+    text = blocks_of(tmp_path, model, cut="2")
+    assert "torch.fft.rfft(x)" in text
+    assert "self.inner(x) * 3.0" in text
+    assert "\u202e" not in text

@@ -63,6 +63,9 @@ class FunctionCut:
         lines = _trimmed(self._block(body, end, shift))
         if not lines:
             raise UnwritableError("it never ran")
+        if not all(line.isprintable() for line in (*header, *lines)):
+            # Tabs do not mix with the spaces of a package; other such characters show a text that is not what runs.
+            raise UnwritableError("it has characters that cannot be printed")
         return "\n".join([*header, *lines])
 
     def _header_end(self, first: int, statement: ast.stmt) -> int:

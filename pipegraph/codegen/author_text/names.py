@@ -100,6 +100,17 @@ def origin_of(file: str) -> str:
     return path.name if license_name is None else f"{path.name} ({license_name[1]})"
 
 
+_STANDARD: Final = {
+    "F": "import torch.nn.functional as F",
+    "OrderedDict": "from collections import OrderedDict",
+    "Tensor": "from torch import Tensor",
+    "math": "import math",
+    "nn": "from torch import nn",
+    "torch": "import torch",
+}
+"""The imports of classes that are written from the graph, by name."""
+
+
 class SharedNames:
     """The names that all classes of ``blocks.py`` share. Each means one thing there.
 
@@ -111,15 +122,16 @@ class SharedNames:
     """
 
     def __init__(self, classes: set[str]) -> None:
-        self._classes = classes
-        self._meanings: dict[str, object] = {}
+        names = "|".join(map(re.escape, classes))
+        self._is_class = re.compile(rf"({names})(Start|Middle|End)?\d*").fullmatch
+        self._meanings: dict[str, object] = dict(_STANDARD)
         self.functions: list[FunctionSource] = []
 
     def text_of(self, names: ReadNames) -> SourceText:
         """Return the text of a class. Raises UnwritableError if one of its names means something else elsewhere."""
         meanings: dict[str, object] = {**names.imports, **names.constants, **names.functions}
         for name, meaning in meanings.items():
-            if self._meanings.get(name, meaning) != meaning or name.startswith(tuple(self._classes)):
+            if self._meanings.get(name, meaning) != meaning or self._is_class(name):
                 raise UnwritableError(f"{name} means something else in the package")
         new = [name for name in names.functions if name not in self._meanings]
         self._meanings |= meanings
@@ -383,7 +395,7 @@ def divides_features(module: nn.Module, names: ReadNames) -> bool:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in _RESHAPES
         and _names_features(node.args)
-        for text in names.methods.values()
+        for text in (*names.methods.values(), *names.functions.values())
         for node in ast.walk(ast.parse(text))
     )
 
