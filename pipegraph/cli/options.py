@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import partial
@@ -319,7 +320,7 @@ OPTIONS: Final[dict[str, Option]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(ABC):
     """A command: a field for each option, with its type and default, and its help as docstring.
 
     Attributes:
@@ -330,9 +331,9 @@ class Command:
     debug: bool = False
     explicit: frozenset[str] = frozenset()
 
+    @abstractmethod
     def run(self) -> None:
         """Do the work and print the result. Raises typer.Exit with another exit code than 0."""
-        raise NotImplementedError
 
 
 def add_command(app: typer.Typer, name: str, command: type[Command]) -> None:
