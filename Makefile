@@ -79,7 +79,7 @@ pictures: $(READY)  ## Draw the package and the report of docs/images anew (minu
 
 # In an environment of its own: transformers imports torchvision where it is there, and beside a torch for the CPU that
 # fails unless torchvision's operators are declared first.
-survey:  ## Split some 60 public models and compare their stages with them (an hour)
+survey:  ## Split some 80 public models and compare their stages with them (an hour)
 	test -x .venv-survey/bin/python || $(PYTHON) -m venv .venv-survey
 	.venv-survey/bin/python -m pip install --quiet "torch==$(TESTED)"
 	.venv-survey/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,survey]"

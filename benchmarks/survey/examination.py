@@ -201,7 +201,7 @@ class _Examination:
         """Evaluation mode at other sizes, or in another dtype."""
         inputs = floats_to(dtype, inputs)
         try:
-            reference = _evaluate(self._case.model().to(dtype).eval(), inputs)
+            reference = _evaluate(self._case.model(dtype).eval(), inputs)
         except Exception as error:
             return CheckResult(Verdict.NOT_TAKEN, message=_error_text(error))
         try:
@@ -222,7 +222,7 @@ class _Examination:
         return pipe
 
     def _model_step(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensors]:
-        model = self._case.model().to(dtype)
+        model = self._case.model(dtype)
         args, kwargs = floats_to(dtype, self._case.arguments())
         torch.manual_seed(2)
         output = model(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.survey.survey_case import TOKENS, Inputs, Size, SurveyCase, images
+from benchmarks.survey.survey_case import TOKENS, Inputs, Size, SurveyCase, images, rows
 from benchmarks.survey.zoo import transformers_case
 
 LIBRARIES = ("torchvision", "timm", "diffusers")
@@ -22,10 +23,17 @@ LIBRARIES = ("torchvision", "timm", "diffusers")
 _ANY: tuple[Size, ...] = ((37, 41), (53, 47), (71, 67))
 _PATCHES_OF_4: tuple[Size, ...] = ((28, 44), (20, 12), (52, 68))
 _MULTIPLES_OF_8: tuple[Size, ...] = ((24, 40), (16, 24), (56, 40))
+_MULTIPLES_OF_64: tuple[Size, ...] = ((64, 128), (128, 64), (192, 128))
 
 _OPERATORS = """nms qnms roi_align _roi_align_backward ps_roi_align _ps_roi_align_backward roi_pool _roi_pool_backward
 ps_roi_pool _ps_roi_pool_backward qroi_align deform_conv2d _deform_conv2d_backward"""
 
+_LINEAR_AND_FULL_ATTENTION: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "full_attention_interval": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "pad_token_id": 0,
+}
 _LANGUAGE: dict[str, dict[str, Any]] = {
     "DistilBertForMaskedLM": {
         "model_type": "distilbert",
@@ -53,13 +61,69 @@ _LANGUAGE: dict[str, dict[str, Any]] = {
         **{"vocab_size": 96, "d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4},
         "max_position_embeddings": 32,
     },
+    "XLNetLMHeadModel": {
+        "model_type": "xlnet",
+        **{"vocab_size": 96, "d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48, "mem_len": None},
+        "use_mems_eval": False,
+    },
+    "ProphetNetForConditionalGeneration": {
+        "model_type": "prophetnet",
+        **{"vocab_size": 96, "hidden_size": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+        **{"num_encoder_layers": 2, "num_decoder_layers": 2, "max_position_embeddings": 40, "use_cache": False},
+        **{"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "num_buckets": 8},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0},
+    },
+    "Llama4ForCausalLM": {
+        "model_type": "llama4_text",
+        **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8},
+        **{"num_key_value_heads": 2, "intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": 4},
+        **{"interleave_moe_layer_step": 2, "attention_chunk_size": 6, "floor_scale": 4, "pad_token_id": 0},
+    },
+    "Qwen3NextForCausalLM": {
+        "model_type": "qwen3_next",
+        **_LINEAR_AND_FULL_ATTENTION,
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "shared_expert_intermediate_size": 24,
+    },
+    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_LINEAR_AND_FULL_ATTENTION},
+    "Zamba2ForCausalLM": {
+        "model_type": "zamba2",
+        **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "intermediate_size": 48, "use_mem_rope": True},
+        **{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 4, "chunk_size": 4, "num_mem_blocks": 1},
+        **{"use_shared_attention_adapter": True, "adapter_rank": 4, "max_position_embeddings": 32},
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "model_type": "granitemoehybrid",
+        **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"layer_types": ["mamba", "attention", "mamba", "attention"], "num_key_value_heads": 2},
+        **{"intermediate_size": 24, "shared_intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4, "pad_token_id": 0},
+        **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+        **{"attention_multiplier": 0.125, "position_embedding_type": "rope", "max_position_embeddings": 32},
+    },
+}
+
+# Their linear attention has a loop over chunks of 64 tokens. The last length has a second one.
+_IN_CHUNKS_OF_64 = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
+_CHUNKS: tuple[Size, ...] = ((13,), (7,), (70,))
+
+# A length of more than 7 blocks, below which the attention becomes a full one.
+_BLOCKS: tuple[Size, ...] = ((40,), (45,), (50,))
+_BIG_BIRD: dict[str, Any] = {
+    "model_type": "big_bird",
+    **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48},
+    **{"max_position_embeddings": 64, "attention_type": "block_sparse", "block_size": 5, "num_random_blocks": 1},
 }
 
 
 def library_cases() -> list[SurveyCase]:
     """Models of transformers, and of those other libraries that are installed."""
     import_torchvision()
-    cases = [*(transformers_case(name, fields) for name, fields in _LANGUAGE.items()), *_two_kinds_of_input()]
+    cases = [transformers_case(name, fields) for name, fields in _LANGUAGE.items()]
+    cases = [replace(case, sizes=_CHUNKS) if case.name in _IN_CHUNKS_OF_64 else case for case in cases]
+    cases.append(replace(transformers_case("BigBirdForMaskedLM", _BIG_BIRD), sizes=_BLOCKS))
+    cases += _sound_and_images()
     makers: dict[str, Callable[[], list[SurveyCase]]] = {
         "torchvision": _torchvision,
         "timm": _timm,
@@ -90,8 +154,8 @@ def import_torchvision() -> None:
     import_module("torchvision")
 
 
-def _two_kinds_of_input() -> list[SurveyCase]:
-    """Models of transformers that take more than token numbers or pixels."""
+def _sound_and_images() -> list[SurveyCase]:
+    """Models of transformers that take sound or images, with text or alone."""
     import transformers
 
     text = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -122,6 +186,30 @@ def _two_kinds_of_input() -> list[SurveyCase]:
         )
         return transformers.SegformerForSemanticSegmentation(config)
 
+    def wav2vec2() -> nn.Module:
+        # Layers that are dropped, and times that are masked, are drawn outside of the graph.
+        config = transformers.Wav2Vec2Config(
+            **{"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+            **{"intermediate_size": 48, "conv_dim": (8, 12, 16), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 2)},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4},
+            **{"layerdrop": 0.0, "apply_spec_augment": False},
+        )
+        return transformers.Wav2Vec2ForCTC(config)
+
+    def mobilevit() -> nn.Module:
+        config = transformers.MobileViTConfig(
+            **{"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 24, 32], "num_labels": 5},
+            **{"num_attention_heads": 4, "expand_ratio": 2.0, "image_size": 64},
+        )
+        return transformers.MobileViTForImageClassification(config)
+
+    def focalnet() -> nn.Module:
+        config = transformers.FocalNetConfig(
+            **{"image_size": 32, "patch_size": 2, "embed_dim": 8, "hidden_sizes": [16, 32, 32], "depths": [1, 2, 1]},
+            **{"focal_levels": [2, 2, 2], "focal_windows": [3, 3, 3], "use_layerscale": True, "num_labels": 5},
+        )
+        return transformers.FocalNetForImageClassification(config)
+
     def text_and_image(batch: int, size: Size) -> Inputs:
         return (), {"input_ids": torch.randint(96, (batch, *size)), "pixel_values": torch.randn(batch, 3, 16, 16)}
 
@@ -132,6 +220,9 @@ def _two_kinds_of_input() -> list[SurveyCase]:
         SurveyCase("CLIPModel", "transformers", clip, text_and_image, TOKENS),
         SurveyCase("WhisperForConditionalGeneration", "transformers", whisper, sound, TOKENS),
         SurveyCase("SegformerForSemanticSegmentation", "transformers", segformer, images(), _ANY),
+        SurveyCase("Wav2Vec2ForCTC", "transformers", wav2vec2, rows(), ((403,), (331,), (517,))),
+        SurveyCase("MobileViTForImageClassification", "transformers", mobilevit, images(), _MULTIPLES_OF_64),
+        SurveyCase("FocalNetForImageClassification", "transformers", focalnet, images(), _ANY),
     ]
 
 
@@ -253,6 +344,19 @@ def _diffusers() -> list[SurveyCase]:
             pos_embed_max_size=24,
         )
 
+    def flux() -> nn.Module:
+        return diffusers.FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=12,
+            pooled_projection_dim=20,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+        )
+
     def noisy(batch: int, size: Size) -> Inputs:
         text = torch.randn(batch, 7, 12)
         return (torch.randn(batch, 4, *size), torch.randint(1000, (batch,)), text), {}
@@ -261,8 +365,23 @@ def _diffusers() -> list[SurveyCase]:
         image, text, pooled = torch.randn(batch, 4, *size), torch.randn(batch, 7, 12), torch.randn(batch, 20)
         return (image, text, pooled, torch.randint(1000, (batch,))), {}
 
+    def noisy_patches(batch: int, size: Size) -> Inputs:
+        """Patches of an image and their places, text, and how closely the image follows it."""
+        height, width = size
+        rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+        return (), {
+            "hidden_states": torch.randn(batch, height * width, 16),
+            "encoder_hidden_states": torch.randn(batch, 7, 12),
+            "pooled_projections": torch.randn(batch, 20),
+            "timestep": torch.rand(batch),
+            "guidance": torch.full((batch,), 3.5),
+            "img_ids": torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).float(),
+            "txt_ids": torch.zeros(7, 3),
+        }
+
     return [
         SurveyCase("UNet2DConditionModel", "diffusers", unet, noisy, ((14, 22), (10, 6), (26, 34))),
         SurveyCase("AutoencoderKL", "diffusers", autoencoder, images(), ((14, 22), (10, 6), (26, 34))),
         SurveyCase("SD3Transformer2DModel", "diffusers", sd3, noisy_with_text, ((14, 22), (10, 6), (26, 34))),
+        SurveyCase("FluxTransformer2DModel", "diffusers", flux, noisy_patches, ((4, 5), (3, 6), (7, 8))),
     ]

@@ -36,7 +36,7 @@ class SurveyCase:
     inputs: Callable[[int, Size], Inputs]
     sizes: tuple[Size, ...] = ()
 
-    def model(self) -> nn.Module:
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model in training mode, the same at each call.
 
         A little noise is added to its parameters: many models begin with factors of 0 or 1, which would hide errors
@@ -47,7 +47,8 @@ class SurveyCase:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
-        return model
+        # A cast to float32 would drop the imaginary part of complex parameters.
+        return model if dtype == torch.float32 else model.to(dtype)
 
     def arguments(self, batch: int = BATCH, index: int = 0) -> Inputs:
         """Positional and keyword arguments of ``batch`` rows, at one of the case's sizes."""
