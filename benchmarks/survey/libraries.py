@@ -30,7 +30,7 @@ ps_roi_pool _ps_roi_pool_backward qroi_align deform_conv2d _deform_conv2d_backwa
 
 _LINEAR_AND_FULL_ATTENTION: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "full_attention_interval": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "pad_token_id": 0,
 }
@@ -85,7 +85,14 @@ _LANGUAGE: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         "shared_expert_intermediate_size": 24,
     },
-    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", **_LINEAR_AND_FULL_ATTENTION},
+    "Qwen3_5ForCausalLM": {
+        "model_type": "qwen3_5_text",
+        **_LINEAR_AND_FULL_ATTENTION,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+    },
     "Zamba2ForCausalLM": {
         "model_type": "zamba2",
         **{"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
