@@ -23,11 +23,13 @@ class Forms:
     Attributes:
         levels: name of a class of the model, of a stage or of a function → index in `FORMS`; 0 if it is missing.
         author_functions: names of functions that the package has in the author's text.
+        graph_lines: files and lines of statements that are written from the graph inside of an author's text.
         any_author_text: whether classes may have their author's text at all.
     """
 
     levels: Mapping[str, int] = field(default_factory=dict)
     author_functions: frozenset[str] = frozenset()
+    graph_lines: frozenset[tuple[str, int]] = frozenset()
     any_author_text: bool = True
 
     def has_author_text(self, name: str) -> bool:

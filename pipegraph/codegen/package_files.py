@@ -17,7 +17,7 @@ from pipegraph.codegen.draft import Draft, Source, draft, written_shape
 from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.initial_values import patterns_of
 from pipegraph.codegen.names.model_names import prose
-from pipegraph.codegen.proof import Proof, differences_of_text, written_names
+from pipegraph.codegen.proof import Proof, author_lines, differences_of_text, written_names
 from pipegraph.codegen.validation.validate import GraphDifference
 from pipegraph.errors import CaptureError, PlanError
 from pipegraph.graph.captured import OtherSize
@@ -194,6 +194,7 @@ def _parsed(text: str) -> sympy.Expr:
 
 
 _LISTED = 8  # parameters that a warning names
+_GRAPH_LINES = 32  # lines of an author's text that are written from the graph because they differ
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,10 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
     while attempt.differences:
         difference = attempt.differences[0]
         reasons.append(str(difference))
+        if (with_statements := _with_graph_statements(attempt, plan, weights, source)) is not None:
+            attempt = with_statements
+            compared += attempt.seconds
+            continue
         forms = attempt.forms.plainer(written_names(attempt.package.source, difference))
         for plainer in forms:
             attempt = _attempt(plan, weights, source, plainer)
@@ -265,6 +270,16 @@ class _Attempt:
         """Return whether the captured graph still has an operation that its stage lacks."""
         places = {(graph_difference.stage, graph_difference.captured) for graph_difference in self.differences}
         return (difference.stage, difference.captured) in places
+
+
+def _with_graph_statements(attempt: _Attempt, plan: Plan, weights: bool, source: ModelSource | None) -> _Attempt | None:
+    """Write the statements of an author's text that differ from the graph from the graph; None if that is no help."""
+    lines = attempt.forms.graph_lines | author_lines(attempt.package.source, attempt.files, attempt.differences)
+    if lines == attempt.forms.graph_lines or len(lines) > _GRAPH_LINES:
+        return None
+    plainer = _attempt(plan, weights, source, replace(attempt.forms, graph_lines=lines))
+    texts = set(map(str, plainer.differences))
+    return plainer if str(attempt.differences[0]) not in texts else None
 
 
 def _attempt(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) -> _Attempt:

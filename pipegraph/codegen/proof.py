@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipegraph.codegen.draft import Source
+from pipegraph.codegen.syntax.statements import SourceText
 from pipegraph.codegen.validation.settings import Setting
 from pipegraph.codegen.validation.validate import GraphDifference, differences
 from pipegraph.errors import one_line
@@ -51,3 +52,31 @@ def written_names(source: Source, difference: GraphDifference) -> list[str]:
     """The names under which `Forms` has the classes of a difference, innermost first."""
     model_classes = {block.name: block.model_class for block in source.blocks}
     return list(dict.fromkeys(model_classes.get(name, name) for name in difference.names))
+
+
+def author_lines(
+    source: Source, files: Mapping[str, str], written_differences: Sequence[GraphDifference]
+) -> frozenset[tuple[str, int]]:
+    """The files and lines of the model whose text, in classes that have their author's, differs from the graph.
+
+    Of each difference it is the innermost line of such a class that computes something else, and the innermost one that
+    led to what the graph has instead.
+    """
+    texts = {block.name: block.author_text for block in source.blocks if block.author_text is not None}
+    all_places = {place for text in texts.values() for place in text.places}
+    blocks = files["blocks.py"].splitlines()
+    lines: set[tuple[str, int]] = set()
+    for difference in written_differences:
+        for name, number in difference.lines:
+            places = _places(texts[name], blocks[number - 1].strip()) if name in texts else []
+            lines.update(places)
+            if places:
+                break
+        lines.update([place for place in difference.captured_lines if place in all_places][:1])
+    return frozenset(lines)
+
+
+def _places(text: SourceText, line: str) -> list[tuple[str, int]]:
+    """The file and the line that a line of a text is from."""
+    pairs = zip(text.functions[0].splitlines(), text.places, strict=True)
+    return [place for author_line, place in pairs if place[1] and author_line.strip() == line]

@@ -1,7 +1,8 @@
 """The calls of modules in a graph: nested as the model nests them, with the values that they take and return.
 
 ``meta["argument_of"]`` and ``meta["result_of"]`` of a value's node hold call → place: which argument or result it was.
-``export/module_calls.py`` records them while a model is exported.
+``meta["variables"]`` holds call → the variables of its ``forward`` that had the value. ``export/module_calls.py`` and
+``export/variables.py`` record them while a model is exported.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -203,6 +205,26 @@ class ResultPlace:
     form: object = None
 
 
+class VariablePlace(NamedTuple):
+    """A variable of a method that had a value, or had it in nested tuples.
+
+    Attributes:
+        function: the first line of the method.
+        name: of the variable.
+        path: the indices of the value in nested tuples; empty for the value itself.
+        line: the line that assigned it; 0 for a parameter.
+        order: the number of the assignment in the model.
+        is_end: whether the variable had the value until that line assigned another one.
+    """
+
+    function: int
+    name: str
+    path: tuple[int, ...]
+    line: int
+    order: int
+    is_end: bool = False
+
+
 def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:
     """The place of a value among the arguments of a call; None if it was no argument, or the call is unknown."""
     place: ArgumentPlace | None = node.meta.get("argument_of", {}).get(call_name(call))
@@ -241,6 +263,11 @@ def copy_places(source: fx.Node, target: fx.Node) -> None:
                 places[call] = places[call].joined(place)
         if places:
             target.meta[key] = places
+    variables = dict(target.meta.get("variables", {}))
+    for call, names in source.meta.get("variables", {}).items():
+        variables[call] = tuple(dict.fromkeys((*variables.get(call, ()), *names)))
+    if variables:
+        target.meta["variables"] = variables
 
 
 def replace_node(node: fx.Node, value: object) -> None:

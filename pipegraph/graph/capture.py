@@ -22,11 +22,11 @@ from pipegraph.graph.batch.value_proof import compare_halves
 from pipegraph.graph.captured import BRANCH, Captured, OtherSize
 from pipegraph.graph.evaluation_mode import EvaluationCaptureError, add_evaluation_mode
 from pipegraph.graph.export.dynamic_shapes import BATCH, WantedSizes, wanted_sizes
-from pipegraph.graph.export.executed_lines import LineRecorder, executed_lines
+from pipegraph.graph.export.executed_lines import LineRecorder, record_lines
 from pipegraph.graph.export.input_sizes import fixed_sizes
 from pipegraph.graph.export.isolation import attributes_restored, torch_state_restored
 from pipegraph.graph.export.operation_record import device_branch
-from pipegraph.graph.export.other_dtype import mark_dtypes
+from pipegraph.graph.export.other_dtype import mark_dtypes, other_dtypes
 from pipegraph.graph.export.trace import Example, Trace, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
@@ -253,14 +253,17 @@ def _capture(
     )
     check_keys("output", captured.outputs)
     modes = [exported.mode, *([modes_of(model).evaluation] if training else [])]
-    if is_written and not only_once:
-        check_constants(model, exported.program.constants)
+    if is_written:
         lines = LineRecorder()
-        written = [name for mode in modes for name in audit_model(model, mode, *traced.example, lines)]
-        warn_of_written(model, dict.fromkeys(written))
+        if only_once:
+            record_lines(lines, model, modes, *traced.example)
+        else:
+            check_constants(model, exported.program.constants)
+            written = [name for mode in modes for name in audit_model(model, mode, *traced.example, lines)]
+            warn_of_written(model, dict.fromkeys(written))
+        for dtype in other_dtypes(model):
+            record_lines(lines, model, modes[:1], *traced.example, dtype)
         captured = replace(captured, lines=lines.lines(model))
-    elif is_written:
-        captured = replace(captured, lines=executed_lines(model, modes, *traced.example))
     if captured.not_trained:
         warnings.warn(
             f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "

@@ -116,10 +116,13 @@ class ExecutedLines:
     Attributes:
         modules: FQN of a module → the steps of its methods.
         functions: file and first line of any other function → its steps.
+        none_variables: FQN of a module → name and line → whether that variable of a method was None whenever the line
+            had run.
     """
 
     modules: Mapping[str, frozenset[LineStep]]
     functions: Mapping[tuple[str, int], frozenset[LineStep]]
+    none_variables: Mapping[str, Mapping[tuple[str, int], bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

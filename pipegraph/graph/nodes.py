@@ -159,6 +159,12 @@ def any_layout(node: fx.Node) -> Any:
     return aten.reshape.default if node.target is aten.view.default else node.target
 
 
+def source_lines(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """The files and lines of the model's source that led to an operation, innermost first."""
+    matches = map(_FRAME.match, map(str.strip, str(node.meta.get("stack_trace") or "").splitlines()))
+    return tuple((match[1], int(match[2])) for match in matches if match)[::-1]
+
+
 def source_line(node: fx.Node) -> str:
     """``model.py:12: h = h.nonzero()``: the line of the model's source that ran an operation; empty if unknown.
 

@@ -121,7 +121,13 @@ def test_only_branches_that_went_both_ways_stay(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("block", [LoggingBlock, HandsItselfOn, OuterVariable])
+def test_a_statement_that_no_package_can_run_is_left_out(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Chain(LoggingBlock))
+    assert "    def forward(self, x: Tensor) -> Tensor:\n        return self.inner(x).relu() + x\n" in text
+    assert "LOGGER" not in text
+
+
+@pytest.mark.parametrize("block", [HandsItselfOn, OuterVariable])
 def test_a_class_that_needs_more_than_torch_is_written_from_the_graph(block: type[nn.Module], tmp_path: Path) -> None:
     text = blocks_of(tmp_path, Chain(block))
     assert "self.inner(x)) + x" in text

@@ -40,6 +40,7 @@ class Last(nn.Module):
         return self.head(x[:, [-1]])
 
 
+@pytest.mark.usefixtures("from_graph")
 def test_numbers_are_written_and_tables_have_their_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, tokens = Last(), ints(11, 3, 5)

@@ -12,11 +12,19 @@ import ast
 import linecache
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from pipegraph.codegen.names.source_statements import functions_in, source_tree
 from pipegraph.graph.captured import LineStep
 
 _INDENT = "    "
+
+
+class Line(NamedTuple):
+    """A line of a text, and its number in the file that it is from; 0 for one that is not in it."""
+
+    text: str
+    number: int
 
 
 class UnwritableError(Exception):
@@ -47,9 +55,18 @@ class FunctionCut:
         """Its decorators, without the ``@``."""
         return [ast.unparse(decorator) for decorator in self._function.decorator_list]
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The function at an indentation of 0, without its decorators.
+
+        Raises:
+            UnwritableError: it has statements that cannot be cut line by line.
+        """
+        return "\n".join(line.text for line in self.lines)
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """The lines of `text`.
 
         Raises:
             UnwritableError: it has statements that cannot be cut line by line.
@@ -63,10 +80,10 @@ class FunctionCut:
         lines = _trimmed(self._block(body, end, shift))
         if not lines:
             raise UnwritableError("it never ran")
-        if not all(line.isprintable() for line in (*header, *lines)):
+        if not all(line.text.isprintable() for line in (*header, *lines)):
             # Tabs do not mix with the spaces of a package; other such characters show a text that is not what runs.
             raise UnwritableError("it has characters that cannot be printed")
-        return "\n".join([*header, *lines])
+        return [*header, *lines]
 
     def _header_end(self, first: int, statement: ast.stmt) -> int:
         """The last line of the header of a block, which ends with a colon; comments follow it."""
@@ -77,14 +94,14 @@ class FunctionCut:
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
-    def _block(self, statements: Sequence[ast.stmt], start: int, shift: int) -> list[str]:
+    def _block(self, statements: Sequence[ast.stmt], start: int, shift: int) -> list[Line]:
         """The statements that ran, each with the comments before it.
 
         Args:
             start: the line before the block.
             shift: how many columns the block moves to the left.
         """
-        lines: list[str] = []
+        lines: list[Line] = []
         for statement in statements:
             first = _first_line(statement)
             if first <= start:
@@ -95,7 +112,7 @@ class FunctionCut:
             start = statement.end_lineno or first
         return lines
 
-    def _statement(self, statement: ast.stmt, shift: int) -> list[str]:
+    def _statement(self, statement: ast.stmt, shift: int) -> list[Line]:
         first, last = _first_line(statement), statement.end_lineno or statement.lineno
         if not any(line in self._ran for line in range(first, last + 1)):
             return []
@@ -120,7 +137,7 @@ class FunctionCut:
                 return lines
         return self._moved(first, last, shift)
 
-    def _if(self, statement: ast.If, shift: int) -> list[str]:
+    def _if(self, statement: ast.If, shift: int) -> list[Line]:
         """An ``if`` that went both ways, or the side that ran."""
         first, end = statement.lineno, statement.test.end_lineno or statement.lineno
         if _first_line(statement.body[0]) <= end:
@@ -133,8 +150,8 @@ class FunctionCut:
         if not has_run:
             return self._orelse(statement, inner)
         lines = self._moved(first, end, shift)
-        if lines[0].lstrip().startswith("elif"):
-            lines[0] = lines[0].replace("elif", "if", 1)
+        if lines[0].text.lstrip().startswith("elif"):
+            lines[0] = Line(lines[0].text.replace("elif", "if", 1), first)
         lines += self._block(statement.body, end, shift)
         orelse = _trimmed(self._orelse(statement, inner)) if statement.orelse else []
         if not orelse:
@@ -142,13 +159,14 @@ class FunctionCut:
         margin = " " * (statement.col_offset - shift)
         if (
             _is_elif(statement, self._lines)
-            and orelse[0].startswith(f"{margin}if ")
+            and orelse[0].text.startswith(f"{margin}if ")
             and self._is_one_if(orelse, margin)
         ):
-            return [*lines, f"{margin}el{orelse[0].lstrip()}", *orelse[1:]]
-        return [*lines, f"{margin}else:", *(f"{_INDENT}{line}" if line else "" for line in orelse)]
+            return [*lines, Line(f"{margin}el{orelse[0].text.lstrip()}", orelse[0].number), *orelse[1:]]
+        indented = (Line(f"{_INDENT}{line.text}" if line.text else "", line.number) for line in orelse)
+        return [*lines, Line(f"{margin}else:", 0), *indented]
 
-    def _orelse(self, statement: ast.If, inner: int) -> list[str]:
+    def _orelse(self, statement: ast.If, inner: int) -> list[Line]:
         """What ran of the ``else`` of an ``if``, in the place of the ``if``."""
         if not statement.orelse:
             return []
@@ -159,9 +177,9 @@ class FunctionCut:
         last_of_body = statement.body[-1].end_lineno or statement.lineno
         return self._block(statement.orelse, self._header_end(last_of_body, first), inner)
 
-    def _is_one_if(self, lines: Sequence[str], margin: str) -> bool:
+    def _is_one_if(self, lines: Sequence[Line], margin: str) -> bool:
         """Return whether lines are one ``if`` with its branches, and no statement after it."""
-        outer = [line for line in lines[1:] if line.strip() and not line.startswith(f"{margin} ")]
+        outer = [text for text, _ in lines[1:] if text.strip() and not text.startswith(f"{margin} ")]
         return all(line.startswith((f"{margin}el", f"{margin}#", f"{margin})")) for line in outer)
 
     def _has_run(self, statements: Sequence[ast.stmt]) -> bool:
@@ -174,15 +192,15 @@ class FunctionCut:
         body = range(_first_line(statement.body[0]), (statement.body[-1].end_lineno or 0) + 1)
         return any(start in test and end not in test and end not in body for start, end in self._steps)
 
-    def _moved(self, first: int, last: int, shift: int) -> list[str]:
+    def _moved(self, first: int, last: int, shift: int) -> list[Line]:
         """Lines, moved to the left."""
         moved = []
-        for line in self._lines[first : last + 1]:
+        for number, line in enumerate(self._lines[first : last + 1], first):
             is_code = bool(line.strip()) and not line.lstrip().startswith("#")
             columns = shift if is_code else min(shift, len(line) - len(line.lstrip()))
             if line[:columns].strip():
                 raise UnwritableError("a line of a text stands left of its statement")
-            moved.append(line[columns:].rstrip())
+            moved.append(Line(line[columns:].rstrip(), number))
         return moved
 
 
@@ -207,11 +225,11 @@ def _without_docstring(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
     return body[1:] if is_docstring else body
 
 
-def _trimmed(lines: Sequence[str]) -> list[str]:
+def _trimmed(lines: Sequence[Line]) -> list[Line]:
     """Lines without the empty ones at the beginning and the end."""
-    texts = list(lines)
-    while texts and not texts[0].strip():
-        texts.pop(0)
-    while texts and not texts[-1].strip():
-        texts.pop()
-    return texts
+    trimmed = list(lines)
+    while trimmed and not trimmed[0].text.strip():
+        trimmed.pop(0)
+    while trimmed and not trimmed[-1].text.strip():
+        trimmed.pop()
+    return trimmed

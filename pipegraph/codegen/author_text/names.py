@@ -9,8 +9,10 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, Final
@@ -19,21 +21,97 @@ import torch
 import torch.nn.functional
 from torch import nn
 
-from pipegraph.codegen.author_text.cut import FunctionCut, UnwritableError
+from pipegraph.codegen.author_text.cut import FunctionCut, Line, UnwritableError
 from pipegraph.codegen.syntax.expressions import Expression, Name, literal
-from pipegraph.codegen.syntax.statements import FunctionSource, SourceText
+from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
+from pipegraph.codegen.syntax.statements import FunctionSource, SourceText, Statement
 from pipegraph.graph.captured import ExecutedLines, LineStep
 
 _IMPORTED: Final = (torch, torch.nn.functional, torch.nn, math, typing)
 """Modules whose members a package may import."""
 _SELF: Final = "self"
-_WITH_EFFECTS: Final = frozenset({"breakpoint", "eval", "exec", "globals", "input", "open", "print", "__import__"})
-"""Built-in functions that do more than to return a value."""
+_CLASS_INDENT: Final = 4
+_NOT_BUILT_IN: Final = frozenset(
+    {"breakpoint", "eval", "exec", "globals", "input", "open", "print", "super", "__import__"}
+)
+"""Built-in functions that do more than to return a value, or that ask for the class around them."""
 _NOT_IN_A_STAGE: Final = frozenset({"checkpoint", "compile", "distributed"})
 """Members of torch that a stage does without: what is computed again is decided for the pipeline."""
 
 
 _Needs = tuple[frozenset[str], tuple[tuple[str, Expression], ...], frozenset[str], str]
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A statement of a ``forward`` that keeps its text.
+
+    Attributes:
+        lines: its text, and the comments before it.
+        numbers: its lines in the file of the model.
+        reads, assigns: the variables that it reads and assigns.
+        is_plain: whether it does nothing but assign sizes, attributes and the like, so that it may be left out.
+    """
+
+    lines: tuple[Line, ...]
+    numbers: frozenset[int]
+    reads: frozenset[str]
+    assigns: frozenset[str]
+    is_plain: bool
+
+    def without_unused(self, used: AbstractSet[str]) -> tuple[Line, ...]:
+        """Its lines, with ``_`` for variables that are not used when it unpacks sizes; none if no variable is."""
+        if not self.is_plain or self.assigns <= used:
+            return self.lines
+        if self.assigns.isdisjoint(used):
+            return ()
+        targets, equals, value = self.lines[-1].text.partition(" = ")
+        for name in sorted(self.assigns - used):
+            targets = re.sub(rf"\b{name}\b", "_", targets)
+        return (*self.lines[:-1], Line(f"{targets}{equals}{value}", self.lines[-1].number))
+
+
+@dataclass(frozen=True)
+class GraphPart:
+    """Consecutive statements of a ``forward`` that cannot stand in a package. Their operations are written instead.
+
+    Attributes:
+        comments: the lines before the first of them.
+        numbers: their lines in the file of the model.
+        assigns: the variables that they assign.
+        returns: whether the last of them is the ``return``.
+        reason: why the first of them cannot stand in a package.
+    """
+
+    comments: tuple[Line, ...]
+    numbers: frozenset[int]
+    assigns: frozenset[str]
+    returns: bool
+    reason: str
+
+    def joined(self, next_part: GraphPart) -> GraphPart:
+        """This part and the one after it."""
+        numbers, assigns = self.numbers | next_part.numbers, self.assigns | next_part.assigns
+        return replace(self, numbers=numbers, assigns=assigns, returns=next_part.returns)
+
+
+@dataclass(frozen=True)
+class ForwardSurroundings:
+    """What is known about a ``forward`` besides its text.
+
+    Attributes:
+        unread: its parameters that are objects, or tensors that no operation reads. A package passes None instead.
+        has_tensor: returns whether a variable is a tensor after these lines have run.
+        is_none: returns whether a variable is None after these lines have run.
+        check_child: raises UnwritableError if text cannot call a child as the model does.
+        graph_lines: files and lines of statements whose text computes something else than the graph.
+    """
+
+    unread: frozenset[str]
+    has_tensor: Callable[[str, frozenset[int]], bool]
+    is_none: Callable[[str, frozenset[int]], bool]
+    check_child: Callable[[str], None]
+    graph_lines: frozenset[tuple[str, int]]
 
 
 @dataclass
@@ -42,7 +120,10 @@ class ReadNames:
 
     Attributes:
         origin: the file of the class, with its license.
-        methods: of the class, by name → their text, with decorators of ``property`` and the like.
+        file: its path.
+        header: the lines of ``forward`` before its first statement, its decorators included.
+        parts: the statements of ``forward``, at an indentation of 4.
+        methods: the other methods of the class, by name → their text, with decorators of ``property`` and the like.
         attributes: of the module that are no tensors and no modules → their values.
         children: attributes that are modules.
         functions: of the model's source → their text, each after those that it calls.
@@ -52,6 +133,9 @@ class ReadNames:
     """
 
     origin: str = ""
+    file: str = ""
+    header: tuple[Line, ...] = ()
+    parts: tuple[TextPart | GraphPart, ...] = ()
     methods: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, Expression] = field(default_factory=dict)
     children: set[str] = field(default_factory=set)
@@ -60,8 +144,27 @@ class ReadNames:
     imports: dict[str, str] = field(default_factory=dict)
     needs: dict[str, _Needs] = field(default_factory=dict)
 
+    def attributes_in(self, forward: Iterable[Line]) -> dict[str, Expression]:
+        """The attributes that the lines of ``forward``, or other methods, read."""
+        text = "\n".join([*(line.text for line in forward), *self.methods.values()])
+        read = set(re.findall(r"\bself\.(\w+)", text))
+        return {name: value for name, value in self.attributes.items() if name in read}
 
-def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines) -> ReadNames:
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """A context after which everything is as before if a text in it turns out to be unwritable."""
+        collections = [value for value in vars(self).values() if isinstance(value, (dict, set))]
+        copies = [collection.copy() for collection in collections]
+        try:
+            yield
+        except UnwritableError:
+            for collection, copy in zip(collections, copies, strict=True):
+                collection.clear()
+                collection.update(copy)
+            raise
+
+
+def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundings: ForwardSurroundings) -> ReadNames:
     """Return the text of the ``forward`` of a module, of the methods that it calls, and what these read.
 
     Raises:
@@ -70,9 +173,10 @@ def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines) -> ReadNa
     function = inspect.unwrap(type(module).forward)
     if not isinstance(function, FunctionType):
         raise UnwritableError("its forward is not written in Python")
-    names = ReadNames(origin_of(function.__code__.co_filename))
+    file = function.__code__.co_filename
+    names = ReadNames(origin_of(file), file)
     try:
-        _SourceReader(names, lines, module, fqn).add_method("forward")
+        _SourceReader(names, lines, module, fqn).read_forward(function, surroundings)
     except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
         # Attributes and properties of a model's objects may raise any of these.
         raise UnwritableError(f"it cannot be read: {error}") from error
@@ -127,8 +231,13 @@ class SharedNames:
         self._meanings: dict[str, object] = dict(_STANDARD)
         self.functions: list[FunctionSource] = []
 
-    def text_of(self, names: ReadNames) -> SourceText:
-        """Return the text of a class. Raises UnwritableError if one of its names means something else elsewhere."""
+    def text_of(self, names: ReadNames, forward: Sequence[Line], written: Sequence[Statement]) -> SourceText:
+        """Return the text of a class. Raises UnwritableError if one of its names means something else elsewhere.
+
+        Args:
+            forward: the lines of its ``forward``.
+            written: the statements in it that are written from the graph.
+        """
         meanings: dict[str, object] = {**names.imports, **names.constants, **names.functions}
         for name, meaning in meanings.items():
             if self._meanings.get(name, meaning) != meaning or self._is_class(name):
@@ -140,7 +249,8 @@ class SharedNames:
         self.functions += [
             FunctionSource(name, "", (), (SourceText((names.functions[name],), *names.needs[name]),)) for name in new
         ]
-        return SourceText(tuple(names.methods.values()), *needs)
+        functions = ("\n".join(line.text for line in forward), *names.methods.values())
+        return SourceText(functions, *needs, tuple(written), tuple((names.file, line.number) for line in forward))
 
 
 class _SourceReader:
@@ -148,6 +258,23 @@ class _SourceReader:
 
     def __init__(self, names: ReadNames, lines: ExecutedLines, module: nn.Module | None, fqn: str) -> None:
         self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
+
+    def read_forward(self, function: FunctionType, surroundings: ForwardSurroundings) -> None:
+        """Read the ``forward``, statement by statement."""
+        assert self._module is not None
+        self._check_closure(function)
+        cut = FunctionCut(
+            function.__code__.co_filename,
+            function.__code__.co_firstlineno,
+            self._lines.modules.get(self._fqn, frozenset()),
+        )
+        text = _Text(self, function.__globals__, cut.lines)
+        self._names.parts = tuple(_joined(text.parts(surroundings)))
+        self._names.header = (*(Line(decorator, 0) for decorator in self._decorators(cut)), *text.header)
+
+    def _check_closure(self, function: FunctionType) -> None:
+        if set(function.__code__.co_freevars) - {"__class__"}:
+            raise UnwritableError(f"{function.__name__} reads variables of the function around it")
 
     def add_method(self, name: str) -> None:
         """Add a method of the module's class, and what it reads."""
@@ -190,48 +317,149 @@ class _SourceReader:
         """The text of a function, cut to what ran, with the names in it resolved."""
         function = inspect.unwrap(decorated)
         code = function.__code__
-        if code.co_freevars:
-            raise UnwritableError(f"{code.co_name} reads variables of the function around it")
+        self._check_closure(function)
         cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
+        return "\n".join([*self._decorators(cut), *_Text(self, function.__globals__, cut.lines).resolved()])
+
+    def _decorators(self, cut: FunctionCut) -> list[str]:
         # Those of other libraries are left out: if they compute anything, the comparison with the graph says so.
-        decorators = [f"@{decorator}\n" for decorator in cut.decorators if decorator.startswith("torch.")]
+        decorators = [f"@{decorator}" for decorator in cut.decorators if decorator.startswith("torch.")]
         if decorators:
             self._names.imports["torch"] = "import torch"
-        return "".join(decorators) + _Text(self, function.__globals__, cut.text).resolved()
+        return decorators
+
+
+def _joined(parts: Iterable[TextPart | GraphPart]) -> Iterator[TextPart | GraphPart]:
+    """Parts, with those that are written from the graph and follow each other as one."""
+    waiting: GraphPart | None = None
+    for part in parts:
+        if isinstance(part, GraphPart):
+            waiting = part if waiting is None else waiting.joined(part)
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = None
+        yield part
+    if waiting is not None:
+        yield waiting
 
 
 class _Text:
     """The text of one function, and where it reads what."""
 
-    def __init__(self, reader: _SourceReader, namespace: Mapping[str, Any], text: str) -> None:
+    def __init__(self, reader: _SourceReader, namespace: Mapping[str, Any], lines: Sequence[Line]) -> None:
         self._reader, self._names, self._module = reader, reader._names, reader._module
         self._namespace = namespace
-        self._text = text
-        try:
-            self._tree = ast.parse(text).body[0]
-        except (SyntaxError, IndexError) as error:
-            raise UnwritableError("its text cannot be parsed after it was cut") from error
+        self._lines, self._tree = _with_known_annotations(lines, _parsed(lines), namespace)
+        tree = self._tree
+        self._local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and _is_stored(node)}
+        self._local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        self._local |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self._owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self._parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._edits: list[tuple[ast.expr, str]] = []
 
-    def resolved(self) -> str:
-        """The text, with numbers in the place of what a package does not have."""
-        assert isinstance(self._tree, ast.FunctionDef)
-        self._text, self._tree = _with_known_annotations(self._text, self._tree, self._namespace)
-        local = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and _is_stored(node)}
-        local |= {node.arg for node in ast.walk(self._tree) if isinstance(node, ast.arg)}
-        local |= {node.name for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef)}
-        owned = {id(node.value) for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
-        parents = {id(node.value): node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
-        for node in ast.walk(self._tree):
+    @property
+    def header(self) -> list[Line]:
+        """The lines before the first statement. It is there when the text was read."""
+        return self._edited()[: _header_end(self._lines, self._tree)]
+
+    def resolved(self) -> list[str]:
+        """The lines, with numbers in the place of what a package does not have."""
+        self._resolve(self._tree)
+        return [line.text for line in self._edited()]
+
+    def parts(self, surroundings: ForwardSurroundings) -> Iterator[TextPart | GraphPart]:
+        """Yield the statements of a ``forward``.
+
+        A statement that reads something that a package does not have is written from the graph. So is one that reads a
+        variable that such a statement assigns, if the variable is no tensor.
+        """
+        self._resolve(self._tree.args)
+        unknown, none_variables = set(surroundings.unread), set[str]()
+        start = _header_end(self._lines, self._tree)
+        parts: list[tuple[range, TextPart | GraphPart]] = []
+        for statement in self._tree.body:
+            end = statement.end_lineno or statement.lineno
+            numbers = frozenset(line.number for line in self._lines[start:end])
+            reads, assigns = _variables(statement, ast.Load) & self._local, _variables(statement, ast.Store)
+            edits = len(self._edits)
+            try:
+                with self._names.undone_on_error():
+                    if any((self._names.file, number) in surroundings.graph_lines for number in numbers):
+                        raise UnwritableError("it computes something else than the graph")
+                    self._keep(statement, unknown, none_variables, surroundings)
+            except UnwritableError as reason:
+                del self._edits[edits:]
+                is_return = isinstance(statement, ast.Return)
+                if not is_return and _returns(statement):
+                    raise
+                comments = tuple(self._lines[start : _first_line_of(statement) - 1])
+                parts.append((range(start, end), GraphPart(comments, numbers, assigns, is_return, str(reason))))
+                for name in assigns:
+                    unknown.discard(name)
+                    none_variables.discard(name)
+                    if surroundings.has_tensor(name, numbers):
+                        continue
+                    (none_variables if surroundings.is_none(name, numbers) else unknown).add(name)
+            else:
+                unknown -= assigns
+                none_variables -= assigns
+                parts.append((range(start, end), TextPart((), numbers, reads, assigns, _assigns_sizes(statement))))
+            start = end
+        lines = self._edited()
+        for place, part in parts:
+            text = tuple(lines[place.start : place.stop])
+            yield replace(part, lines=text) if isinstance(part, TextPart) else part
+
+    def _keep(
+        self,
+        statement: ast.stmt,
+        unknown: AbstractSet[str],
+        none_variables: AbstractSet[str],
+        surroundings: ForwardSurroundings,
+    ) -> None:
+        """Take over the text of a statement. Raises UnwritableError."""
+        calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call) and self._is_child(node.func))
+        passed_on = {id(argument) for call in calls for argument in _arguments(call)}
+        for node in ast.walk(statement):
+            if not isinstance(node, ast.Name) or node.id not in unknown or _is_stored(node):
+                continue
+            if node.id not in surroundings.unread or id(node) not in passed_on:
+                raise UnwritableError(f"{node.id} is no tensor")
+        texts = {*self._names.methods, *self._names.functions}
+        try:
+            self._resolve(statement)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # Attributes and properties of a model's objects may raise any of these.
+            raise UnwritableError(f"it cannot be read: {error}") from error
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and _is_self(node.value):
+                surroundings.check_child(node.attr)
+            if isinstance(node, ast.Name) and node.id in none_variables and not _is_stored(node):
+                self._edits.append((node, "None"))
+        called = {**self._names.methods, **self._names.functions}
+        trees = [statement, *(ast.parse(text) for name, text in called.items() if name not in texts)]
+        if self._module is not None and any(_divides_features(self._module, tree, self._tree) for tree in trees):
+            raise UnwritableError("it names numbers of features, which ranks along tp divide")
+
+    def _is_child(self, function: ast.expr) -> bool:
+        """Return whether a call may be that of a child: ``self.attention``, ``self.layers[0]``, ``layer`` of a loop."""
+        while isinstance(function, (ast.Attribute, ast.Subscript)):
+            function = function.value
+        return isinstance(function, ast.Name) and (function.id == _SELF or function.id in self._local)
+
+    def _resolve(self, tree: ast.AST) -> None:
+        """Read the names in a part of the function. Raises UnwritableError."""
+        for node in ast.walk(tree):
             _check(node)
             if isinstance(node, ast.Attribute) and _is_self(node.value) and self._module is not None:
-                self._read_attribute(node, parents)
+                self._read_attribute(node, self._parents)
             elif isinstance(node, ast.Name) and not _is_stored(node):
-                if node.id == _SELF and self._module is not None and id(node) not in owned:
+                if node.id == _SELF and self._module is not None and id(node) not in self._owners:
                     raise UnwritableError("it hands itself on")
-                if node.id not in local:
+                if node.id not in self._local:
                     self._read_global(node.id)
-        return self._edited()
 
     # ---- attributes --------------------------------------------------------------------------------------------------
 
@@ -293,7 +521,7 @@ class _Text:
 
     def _read_global(self, name: str) -> None:
         if name not in self._namespace:
-            if not hasattr(builtins, name) or name in _WITH_EFFECTS:
+            if not hasattr(builtins, name) or name in _NOT_BUILT_IN:
                 raise UnwritableError(f"it uses {name}")
             return
         value = self._namespace[name]
@@ -307,14 +535,67 @@ class _Text:
         else:
             raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
 
-    def _edited(self) -> str:
-        lines = self._text.splitlines()
+    def _edited(self) -> list[Line]:
+        lines = list(self._lines)
         for node, text in sorted(self._edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
             if node.lineno != node.end_lineno:
                 raise UnwritableError("an attribute stands on two lines")
-            line = lines[node.lineno - 1].encode()  # columns are bytes of UTF-8
-            lines[node.lineno - 1] = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
-        return "\n".join(lines)
+            line = lines[node.lineno - 1].text.encode()  # columns are bytes of UTF-8
+            changed = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
+            lines[node.lineno - 1] = Line(changed.decode(), lines[node.lineno - 1].number)
+        return lines
+
+
+def _parsed(lines: Sequence[Line]) -> ast.FunctionDef:
+    try:
+        tree = ast.parse("\n".join(line.text for line in lines)).body[0]
+    except (SyntaxError, IndexError) as error:
+        raise UnwritableError("its text cannot be parsed after it was cut") from error
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def _header_end(lines: Sequence[Line], tree: ast.FunctionDef) -> int:
+    """The number of lines before the first statement of a function, and before the comments that precede it."""
+    first = tree.body[0].lineno
+    return next(line for line in range(first - 1, 0, -1) if lines[line - 1].text.split("#")[0].rstrip().endswith(":"))
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+_PLAIN_CALLS: Final = frozenset({"size", "dim", "numel", "stride", "len", "int", "min", "max"})
+
+
+def _assigns_sizes(statement: ast.stmt) -> bool:
+    """Return whether a statement on one line does nothing but assign sizes, attributes and the like to variables."""
+    if not isinstance(statement, ast.Assign) or statement.lineno != statement.end_lineno:
+        return False
+    targets = statement.targets[0].elts if isinstance(statement.targets[0], ast.Tuple) else statement.targets
+    calls = (node.func for node in ast.walk(statement.value) if isinstance(node, ast.Call))
+    names = (call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls)
+    are_names = len(statement.targets) == 1 and all(isinstance(target, ast.Name) for target in targets)
+    return are_names and all(name in _PLAIN_CALLS for name in names)
+
+
+def _returns(statement: ast.stmt) -> bool:
+    is_function = isinstance(statement, ast.FunctionDef)
+    return not is_function and any(isinstance(node, ast.Return) for node in ast.walk(statement))
+
+
+def _first_line_of(statement: ast.stmt) -> int:
+    return min([statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))])
+
+
+def _variables(tree: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:
+    """The variables that a statement reads or stores. ``x += 1`` does both, ``x[0] = 1`` reads ``x``."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+    names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and context is ast.Store}
+    if context is ast.Load:
+        targets = (node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign))
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(names)
 
 
 _MISSING: Final = object()
@@ -379,31 +660,54 @@ def _function_name(value: Any) -> str:
         return ""
 
 
-_RESHAPES: Final = frozenset({"view", "reshape", "unflatten", "expand", "repeat", "split", "split_with_sizes"})
+_RESHAPES: Final = frozenset({"view", "reshape", "unflatten", "expand", "repeat"})
 """Methods that take sizes."""
 
 
-def divides_features(module: nn.Module, names: ReadNames) -> bool:
-    """Return whether the text of a class has numbers of features in its code, such as ``x.view(b, t, self.heads, -1)``.
+def _divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> bool:
+    """Return whether a statement has numbers of features in its code, such as ``x.view(b, t, self.heads, -1)``.
 
     Ranks along `tp` have some of the features of a linear layer, and of the heads. Statements that are written from the
     graph name the sizes that no rank divides.
+
+    Args:
+        module: the module that has the statement.
+        tree: the statement.
+        function: the function that it is in, which may assign a shape: ``shape = (b, t, self.heads, self.width)``.
     """
-    has_layers = any(isinstance(child, nn.Linear) for child in module.children())
-    return has_layers and any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _RESHAPES
-        and _names_features(node.args)
-        for text in (*names.methods.values(), *names.functions.values())
-        for node in ast.walk(ast.parse(text))
-    )
+    if not any(isinstance(child, nn.Linear) for child in module.children()):
+        return False
+    shapes = {
+        node.targets[0].id: list(node.value.elts)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+    }
+    for node in ast.walk(tree):
+        if (
+            not isinstance(node, ast.Call)
+            or not isinstance(node.func, ast.Attribute)
+            or node.func.attr not in _RESHAPES
+        ):
+            continue
+        match node.args:
+            case [ast.Name(id=name) | ast.Starred(value=ast.Name(id=name))]:
+                sizes = shapes.get(name, node.args)
+            case _:
+                sizes = node.args
+        if _names_features(sizes):
+            return True
+    return False
 
 
 def _names_features(sizes: Sequence[ast.expr]) -> bool:
-    """Return whether sizes leave no dimension open, or name a number other than a size of a tensor."""
-    is_open = any(isinstance(size, ast.UnaryOp) for size in sizes)
-    return any(map(_is_number_of_features, sizes)) or (len(sizes) > 1 and not is_open)
+    """Return whether sizes leave no dimension open, or name a number other than a size of a tensor.
+
+    Of ``x.view(*rows, -1, self.head_dim)`` ranks divide the dimension that is open, which is the number of heads.
+    """
+    is_open = [isinstance(size, ast.UnaryOp) for size in sizes]
+    if len(sizes) > 2 and is_open.index(True) == len(sizes) - 2 if True in is_open else False:
+        sizes = sizes[:-1]
+    return any(map(_is_number_of_features, sizes)) or (len(sizes) > 1 and True not in is_open)
 
 
 def _is_number_of_features(argument: ast.expr) -> bool:
@@ -429,32 +733,57 @@ def _check(node: ast.AST) -> None:
 # ---- annotations -----------------------------------------------------------------------------------------------------
 
 
-def _with_known_annotations(text: str, tree: ast.stmt, namespace: Mapping[str, Any]) -> tuple[str, ast.stmt]:
+def _with_known_annotations(
+    lines: Sequence[Line], tree: ast.FunctionDef, namespace: Mapping[str, Any]
+) -> tuple[list[Line], ast.FunctionDef]:
     """A function without the annotations whose names a package does not have."""
-    assert isinstance(tree, ast.FunctionDef)
     unknown = [holder for holder, annotation in _annotations(tree) if not _is_known(annotation, namespace)]
     if not unknown:
-        return text, tree
+        return list(lines), tree
     for holder in unknown:
         if isinstance(holder, ast.FunctionDef):
             holder.returns = None
         else:
             holder.annotation = None
-    first = tree.body[0]
-    lines = text.splitlines()
-    end = next(line for line in range(first.lineno - 1, 0, -1) if lines[line - 1].split("#")[0].rstrip().endswith(":"))
-    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns is not None else ""
-    header = f"def {tree.name}({ast.unparse(tree.args)}){returns}:"
-    changed = "\n".join([*_wrapped(header, tree), *lines[end:]])
-    return changed, ast.parse(changed).body[0]
+    changed = [*(Line(text, 0) for text in _header(tree)), *lines[_header_end(lines, tree) :]]
+    return changed, _parsed(changed)
 
 
-def _wrapped(header: str, tree: ast.FunctionDef) -> list[str]:
-    """A header on one line, or with the parameters on lines of their own."""
-    if len(header) <= 110:
-        return [header]
+def _header(tree: ast.FunctionDef) -> list[str]:
+    """The header of a function on one line, or with the parameters on lines of their own."""
     returns = f" -> {ast.unparse(tree.returns)}" if tree.returns is not None else ""
-    return [f"def {tree.name}(", f"    {ast.unparse(tree.args)}", f"){returns}:"]
+    parameters = _parameters(tree.args)
+    for inside in ([], [", ".join(parameters)], [f"{parameter}," for parameter in parameters]):
+        if not inside:
+            lines = [f"def {tree.name}({', '.join(parameters)}){returns}:"]
+        else:
+            lines = [f"def {tree.name}(", *(f"    {line}" for line in inside), f"){returns}:"]
+        if all(len(line) <= LINE_LENGTH - _CLASS_INDENT for line in lines):
+            break
+    return lines
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    """The parameters of a function: ``x: Tensor``, ``scale: float = 1.0``, ``*args``."""
+
+    def parameter(argument: ast.arg, default: ast.expr | None) -> str:
+        annotation = f": {ast.unparse(argument.annotation)}" if argument.annotation is not None else ""
+        equals = " = " if annotation else "="
+        return f"{argument.arg}{annotation}" + (f"{equals}{ast.unparse(default)}" if default is not None else "")
+
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    parameters = [parameter(*pair) for pair in zip(positional, defaults, strict=True)]
+    if arguments.posonlyargs:
+        parameters.insert(len(arguments.posonlyargs), "/")
+    if arguments.vararg is not None:
+        parameters.append(f"*{parameter(arguments.vararg, None)}")
+    elif arguments.kwonlyargs:
+        parameters.append("*")
+    parameters += [parameter(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    if arguments.kwarg is not None:
+        parameters.append(f"**{parameter(arguments.kwarg, None)}")
+    return parameters
 
 
 def _annotations(tree: ast.FunctionDef) -> Iterator[tuple[Any, ast.expr]]:

@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import fx, nn
 
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
-from pipegraph.codegen.author_text.names import SharedNames, divides_features, names_of_module
+from pipegraph.codegen.author_text.forward_text import ForwardText, results_of
+from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, names_of_module
+from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
@@ -25,12 +28,22 @@ from pipegraph.codegen.expressions.module_tree import (
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import (
     CallArguments,
+    author_arguments,
     module_constructor,
     recorded_arguments,
     torch_module_call,
 )
 from pipegraph.codegen.forms import Forms
-from pipegraph.codegen.forward.items import ClassContents, ModuleCall, Modules, Operation, Step, conflicts, modules_in
+from pipegraph.codegen.forward.items import (
+    ClassContents,
+    Item,
+    ModuleCall,
+    Modules,
+    Operation,
+    Step,
+    conflicts,
+    modules_in,
+)
 from pipegraph.codegen.forward.mode_branches import group_branches
 from pipegraph.codegen.forward.roll_loops import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
@@ -41,7 +54,7 @@ from pipegraph.codegen.names.identifiers import class_name, outer_names, relativ
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, call
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource, Statement
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.model_structure import is_layer_of_torch
@@ -49,10 +62,23 @@ from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
+from pipegraph.torch_private.export import call_name
 from pipegraph.torch_private.modules import has_forward_hooks
 
 # A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
+
+
+class AuthorClass(NamedTuple):
+    """A class in its author's text.
+
+    Attributes:
+        constructor: its constructor, and the modules in it.
+        has_author_results: whether it returns what the author's class does: tensors in tuples.
+    """
+
+    constructor: Constructor
+    has_author_results: bool
 
 
 class BlockClasses:
@@ -83,6 +109,8 @@ class BlockClasses:
         self._order = {fqn: position for position, fqn in enumerate(captured.modules)}
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
+        self._author_classes: dict[tuple[int, str], AuthorClass | UnwritableError] = {}  # by stage and call
+        self._variable_places = variables_by_call(captured.nodes)
         self.functions = HelperFunctions(captured, self.names, forms)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
 
@@ -128,27 +156,15 @@ class BlockClasses:
         outputs: Sequence[fx.Node],
         outer_regions: int,
     ) -> tuple[ClassContents, ModuleTree]:
-        inlined: frozenset[str] = frozenset()
-        items = self._items(members, prefix, calls, inlined)
-        while conflicting := conflicts(items):
-            inlined |= conflicting
-            items = self._items(members, prefix, calls, inlined)
+        items = self._steps(members, prefix, calls)
         constructors = {relative(item.fqn, prefix): item.constructor for item in items if isinstance(item, ModuleCall)}
         below = [fqn for fqn in self._below.get(prefix, ()) if fqn in members.state]
         state = {relative(fqn, prefix): self._captured.state[fqn] for fqn in below}
         constructors |= self._uncalled_leaves(prefix, state, constructors)
-        entries = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
-        ordered = sorted(constructors, key=lambda name: self._order[_join(prefix, name)])
-        tree = build_tree({name: constructors[name] for name in ordered}, entries, partial(self._module_at, prefix))
-        branches = group_branches(items)
-        if self._forms.rolls_loops(self._form_name(prefix)):
-            statements = roll_statements(branches, outputs, self.source, prefix)
-            rolled = roll_loops(statements, outputs, tree, prefix)
-        else:
-            rolled = tuple(branches)
+        tree = self._tree(prefix, constructors, state)
         contents = ClassContents(
             prefix=prefix,
-            items=rolled,
+            items=self._rolled(prefix, items, outputs, tree),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             state=state,
@@ -157,6 +173,23 @@ class BlockClasses:
             fixed_sizes=fixed_sizes(items, inputs, self.source),
         )
         return contents, tree
+
+    def _tree(
+        self, prefix: str, constructors: Mapping[str, FunctionCall], state: Mapping[str, StateEntry]
+    ) -> ModuleTree:
+        """The modules of a class, and the state that is in none of them."""
+        entries = {name: entry for name, entry in state.items() if constructors.keys().isdisjoint(outer_names(name))}
+        ordered = sorted(constructors, key=lambda name: self._order[_join(prefix, name)])
+        return build_tree({name: constructors[name] for name in ordered}, entries, partial(self._module_at, prefix))
+
+    def _rolled(
+        self, prefix: str, steps: Sequence[Step], outputs: Sequence[fx.Node], tree: ModuleTree
+    ) -> tuple[Item, ...]:
+        """Steps in branches and loops."""
+        branches = group_branches(steps)
+        if not self._forms.rolls_loops(self._form_name(prefix)):
+            return tuple(branches)
+        return roll_loops(roll_statements(branches, outputs, self.source, prefix), outputs, tree, prefix)
 
     def _form_name(self, prefix: str) -> str:
         """The name under which `Forms` has a class: that of the model's class, or of the stage."""
@@ -167,6 +200,15 @@ class BlockClasses:
         return module.module if module is not None else None
 
     # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _steps(self, members: StageMembers, prefix: str, calls: Sequence[fx.Node | CallTree]) -> list[Step]:
+        """Operations and calls in order. Each module is called in one way."""
+        inlined: frozenset[str] = frozenset()
+        steps = self._items(members, prefix, calls, inlined)
+        while conflicting := conflicts(steps):
+            inlined |= conflicting
+            steps = self._items(members, prefix, calls, inlined)
+        return steps
 
     def _items(
         self, members: StageMembers, prefix: str, calls: Iterable[fx.Node | CallTree], inlined: frozenset[str]
@@ -278,69 +320,158 @@ class BlockClasses:
 
     def _author_call(self, members: StageMembers, called: CallValues) -> ModuleCall | None:
         """The call of a class in its author's text; None if a package cannot have that, or cannot call it."""
-        module = self._captured.modules[called.tree.fqn].module
-        arguments = recorded_arguments(module, called.tree, called.reads, called.makes)
-        if arguments is None or not self.names.is_whole(called.tree):
+        if not self.names.is_whole(called.tree):
             return None
         try:
-            constructor, modules = self._author_class(members, called.tree)
+            author_class = self._author_class(members, called.tree)
         except UnwritableError:
             return None
-        return self._call(called, constructor, modules, None if arguments.is_plain else arguments)
+        module = self._captured.modules[called.tree.fqn].module
+        arguments = author_arguments(module, called, author_class.has_author_results)
+        if arguments is None:
+            return None
+        return self._call(called, *author_class.constructor, None if arguments.is_plain else arguments)
 
-    def _author_class(self, members: StageMembers, tree: CallTree) -> Constructor:
-        """The class of a module in its author's text, and the modules in it. Raises UnwritableError."""
-        fqn, lines = tree.fqn, self._captured.lines
-        module = self._captured.modules[fqn].module
-        if lines is None or not self._forms.has_author_text(self._captured.modules[fqn].class_name):
-            raise UnwritableError("its lines are not known")
-        if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
-            raise UnwritableError("its forward is not that of its class")
-        names = names_of_module(module, fqn, lines)
-        if divides_features(module, names):
-            raise UnwritableError("it names numbers of features, which ranks along tp divide")
-
-        def of_class(child: str) -> Constructor:
-            # A module without operations, such as a dropout of nothing, is in no tree of calls.
-            inner = next((call for call in tree.descendants() if call.fqn == child), CallTree("", child))
-            constructor, modules = self._sequential(members, call_values(self._captured, members, inner))
-            if constructor is not None:
-                return constructor, modules
+    def _author_class(self, members: StageMembers, tree: CallTree) -> AuthorClass:
+        """The class of a module in its author's text. Raises UnwritableError."""
+        key = self._stage, tree.call or tree.fqn
+        if key not in self._author_classes:
             try:
-                return self._author_class(members, inner)
-            except UnwritableError:
-                # Written from the graph, it takes the tensors that it reads, which is often all that its caller passes.
-                item = self._module_call(members, fqn, inner) if inner.items else None
-                if item is None or item.arguments is not None:
-                    raise
-                return item.constructor, item.modules
+                self._author_classes[key] = self._new_author_class(members, tree)
+            except UnwritableError as reason:
+                self._author_classes[key] = reason
+        author_class = self._author_classes[key]
+        if isinstance(author_class, UnwritableError):
+            raise author_class
+        return author_class
 
-        children = ChildConstructors({name: entry.module for name, entry in self._captured.modules.items()}, of_class)
-        constructors = dict(children.below(fqn, names.children))
-        for child in constructors:
-            module_tensors = state_names(self._captured.modules[child].module)
-            if any(f"{child}.{name}" not in members.state for name in module_tensors):
-                raise UnwritableError(f"{child} has tensors that the stage does not have")
+    def _new_author_class(self, members: StageMembers, tree: CallTree) -> AuthorClass:
+        fqn = tree.fqn
+        called = call_values(self._captured, members, tree, unread=True)
+        names, variables = self._author_names(members, called)
+        constructors = self._children_of_author(members, tree, names.children)
+        text = ForwardText(names, variables, results_of(called), self.names.value_name)
+        if text.is_mixed:
+            steps = self._steps(members, fqn, tree.items)
+            called_in_graph = text.add_steps((step, self.source.line_within(fqn, step.nodes[0])) for step in steps)
+            for child, constructor in called_in_graph.items():
+                if constructors.setdefault(child, constructor)[0] != constructor[0]:
+                    raise UnwritableError(f"{child} is called in two ways")
+            if any(not constructors.keys().isdisjoint(outer_names(child)) for child in constructors):
+                raise UnwritableError("it calls a module and a part of it")
         state = {
             relative(name, fqn): self._captured.state[name]
             for name in self._below.get(fqn, ())
             if name in members.state
         }
-        child_constructors = {relative(name, fqn): constructor for name, (constructor, _) in constructors.items()}
-        entries = {
-            name: entry for name, entry in state.items() if child_constructors.keys().isdisjoint(outer_names(name))
-        }
-        module_tree = build_tree(child_constructors, entries, partial(self._module_at, fqn))
+        children = {relative(name, fqn): constructor for name, (constructor, _) in constructors.items()}
+        module_tree = self._tree(fqn, children | self._uncalled_leaves(fqn, state, children), state)
         if module_tree.container is not nn.Module:
             raise UnwritableError("its children have names that are no attributes")
-        assignments = (Assign((Attribute(SELF, name),), value) for name, value in names.attributes.items())
+        numbers: ModuleNumbers | None = None
+        if self._forms.reads_attributes(self._form_name(fqn)):
+            numbers = ModuleNumbers(self._captured, self.source, fqn, state)
+        write = partial(self._statements_from_graph, members, called, module_tree, state, numbers)
+        try:
+            forward, written = text.text(write)
+        except (UnknownSizeError, UnknownAttributeError) as error:
+            raise UnwritableError(f"no variable has a size: {error}") from error
+        attributes = names.attributes_in(forward)
+        for name, value in (numbers.used if numbers is not None else {}).items():
+            if attributes.setdefault(name, value) != value:
+                raise UnwritableError(f"self.{name} would be two things")
+        assignments = (Assign((Attribute(SELF, name),), value) for name, value in attributes.items())
         init = (*assignments, *init_statements(module_tree))
-        text = self._shared_names.text_of(names)
-        called = call_values(self._captured, members, tree, unread=True)
-        source = self._add(called, (init, text), lambda: {"init": init, "forward": (text,)})
+        source_text = self._shared_names.text_of(names, forward, written)
+        source = self._add(called, (init, source_text), lambda: {"init": init, "forward": (source_text,)})
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
-        return call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
+        constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
+        return AuthorClass(constructor, text.has_author_results)
+
+    def _author_names(self, members: StageMembers, called: CallValues) -> tuple[ReadNames, CallVariables]:
+        """What the text of the class of a call reads, and the variables of the call. Raises UnwritableError."""
+        tree, lines = called.tree, self._captured.lines
+        entry = self._captured.modules[tree.fqn]
+        module = entry.module
+        if lines is None or not self._forms.has_author_text(entry.class_name):
+            raise UnwritableError("its lines are not known")
+        if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
+            raise UnwritableError("its forward is not that of its class")
+        none_variables = lines.none_variables.get(tree.fqn, {})
+        places = self._variable_places.get(call_name(tree.call), ())
+        variables = CallVariables(places, forward_line(module), none_variables)
+
+        def check_child(name: str) -> None:
+            self._children_of_author(members, tree, {name})
+
+        surroundings = ForwardSurroundings(
+            unread_parameters(called, variables),
+            variables.has_tensor,
+            variables.is_none,
+            check_child,
+            self._forms.graph_lines,
+        )
+        return names_of_module(module, tree.fqn, lines, surroundings), variables
+
+    def _statements_from_graph(
+        self,
+        members: StageMembers,
+        called: CallValues,
+        tree: ModuleTree,
+        state: dict[str, StateEntry],
+        numbers: ModuleNumbers | None,
+        steps: Sequence[Step],
+        inputs: Mapping[fx.Node, str],
+        outputs: Mapping[fx.Node, str],
+    ) -> tuple[Statement, ...]:
+        """The statements of some steps of a call, the last of which returns ``outputs``."""
+        fqn = called.tree.fqn
+        contents = ClassContents(
+            prefix=fqn,
+            items=self._rolled(fqn, steps, tuple(outputs), tree),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            state=state,
+            state_names=self._state_names(members, fqn, steps, tuple(outputs)),
+            outer_regions=len(common_regions(called.nodes)),
+            fixed_sizes=fixed_sizes(steps, tuple(inputs), self.source),
+        )
+        values = {node for item in contents.items for node in item.makes}.union(inputs, contents.state_names)
+        if not values.issuperset(outputs):
+            raise UnwritableError("a value is inside of a branch or of a loop")
+        return write_forward(contents, tree, list(inputs.values()), self.source, outputs, numbers).statements
+
+    def _children_of_author(self, members: StageMembers, tree: CallTree, names: set[str]) -> dict[str, Constructor]:
+        """The constructors of children that the text of a module calls, by FQN. Raises UnwritableError."""
+        modules = {name: entry.module for name, entry in self._captured.modules.items()}
+        children = ChildConstructors(modules, partial(self._child_of_author, members, tree))
+        constructors = dict(children.below(tree.fqn, names))
+        for child in constructors:
+            if any(f"{child}.{name}" not in members.state for name in state_names(modules[child])):
+                raise UnwritableError(f"{child} has tensors that the stage does not have")
+        return constructors
+
+    def _child_of_author(self, members: StageMembers, tree: CallTree, child: str) -> Constructor:
+        """The constructor of a module that the author's text of another one calls. Raises UnwritableError."""
+        # A module without operations, such as a dropout of nothing, is in no tree of calls.
+        inner = next((call for call in tree.descendants() if call.fqn == child), CallTree("", child))
+        called = call_values(self._captured, members, inner)
+        constructor, modules = self._sequential(members, called)
+        if constructor is not None:
+            return constructor, modules
+        try:
+            author_class = self._author_class(members, inner)
+        except UnwritableError:
+            # A class that is written from the graph takes the tensors that it reads, one after the other.
+            arguments = recorded_arguments(self._captured.modules[child].module, inner, called.reads, called.makes)
+            item = self._module_call(members, tree.fqn, inner) if arguments and arguments.is_plain else None
+            if item is None or item.arguments is not None:
+                raise
+            return item.constructor, item.modules
+        if not author_class.has_author_results:
+            raise UnwritableError(f"{child} returns something else than its author's")
+        return author_class.constructor
 
     @property
     def author_functions(self) -> Sequence[FunctionSource]:

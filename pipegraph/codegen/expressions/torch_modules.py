@@ -25,7 +25,7 @@ from pipegraph.codegen.syntax.expressions import (
     call,
     literal,
 )
-from pipegraph.graph.calls import ArgumentPlace, CallTree, argument_place, result_place
+from pipegraph.graph.calls import ArgumentPlace, CallTree, CallValues, argument_place, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.torch_private.modules import has_forward_hooks
 
@@ -161,14 +161,14 @@ class CallArguments:
 
     Attributes:
         values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
-            values that the call reads; for a tuple of values, their positions.
+            values that the call reads; for a tuple of values, their positions; None for an argument that nothing reads.
         settings: the arguments after them: numbers, strings and None, by keyword.
         takes_first: whether the module returns a tuple of which only the first result is used.
         unpacked: the results as the module nests them, if it returns more than is used or nests them: the position of
             each among the results that are used; None for others.
     """
 
-    values: tuple[tuple[str, int | tuple[int, ...]], ...]
+    values: tuple[tuple[str, int | tuple[int, ...] | None], ...]
     settings: tuple[tuple[str, object], ...] = ()
     takes_first: bool = False
     unpacked: tuple[Any, ...] | None = None
@@ -176,7 +176,8 @@ class CallArguments:
     @property
     def positions(self) -> tuple[int, ...]:
         """The positions of the values, a tuple's one after the other."""
-        return tuple(position for _, at in self.values for position in (at if isinstance(at, tuple) else (at,)))
+        places = (at if isinstance(at, tuple) else (at,) for _, at in self.values)
+        return tuple(position for place in places for position in place if position is not None)
 
     @property
     def form(self) -> tuple[tuple[str, int], ...]:
@@ -199,7 +200,7 @@ class CallArguments:
         arguments = [
             (keyword, Collection(tuple(next(waiting) for _ in position), "()"))
             if isinstance(position, tuple)
-            else (keyword, next(waiting))
+            else (keyword, next(waiting) if position is not None else literal(None))
             for keyword, position in self.values
         ]
         positional = [value for keyword, value in arguments if not keyword]
@@ -289,6 +290,71 @@ def recorded_arguments(
         takes_first=paths == [(0,)],
         unpacked=None if is_flat else _unpacked(first.form, paths),
     )
+
+
+def author_arguments(module: nn.Module, called: CallValues, has_author_results: bool) -> CallArguments | None:
+    """The arguments of a call of a class in its author's text: those that the call reads, and the plain ones.
+
+    Args:
+        module: the module that is called.
+        called: the call.
+        has_author_results: whether the class returns what the author's does, and not only what is read.
+
+    Returns:
+        None if the call reads a tensor that it does not take as an argument, or returns something else than tensors in
+        tuples.
+    """
+    results = [result_place(node, called.tree.call) for node in called.makes]
+    first = results[0] if results else None
+    paths = [place.path for place in results if place is not None and place.path is not None]
+    if first is None or (has_author_results and len(paths) != len(results)):
+        return None
+    names: dict[str, int] = {}
+    parts: dict[str, dict[int, int]] = {}
+    for position, node in enumerate(called.reads):
+        place = argument_place(node, called.tree.call)
+        if place is None or not (place.names or place.part_of):
+            return None
+        names |= dict.fromkeys(place.names, position)
+        if place.part_of is not None:
+            parts.setdefault(place.part_of[0], {})[place.part_of[1]] = position
+    recorded = dict(first.arguments)
+    values: dict[str, int | tuple[int, ...] | None] = {}
+    settings: dict[str, object] = {}
+    parameters = inspect.signature(module.forward).parameters
+    for name, parameter in parameters.items():
+        value = recorded.get(name, parameter.default)
+        if name in names:
+            values[name] = names[name]
+        elif name in parts:
+            if not isinstance(value, tuple) or len(parts[name]) != len(value):
+                return None
+            values[name] = tuple(parts[name][part] for part in range(len(value)))
+        elif parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        elif value is not ... and not isinstance(value, tuple) and value is not inspect.Parameter.empty:
+            if value is not parameter.default and value != parameter.default:
+                settings[name] = value
+        elif not _has_default(parameter):
+            values[name] = None
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values |= {name: position for name, position in names.items() if name not in parameters}
+    used = {at for place in values.values() for at in (place if isinstance(place, tuple) else (place,))}
+    if used - {None} != set(range(len(called.reads))):
+        return None
+    leading = enumerate(takewhile(values.__contains__, parameters))
+    positional = {name for index, name in leading if index < first.positional or not _has_default(parameters[name])}
+    is_flat = not has_author_results or paths in ([()], [(0,)], [(at,) for at in range(first.count)])
+    return CallArguments(
+        tuple(("" if name in positional else name, place) for name, place in values.items()),
+        tuple(settings.items()),
+        takes_first=has_author_results and paths == [(0,)],
+        unpacked=None if is_flat else _unpacked(first.form, paths),
+    )
+
+
+def _has_default(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not inspect.Parameter.empty
 
 
 def _unpacked(form: object, paths: Sequence[tuple[int, ...]], path: tuple[int, ...] = ()) -> Any:

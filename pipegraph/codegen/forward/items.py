@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -15,6 +15,8 @@ from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, call
 from pipegraph.codegen.syntax.loop_index import IndexTest
 from pipegraph.graph.captured import StateEntry
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +92,11 @@ class ModuleCall:
     @property
     def argument_values(self) -> tuple[fx.Node, ...]:
         """The values in the order of the arguments; a value may be two arguments."""
-        if self.arguments is None:
-            return self.reads
-        return tuple(self.reads[position] for position in self.arguments.positions)
+        return tuple(self.in_order(self.reads))
+
+    def in_order(self, values: Sequence[T]) -> Sequence[T]:
+        """What stands for the values that the call reads, in the order of the arguments."""
+        return values if self.arguments is None else [values[position] for position in self.arguments.positions]
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,7 +76,7 @@ def _container(loop: ModuleLoop, prefix: str) -> list[str]:
 def _follows(call: ModuleCall, next_call: ModuleCall) -> bool:
     """Return whether two calls run neighbouring modules of one container: of one class, or one after the other."""
     (container, _, name), (next_container, _, next_name) = call.fqn.rpartition("."), next_call.fqn.rpartition(".")
-    if call.arguments is not None or next_call.arguments is not None:
+    if call.arguments != next_call.arguments or (call.arguments is not None and call.arguments.unpacked is not None):
         return False
     counted = is_number(name) and is_number(next_name) and int(next_name) == int(name) + 1
     chained = len(call.reads) == len(next_call.reads) == 1 and call.makes == next_call.reads
@@ -269,7 +269,7 @@ class LoopWriter:
 
         def iteration(called: Expression, values: Sequence[Expression]) -> Statement:
             like = next(module_call for module_call in item.calls if len(module_call.reads) == len(values))
-            return Assign(targets, like.invocation(called, values, classes))
+            return Assign(targets, like.invocation(called, like.in_order(values), classes))
 
         self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
 

@@ -336,6 +336,15 @@ class SourceStatements:
                 position = entered
         return tuple((frame.file, frame.line) for frame in frames[first:stop])
 
+    def line_within(self, fqn: str, node: fx.Node) -> int:
+        """The line of the ``forward`` of the module ``fqn`` that led to an operation; 0 if it is not known."""
+        lines = self.lines_within(fqn, node)
+        return (
+            lines[0][1]
+            if lines and lines[0][0] == _lines_of(type(self._captured.modules[fqn].module).forward)[0]
+            else 0
+        )
+
 
 # ---- stack traces ----------------------------------------------------------------------------------------------------
 

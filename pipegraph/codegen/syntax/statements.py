@@ -104,6 +104,9 @@ class SourceText(Statement):
         constants: the names and values of constants of the package that they read.
         imports: the imports that they need.
         origin: the file that they are from, and its license if it names one: ``modeling_llama.py (Apache License)``.
+        written: the statements in the text that are written from the graph.
+        places: of each line of the first function, the file and the line that it is from; line 0 for one that is
+            written from the graph.
     """
 
     functions: tuple[str, ...]
@@ -111,6 +114,8 @@ class SourceText(Statement):
     constants: tuple[tuple[str, Expression], ...] = ()
     imports: frozenset[str] = frozenset()
     origin: str = ""
+    written: tuple[Statement, ...] = ()
+    places: tuple[tuple[str, int], ...] = ()
 
     @property
     def text(self) -> str:

@@ -111,8 +111,24 @@ def _replayed(recorder: TermRecorder, recorded: KnownCall, terms: Sequence[int])
     replayed = recorder.replay(recorded.region, dict(zip(recorded.arguments, terms, strict=True)))
     results = []
     for result in recorded.results:
-        tensor = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=result.device)
-        tensor.requires_grad_(result.requires_grad)
+        tensor = _new_tensor(result)
         recorder.restore(tensor, replayed[result.term], result.requires_grad)
         results.append(tensor)
     return pytree.tree_unflatten(results, recorded.form)
+
+
+def _new_tensor(result: _Result) -> Tensor:
+    """A tensor like a result. One that requires a gradient is no leaf, so that operations may write into it."""
+    if not result.requires_grad:
+        return torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=result.device)
+    with torch.enable_grad():
+        tensor: Tensor = _Computed.apply(torch.empty((), device=result.device, requires_grad=True), result)
+    return tensor
+
+
+class _Computed(torch.autograd.Function):
+    """Makes a tensor that autograd takes for the result of an operation."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, result: _Result) -> Tensor:
+        return torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=result.device)

@@ -20,7 +20,7 @@ from pipegraph.codegen.validation.terms import Terms
 from pipegraph.codegen.validation.written_stage import WrongStateError, check_state, run_written, set_state
 from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.nodes import path_of, source_line
+from pipegraph.graph.nodes import path_of, source_line, source_lines
 from pipegraph.graph.partition.stages import StageGraph, calls_of
 from pipegraph.package.source_import import PACKAGE_NAME
 from pipegraph.planner.plan import Plan
@@ -111,6 +111,8 @@ class GraphDifference:
         names: the written classes and functions that ran there, innermost first; the stage's class is last.
         written: what the written source computes, with its line: ``blocks.py:12: aten.mul``; "" if nothing does.
         captured: what the captured graph has, with its line; "" if nothing has.
+        lines: (class or function, line of ``blocks.py`` or of a stage) of the written source that ran there.
+        captured_lines: the lines of the model's source that led to what the captured graph has.
     """
 
     stage: int
@@ -118,6 +120,8 @@ class GraphDifference:
     names: tuple[str, ...]
     written: str
     captured: str
+    lines: tuple[tuple[str, int], ...] = ()
+    captured_lines: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -183,7 +187,8 @@ def _difference(
                 with TermRecorder(table.terms) as recorder:
                     actual = run_written(stage, module, state, setting, recorder, table.written_calls)
             except Exception as error:  # whatever the written source raises
-                return _of_error(stage.index, name, setting, error)
+                located = _located(captured, stage, module, state, setting)
+                return located or _of_error(stage.index, name, setting, error)
             if actual != expected:
                 difference = _located(captured, stage, module, state, setting)
             else:
@@ -209,16 +214,24 @@ def _not_run(node: fx.Node | None, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a term comes from: the operation with its line, and the written names that ran there, innermost first."""
+    """Where a term comes from: the operation with its line, and the written names that ran there, innermost first.
+
+    Attributes:
+        lines: of a written operation (name, line), of one of the graph (file, line).
+    """
 
     text: str
     names: tuple[str, ...]
+    lines: tuple[tuple[str, int], ...] = ()
 
 
 def _located(
     captured: Captured, stage: StageGraph, module: nn.Module, state: StageState, setting: Setting
 ) -> GraphDifference | None:
-    """Run a stage again, every call of it, and find the first operation that only one side has."""
+    """Run a stage again, every call of it, and find the first operation that only one side has.
+
+    If the written source raises an error, it is the first operation before it that the graph does not have.
+    """
     terms = Terms()
     expected: dict[int, _Place] = {}
     actual: dict[int, _Place] = {}
@@ -235,17 +248,28 @@ def _located(
     with TermRecorder(terms, on_captured) as recorder:
         run = CapturedStage(captured, stage, state, setting, recorder, None)
         expected_result = run.run()
-    with TermRecorder(terms, on_written) as recorder:
-        actual_result = run_written(stage, module, state, setting, recorder, None)
-    if actual_result == expected_result:
-        return None
-    terms_of_graph, terms_of_source = (terms.reachable(result.terms()) for result in (expected_result, actual_result))
+    terms_of_graph, terms_of_source = set(range(len(terms.keys))), set[int]()
+    try:
+        with TermRecorder(terms, on_written) as recorder:
+            actual_result = run_written(stage, module, state, setting, recorder, None)
+    except Exception:  # whatever the written source raises
+        terms_of_source = set(actual)
+        if terms_of_source <= terms_of_graph:
+            return None
+    else:
+        if actual_result == expected_result:
+            return None
+        terms_of_graph, terms_of_source = (
+            terms.reachable(result.terms()) for result in (expected_result, actual_result)
+        )
     written = next((place for term, place in actual.items() if term in terms_of_source - terms_of_graph), None)
     missing = next((place for term, place in expected.items() if term in terms_of_graph - terms_of_source), None)
     names = written.names if written is not None else missing.names if missing is not None else ()
     text = written.text if written is not None else "" if missing is not None else "its results in another order"
     expected_text = missing.text if missing is not None else ""
-    return GraphDifference(stage.index, setting, tuple(dict.fromkeys([*names, stage_class])), text, expected_text)
+    lines, captured_lines = (place.lines if place is not None else () for place in (written, missing))
+    names = tuple(dict.fromkeys([*names, stage_class]))
+    return GraphDifference(stage.index, setting, names, text, expected_text, lines, captured_lines)
 
 
 def _place_of_node(captured: Captured, terms: Terms, term: int, node: fx.Node | None) -> _Place:
@@ -254,29 +278,30 @@ def _place_of_node(captured: Captured, terms: Terms, term: int, node: fx.Node | 
         return _Place(operator, ())
     line = source_line(node)
     names = tuple(captured.modules[fqn].class_name for _, fqn in reversed(path_of(node)))
-    return _Place(f"{operator} (at {line})" if line else operator, names)
+    return _Place(f"{operator} (at {line})" if line else operator, names, source_lines(node))
 
 
 def _place_of_frame(terms: Terms, term: int, package: str) -> _Place:
-    operator, names, line = terms.keys[term].operator, [], ""
+    operator, lines, line = terms.keys[term].operator, list[tuple[str, int]](), ""
     frame = inspect.currentframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
             line = line or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            names.append(_name_of(frame))
+            lines.append((_name_of(frame), frame.f_lineno))
         frame = frame.f_back
-    return _Place(f"{operator} (at {line})" if line else operator, tuple(names))
+    return _Place(f"{operator} (at {line})" if line else operator, tuple(name for name, _ in lines), tuple(lines))
 
 
 def _of_error(stage: int, name: str, setting: Setting, error: Exception) -> GraphDifference:
     """The difference of a stage whose written source raises an error."""
-    names, line = [name], ""
+    lines, line = list[tuple[str, int]](), ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__", "")).startswith(PACKAGE_NAME):
             line = f" (at {Path(frame.f_code.co_filename).name}:{number})"
-            names.insert(0, _name_of(frame))
+            lines.insert(0, (_name_of(frame), number))
     written = f"{one_line(f'{type(error).__name__}: {error}')}{line}"
-    return GraphDifference(stage, setting, tuple(dict.fromkeys(names)), written, "")
+    names = tuple(dict.fromkeys([*(inner for inner, _ in lines), name]))
+    return GraphDifference(stage, setting, names, written, "", tuple(lines))
 
 
 def _name_of(frame: FrameType) -> str:

@@ -28,18 +28,24 @@ class LineRecorder:
     def __init__(self) -> None:
         self._by_module: dict[int, set[LineStep]] = defaultdict(set)
         self._by_function: dict[tuple[str, int], set[LineStep]] = defaultdict(set)
+        # The module, the name and the line → whether the variable was None each time.
+        self._is_none: dict[int, dict[tuple[str, int], bool]] = defaultdict(dict)
         self._has_failed = False
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """A context around a call of the model."""
+    def recording(self, may_fail: bool = False) -> Iterator[None]:
+        """A context around a call of the model.
+
+        Args:
+            may_fail: whether the lines are complete without this call if it fails.
+        """
         previous = sys.gettrace()
         sys.settrace(self._on_call)
         try:
-            with _UntracedOperations():
+            with UntracedOperations():
                 yield
         except BaseException:
-            self._has_failed = True
+            self._has_failed |= not may_fail
             raise
         finally:
             sys.settrace(previous)
@@ -48,25 +54,31 @@ class LineRecorder:
         """Return the lines that ran, by the names of the model's modules; None if a call failed."""
         if self._has_failed:
             return None
-        modules = model.named_modules(remove_duplicate=False)
+        modules = [(fqn, id(module)) for fqn, module in model.named_modules(remove_duplicate=False)]
         return ExecutedLines(
-            {fqn: frozenset(self._by_module[id(module)]) for fqn, module in modules if id(module) in self._by_module},
+            {fqn: frozenset(self._by_module[key]) for fqn, key in modules if key in self._by_module},
             {function: frozenset(steps) for function, steps in self._by_function.items()},
+            {fqn: dict(self._is_none[key]) for fqn, key in modules if key in self._is_none},
         )
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         code = frame.f_code
-        if not _is_of_model(code.co_filename):
+        if not is_of_model(code.co_filename):
             return None
         owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+        variables: dict[tuple[str, int], bool] | None = None
         if isinstance(owner, nn.Module):
-            steps = self._by_module[id(owner)]
+            steps, variables = self._by_module[id(owner)], self._is_none[id(owner)]
         else:
             steps = self._by_function[code.co_filename, code.co_firstlineno]
         previous = code.co_firstlineno
 
         def on_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
             nonlocal previous
+            if variables is not None:
+                for name, value in frame.f_locals.items():
+                    place = name, previous
+                    variables[place] = value is None and variables.get(place, True)
             if event == "line":
                 steps.add(LineStep(code.co_filename, previous, frame.f_lineno))
                 previous = frame.f_lineno
@@ -77,7 +89,7 @@ class LineRecorder:
         return on_line
 
 
-class _UntracedOperations(TorchFunctionMode):
+class UntracedOperations(TorchFunctionMode):
     """Traces no function inside an operation: thousands of calls of a fake tensor take ten times as long traced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,25 +101,30 @@ class _UntracedOperations(TorchFunctionMode):
             sys.settrace(trace)
 
 
-def executed_lines(
-    model: nn.Module, modes: Iterable[Mapping[nn.Module, bool]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ExecutedLines | None:
-    """Run a model on fake tensors in these modes, and return the lines that ran. The model is left as it was.
+def record_lines(
+    recorder: LineRecorder,
+    model: nn.Module,
+    modes: Iterable[Mapping[nn.Module, bool]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Run a model on fake tensors in these modes, and record the lines that run. The model is left as it was.
 
-    Returns:
-        None if it cannot run without memory.
+    Args:
+        dtype: the floating dtype to which the model and its inputs are converted; None for their own. A model need not
+            run in another one.
     """
-    recorder = LineRecorder()
     for mode in modes:
-        with without_memory(model, args, kwargs) as (fake_args, fake_kwargs), torch.enable_grad():
+        with without_memory(model, args, kwargs, dtype=dtype) as (fake_args, fake_kwargs), torch.enable_grad():
             for module, training in mode.items():
                 module.training = training
-            with suppress(Exception), recorder.recording():  # whatever the model raises on tensors without values
+            # Whatever the model raises on tensors without values
+            with suppress(Exception), recorder.recording(may_fail=dtype is not None):
                 model(*fake_args, **fake_kwargs)
-    return recorder.lines(model)
 
 
 @cache
-def _is_of_model(file: str) -> bool:
+def is_of_model(file: str) -> bool:
     """Return whether a file is one of a model: not of torch, of pipegraph, or made by a program."""
     return not file.startswith(("<", *_FOLDERS))

@@ -18,6 +18,7 @@ from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import CHECKPOINTED, plain_containers
 from pipegraph.graph.export.function_calls import HelperCalls
+from pipegraph.graph.export.variables import VariableRecorder
 from pipegraph.torch_private.export import call_name, current_call, module_calls_wrapped, traced_node
 from pipegraph.torch_private.pytrees import pytree
 
@@ -28,14 +29,14 @@ _PLAIN = (bool, int, float, str, type(None))
 def record_calls(model: nn.Module) -> AbstractContextManager[None]:
     """Mark the arguments and results of every call of a module, or of a helper function in the same file, that
     ``torch.export`` traces inside."""
-    helpers, running = HelperCalls(model), list[str]()
-    return module_calls_wrapped(partial(_run_recorded, model, helpers, running), helpers.name)
+    helpers, variables = HelperCalls(model), VariableRecorder()
+    return module_calls_wrapped(partial(_run_recorded, model, helpers, variables), helpers.name)
 
 
 def _run_recorded(
     model: nn.Module,
     helpers: HelperCalls,
-    running: list[str],
+    variables: VariableRecorder,
     tracer: Any,
     module: nn.Module,
     forward: Callable[..., Any],
@@ -43,16 +44,13 @@ def _run_recorded(
     kwargs: dict[str, Any],
 ) -> Any:
     call = call_name(current_call(tracer))
-    if module is not model and running and running[-1] == call:
+    if module is not model and variables.running_call == call:
         return forward(*args, **kwargs)  # no module of the model: a slice of a Sequential is made when it is called
     arguments = list(_arguments(module, args, kwargs))
     _mark(tracer, "argument_of", call, _argument_places(arguments))
     buffers = dict(module.named_buffers(recurse=False))
-    running.append(call)
-    try:
+    with variables.recording(tracer, module, call):
         result = forward(*args, **kwargs)
-    finally:
-        running.pop()
     if module is not model:  # torch.export keeps what the outermost module assigns
         _write_assigned(module, buffers)
     helpers.end(tracer)

@@ -95,9 +95,13 @@ def operations_of_program(
 
 @contextmanager
 def without_memory(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Let a model, which is left as it was, run on fake tensors: here, or as if it were on another device.
+    """Let a model, which is left as it was, run on fake tensors: here, or as if it had another device or dtype.
 
     Yields:
         the inputs to run it on.
@@ -106,7 +110,7 @@ def without_memory(
         attributes_restored(model),
         buffers_restored(model),
         generators_restored(),
-        fake_parameters(model, args, kwargs, device=device) as (fake_args, fake_kwargs),
+        fake_parameters(model, args, kwargs, dtype, device) as (fake_args, fake_kwargs),
         exporting(),
         refusals_not_logged(),
         warnings.catch_warnings(),

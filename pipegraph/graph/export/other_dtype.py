@@ -56,10 +56,8 @@ def mark_dtypes(
     The other graph has numbers for sizes at first, which takes a third of the time. If the graphs do not correspond
     then, it is made in the same way as the first.
     """
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if len(dtypes) != 1:
+    if (dtype := dtype_of(model)) is None:
         return
-    (dtype,) = dtypes
     other_dtype = torch.bfloat16 if dtype == torch.float32 else torch.float32
     for fixed in dict.fromkeys((None, exported.fixed)):
         try:
@@ -75,6 +73,17 @@ def mark_dtypes(
         if comparison.succeeds():
             comparison.apply()
             return
+
+
+def dtype_of(model: nn.Module) -> torch.dtype | None:
+    """Return the floating dtype of the parameters of a model; None if they have several or none."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def other_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """Return the usual floating dtypes that a model may be converted to."""
+    return [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if dtype != dtype_of(model)]
 
 
 class _DtypeComparison:

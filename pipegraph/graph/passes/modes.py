@@ -469,12 +469,12 @@ class _ModeMerge:
         copy.meta["path"] = (*branch.path, *((_in_evaluation(call), fqn) for call, fqn in inner))
         if not branch.runs_in_both:
             copy.meta[BRANCH] = BranchPart(number, False)
-        for key in ("argument_of", "result_of"):
+        for key in ("argument_of", "result_of", "variables"):
             copy.meta.pop(key, None)
         calls = {call_name(call) for call, _ in inner}
         for twin in (node, *node.all_input_nodes):
             target = copy if twin is node else value(twin)
-            for key in ("argument_of", "result_of"):
+            for key in ("argument_of", "result_of", "variables"):
                 places = {
                     _in_evaluation(call): place for call, place in twin.meta.get(key, {}).items() if call in calls
                 }
@@ -508,7 +508,8 @@ class _ModeMerge:
         }
         copy_places(value, join)
         for call, _ in branch.path:  # these return what is joined
-            value.meta.get("result_of", {}).pop(call_name(call), None)
+            for key in ("result_of", "variables"):
+                value.meta.get(key, {}).pop(call_name(call), None)
         return join
 
 

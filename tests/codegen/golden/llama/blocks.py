@@ -1,6 +1,7 @@
 """The blocks that the stages of LlamaForCausalLM (hf:config.json) share.
 
-LlamaRMSNorm, LlamaMLP: the text of modeling_llama.py (Apache License).
+rotate_half, apply_rotary_pos_emb, LlamaRotaryEmbedding, LlamaRMSNorm, LlamaAttention, LlamaMLP,
+LlamaDecoderLayer: the text of modeling_llama.py (Apache License).
 SiLUActivation: the text of activations.py (Apache License).
 """
 
@@ -9,19 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    """rotate_half (modeling_llama.py:119)."""
+def rotate_half(x):
+    """Rotates half the hidden dims of the input."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat([-x2, x1], dim=-1)
+    return torch.cat((-x2, x1), dim=-1)
 
 
-def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """apply_rotary_pos_emb (modeling_llama.py:127)."""
-    cos = cos.unsqueeze(1)
-    sin = sin.unsqueeze(1)
-    q_embed = q * cos + rotate_half(q) * sin
-    k_embed = k * cos + rotate_half(k) * sin
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    """Applies Rotary Position Embedding to the query and key tensors.
+
+    Args:
+        q (`torch.Tensor`): The query tensor.
+        k (`torch.Tensor`): The key tensor.
+        cos (`torch.Tensor`): The cosine part of the rotary embedding.
+        sin (`torch.Tensor`): The sine part of the rotary embedding.
+        unsqueeze_dim (`int`, *optional*, defaults to 1):
+            The 'unsqueeze_dim' argument specifies the dimension along which to unsqueeze cos[position_ids] and
+            sin[position_ids] so that they can be properly broadcasted to the dimensions of q and k. For example, note
+            that cos[position_ids] and sin[position_ids] have the shape [batch_size, seq_len, head_dim]. Then, if q and
+            k have the shape [batch_size, heads, seq_len, head_dim], then setting unsqueeze_dim=1 makes
+            cos[position_ids] and sin[position_ids] broadcastable to the shapes of q and k. Similarly, if q and k have
+            the shape [batch_size, seq_len, heads, head_dim], then set unsqueeze_dim=2.
+    Returns:
+        `tuple(torch.Tensor)` comprising of the query and key tensors rotated using the Rotary Position Embedding.
+    """
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
 
 
@@ -33,14 +50,17 @@ class LlamaRotaryEmbedding(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.attention_scaling = 1.0
         self.register_buffer("inv_freq", torch.empty(8), persistent=False)
         self.register_buffer("original_inv_freq", torch.empty(8), persistent=False)
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def forward(self, x, position_ids):
         freqs = position_ids.unsqueeze(2).to(torch.float32) * self.inv_freq.to(torch.float32)
-        emb = torch.cat([freqs, freqs], dim=-1)
-        cos = emb.cos()
-        sin = emb.sin()
+        emb = torch.cat((freqs, freqs), dim=-1)
+        cos = emb.cos() * self.attention_scaling
+        sin = emb.sin() * self.attention_scaling
+
         return cos.to(self.inv_freq.dtype), sin.to(self.inv_freq.dtype)
 
 
@@ -78,16 +98,32 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(128, 64, bias=False)
         self.o_proj = nn.Linear(128, 128, bias=False)
 
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query_states = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+
+        cos, sin = position_embeddings
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
         key_states = key_states.repeat_interleave(2, dim=1)
         value_states = value_states.repeat_interleave(2, dim=1)
         attn_output = F.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True)
-        attn_output = attn_output.transpose(1, 2).flatten(2)
-        return self.o_proj(attn_output)
+        attn_output = attn_output.transpose(1, 2)
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, None
 
 
 class SiLUActivation(nn.Module):
@@ -132,6 +168,33 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
         self.post_attention_layernorm = LlamaRMSNorm()
 
-    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), cos, sin)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values=None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        # Self Attention
+        hidden_states, _ = self.self_attn(
+            hidden_states=hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states = residual + hidden_states
+
+        # Fully Connected
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states

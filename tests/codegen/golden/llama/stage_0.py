@@ -24,8 +24,8 @@ class Stage0(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         inputs_embeds = self.model.embed_tokens(input_ids)
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        cos, sin = self.model.rotary_emb(position_ids)
+        cos, sin = self.model.rotary_emb(None, position_ids)
         hidden_states = inputs_embeds
         for layer in self.model.layers:
-            hidden_states = layer(hidden_states, cos, sin)
+            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
         return hidden_states

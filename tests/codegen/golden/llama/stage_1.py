@@ -21,7 +21,7 @@ class Stage1(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
-        cos, sin = self.model.rotary_emb(position_ids)
+        cos, sin = self.model.rotary_emb(None, position_ids)
         for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin)
+            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
         return hidden_states

@@ -1,27 +1,11 @@
 """The blocks that the stages of Decoder (mixture_of_experts.py) share.
 
-RMSNorm, Expert, MixtureOfExperts, Block: the text of mixture_of_experts.py.
+Attention, RMSNorm, Expert, MixtureOfExperts, Block: the text of mixture_of_experts.py.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm (mixture_of_experts.py:12), as in layers.0.attention_norm.
-
-    x f32[batch, tokens_1, 32] → f32[batch, tokens_1, 32].
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.eps = 1e-06
-        self.weight = nn.Parameter(torch.ones(32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        variance = x.float().pow(2).mean(-1, keepdim=True)
-        return self.weight * (x.float() * torch.rsqrt(variance + self.eps)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -39,11 +23,28 @@ class Attention(nn.Module):
         self.wo = nn.Linear(32, 32, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        batch, seq, _ = x.shape
         q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm (mixture_of_experts.py:12), as in layers.0.attention_norm.
+
+    x f32[batch, tokens_1, 32] → f32[batch, tokens_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-06
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x.float() * torch.rsqrt(variance + self.eps)).to(x.dtype)
 
 
 class Expert(nn.Module):

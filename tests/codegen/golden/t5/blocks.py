@@ -1,4 +1,12 @@
-"""The blocks that the stages of Translator (t5.py) share."""
+"""The blocks that the stages of Translator (t5.py) share.
+
+T5LayerNorm, T5LayerSelfAttention, T5DenseActDense, T5LayerFF, T5Block, T5LayerSelfAttention2, T5Block2,
+T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5Block3, T5Attention5,
+T5LayerSelfAttention4, T5Attention6, T5LayerCrossAttention2, T5Block4: the text of modeling_t5.py (Apache
+License).
+"""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +24,19 @@ class T5LayerNorm(nn.Module):
         self.variance_epsilon = 1e-06
         self.weight = nn.Parameter(torch.ones(32))
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)
-        hidden_states = (hidden_states * (variance + self.variance_epsilon).rsqrt()).to(hidden_states.dtype)
+    def forward(self, hidden_states):
+        # T5 uses a layer_norm which only scales and doesn't shift, which is also known as Root Mean
+        # Square Layer Normalization https://huggingface.co/papers/1910.07467 thus variance is calculated
+        # w/o mean and there is no bias. Additionally we want to make sure that the accumulation for
+        # half-precision inputs is done in fp32
+
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        # convert into half-precision if necessary
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+
         return self.weight * hidden_states
 
 
@@ -76,11 +94,11 @@ class T5LayerSelfAttention(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs):
         normed_hidden_states = self.layer_norm(hidden_states)
         attention_output, position_bias = self.SelfAttention(normed_hidden_states)
         attention_output = hidden_states + self.dropout(attention_output)
-        return attention_output, position_bias
+        return attention_output, position_bias, None
 
 
 class T5DenseActDense(nn.Module):
@@ -96,11 +114,12 @@ class T5DenseActDense(nn.Module):
         self.dropout = nn.Dropout(p=0.0)
         self.act = nn.ReLU()
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         hidden_states = self.wi(hidden_states)
         hidden_states = self.act(hidden_states)
         hidden_states = self.dropout(hidden_states)
-        return self.wo(hidden_states)
+        hidden_states = self.wo(hidden_states)
+        return hidden_states
 
 
 class T5LayerFF(nn.Module):
@@ -115,10 +134,11 @@ class T5LayerFF(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         forwarded_states = self.layer_norm(hidden_states)
         forwarded_states = self.DenseReluDense(forwarded_states)
-        return hidden_states + self.dropout(forwarded_states)
+        hidden_states = hidden_states + self.dropout(forwarded_states)
+        return hidden_states
 
 
 class T5Block(nn.Module):
@@ -132,10 +152,49 @@ class T5Block(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_states, self_attn_position_bias = self.layer[0](hidden_states)
-        hidden_states = self.layer[1](hidden_states)
-        return hidden_states, self_attn_position_bias
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_bias=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        encoder_decoder_position_bias=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        hidden_states, self_attn_position_bias, _ = self.layer[0](
+            hidden_states,
+            attention_mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        cross_attn_position_bias = None
+
+        # Apply Feed Forward layer
+        hidden_states = self.layer[-1](hidden_states)
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        return hidden_states, self_attn_position_bias, cross_attn_position_bias
 
 
 class T5Attention2(nn.Module):
@@ -179,10 +238,11 @@ class T5LayerSelfAttention2(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor, position_bias: Tensor) -> Tensor:
+    def forward(self, hidden_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs):
         normed_hidden_states = self.layer_norm(hidden_states)
         attention_output = self.SelfAttention(normed_hidden_states, position_bias)
-        return hidden_states + self.dropout(attention_output)
+        attention_output = hidden_states + self.dropout(attention_output)
+        return attention_output, position_bias, None
 
 
 class T5Block2(nn.Module):
@@ -196,9 +256,49 @@ class T5Block2(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])
 
-    def forward(self, hidden_states: Tensor, position_bias: Tensor) -> Tensor:
-        hidden_states = self.layer[0](hidden_states, position_bias)
-        return self.layer[1](hidden_states)
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_bias=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        encoder_decoder_position_bias=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        hidden_states, self_attn_position_bias, _ = self.layer[0](
+            hidden_states,
+            attention_mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        cross_attn_position_bias = None
+
+        # Apply Feed Forward layer
+        hidden_states = self.layer[-1](hidden_states)
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        return hidden_states, self_attn_position_bias, cross_attn_position_bias
 
 
 class T5Attention3(nn.Module):
@@ -211,6 +311,10 @@ class T5Attention3(nn.Module):
     def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
+        self.layer_idx = 0
+        self.relative_attention_num_buckets = 8
+        self.relative_attention_max_distance = 16
+        self.is_decoder = True
         self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
@@ -218,27 +322,108 @@ class T5Attention3(nn.Module):
         self.o = nn.Linear(32, 32, bias=False)
         self.relative_attention_bias = nn.Embedding(8, 4)
 
-    def forward(self, hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        key_states = self.k(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        value_states = self.v(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        context_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(1)
-        memory_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
-        relative_position = memory_position - context_position
-        relative_position = -relative_position.min(torch.zeros_like(relative_position))
-        relative_position_if_large = (relative_position.to(torch.float32) / 4).log() / 1.3862943611198906 * 4
-        relative_position_if_large = relative_position_if_large.to(torch.int64) + 4
-        is_small = relative_position < 4
-        relative_position_if_large = relative_position_if_large.min(torch.full_like(relative_position_if_large, 7))
-        relative_buckets = torch.where(is_small, relative_position, relative_position_if_large)
-        position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
-        attention_mask = torch.where(mask, position_bias, torch.finfo(hidden_states.dtype).min).contiguous()
+    def forward(
+        self, hidden_states, mask=None, key_value_states=None, position_bias=None, past_key_values=None, **kwargs
+    ):
+        """
+        Self-attention (if key_value_states is None) or attention over source sentence (provided by key_value_states).
+        """
+        # Input is (batch_size, seq_length, dim)
+        # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
+        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
+        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
+
+        # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
+        is_cross_attention = key_value_states is not None
+
+        query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+
+        current_states = key_value_states if is_cross_attention else hidden_states
+        kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
+        key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
+        value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
+
+        # compute scores, equivalent of torch.einsum("bnqd,bnkd->bnqk", query_states, key_states), compatible with onnx op>9
+        key_length = key_states.shape[-2]
+        position_bias = self.compute_bias(
+            input_shape[1], key_length, device=query_states.device, past_seen_tokens=past_seen_tokens
+        )
+
+        attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
-        attn_output = attn_output.transpose(1, 2).flatten(2)
+        attn_output = attn_output.transpose(1, 2)
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         attn_output = self.o(attn_output)
-        return attn_output, position_bias
+
+        return attn_output, position_bias, None
+
+    def compute_bias(self, query_length, key_length, device=None, past_seen_tokens=0):
+        context_position = torch.arange(query_length, dtype=torch.long, device=device)[:, None] + past_seen_tokens
+        memory_position = torch.arange(key_length, dtype=torch.long, device=device)[None, :]
+        relative_position = memory_position - context_position  # shape (query_length, key_length)
+        relative_position_bucket = self._relative_position_bucket(
+            relative_position,  # shape (query_length, key_length)
+            bidirectional=(not self.is_decoder),
+            num_buckets=self.relative_attention_num_buckets,
+            max_distance=self.relative_attention_max_distance,
+        )
+        values = self.relative_attention_bias(relative_position_bucket)  # shape (query_length, key_length, num_heads)
+        values = values.permute([2, 0, 1]).unsqueeze(0)  # shape (1, num_heads, query_length, key_length)
+        return values
+
+    @staticmethod
+    def _relative_position_bucket(relative_position, bidirectional=True, num_buckets=32, max_distance=128):
+        """
+        Adapted from Mesh Tensorflow:
+        https://github.com/tensorflow/mesh/blob/0cb87fe07da627bf0b7e60475d59f95ed6b5be3d/mesh_tensorflow/transformer/transformer_layers.py#L593
+
+        Translate relative position to a bucket number for relative attention. The relative position is defined as
+        memory_position - query_position, i.e. the distance in tokens from the attending position to the attended-to
+        position. If bidirectional=False, then positive relative positions are invalid. We use smaller buckets for
+        small absolute relative_position and larger buckets for larger absolute relative_positions. All relative
+        positions >=max_distance map to the same bucket. All relative positions <=-max_distance map to the same bucket.
+        This should allow for more graceful generalization to longer sequences than the model has been trained on
+
+        Args:
+            relative_position: an int32 Tensor
+            bidirectional: a boolean - whether the attention is bidirectional
+            num_buckets: an integer
+            max_distance: an integer
+
+        Returns:
+            a Tensor with the same shape as relative_position, containing int32 values in the range [0, num_buckets)
+        """
+        relative_buckets = 0
+        if bidirectional:
+            num_buckets //= 2
+            relative_buckets += (relative_position > 0).to(torch.long) * num_buckets
+            relative_position = torch.abs(relative_position)
+        else:
+            relative_position = -torch.min(relative_position, torch.zeros_like(relative_position))
+        # now relative_position is in the range [0, inf)
+
+        # half of the buckets are for exact increments in positions
+        max_exact = num_buckets // 2
+        is_small = relative_position < max_exact
+
+        # The other half of the buckets are for logarithmically bigger bins in positions up to max_distance
+        relative_position_if_large = max_exact + (
+            torch.log(relative_position.float() / max_exact)
+            / math.log(max_distance / max_exact)
+            * (num_buckets - max_exact)
+        ).to(torch.long)
+        relative_position_if_large = torch.min(
+            relative_position_if_large, torch.full_like(relative_position_if_large, num_buckets - 1)
+        )
+
+        relative_buckets += torch.where(is_small, relative_position, relative_position_if_large)
+        return relative_buckets
 
 
 class T5LayerSelfAttention3(nn.Module):
@@ -255,11 +440,17 @@ class T5LayerSelfAttention3(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs):
         normed_hidden_states = self.layer_norm(hidden_states)
-        attention_output, position_bias = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output, position_bias, attn_weights = self.SelfAttention(
+            normed_hidden_states,
+            mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
         attention_output = hidden_states + self.dropout(attention_output)
-        return attention_output, position_bias
+        return attention_output, position_bias, attn_weights
 
 
 class T5Attention4(nn.Module):
@@ -272,6 +463,7 @@ class T5Attention4(nn.Module):
     def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
+        self.layer_idx = 0
         self.n_heads = 4
         self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
@@ -279,23 +471,47 @@ class T5Attention4(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
-        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        key_states = self.k(key_value_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        value_states = self.v(key_value_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+    def forward(
+        self, hidden_states, mask=None, key_value_states=None, position_bias=None, past_key_values=None, **kwargs
+    ):
+        """
+        Self-attention (if key_value_states is None) or attention over source sentence (provided by key_value_states).
+        """
+        # Input is (batch_size, seq_length, dim)
+        # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
+        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
+        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
+
+        # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
+        is_cross_attention = key_value_states is not None
+
+        query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+
+        current_states = key_value_states if is_cross_attention else hidden_states
+        kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
+        key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
+        value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
+
+        # compute scores, equivalent of torch.einsum("bnqd,bnkd->bnqk", query_states, key_states), compatible with onnx op>9
+        key_length = key_states.shape[-2]
         position_bias = torch.zeros(
-            1,
-            self.n_heads,
-            hidden_states.shape[1],
-            key_value_states.shape[1],
-            dtype=hidden_states.dtype,
-            device=hidden_states.device,
+            (1, self.n_heads, input_shape[1], key_length),
+            device=query_states.device,
+            dtype=query_states.dtype,
         )
+
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
         )
-        attn_output = attn_output.transpose(1, 2).flatten(2)
-        return self.o(attn_output)
+        attn_output = attn_output.transpose(1, 2)
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o(attn_output)
+
+        return attn_output, position_bias, None
 
 
 class T5LayerCrossAttention(nn.Module):
@@ -311,10 +527,20 @@ class T5LayerCrossAttention(nn.Module):
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states, key_value_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs
+    ):
         normed_hidden_states = self.layer_norm(hidden_states)
-        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states)
-        return hidden_states + self.dropout(attention_output)
+        attention_output, position_bias, attn_weights = self.EncDecAttention(
+            normed_hidden_states,
+            mask=attention_mask,
+            key_value_states=key_value_states,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        layer_output = hidden_states + self.dropout(attention_output)
+        return layer_output, position_bias, attn_weights
 
 
 class T5Block3(nn.Module):
@@ -330,12 +556,65 @@ class T5Block3(nn.Module):
         self.layer = nn.ModuleList([T5LayerSelfAttention3(), T5LayerCrossAttention(), T5LayerFF()])
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor, encoder_hidden_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        hidden_states, self_attn_position_bias = self.layer[0](hidden_states, attention_mask)
-        hidden_states = self.layer[1](hidden_states, encoder_hidden_states)
-        hidden_states = self.layer[2](hidden_states)
-        return hidden_states, self_attn_position_bias
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_bias=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        encoder_decoder_position_bias=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        hidden_states, self_attn_position_bias, _ = self.layer[0](
+            hidden_states,
+            attention_mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        cross_attn_position_bias = None
+        hidden_states, cross_attn_position_bias, _ = self.layer[1](
+            hidden_states,
+            key_value_states=encoder_hidden_states,
+            attention_mask=encoder_attention_mask,
+            position_bias=encoder_decoder_position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        # Apply Feed Forward layer
+        hidden_states = self.layer[-1](hidden_states)
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        return hidden_states, self_attn_position_bias, cross_attn_position_bias
 
 
 class T5Attention5(nn.Module):
@@ -345,25 +624,50 @@ class T5Attention5(nn.Module):
     position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self):
+    def __init__(self, layer_idx):
         super().__init__()
         self.key_value_proj_dim = 8
+        self.layer_idx = layer_idx
         self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, mask: Tensor, position_bias: Tensor) -> Tensor:
-        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        key_states = self.k(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        value_states = self.v(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        attention_mask = torch.where(mask, position_bias, torch.finfo(hidden_states.dtype).min).contiguous()
+    def forward(
+        self, hidden_states, mask=None, key_value_states=None, position_bias=None, past_key_values=None, **kwargs
+    ):
+        """
+        Self-attention (if key_value_states is None) or attention over source sentence (provided by key_value_states).
+        """
+        # Input is (batch_size, seq_length, dim)
+        # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
+        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
+        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
+
+        # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
+        is_cross_attention = key_value_states is not None
+
+        query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+
+        current_states = key_value_states if is_cross_attention else hidden_states
+        kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
+        key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
+        value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
+
+        attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
-        attn_output = attn_output.transpose(1, 2).flatten(2)
-        return self.o(attn_output)
+        attn_output = attn_output.transpose(1, 2)
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o(attn_output)
+
+        return attn_output, position_bias, None
 
 
 class T5LayerSelfAttention4(nn.Module):
@@ -374,16 +678,23 @@ class T5LayerSelfAttention4(nn.Module):
     decoder_input_ids_1, 32].
     """
 
-    def __init__(self):
+    def __init__(self, layer_idx):
         super().__init__()
-        self.SelfAttention = T5Attention5()
+        self.SelfAttention = T5Attention5(layer_idx)
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor) -> Tensor:
+    def forward(self, hidden_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs):
         normed_hidden_states = self.layer_norm(hidden_states)
-        attention_output = self.SelfAttention(normed_hidden_states, attention_mask, position_bias)
-        return hidden_states + self.dropout(attention_output)
+        attention_output, position_bias, attn_weights = self.SelfAttention(
+            normed_hidden_states,
+            mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        attention_output = hidden_states + self.dropout(attention_output)
+        return attention_output, position_bias, attn_weights
 
 
 class T5Attention6(nn.Module):
@@ -393,24 +704,49 @@ class T5Attention6(nn.Module):
     position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self):
+    def __init__(self, layer_idx):
         super().__init__()
         self.key_value_proj_dim = 8
+        self.layer_idx = layer_idx
         self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, key_value_states: Tensor, position_bias: Tensor) -> Tensor:
-        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        key_states = self.k(key_value_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        value_states = self.v(key_value_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+    def forward(
+        self, hidden_states, mask=None, key_value_states=None, position_bias=None, past_key_values=None, **kwargs
+    ):
+        """
+        Self-attention (if key_value_states is None) or attention over source sentence (provided by key_value_states).
+        """
+        # Input is (batch_size, seq_length, dim)
+        # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
+        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
+        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
+
+        # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
+        is_cross_attention = key_value_states is not None
+
+        query_states = self.q(hidden_states).view(hidden_shape).transpose(1, 2)
+
+        current_states = key_value_states if is_cross_attention else hidden_states
+        kv_shape = (*current_states.shape[:-1], -1, self.key_value_proj_dim)
+        key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
+        value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
+
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
         )
-        attn_output = attn_output.transpose(1, 2).flatten(2)
-        return self.o(attn_output)
+        attn_output = attn_output.transpose(1, 2)
+
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o(attn_output)
+
+        return attn_output, position_bias, None
 
 
 class T5LayerCrossAttention2(nn.Module):
@@ -420,16 +756,26 @@ class T5LayerCrossAttention2(nn.Module):
     position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self):
+    def __init__(self, layer_idx):
         super().__init__()
-        self.EncDecAttention = T5Attention6()
+        self.EncDecAttention = T5Attention6(layer_idx)
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
-    def forward(self, hidden_states: Tensor, key_value_states: Tensor, position_bias: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states, key_value_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs
+    ):
         normed_hidden_states = self.layer_norm(hidden_states)
-        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states, position_bias)
-        return hidden_states + self.dropout(attention_output)
+        attention_output, position_bias, attn_weights = self.EncDecAttention(
+            normed_hidden_states,
+            mask=attention_mask,
+            key_value_states=key_value_states,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        layer_output = hidden_states + self.dropout(attention_output)
+        return layer_output, position_bias, attn_weights
 
 
 class T5Block4(nn.Module):
@@ -441,18 +787,67 @@ class T5Block4(nn.Module):
     decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self):
+    def __init__(self, layer_idx):
         super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention4(), T5LayerCrossAttention2(), T5LayerFF()])
+        self.layer = nn.ModuleList([T5LayerSelfAttention4(layer_idx), T5LayerCrossAttention2(layer_idx), T5LayerFF()])
 
     def forward(
         self,
-        hidden_states: Tensor,
-        attention_mask: Tensor,
-        position_bias: Tensor,
-        encoder_hidden_states: Tensor,
-        encoder_decoder_position_bias: Tensor,
-    ) -> Tensor:
-        hidden_states = self.layer[0](hidden_states, attention_mask, position_bias)
-        hidden_states = self.layer[1](hidden_states, encoder_hidden_states, encoder_decoder_position_bias)
-        return self.layer[2](hidden_states)
+        hidden_states,
+        attention_mask=None,
+        position_bias=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        encoder_decoder_position_bias=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        hidden_states, self_attn_position_bias, _ = self.layer[0](
+            hidden_states,
+            attention_mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        cross_attn_position_bias = None
+        hidden_states, cross_attn_position_bias, _ = self.layer[1](
+            hidden_states,
+            key_value_states=encoder_hidden_states,
+            attention_mask=encoder_attention_mask,
+            position_bias=encoder_decoder_position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        # Apply Feed Forward layer
+        hidden_states = self.layer[-1](hidden_states)
+
+        # clamp inf values to enable fp16 training
+        if hidden_states.dtype == torch.float16:
+            clamp_value = torch.where(
+                torch.isinf(hidden_states).any(),
+                torch.finfo(hidden_states.dtype).max - 1000,
+                torch.finfo(hidden_states.dtype).max,
+            )
+            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
+
+        return hidden_states, self_attn_position_bias, cross_attn_position_bias

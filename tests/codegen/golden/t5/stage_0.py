@@ -27,6 +27,6 @@ class Stage0(nn.Module):
     def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
         hidden_states = self.t5.encoder.dropout(inputs_embeds)
-        hidden_states, self_attention_position_bias = self.t5.encoder.block[0](hidden_states)
-        hidden_states = self.t5.encoder.block[1](hidden_states, self_attention_position_bias)
+        hidden_states, self_attention_position_bias, _ = self.t5.encoder.block[0](hidden_states)
+        hidden_states = self.t5.encoder.block[1](hidden_states, position_bias=self_attention_position_bias)[0]
         return self_attention_position_bias, hidden_states

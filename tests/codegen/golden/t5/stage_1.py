@@ -32,7 +32,7 @@ class Stage1(nn.Module):
     def forward(
         self, decoder_input_ids: Tensor, self_attention_position_bias: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_states = self.t5.encoder.block["2"](hidden_states, self_attention_position_bias)
+        hidden_states = self.t5.encoder.block["2"](hidden_states, position_bias=self_attention_position_bias)[0]
         hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
         encoder_hidden_states = self.t5.encoder.dropout(hidden_states)
         inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
@@ -41,7 +41,7 @@ class Stage1(nn.Module):
         )
         attention_mask = ones.tril()
         hidden_states = self.t5.decoder.dropout(inputs_embeds)
-        hidden_states, self_attention_position_bias = self.t5.decoder.block[0](
-            hidden_states, attention_mask, encoder_hidden_states
+        hidden_states, self_attention_position_bias, _ = self.t5.decoder.block[0](
+            hidden_states, attention_mask, encoder_hidden_states=encoder_hidden_states
         )
         return encoder_hidden_states, self_attention_position_bias, hidden_states

@@ -20,7 +20,7 @@ class Stage2(nn.Module):
         super().__init__()
         self.t5 = nn.Module()
         self.t5.decoder = nn.Module()
-        self.t5.decoder.block = nn.ModuleDict({str(i): T5Block4() for i in range(1, 3)})
+        self.t5.decoder.block = nn.ModuleDict({"1": T5Block4(1), "2": T5Block4(2)})
         self.t5.decoder.final_layer_norm = T5LayerNorm()
         self.t5.decoder.dropout = nn.Dropout(p=0.0)
         self.t5.lm_head = nn.Linear(32, 89, bias=False)
@@ -45,8 +45,12 @@ class Stage2(nn.Module):
         )
         for block in self.t5.decoder.block.values():
             hidden_states = block(
-                hidden_states, attention_mask, self_attention_position_bias, encoder_hidden_states, position_bias
-            )
+                hidden_states,
+                attention_mask,
+                self_attention_position_bias,
+                encoder_hidden_states,
+                encoder_decoder_position_bias=position_bias,
+            )[0]
         hidden_states = self.t5.decoder.final_layer_norm(hidden_states)
         hidden_states = self.t5.decoder.dropout(hidden_states)
         sequence_output = hidden_states * 0.1767766952966369

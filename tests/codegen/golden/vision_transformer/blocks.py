@@ -1,6 +1,6 @@
 """The blocks that the stages of VisionTransformer (vision_transformer.py) share.
 
-PatchEmbedding, Mlp, DropPath, Block, DropPath2, Block2: the text of vision_transformer.py.
+PatchEmbedding, DropPath, Attention, Mlp, Block, DropPath2, Block2: the text of vision_transformer.py.
 """
 
 import torch
@@ -26,6 +26,13 @@ class PatchEmbedding(nn.Module):
         return torch.cat([cls_token, patches], dim=1) + self.pos_embed
 
 
+class DropPath(nn.Module):
+    """DropPath (vision_transformer.py:28), as in blocks.0.drop_path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Attention(nn.Module):
     """Attention (vision_transformer.py:43), as in blocks.0.attn.
 
@@ -34,16 +41,16 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.num_heads = 4
         self.scale = 0.3535533905932738
+        self.num_heads = 4
         self.qkv = nn.Linear(32, 96)
         self.proj = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind()
-        attn = q @ k.transpose(-2, -1) * self.scale
-        attn = F.softmax(attn, dim=-1)
+        q, k, v = qkv.unbind(0)
+        attn = (q @ k.transpose(-2, -1)) * self.scale
+        attn = attn.softmax(dim=-1)
         x = (attn @ v).transpose(1, 2).flatten(2)
         return self.proj(x)
 
@@ -61,13 +68,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
-
-
-class DropPath(nn.Module):
-    """DropPath (vision_transformer.py:28), as in blocks.0.drop_path."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
 
 
 class Block(nn.Module):

@@ -1,0 +1,265 @@
+"""The text of a ``forward`` of which some statements are written from the graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from pipegraph.codegen.author_text.constructors import Constructor
+from pipegraph.codegen.author_text.cut import Line, UnwritableError
+from pipegraph.codegen.author_text.names import GraphPart, ReadNames, TextPart
+from pipegraph.codegen.author_text.variables import CallVariables
+from pipegraph.codegen.forward.items import ModuleCall, Step
+from pipegraph.codegen.forward.short_forms import shortened
+from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, literal
+from pipegraph.codegen.syntax.statements import Assign, Return, Statement, lines
+from pipegraph.graph.calls import CallValues, result_place
+
+_INDENT = 4
+
+Write = Callable[[Sequence[Step], Mapping[fx.Node, str], Mapping[fx.Node, str]], tuple[Statement, ...]]
+"""(steps, values that they may read → how the text has them, results → their names) → the statements, the last of which
+returns the results."""
+
+
+@dataclass
+class _Written:
+    """What a part that is written from the graph has.
+
+    Attributes:
+        steps: its operations and calls.
+        inputs: the values that it reads → how the text has them.
+        outputs: the variables that later parts read → their values.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    inputs: dict[fx.Node, str] = field(default_factory=dict)
+    outputs: dict[str, fx.Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a ``forward`` returns.
+
+    Attributes:
+        nodes: the values that are read after the call.
+        form: what the author's returns: ``...`` for a tensor, a tuple, None for anything else. None if it is no
+            nest of tuples.
+        paths: the indices of the values in that form.
+    """
+
+    nodes: Sequence[fx.Node]
+    form: object
+    paths: Sequence[tuple[int, ...]]
+
+    def expressions(self, values: Sequence[Expression]) -> tuple[Expression, ...]:
+        """The values in the form of the author, with None for those that nothing reads."""
+        if self.form is None:
+            return tuple(values)
+        by_path = dict(zip(self.paths, values, strict=True))
+
+        def nested(form: object, path: tuple[int, ...]) -> Expression:
+            if isinstance(form, tuple):
+                return Collection(tuple(nested(part, (*path, index)) for index, part in enumerate(form)), "()")
+            return by_path.get(path, literal(None))
+
+        if isinstance(self.form, tuple) and len(self.form) > 1:
+            return tuple(nested(part, (index,)) for index, part in enumerate(self.form))
+        return (nested(self.form, ()),)
+
+
+def results_of(called: CallValues) -> Results:
+    """What a call returns."""
+    places = [result_place(node, called.tree.call) for node in called.makes]
+    paths = [place.path for place in places if place is not None and place.path is not None]
+    form = places[0].form if len(paths) == len(places) and places and places[0] is not None else None
+    return Results(called.makes, form, paths)
+
+
+class ForwardText:
+    """Writes the text of a ``forward``.
+
+    Args:
+        names: its statements.
+        variables: the variables of a call of it.
+        results: what it returns.
+        name_of: returns a name for a value that has no variable.
+    """
+
+    def __init__(
+        self, names: ReadNames, variables: CallVariables, results: Results, name_of: Callable[[fx.Node], str]
+    ) -> None:
+        self._names, self._variables, self._results, self._name_of = names, variables, results, name_of
+        self._parts = names.parts
+        self._written = {at: _Written() for at, part in enumerate(self._parts) if isinstance(part, GraphPart)}
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some of its statements are written from the graph."""
+        return bool(self._written)
+
+    @property
+    def has_author_results(self) -> bool:
+        """Whether it returns what the author's ``forward`` does."""
+        returns = isinstance(self._parts[-1], GraphPart) and self._parts[-1].returns
+        return not returns or self._results.form is not None
+
+    def add_steps(self, steps: Iterable[tuple[Step, int]]) -> dict[str, Constructor]:
+        """Add the operations and calls of the ``forward``, each with its line.
+
+        Returns:
+            the modules that are called in the statements from the graph.
+
+        Raises:
+            UnwritableError: a step is in none of the statements, or all of them are written from the graph.
+        """
+        part_of = {number: at for at, part in enumerate(self._parts) for number in part.numbers}
+        has_text, called = False, dict[str, Constructor]()
+        for step, line in steps:
+            if line not in part_of:
+                raise UnwritableError(f"it runs {step.nodes[0]} on none of its lines")
+            if part_of[line] in self._written:
+                self._written[part_of[line]].steps.append(step)
+                if isinstance(step, ModuleCall):
+                    called[step.fqn] = step.constructor, step.modules
+            else:
+                has_text = True
+        if not has_text:
+            raise UnwritableError("all of its operations would be written from the graph")
+        return called
+
+    def text(self, write: Write) -> tuple[list[Line], list[Statement]]:
+        """Return the lines of the text, and the statements among them from the graph. Raises UnwritableError."""
+        self._connect()
+        statements: dict[int, tuple[Statement, ...]] = {}
+        assigned: dict[str, int] = {}
+        for at, part in enumerate(self._parts):
+            if isinstance(part, GraphPart):
+                statements[at] = self._statements(at, part, assigned, write)
+            assigned |= dict.fromkeys(part.assigns, at)
+        text: list[Line] = []
+        used: set[str] = set()
+        for at, part in reversed(list(enumerate(self._parts))):
+            if isinstance(part, TextPart):
+                part_lines = part.without_unused(used)
+                used |= part.reads if part_lines else set()
+            else:
+                new_lines = (Line(line, 0) for line in lines(shortened(statements[at]), _INDENT))
+                part_lines = (*part.comments, *new_lines) if statements[at] else ()
+                used |= _names_in(statements[at])
+            text[:0] = part_lines
+        return [*self._names.header, *text], [statement for group in statements.values() for statement in group]
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Find the variables by which the parts pass values to each other."""
+        makers = {node: at for at, written in self._written.items() for step in written.steps for node in step.nodes}
+        assigned: dict[str, int] = {}
+        before: dict[int, dict[str, int]] = {}
+        for at, part in enumerate(self._parts):
+            if isinstance(part, TextPart):
+                for name in sorted(part.reads):
+                    maker = assigned.get(name, -1)
+                    value = self._variables.value(name, self._parts[maker].numbers) if maker in self._written else None
+                    if value is None:
+                        continue
+                    self._written[maker].outputs[name] = value
+                    if makers.get(value) != maker and value.op != "get_attr":  # it assigns what another part made
+                        inputs = self._written[maker].inputs
+                        inputs[value] = self._input(value, self._parts[maker], before[maker], makers)
+            else:
+                before[at] = dict(assigned)
+                for node in self._values_read(at, part):
+                    self._written[at].inputs[node] = self._input(node, part, assigned, makers)
+            assigned |= dict.fromkeys(part.assigns, at)
+
+    def _values_read(self, at: int, part: GraphPart) -> list[fx.Node]:
+        """The values from outside that a part reads, and those that it returns."""
+        steps = self._written[at].steps
+        inside = {node for step in steps for node in step.nodes}
+        read = [node for step in steps for node in step.reads if node.op != "get_attr"]
+        returned = list(self._results.nodes) if part.returns else []
+        return [node for node in dict.fromkeys((*read, *returned)) if node not in inside]
+
+    def _input(
+        self, node: fx.Node, part: TextPart | GraphPart, assigned: Mapping[str, int], makers: Mapping[fx.Node, int]
+    ) -> str:
+        """How the text has a value before a part. Raises UnwritableError if it does not."""
+        names = {text: maker for text, value, maker in self._available(part, assigned) if value is node}
+        kept = [text for text, maker in names.items() if maker not in self._written]
+        if kept:
+            return kept[-1]
+        for text, maker in reversed(names.items()):
+            self._written[maker].outputs[text] = node
+            return text
+        if (maker := makers.get(node, -1)) < 0:
+            raise UnwritableError(f"no variable has {node}")
+        outputs = self._written[maker].outputs
+        for text, value in outputs.items():
+            if value is node and assigned.get(text, maker) == maker:
+                return text
+        name = unused(variable(self._name_of(node), "x"), self._all_variables().union(outputs))
+        outputs[name] = node
+        return name
+
+    def _available(self, part: TextPart | GraphPart, assigned: Mapping[str, int]) -> Iterable[tuple[str, fx.Node, int]]:
+        """The variables that have a value before a part: the text, the value, and the part that assigns it."""
+        for (name, path), node in self._variables.before(min(part.numbers - {0})).items():
+            maker = assigned.get(name, -1)
+            if not path or maker not in self._written:
+                yield name + "".join(f"[{index}]" for index in path), node, maker
+
+    def _all_variables(self) -> set[str]:
+        return {name for part in self._parts for name in part.assigns} | {
+            name for part in self._parts if isinstance(part, TextPart) for name in part.reads
+        }
+
+    # ---- statements --------------------------------------------------------------------------------------------------
+
+    def _statements(self, at: int, part: GraphPart, assigned: Mapping[str, int], write: Write) -> tuple[Statement, ...]:
+        written = self._written[at]
+        inputs = dict(written.inputs)
+        for text, node, maker in self._available(part, assigned):
+            if maker not in self._written or text in self._written[maker].outputs:
+                inputs.setdefault(node, text)  # an operation may name one of its sizes
+        names = {node: name for name, node in written.outputs.items()}
+        outputs = {node: self._name_of(node) for node in self._results.nodes} if part.returns else names
+        if not written.steps and not outputs:
+            return ()
+        *statements, result = write(written.steps, inputs, outputs)
+        assert isinstance(result, Return)
+        if result.count is None:
+            raise UnwritableError("a statement returns a list")
+        if part.returns:
+            return (*statements, Return(self._results.expressions(result.values)))
+        values = dict(zip(outputs, result.values, strict=True))
+        for name, node in written.outputs.items():
+            if values[node] != Name(name):
+                statements.append(Assign((Name(name),), values[node]))
+        self._check_names(at, statements, assigned)
+        return tuple(statements)
+
+    def _check_names(self, at: int, statements: Sequence[Statement], assigned: Mapping[str, int]) -> None:
+        """Raise UnwritableError if a statement assigns a variable that a later statement reads as it was before."""
+        stored = {
+            target.text
+            for statement in statements
+            for node in statement.walk()
+            if isinstance(node, Assign)
+            for target in node.targets
+        } - self._written[at].outputs.keys()
+        for part in self._parts[at + 1 :]:
+            if isinstance(part, TextPart) and (lost := stored & part.reads):
+                raise UnwritableError(f"{min(lost)} would be something else")
+            stored -= part.assigns
+
+
+def _names_in(statements: Iterable[Statement]) -> set[str]:
+    """The variables that statements name."""
+    names = (node.name for statement in statements for node in statement.walk() if isinstance(node, Name))
+    return {re.split(r"\W", name)[0] for name in names}
