@@ -244,5 +244,5 @@ def test_the_last_call_of_a_loop_returns_what_the_others_do(tmp_path: Path) -> N
     text = source(package)
     assert text.count("class Cell(") == 1
     assert text.count("for t in range(") == 2
-    assert "self.body.cells[0](input[:, t], state, c)" in text
+    assert "self.cells[0](x[:, t], state, c)" in text
     assert differences(package, model, (batch(2, 5, 8),)) == []

@@ -75,7 +75,7 @@ def test_nothing_is_written_again_without_a_fault(tmp_path: Path) -> None:
     proof, text = written(tmp_path / "out")
     assert not proof.plainer and not proof.reasons
     assert proof.seconds > 0
-    assert "for layer in self.body.layers" in text and "self.factor" in text
+    assert "for layer in self.layers" in text and "self.factor" in text
 
 
 def test_a_wrong_loop_is_written_as_its_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

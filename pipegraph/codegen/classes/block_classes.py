@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,9 +98,7 @@ class BlockClasses:
         self.called: dict[int, frozenset[str]] = {}
         self.package_tensors: set[str] = set()
         self.source = SourceStatements(captured)
-        self._opened = opened_calls(captured)
-        self._repeated = self._repeated_classes()
-        self.names = ModelNames(captured, self.source, self._opened)
+        self.names = ModelNames(captured, self.source, opened_calls(captured))
         self._below: dict[str, list[str]] = {"": list(captured.state)}  # module → parameters and buffers inside
         for fqn in captured.state:
             for module in outer_names(fqn):
@@ -113,16 +110,6 @@ class BlockClasses:
         self._variable_places = variables_by_call(captured.nodes)
         self.functions = HelperFunctions(captured, self.names, forms)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
-
-    def _repeated_classes(self) -> frozenset[str]:
-        """The classes of several modules that hold layers: residual blocks of two convolutions, encoder and decoder.
-
-        A stage with all of such a module calls its class. A model that occurs once is written out in its stages.
-        """
-        paths = (path_of(node) for node in self._captured.nodes)
-        opened = {fqn for path in paths for call, fqn in path if call in self._opened}
-        counts = Counter(self._captured.modules[fqn].class_name for fqn in opened)
-        return frozenset(name for name, count in counts.items() if count > 1)
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
         """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
@@ -224,11 +211,8 @@ class BlockClasses:
                 item = self.functions.call(members, child)
                 items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
                 continue
-            # Cuts lie between the items of a call that is opened. None lies in a whole call inside a class.
-            may_close = prefix or self._captured.modules[child.fqn].class_name in self._repeated
-            is_closed = child.call not in self._opened or (may_close and self.names.is_whole(child))
             if child.fqn not in inlined and is_within(child.fqn, prefix):
-                item = self._module_call(members, prefix, child) if is_closed else self._whole_sequence(members, child)
+                item = self._module_call(members, prefix, child)
             items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
         return items
 
@@ -263,14 +247,6 @@ class BlockClasses:
                 return None
             return self._call(called, call(source.name), modules, parameters=source.parameters)
         return self._call(called, constructor, modules)
-
-    def _whole_sequence(self, members: StageMembers, tree: CallTree) -> ModuleCall | None:
-        """The call of an ``nn.Sequential`` that a stage holds whole, though other stages may cut it."""
-        if type(self._captured.modules[tree.fqn].module) is not nn.Sequential or not self.names.is_whole(tree):
-            return None
-        called = call_values(self._captured, members, tree)
-        constructor, modules = self._sequential(members, called)
-        return self._call(called, constructor, modules) if constructor is not None else None
 
     def _call(
         self,

@@ -32,7 +32,7 @@ class ValueNames:
     Args:
         contents: the class.
         source: the statements of the model's source.
-        hints: names for values that have none in the source.
+        hints: the names of values that the class returns.
         parameters: the names of the parameters of ``forward``.
         clashes: names to avoid: their values get the name of the parameter under which a module takes them, if there
             is one.
@@ -58,8 +58,8 @@ class ValueNames:
     def name_of(self, item: Item, node: fx.Node) -> str:
         """The name of a value that ``item`` makes."""
         name = (
-            self._assigned.get(node)
-            or self._hints.get(node)
+            self._hints.get(node)
+            or self._assigned.get(node)
             or self._inner_name(item, node)
             or self._helper_name(node, innermost=True)
             or self._name_before_reshaping(node)

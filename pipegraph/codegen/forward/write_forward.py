@@ -405,7 +405,7 @@ def write_forward(
         parameters: the names of the parameters.
         source: finds names and line breaks in the model's source. Without it, every value has a separate line and a
             neutral name, so that two classes of equal structure have equal statements.
-        hints: names for values that have none in the source.
+        hints: the names of values that the class returns.
         numbers: writes numbers as the model's source does. It keeps the attributes that it wrote.
 
     Raises:

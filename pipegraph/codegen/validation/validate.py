@@ -264,7 +264,8 @@ def _located(
         )
     written = next((place for term, place in actual.items() if term in terms_of_source - terms_of_graph), None)
     missing = next((place for term, place in expected.items() if term in terms_of_graph - terms_of_source), None)
-    names = written.names if written is not None else missing.names if missing is not None else ()
+    lacking = (place.names for term, place in expected.items() if term in terms_of_graph - terms_of_source)
+    names = (*(written.names if written is not None else ()), *next(filter(None, lacking), ()))
     text = written.text if written is not None else "" if missing is not None else "its results in another order"
     expected_text = missing.text if missing is not None else ""
     lines, captured_lines = (place.lines if place is not None else () for place in (written, missing))

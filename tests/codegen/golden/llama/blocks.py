@@ -198,3 +198,64 @@ class LlamaDecoderLayer(nn.Module):
         hidden_states = self.mlp(hidden_states)
         hidden_states = residual + hidden_states
         return hidden_states
+
+
+class LlamaModelStart(nn.Module):
+    """LlamaModel (modeling_llama.py:335), a part of it, as in model.
+
+    input_ids i64[batch, input_ids_1] → f32[batch, input_ids_1, 128].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(2048, 128)
+        self.layers = nn.ModuleList([LlamaDecoderLayer() for _ in range(2)])
+        self.rotary_emb = LlamaRotaryEmbedding()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        inputs_embeds = self.embed_tokens(input_ids)
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        cos, sin = self.rotary_emb(None, position_ids)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
+        return hidden_states
+
+
+class LlamaModelMiddle(nn.Module):
+    """LlamaModel (modeling_llama.py:335), a part of it, as in model.
+
+    hidden_states f32[batch, input_ids_1, 128] → f32[batch, input_ids_1, 128].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2, 5)})
+        self.rotary_emb = LlamaRotaryEmbedding()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+        cos, sin = self.rotary_emb(None, position_ids)
+        for layer in self.layers.values():
+            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
+        return hidden_states
+
+
+class LlamaModelEnd(nn.Module):
+    """LlamaModel (modeling_llama.py:335), a part of it, as in model.
+
+    hidden_states f32[batch, input_ids_1, 128] → f32[batch, input_ids_1, 128].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(5, 8)})
+        self.norm = LlamaRMSNorm()
+        self.rotary_emb = LlamaRotaryEmbedding()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+        cos, sin = self.rotary_emb(None, position_ids)
+        for layer in self.layers.values():
+            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
+        return self.norm(hidden_states)

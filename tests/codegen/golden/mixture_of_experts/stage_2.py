@@ -8,7 +8,7 @@ from .blocks import Block, RMSNorm
 class Stage2(nn.Module):
     """layers.3, norm, output.
 
-    x f32[batch, tokens_1, 32], total f32[] → logits f32[batch, tokens_1, 97], total f32[].
+    x f32[batch, tokens_1, 32], total f32[] → logits f32[batch, tokens_1, 97], balance f32[].
     32.0 k parameters, 2.6 MFLOP.
     """
 
@@ -20,5 +20,5 @@ class Stage2(nn.Module):
 
     def forward(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         x, balance = self.layers["3"](x)
-        total = total + balance
-        return self.output(self.norm(x)), total
+        balance = total + balance
+        return self.output(self.norm(x)), balance

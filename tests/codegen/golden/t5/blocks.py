@@ -301,6 +301,61 @@ class T5Block2(nn.Module):
         return hidden_states, self_attn_position_bias, cross_attn_position_bias
 
 
+class T5StackStart(nn.Module):
+    """T5Stack (modeling_t5.py:640), a part of it, as in t5.encoder.
+
+    input_ids i64[batch, input_ids_1] → f32[1, 4, input_ids_1, input_ids_1], f32[batch, input_ids_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(89, 32)
+        self.block = nn.ModuleList([T5Block(), T5Block2()])
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        inputs_embeds = self.embed_tokens(input_ids)
+        hidden_states = self.dropout(inputs_embeds)
+        hidden_states, self_attention_position_bias, _ = self.block[0](hidden_states)
+        hidden_states = self.block[1](hidden_states, position_bias=self_attention_position_bias)[0]
+        return self_attention_position_bias, hidden_states
+
+
+class T5ForConditionalGenerationStart(nn.Module):
+    """T5ForConditionalGeneration (modeling_t5.py:893), a part of it, as in t5.
+
+    input_ids i64[batch, input_ids_1] → f32[1, 4, input_ids_1, input_ids_1], f32[batch, input_ids_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Embedding(89, 32)
+        self.encoder = T5StackStart()
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        position_bias, hidden_states = self.encoder(input_ids)
+        return position_bias, hidden_states
+
+
+class T5StackEnd(nn.Module):
+    """T5Stack (modeling_t5.py:640), a part of it, as in t5.encoder.
+
+    hidden_states f32[batch, input_ids_1, 32], self_attention_position_bias f32[1, 4, input_ids_1, input_ids_1]
+    → f32[batch, input_ids_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleDict({"2": T5Block2()})
+        self.final_layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, hidden_states: Tensor, self_attention_position_bias: Tensor) -> Tensor:
+        hidden_states = self.block["2"](hidden_states, position_bias=self_attention_position_bias)[0]
+        hidden_states = self.final_layer_norm(hidden_states)
+        return self.dropout(hidden_states)
+
+
 class T5Attention3(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.0.layer.0.SelfAttention.
 
@@ -617,6 +672,51 @@ class T5Block3(nn.Module):
         return hidden_states, self_attn_position_bias, cross_attn_position_bias
 
 
+class T5StackStart2(nn.Module):
+    """T5Stack (modeling_t5.py:640), a part of it, as in t5.decoder.
+
+    input_ids i64[batch, decoder_input_ids_1], encoder_hidden_states f32[batch, input_ids_1, 32] → f32[1, 4,
+    decoder_input_ids_1, decoder_input_ids_1], f32[batch, decoder_input_ids_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(89, 32)
+        self.block = nn.ModuleList([T5Block3()])
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        inputs_embeds = self.embed_tokens(input_ids)
+        ones = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
+        attention_mask = ones.tril()
+        hidden_states = self.dropout(inputs_embeds)
+        hidden_states, self_attention_position_bias, _ = self.block[0](
+            hidden_states, attention_mask, encoder_hidden_states=encoder_hidden_states
+        )
+        return self_attention_position_bias, hidden_states
+
+
+class T5ForConditionalGenerationMiddle(nn.Module):
+    """T5ForConditionalGeneration (modeling_t5.py:893), a part of it, as in t5.
+
+    decoder_input_ids i64[batch, decoder_input_ids_1], hidden_states f32[batch, input_ids_1, 32],
+    self_attention_position_bias f32[1, 4, input_ids_1, input_ids_1] → f32[batch, input_ids_1, 32], f32[1, 4,
+    decoder_input_ids_1, decoder_input_ids_1], f32[batch, decoder_input_ids_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = T5StackEnd()
+        self.decoder = T5StackStart2()
+
+    def forward(
+        self, decoder_input_ids: Tensor, hidden_states: Tensor, self_attention_position_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        encoder_outputs = self.encoder(hidden_states, self_attention_position_bias)
+        position_bias, hidden_states = self.decoder(decoder_input_ids, encoder_outputs)
+        return encoder_outputs, position_bias, hidden_states
+
+
 class T5Attention5(nn.Module):
     """T5Attention (modeling_t5.py:176), as in t5.decoder.block.1.layer.0.SelfAttention.
 
@@ -851,3 +951,64 @@ class T5Block4(nn.Module):
             hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
 
         return hidden_states, self_attn_position_bias, cross_attn_position_bias
+
+
+class T5StackEnd2(nn.Module):
+    """T5Stack (modeling_t5.py:640), a part of it, as in t5.decoder.
+
+    encoder_hidden_states f32[batch, input_ids_1, 32], hidden_states f32[batch, decoder_input_ids_1, 32],
+    self_attention_position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1] → f32[batch,
+    decoder_input_ids_1, 32].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleDict({"1": T5Block4(1), "2": T5Block4(2)})
+        self.final_layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(p=0.0)
+
+    def forward(
+        self, encoder_hidden_states: Tensor, hidden_states: Tensor, self_attention_position_bias: Tensor
+    ) -> Tensor:
+        ones = torch.ones(
+            hidden_states.shape[1], hidden_states.shape[1], dtype=torch.bool, device=encoder_hidden_states.device
+        )
+        attention_mask = ones.tril()
+        position_bias = torch.zeros(
+            1,
+            4,
+            hidden_states.shape[1],
+            encoder_hidden_states.shape[1],
+            dtype=encoder_hidden_states.dtype,
+            device=encoder_hidden_states.device,
+        )
+        for block in self.block.values():
+            hidden_states = block(
+                hidden_states,
+                attention_mask,
+                self_attention_position_bias,
+                encoder_hidden_states,
+                encoder_decoder_position_bias=position_bias,
+            )[0]
+        hidden_states = self.final_layer_norm(hidden_states)
+        return self.dropout(hidden_states)
+
+
+class T5ForConditionalGenerationEnd(nn.Module):
+    """T5ForConditionalGeneration (modeling_t5.py:893), a part of it, as in t5.
+
+    hidden_states f32[batch, decoder_input_ids_1, 32], self_attention_position_bias f32[1, 4,
+    decoder_input_ids_1, decoder_input_ids_1], hidden_states_1 f32[batch, input_ids_1, 32] → f32[batch,
+    decoder_input_ids_1, 89].
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.model_dim = 32
+        self.decoder = T5StackEnd2()
+        self.lm_head = nn.Linear(32, 89, bias=False)
+
+    def forward(self, hidden_states: Tensor, self_attention_position_bias: Tensor, hidden_states_1: Tensor) -> Tensor:
+        decoder_outputs = self.decoder(hidden_states_1, hidden_states, self_attention_position_bias)
+        sequence_output = decoder_outputs * self.model_dim**-0.5
+        return self.lm_head(sequence_output)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .blocks import T5Block, T5Block2
+from .blocks import T5ForConditionalGenerationStart
 
 
 class Stage0(nn.Module):
@@ -16,17 +16,9 @@ class Stage0(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.t5 = nn.Module()
-        self.t5.shared = nn.Embedding(89, 32)
-        self.t5.encoder = nn.Module()
-        self.t5.encoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.encoder.block = nn.ModuleList([T5Block(), T5Block2()])
-        self.t5.encoder.dropout = nn.Dropout(p=0.0)
+        self.t5 = T5ForConditionalGenerationStart()
         self.t5.encoder.embed_tokens.weight = self.t5.shared.weight
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        inputs_embeds = self.t5.encoder.embed_tokens(input_ids)
-        hidden_states = self.t5.encoder.dropout(inputs_embeds)
-        hidden_states, self_attention_position_bias, _ = self.t5.encoder.block[0](hidden_states)
-        hidden_states = self.t5.encoder.block[1](hidden_states, position_bias=self_attention_position_bias)[0]
+        self_attention_position_bias, hidden_states = self.t5(input_ids)
         return self_attention_position_bias, hidden_states

@@ -1,9 +1,8 @@
 """Stage 1 of 3 of Translator (t5.py)."""
 
-import torch
 from torch import Tensor, nn
 
-from .blocks import T5Block2, T5Block3, T5LayerNorm
+from .blocks import T5ForConditionalGenerationMiddle
 
 
 class Stage1(nn.Module):
@@ -19,29 +18,12 @@ class Stage1(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.t5 = nn.Module()
-        self.t5.encoder = nn.Module()
-        self.t5.encoder.block = nn.ModuleDict({"2": T5Block2()})
-        self.t5.encoder.final_layer_norm = T5LayerNorm()
-        self.t5.encoder.dropout = nn.Dropout(p=0.0)
-        self.t5.decoder = nn.Module()
-        self.t5.decoder.embed_tokens = nn.Embedding(89, 32)
-        self.t5.decoder.block = nn.ModuleList([T5Block3()])
-        self.t5.decoder.dropout = nn.Dropout(p=0.0)
+        self.t5 = T5ForConditionalGenerationMiddle()
 
     def forward(
         self, decoder_input_ids: Tensor, self_attention_position_bias: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_states = self.t5.encoder.block["2"](hidden_states, position_bias=self_attention_position_bias)[0]
-        hidden_states = self.t5.encoder.final_layer_norm(hidden_states)
-        encoder_hidden_states = self.t5.encoder.dropout(hidden_states)
-        inputs_embeds = self.t5.decoder.embed_tokens(decoder_input_ids)
-        ones = torch.ones(
-            decoder_input_ids.shape[1], decoder_input_ids.shape[1], dtype=torch.bool, device=decoder_input_ids.device
-        )
-        attention_mask = ones.tril()
-        hidden_states = self.t5.decoder.dropout(inputs_embeds)
-        hidden_states, self_attention_position_bias, _ = self.t5.decoder.block[0](
-            hidden_states, attention_mask, encoder_hidden_states=encoder_hidden_states
+        encoder_hidden_states, self_attention_position_bias, hidden_states = self.t5(
+            decoder_input_ids, hidden_states, self_attention_position_bias
         )
         return encoder_hidden_states, self_attention_position_bias, hidden_states
