@@ -27,7 +27,7 @@ from pipegraph.graph.captured import ExecutedLines, LineStep
 _IMPORTED: Final = (torch, torch.nn.functional, torch.nn, math, typing)
 """Modules whose members a package may import."""
 _SELF: Final = "self"
-_WITH_EFFECTS: Final = frozenset({"breakpoint", "eval", "exec", "globals", "input", "open", "print", "__import__"})
+WITH_EFFECTS: Final = frozenset({"breakpoint", "eval", "exec", "globals", "input", "open", "print", "__import__"})
 """Built-in functions that do more than to return a value."""
 _NOT_IN_A_STAGE: Final = frozenset({"checkpoint", "compile", "distributed"})
 """Members of torch that a stage does without: what is computed again is decided for the pipeline."""
@@ -223,7 +223,7 @@ class _Text:
         owned = {id(node.value) for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
         parents = {id(node.value): node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(self._tree):
-            _check(node)
+            check_node(node)
             if isinstance(node, ast.Attribute) and _is_self(node.value) and self._module is not None:
                 self._read_attribute(node, parents)
             elif isinstance(node, ast.Name) and not _is_stored(node):
@@ -273,12 +273,12 @@ class _Text:
             if outer is not first:
                 raise UnwritableError(f"it reads a tensor of self.{first.attr}")
             return
-        written = Name(_function_name(value)) if _function_name(value) else _expression(value)
+        written = Name(_function_name(value)) if _function_name(value) else plain_expression(value)
         if written is None:
             raise UnwritableError(f"self.{first.attr} is a {type(value).__name__}")
         name = outer.attr
         if outer is not first:
-            is_taken = name in vars(self._module) and _expression(vars(self._module)[name]) != written
+            is_taken = name in vars(self._module) and plain_expression(vars(self._module)[name]) != written
             if is_taken or name in self._registered():
                 name = f"{first.attr}_{name}"
             self._edits.append((outer, f"self.{name}"))
@@ -293,7 +293,7 @@ class _Text:
 
     def _read_global(self, name: str) -> None:
         if name not in self._namespace:
-            if not hasattr(builtins, name) or name in _WITH_EFFECTS:
+            if not hasattr(builtins, name) or name in WITH_EFFECTS:
                 raise UnwritableError(f"it uses {name}")
             return
         value = self._namespace[name]
@@ -302,7 +302,7 @@ class _Text:
             self._names.imports[name] = imported
         elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
             self._reader._add_function(value, name)
-        elif (constant := _expression(value)) is not None:
+        elif (constant := plain_expression(value)) is not None:
             self._names.constants[name] = constant
         else:
             raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
@@ -336,7 +336,7 @@ def import_of(name: str, value: Any) -> str | None:
     return None
 
 
-def _expression(value: Any) -> Expression | None:
+def plain_expression(value: Any) -> Expression | None:
     """A plain value as it is written; None for anything else."""
     if not _is_plain(value):
         return None
@@ -418,7 +418,7 @@ def _is_number_of_features(argument: ast.expr) -> bool:
     return True
 
 
-def _check(node: ast.AST) -> None:
+def check_node(node: ast.AST) -> None:
     """Raise UnwritableError for what no stage has."""
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Yield, ast.Await)):
         raise UnwritableError("it imports a module, or is not a plain function")

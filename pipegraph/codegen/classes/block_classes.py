@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
+from pipegraph.codegen.author_text.functions import add_function
 from pipegraph.codegen.author_text.names import SharedNames, divides_features, names_of_module
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
@@ -44,6 +45,7 @@ from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, 
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.custom_functions import applied_functions
 from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.split_points import opened_calls
@@ -85,6 +87,8 @@ class BlockClasses:
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self.functions = HelperFunctions(captured, self.names, forms)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
+        for applied in applied_functions(captured.nodes):
+            add_function(self._shared_names, applied.function)
 
     def _repeated_classes(self) -> frozenset[str]:
         """The classes of several modules that hold layers: residual blocks of two convolutions, encoder and decoder.
