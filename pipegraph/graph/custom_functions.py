@@ -48,16 +48,16 @@ class AppliedFunction:
     results: int | None
     draws: bool
 
-    def __call__(self, *args: Any) -> Any:
+    def apply(self, *args: Any) -> Any:
         """Apply the Function, with its backward. Several results are a list, as operators return them."""
-        given = [tuple(value) if is_tuple else value for value, is_tuple in zip(args, self.tuples, strict=True)]
-        results = apply_function(self.function, *given)
+        arguments = [tuple(value) if is_tuple else value for value, is_tuple in zip(args, self.tuples, strict=True)]
+        results = apply_function(self.function, *arguments)
         return results if self.results is None else list(results)
 
     def without_gradient(self, *args: Any) -> Any:
         """Run the forward. No result is in the memory of an argument, which the schema of the operator rules out."""
         with torch.no_grad():
-            results = self(*args)
+            results = self.apply(*args)
         memory = {storage_identity(value) for value in pytree.tree_leaves(args) if isinstance(value, Tensor)}
         return pytree.tree_map(lambda value: value.clone() if storage_identity(value) in memory else value, results)
 
@@ -80,7 +80,7 @@ def applied_functions(nodes: Iterable[fx.Node]) -> list[AppliedFunction]:
 
 def callable_of(target: Any) -> Callable[..., Any]:
     """What computes an operation with its backward: of a Function's operator the Function itself."""
-    return _functions.get(target, target)
+    return _functions[target].apply if target in _functions else target
 
 
 def _operator(applied: AppliedFunction) -> OpOverload:
@@ -163,8 +163,8 @@ def apply_written(function: type, written: type, args: tuple[Any, ...]) -> Any:
         UnwritableFunctionError: the class computes something else, or the model does not apply it to such arguments.
     """
     kinds = _kinds(args)
-    alike = (key for key in _operators if key.function is function and (key.types, key.tuples) == kinds)
-    applied = next(alike, None)
+    operators = (key for key in _operators if key.function is function and (key.types, key.tuples) == kinds)
+    applied = next(operators, None)
     if applied is None:
         raise UnwritableFunctionError(f"{function.__name__} is applied to other arguments")
     compared = _compared.setdefault(written, {})

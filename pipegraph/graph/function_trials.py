@@ -13,21 +13,20 @@ from functools import partial
 from itertools import product
 from typing import Any, Final
 
-import sympy
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from pipegraph.torch_private.export import apply_function, symbolic_expression
+from pipegraph.torch_private.export import apply_function
 from pipegraph.torch_private.fake_tensors import TorchDispatchMode
 from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.symbolic_shapes import number_of
 from pipegraph.torch_private.tensors import version_of
 
 _TOLERANCE: Final = 1e-4
 _SMALL: Final = 64  # the largest dimension of the arguments on which a Function is tried first
 _LARGEST: Final = 2**26  # elements of an argument on which it is tried
-_VARYING: Final = 6  # a dynamic size, in such arguments
-_SCALES: Final = (1.0, 30.0)  # of values: a gradient may be cut off where they are large
+_SCALES: Final = (1.0, 30.0)  # of values: some Functions cut a gradient off if its value is large
 
 
 class UnwritableFunctionError(Exception):
@@ -167,11 +166,8 @@ def _kind(argument: Any) -> Hashable:
 
 
 def _number(value: Any) -> Any:
-    """An argument; for a size that varies a number, because to ask for its own would fix it."""
-    if not isinstance(value, torch.SymInt):
-        return value
-    expression = symbolic_expression(value)
-    return int(expression.xreplace(dict.fromkeys(expression.free_symbols, sympy.Integer(_VARYING))))
+    """An argument; for a dynamic size the number of the example."""
+    return number_of(value) if isinstance(value, torch.SymInt) else value
 
 
 def _has_derivative(function: Any, kwargs: dict[str, Any], values: list[Any]) -> bool:
@@ -187,10 +183,10 @@ def _has_derivative(function: Any, kwargs: dict[str, Any], values: list[Any]) ->
     try:
         with DrawsFixed():
             derived = gradients(run_forward(*values), values)
-            own = gradients(apply_function(function, *values, **kwargs), values)
+            of_backward = gradients(apply_function(function, *values, **kwargs), values)
     except Exception:  # whatever a forward does not do under autograd, or a backward raises
         return False
-    return all(map(are_close, own, derived))
+    return all(map(are_close, of_backward, derived))
 
 
 def gradients(results: Any, values: Sequence[Any], arriving: Sequence[Tensor] | None = None) -> list[Tensor | None]:

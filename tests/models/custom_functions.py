@@ -74,6 +74,20 @@ class BalanceBatch(torch.autograd.Function):
         return gradient, (scores.mean(0) - scores.mean()).expand_as(scores)
 
 
+class AddLoss(torch.autograd.Function):
+    """Returns its argument, and lets a loss have a gradient of 1, as DeepSeek does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        assert loss.numel() == 1
+        ctx.dtype = loss.dtype
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones(1, dtype=ctx.dtype, device=gradient.device)
+
+
 class SparseMixer(torch.autograd.Function):
     """The multiplier of PhiMoE, which estimates the gradient of the choice of an expert."""
 
@@ -135,6 +149,17 @@ class BatchBalanced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x)
         return BalanceBatch.apply(self.expert(x) * scores.softmax(-1)[..., :1], scores)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.router, self.expert = nn.Linear(width, 2), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        loss = (scores.mean(0) ** 2).sum().view(1)
+        return AddLoss.apply(self.expert(x) * scores[..., :1], loss)
 
 
 class Mixed(nn.Module):

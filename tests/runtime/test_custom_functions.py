@@ -12,7 +12,7 @@ import pipegraph
 from pipegraph.errors import BatchError
 from pipegraph.package import Package
 from tests.messages import refused, warned
-from tests.models.custom_functions import Balanced, BatchBalanced, DomainClassifier, Mixed, Quantizer, stack
+from tests.models.custom_functions import Balanced, BatchBalanced, DomainClassifier, Mixed, Quantizer, WithLoss, stack
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -59,12 +59,13 @@ def test_compiled_kernels(tmp_path: Path) -> None:
     assert_trains(model, split(model, x, tmp_path), x, "zb-h1", 2, "inductor")
 
 
-def test_a_loss_of_the_whole_batch_takes_one_microbatch(tmp_path: Path) -> None:
-    model, x = stack(BatchBalanced), torch.randn(8, 8)
+@pytest.mark.parametrize(("kind", "operator"), [(BatchBalanced, "BalanceBatch"), (WithLoss, "mean")])
+def test_a_loss_of_the_whole_batch_takes_one_microbatch(kind: type[nn.Module], operator: str, tmp_path: Path) -> None:
+    model, x = stack(kind), torch.randn(8, 8)
     package = split(model, x, tmp_path)
     assert_trains(model, package, x, "1f1b", 1, "eager")
     pipe = pipegraph.Pipeline(package, "1f1b", 4, loss_fn=mean_square, kernels="eager")
-    with refused(BatchError, "BalanceBatch", "custom_functions.py:", advice="microbatches=1"):
+    with refused(BatchError, operator, "custom_functions.py:", advice="microbatches=1"):
         pipe.step(x, target=x)
     pipe.step([*x.chunk(4)], target=[*x.chunk(4)])  # each item of a list is a batch
 

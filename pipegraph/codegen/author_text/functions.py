@@ -149,7 +149,7 @@ class _Definition:
         return set(read(symtable.symtable(self.text, "text", "exec"), True))
 
     def _edits(self, tree: ast.stmt, member: type | FunctionType) -> Iterator[tuple[_Place, _Place, str]]:
-        """What is left out or replaced: the places before and after it, and the text instead."""
+        """The parts that are left out or replaced: the places of the beginning and the end, and the text instead."""
         for node in ast.walk(tree):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and len(node.body) > 1 and ast.get_docstring(node):
                 yield (node.body[0].lineno, -1), (_first_line(node.body[1]), -1), ""
@@ -164,7 +164,7 @@ class _Definition:
     def _attribute(
         self, node: ast.Assign | ast.AnnAssign, value: ast.expr, member: type | FunctionType
     ) -> Iterator[tuple[_Place, _Place, str]]:
-        """The value that an attribute of a class has now, if that is not what the class statement says."""
+        """The value that an attribute of a class has now, if the class statement says another one."""
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         current = vars(member).get(target.id, _MISSING) if isinstance(target, ast.Name) else _MISSING
         written = None if current is _MISSING else plain_expression(current)
@@ -194,13 +194,13 @@ class _Definition:
         return returns.lineno, len(line[: line.rindex("->")].rstrip().encode())
 
     def _replace(self, start: _Place, end: _Place, replacement: str) -> None:
-        """Replace what is between two places; a column of -1 is the line before."""
+        """Replace the text between two places; with a column of -1 these are whole lines, without the last one."""
         first, last = start[0] - 1, end[0] - 1
         if start[1] < 0:
             del self._lines[first:last]
             return
-        before, after = self._lines[first].encode()[: start[1]], self._lines[last].encode()[end[1] :]
-        self._lines[first : last + 1] = [before.decode() + replacement + after.decode()]
+        head, tail = self._lines[first].encode()[: start[1]], self._lines[last].encode()[end[1] :]
+        self._lines[first : last + 1] = [head.decode() + replacement + tail.decode()]
 
 
 _Place = tuple[int, int]

@@ -111,6 +111,7 @@ def fx_graph(subgraph: Subgraph) -> fx.GraphModule:
         values[node].meta = dict(node.meta)
     for node in subgraph.nodes:
         values[node] = graph.node_copy(node, lambda argument: values[in_training(argument)])
+        values[node].target = callable_of(node.target)
     graph.output(tuple(values[node] for node in subgraph.outputs))
     return fx.GraphModule(nn.Module(), graph)
 

@@ -61,16 +61,17 @@ def function_rows(call: RowCall, function: AppliedFunction) -> State | tuple[Sta
         shape[rows.dim] = min(repeats, _MOST) * _ROWS * inner
         inner_sizes.setdefault(inner, rows.inner)
     arguments = [value.meta["val"] if isinstance(value, fx.Node) else value for value in call.node.args]
-    found = _tried(function, arguments, shapes, layouts)
-    if found is None:
+    result_layouts = _tried(function, arguments, shapes, layouts)
+    if result_layouts is None:
         raise RowsMixError
     states: list[State] = [
-        INVARIANT if layout is None else _state(call, index, layout, inner_sizes) for index, layout in enumerate(found)
+        INVARIANT if layout is None else _state(call, index, layout, inner_sizes)
+        for index, layout in enumerate(result_layouts)
     ]
     return states[0] if function.results is None else tuple(states)
 
 
-_found: dict[Hashable, list[_Layout | None] | None] = {}
+_layouts_of_results: dict[Hashable, list[_Layout | None] | None] = {}
 
 
 def _tried(
@@ -79,14 +80,14 @@ def _tried(
     """Where the rows of results are; None if rows are mixed, or the Function runs on no values."""
     kinds = (value.dtype if isinstance(value, Tensor) else repr(value) for value in arguments)
     key = function, *kinds, *map(tuple, shapes), *layouts
-    if key not in _found:
+    if key not in _layouts_of_results:
         try:
-            _found[key] = run_on_samples(
+            _layouts_of_results[key] = run_on_samples(
                 function.function, arguments, shapes, lambda samples: _layouts(function, samples(1.0), layouts)
             )
         except UnwritableFunctionError:
-            _found[key] = None
-    return _found[key]
+            _layouts_of_results[key] = None
+    return _layouts_of_results[key]
 
 
 def _state(call: RowCall, index: int, layout: _Layout, inner_sizes: dict[int, int]) -> Rows:
@@ -108,21 +109,21 @@ def _layouts(
         for number in (0, 1)
     ]
     with DrawsFixed():
-        results, *half_results = (_tensors(function(*arguments)) for arguments in (values, *halves))
-    known = [layout for layout in layouts if layout is not None]
-    found: list[_Layout | None] = []
+        results, *half_results = (_tensors(function.apply(*arguments)) for arguments in (values, *halves))
+    argument_layouts = [layout for layout in layouts if layout is not None]
+    result_layouts: list[_Layout | None] = []
     for result, *of_halves in zip(results, *half_results, strict=True):
         if all(are_close(result, half) for half in of_halves):
-            found.append(None)
+            result_layouts.append(None)
             continue
-        layout = next(filter(_fits(result, of_halves), _candidates(result, of_halves[0], known)), None)
+        layout = next(filter(_fits(result, of_halves), _candidates(result, of_halves[0], argument_layouts)), None)
         if layout is None:
             return None
-        found.append(layout)
-    pairs = [(result, layout) for result, layout in zip(results, found, strict=True) if result.requires_grad]
+        result_layouts.append(layout)
+    pairs = [(result, layout) for result, layout in zip(results, result_layouts, strict=True) if result.requires_grad]
     arriving = [arriving_gradient(result) for result, _ in pairs]
     with DrawsFixed():
-        whole = gradients(results, values, arriving)
+        of_batch = gradients(results, values, arriving)
         parts = [
             gradients(
                 of_half,
@@ -139,20 +140,20 @@ def _layouts(
         for value, layout in zip(values, layouts, strict=True)
         if isinstance(value, Tensor) and value.requires_grad
     ]
-    is_same = all(map(_agree, whole, *parts, differentiated))
-    return found if is_same else None
+    is_same = all(map(_agree, of_batch, *parts, differentiated))
+    return result_layouts if is_same else None
 
 
-def _agree(whole: Tensor | None, first: Tensor | None, second: Tensor | None, layout: _Layout | None) -> bool:
+def _agree(of_batch: Tensor | None, first: Tensor | None, second: Tensor | None, layout: _Layout | None) -> bool:
     """Return whether the gradient of an argument is that of the halves of a batch."""
-    if whole is None or first is None or second is None:
-        return whole is first is second
+    if of_batch is None or first is None or second is None:
+        return of_batch is first is second
     if layout is None:
-        return are_close(whole, first + second)
-    return are_close(layout.half(whole, 0), first) and are_close(layout.half(whole, 1), second)
+        return are_close(of_batch, first + second)
+    return are_close(layout.half(of_batch, 0), first) and are_close(layout.half(of_batch, 1), second)
 
 
-def _candidates(result: Tensor, half: Tensor, known: Sequence[_Layout]) -> list[_Layout]:
+def _candidates(result: Tensor, half: Tensor, argument_layouts: Sequence[_Layout]) -> list[_Layout]:
     """The layouts that a result may have: those of arguments, or all rows once."""
     if result.dim() != half.dim():
         return []
@@ -161,7 +162,7 @@ def _candidates(result: Tensor, half: Tensor, known: Sequence[_Layout]) -> list[
     layouts = [
         _Layout(dim, result.shape[dim] // (_ROWS * inner), inner)
         for dim in dims
-        for inner in dict.fromkeys([*(layout.inner for layout in known), result.shape[dim] // _ROWS])
+        for inner in dict.fromkeys([*(layout.inner for layout in argument_layouts), result.shape[dim] // _ROWS])
         if result.shape[dim] % (_ROWS * inner) == 0
     ]
     return [layout for layout in layouts if layout.repeats]
