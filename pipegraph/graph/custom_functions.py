@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipegraph.graph.function_trials import UnwritableFunctionError, is_same, trial_of
+from pipegraph.graph.function_trials import UnwritableFunctionError, is_differentiable, is_same, trial_of
 from pipegraph.torch_private.export import apply_function
 from pipegraph.torch_private.operators import OpOverload
 from pipegraph.torch_private.pytrees import pytree
@@ -138,7 +138,7 @@ def _operator_for(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     Raises:
         UnwritableFunctionError: it cannot have one.
     """
-    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in args):
+    if not any(map(is_differentiable, args)):
         return None
     trial = trial_of(function, args, kwargs)
     if trial.is_derivative:

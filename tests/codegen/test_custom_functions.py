@@ -18,7 +18,7 @@ from pipegraph.codegen.proof import differences_of_text
 from pipegraph.errors import CaptureError
 from tests.codegen.parity import differences, plan_of, source, split
 from tests.messages import refused
-from tests.models.custom_functions import Balanced, DomainClassifier, Mixed, Quantizer, stack
+from tests.models.custom_functions import Balanced, DomainClassifier, Mixed, Quantizer, halved, stack
 
 ROUND = """
 LEVELS = 5
@@ -203,6 +203,21 @@ class WithImport(Inner):
         return gradient * math.pi
 
 
+def scaled(gradient: Tensor) -> Tensor:
+    return gradient * FACTOR
+
+
+FACTOR = 2.0
+
+
+class WithTwo(Inner):
+    """Reads a function of another file whose FACTOR is another number."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return scaled(halved(gradient)) * FACTOR
+
+
 class WithPrint(Inner):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -237,6 +252,7 @@ class Layer(nn.Module):  # type: ignore[no-redef]
         (WithTensor, "scale of its class"),
         (WithImport, "imports a module"),
         (WithPrint, "uses print"),
+        (WithTwo, "FACTOR is two things"),
         (NAMESAKE, "means something else"),
     ],
 )
@@ -254,6 +270,7 @@ def test_what_no_package_has_is_refused_before_anything_is_written(function: Any
         ("return gradient * half_of(LEVELS)", "return gradient"),
         ("LEVELS = 5", "LEVELS = 7"),
         (".round() / half", ".floor() / half"),
+        ("half = half_of(LEVELS)", "half = half_of(LEVEL)"),
         ("RoundStraightThrough.apply(self.encode(x))", "self.encode(x)"),
     ],
 )
@@ -291,3 +308,27 @@ class ByMode(torch.autograd.Function):
 def test_a_function_that_follows_the_mode(train: bool, tmp_path: Path) -> None:
     model, x = nn.Sequential(Switched(), Switched()), torch.randn(3, 4)
     assert differences(split(tmp_path, model, (x,), cut="1"), model, (x,), train=train) == []
+
+
+class InStage(nn.Module):
+    """Applies Functions outside of its children: to its input, without gradients, and to a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 2.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(Inner.apply(x) + x)
+        with torch.no_grad():
+            level = Inner.apply(x.abs())
+        return self.second(x * level) * Inner.apply(self.scale)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_stage_applies_functions_itself(train: bool, tmp_path: Path) -> None:
+    model, x = InStage(), torch.randn(3, 4)
+    package = split(tmp_path, model, (x,), cut="second")
+    for index in range(2):
+        assert "from .blocks import Inner" in (package.path / f"stage_{index}.py").read_text(encoding="utf-8")
+    assert differences(package, model, (x,), train=train) == []

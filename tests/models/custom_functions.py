@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 
 LEVELS = 5
+FACTOR = 0.5
+
+
+def halved(x: Tensor) -> Tensor:
+    return x * FACTOR
 
 
 def half_of(levels: int) -> float:

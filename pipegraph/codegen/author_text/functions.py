@@ -40,7 +40,7 @@ def add_function(shared: SharedNames, function: type) -> None:
     """
     names = ReadNames()
     try:
-        _add(names, function)
+        _add(names, {}, function)
         shared.text_of(names)
     except UnwritableError as error:
         raise CaptureError(
@@ -60,8 +60,15 @@ def _place(function: type) -> str:
     return f"\n  at {path_from_here(file)}:{statement.lineno}"
 
 
-def _add(names: ReadNames, member: type | FunctionType) -> None:
-    """Add the text of a class or a function after the texts that it reads. Raises UnwritableError."""
+def _add(names: ReadNames, meanings: dict[str, object], member: type | FunctionType) -> None:
+    """Add the text of a class or a function after the texts that it reads.
+
+    Args:
+        meanings: name → what it is in all texts: an import, a value, a function or a class.
+
+    Raises:
+        UnwritableError: a package does not have something that it reads.
+    """
     name = member.__name__
     if name in names.functions:
         return
@@ -69,43 +76,51 @@ def _add(names: ReadNames, member: type | FunctionType) -> None:
     text = _Definition(member)
     reads = ReadNames()
     calls = set()
-    for read in sorted(text.names_read() - {name}):
+    for read in sorted(text.names_read()):
         value = text.namespace.get(read, _MISSING)
-        if value is _MISSING:
+        if value is _MISSING and read != name:  # the class of a function that is running has no name there
             if not hasattr(builtins, read) or read in WITH_EFFECTS:
                 raise UnwritableError(f"{name} uses {read}")
-        elif (imported := _import_of(read, value)) is not None:
-            reads.imports[read] = imported
-        elif isinstance(value, FunctionType) or _is_function_class(value):
-            if value.__name__ != read:
+            continue
+        meaning: Any = member if read == name else value
+        if (imported := _import_of(read, meaning)) is not None:
+            meaning = reads.imports[read] = imported
+        elif _has_text(meaning):
+            if meaning.__name__ != read:
                 raise UnwritableError(f"{read} is defined under another name")
-            _add(names, value)
             calls.add(read)
-        elif (constant := plain_expression(value)) is not None:
-            reads.constants[read] = constant
+        elif (constant := plain_expression(meaning)) is not None:
+            meaning = reads.constants[read] = constant
         else:
             raise UnwritableError(f"{name} reads {read}, a {type(value).__name__}, which no package can import")
+        if meanings.setdefault(read, meaning) != meaning:
+            raise UnwritableError(f"{read} is two things in what it reads")
+        if _has_text(meaning):
+            _add(names, meanings, meaning)
     del names.functions[name]
     names.functions[name] = text.text
     names.imports |= reads.imports
     names.constants |= reads.constants
     constants, imports = tuple(reads.constants.items()), frozenset(reads.imports.values())
-    names.needs[name] = frozenset(calls), constants, imports, text.origin
+    names.needs[name] = frozenset(calls - {name}), constants, imports, text.origin
 
 
 _MISSING = object()
 
 
-def _is_function_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+def _has_text(value: Any) -> bool:
+    """Return whether a package may have the text of a value: of a function, or of an autograd Function."""
+    is_class = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    return is_class or isinstance(value, FunctionType)
 
 
 def _import_of(name: str, value: Any) -> str | None:
     """The import of a value of torch, such as ``once_differentiable``; None without one."""
     imported = import_of(name, value)
-    module, own_name = getattr(value, "__module__", None) or "", getattr(value, "__name__", "")
-    if imported is None and module.split(".")[0] == "torch" and getattr(sys.modules[module], own_name, None) is value:
-        imported = f"from {module} import {own_name}" + ("" if own_name == name else f" as {name}")
+    module, member = getattr(value, "__module__", None) or "", getattr(value, "__name__", "")
+    of_torch = module.split(".")[0] == "torch" and getattr(sys.modules.get(module), member, None) is value
+    if imported is None and of_torch:
+        imported = f"from {module} import {member}" + ("" if member == name else f" as {name}")
     if imported is not None and "distributed" in imported:
         raise UnwritableError(f"it uses {name} of torch.distributed")
     return imported
