@@ -28,7 +28,6 @@ from tests.runtime.sketches import chain
         ("memory_bytes", ["80GiB"], 'memory_bytes="80GiB"', "--memory 80GiB"),
         ("overwrite", [True], "overwrite=True", "--overwrite"),
         ("weights", [False], "weights=False", "--no-weights"),
-        ("allow_derivative", [True], "allow_derivative=True", "--allow-derivative"),
         ("out", [], "out", "-o"),
     ],
 )

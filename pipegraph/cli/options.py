@@ -149,9 +149,6 @@ OPTIONS: Final[dict[str, Option]] = {
         "What a backward computes again, as for split; several to compare: none,block, or --recompute once more. "
         "[default: none,min-cut,block]",
     ),
-    "allow_derivative": Option(
-        "", "Differentiate the forward of an autograd.Function whose own backward is another one."
-    ),
     "relay_skips": Option(
         "", "Hand a value for a later stage on through the stages in between, as torch's PipelineStage needs it."
     ),

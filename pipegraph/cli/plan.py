@@ -52,7 +52,6 @@ class PlanCommand(Command):
     seq: int | None = None
     batch_dim: list[str] | None = None
     attention_mask: bool = False
-    allow_derivative: bool = False
     overwrite: bool = False
     wide: bool = False
 
@@ -147,7 +146,7 @@ class PlanCommand(Command):
         from pipegraph.report.text.package_tables import plan_comparison_dict, render_plan, render_plan_comparison
 
         with progress(f"capturing {source.name}"), hold_back_stderr(unless=self.debug):
-            captured = capture_source(source, self.allow_derivative)
+            captured = capture_source(source)
         with progress("comparing plans"):
             comparison = compare_model(captured, options, ranks, plans)
             best = plan_of(comparison.best)
@@ -176,7 +175,7 @@ class PlanCommand(Command):
         tokens = shape[1] if len(shape) == 2 and not inputs[0].is_floating_point() else None
 
         def captured_rows(rows: int) -> tuple[Captured, tuple[LossOf, Any] | None]:
-            return capture_rows(source, rows, self.allow_derivative), loss_and_target(replace(source, batch=rows))
+            return capture_rows(source, rows), loss_and_target(replace(source, batch=rows))
 
         with progress("comparing plans"), hold_back_stderr(unless=self.debug):
             comparison, best = joint_plan(

@@ -59,7 +59,6 @@ class SplitCommand(Command):
     seq: int | None = None
     batch_dim: list[str] | None = None
     attention_mask: bool = False
-    allow_derivative: bool = False
     relay_skips: bool = False
     dry_run: bool = False
     check: bool = False
@@ -160,7 +159,7 @@ class SplitCommand(Command):
         from pipegraph.graph.capture import capture_source
 
         with progress(f"capturing {source.name}"), hold_back_stderr(unless=self.debug):
-            return capture_source(source, self.allow_derivative)
+            return capture_source(source)
 
     def _plan(
         self, captured: Captured, source: ModelSource, plan_file: PlanFile | None, settings: dict[str, Any]

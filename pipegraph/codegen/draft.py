@@ -25,6 +25,7 @@ from pipegraph.codegen.weights import shard_name, shard_plan
 from pipegraph.errors import CaptureError
 from pipegraph.graph.batch_report import BatchReport
 from pipegraph.graph.captured import Captured, own_recompute
+from pipegraph.graph.custom_functions import NAMESPACE as FUNCTIONS
 from pipegraph.graph.index_bounds import index_bound
 from pipegraph.graph.nodes import keeps_dtype, label_of, shape_of
 from pipegraph.graph.partition.stages import Boundary, tensor_of
@@ -126,9 +127,14 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
     shared, stages = merge_classes(blocks.used_by(stages), stages, forms)
     called = functions_called(node for cls in (*shared, *stages) for node in cls.walk())
+    of_graph = blocks.functions.used_by(called)
+    called = called.union(*(function.uses() for function in of_graph))
+    for function in reversed(blocks.author_functions):
+        if function.name in called:
+            called |= function.uses()
     of_author = [function for function in blocks.author_functions if function.name in called]
-    functions = [*of_author, *blocks.functions.used_by(called)]
-    twice = {function.name for function in of_author} & {function.name for function in blocks.functions.used_by(called)}
+    functions = [*of_author, *of_graph]
+    twice = {function.name for function in of_author} & {function.name for function in of_graph}
     if twice:  # the classes that are written from the graph have the operations in their place
         return draft(plan, weights, source, replace(forms, author_functions=forms.author_functions | twice))
     written = Source(
@@ -329,7 +335,7 @@ def _unique(crossing: Sequence[Boundary], base_names: Mapping[fx.Node, str], res
     return names
 
 
-_BUILT_IN = frozenset({"aten", "prim", "prims"})
+_BUILT_IN = frozenset({"aten", "prim", "prims", FUNCTIONS})
 
 
 def _libraries(captured: Captured) -> dict[str, str]:

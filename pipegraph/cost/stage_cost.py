@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipegraph.graph.captured import StateEntry, runs_in_training
+from pipegraph.graph.custom_functions import callable_of
 from pipegraph.graph.nodes import on_meta, value_bytes
 from pipegraph.package import StageCost
 
@@ -44,7 +45,7 @@ def _flops(node: fx.Node) -> int:
     counter = FlopCounterMode(display=False)
     try:
         with counter, torch.no_grad():
-            node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
+            callable_of(node.target)(*args, **{name: value for name, value in kwargs.items() if name != "device"})
     except (RuntimeError, NotImplementedError, TypeError):
         return 0  # no meta kernel: such an operation has no formula in the registry either
     return int(counter.get_total_flops())

@@ -57,7 +57,6 @@ def capture(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    allow_derivative: bool = False,
     dynamic_shapes: Any = None,
     batch_dims: Mapping[str, Any] | None = None,
 ) -> Captured:
@@ -74,8 +73,6 @@ def capture(
     Args:
         model: any module that ``torch.export`` takes; parameters may be on the meta device.
         args, kwargs: its inputs, one microbatch; tensors may be real or on the meta device.
-        allow_derivative: whether to take the derivative of the forward of a ``torch.autograd.Function`` whose own
-            backward is another one, which ``torch.export`` drops.
         dynamic_shapes: the sizes that may vary, in the form of ``torch.export``; a string in place of a ``Dim`` also
             names a size, and equal names are one size. None lets every size vary that the model lets vary, False fixes
             all. The size called ``batch`` is the one that is cut into microbatches; without one, it is the first
@@ -103,10 +100,10 @@ def capture(
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, batch_dims)
         requested_sizes = wanted_sizes(model, *example, dynamic_shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared, allow_derivative)
+        return _capture(model, example, requested_sizes, declared)
 
 
-def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captured:
+def capture_source(source: ModelSource) -> Captured:
     """Capture the model of a file or of a configuration, as `capture` does, at the requested sizes.
 
     Raises:
@@ -117,10 +114,10 @@ def capture_source(source: ModelSource, allow_derivative: bool = False) -> Captu
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         requested_sizes = wanted_sizes(model, *example, source.dynamic_shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared, allow_derivative, source.batch, source.seq)
+        return _capture(model, example, requested_sizes, declared, source.batch, source.seq)
 
 
-def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False) -> Captured:
+def capture_rows(source: ModelSource, rows: int) -> Captured:
     """Capture a model with ``rows`` rows in a microbatch, to price it and not to write it.
 
     It captures neither evaluation mode nor which dtypes follow the model's, which needs a second export. If the source
@@ -137,7 +134,7 @@ def capture_rows(source: ModelSource, rows: int, allow_derivative: bool = False)
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         requested_sizes = wanted_sizes(model, *example, shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared, allow_derivative, batch, seq, is_written=False)
+        return _capture(model, example, requested_sizes, declared, batch, seq, is_written=False)
 
 
 def _check(model: nn.Module, example: Example) -> None:
@@ -161,7 +158,6 @@ def _capture(
     example: Example,
     requested_sizes: WantedSizes,
     declared: DeclaredRoles,
-    allow_derivative: bool,
     batch: int | None = None,
     seq: int | None = None,
     is_written: bool = True,
@@ -180,13 +176,13 @@ def _capture(
     next(phases)
     modules = modules_of(model)
     try:
-        traced = trace(model, example, requested_sizes, allow_derivative, not not_trained, declared.dims)
+        traced = trace(model, example, requested_sizes, not not_trained, declared.dims)
     except CaptureError as error:
         raise (reason_beside(model, *example) or error) from error.__cause__
     roles, traced = _with_roles(model, traced, declared)
     if roles.fixed and requested_sizes.fixed is not None:
         requested_sizes = requested_sizes.with_fixed_rows(roles.fixed)
-        traced = trace(model, example, requested_sizes, allow_derivative, not not_trained, declared.dims)
+        traced = trace(model, example, requested_sizes, not not_trained, declared.dims)
         roles, traced = _with_roles(model, traced, declared)
     (args, kwargs), exported, graph = traced.example, traced.exported, traced.graph
     state, tensors = traced.state, traced.tensors
@@ -216,7 +212,6 @@ def _capture(
                 example,
                 requested_sizes,
                 declared,
-                allow_derivative,
                 batch,
                 seq,
                 is_written,
@@ -279,9 +274,7 @@ def _capture(
     def again(other_example: Example) -> Captured:
         first, example_length = (candidate.tensors()[0][1].shape[1:2] for candidate in (other_example, example))
         tokens = seq if first == example_length else None
-        return _capture(
-            model, other_example, requested_sizes, declared, allow_derivative, batch, tokens, True, not_trained, True
-        )
+        return _capture(model, other_example, requested_sizes, declared, batch, tokens, True, not_trained, True)
 
     by_user = requested_sizes.fixed  # stays fixed
     fixed = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in by_user}

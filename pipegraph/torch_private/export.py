@@ -8,8 +8,8 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -208,14 +208,68 @@ def traced_node(tracer: Any, tensor: torch.Tensor) -> fx.Node | None:
 def autograd_functions_wrapped(wrapper: ApplyFunction) -> Iterator[None]:
     """Let ``wrapper`` apply every ``torch.autograd.Function`` that is applied in this thread.
 
-    ``torch.export`` leaves no trace of one in a graph, and no mode of torch sees ``autograd.Function.apply``.
+    ``torch.export`` leaves no trace of one in a graph, and no mode of torch sees ``autograd.Function.apply``. A model
+    may have ``Round.apply`` from before, as in ``round = Round.apply``. Of such a call the ``forward`` is replaced.
     """
 
     def apply(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(cls, partial(original, cls), args, kwargs)
+        return wrapper(cls, partial(apply_function, cls), args, kwargs)
 
-    with replaced(torch.autograd.Function, "apply", apply):
+    with replaced(torch.autograd.Function, "apply", apply), ExitStack() as stack:
+        for function in _subclasses(torch.autograd.Function):
+            if function.__module__.split(".")[0] != "torch":
+                stack.enter_context(_forward_wrapped(function, wrapper))
         yield
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    subclass: type[Any]
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+@contextmanager
+def _forward_wrapped(function: Any, wrapper: ApplyFunction) -> Iterator[None]:
+    """Let ``wrapper`` apply a Function when its ``forward`` is called otherwise than by `apply_function`."""
+    attribute, original = vars(function).get("forward"), function.forward
+    takes_context = function.setup_context is torch.autograd.Function.setup_context
+    thread = threading.get_ident()
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or _applied.function is function:
+            _applied.function = None
+            return original(*args, **kwargs)
+        context = args[:1] if takes_context else ()
+        return wrapper(function, partial(original, *context), args[len(context) :], kwargs)
+
+    function.forward = staticmethod(forward)
+    try:
+        yield
+    finally:
+        if attribute is None:
+            del function.forward
+        else:
+            function.forward = attribute
+
+
+class _Applied(threading.local):
+    """The Function that `apply_function` applies, until its ``forward`` runs."""
+
+    function: type | None = None
+
+
+_applied = _Applied()
+
+
+def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
+    """Apply a ``torch.autograd.Function``, also within `autograd_functions_wrapped`."""
+    previous, _applied.function = _applied.function, function
+    try:
+        return _APPLY(function, *args, **kwargs)
+    finally:
+        _applied.function = previous
 
 
 GRAD_ENABLED = "grad_enabled"
@@ -278,3 +332,6 @@ def _function_of(attribute: Any) -> Callable[..., Any]:
         return lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
     function: Callable[..., Any] = attribute
     return function
+
+
+_APPLY = _function_of(vars(torch.autograd.Function)["apply"])

@@ -167,19 +167,6 @@ def test_show_lists_edited_and_missing_files(pipegraph: Command, chain: Path, tm
     assert "missing: stage-00001-of-00002.safetensors, stage_0.py" in lines
 
 
-def test_the_command_line_takes_the_derivative(pipegraph: Command, tmp_path: Path) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(
-        "import torch\n"
-        "from tests.graph.test_custom_functions import Apply, Doubled\n\n\n"
-        "def build_model():\n    return Apply(Doubled)\n\n\n"
-        "def example_inputs():\n    return (torch.ones(2, 4),)\n"
-    )
-    refused = pipegraph("split", file, "--points", "b", "-o", tmp_path / "out")
-    assert refused.code == 3 and "Doubled" in refused.err and not (tmp_path / "out").exists()
-    assert pipegraph("split", file, "--points", "b", "-o", tmp_path / "out", "--allow-derivative").code == 0
-
-
 def test_relayed_values_go_to_the_next_stage_alone(pipegraph: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ("split", "tests/models/skipping.py", "--points", "middle,norm", "-o", out)

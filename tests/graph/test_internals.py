@@ -13,9 +13,8 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.proxy import TracerBase
 
 import pipegraph
-from pipegraph.errors import CaptureError
+from pipegraph.graph.custom_functions import applied_function
 from pipegraph.torch_private.export import autograd_functions_wrapped, module_calls_wrapped
-from tests.messages import refused
 
 METHODS = (
     (torch.autograd.Function, "apply"),
@@ -75,6 +74,16 @@ def test_torch_is_as_it_was_after_an_error() -> None:
     assert of_torch() == original_methods
 
 
+def test_a_function_whose_apply_was_taken_before_is_seen_once() -> None:
+    functions: list[type] = []
+    taken, forward = Double.apply, vars(Double)["forward"]
+    with autograd_functions_wrapped(recorder(functions)):
+        taken(torch.ones(1))
+        Double.apply(torch.ones(1))
+    assert functions == [Double, Double]
+    assert vars(Double)["forward"] is forward
+
+
 def test_replacements_nest() -> None:
     original_methods, outer, inner = of_torch(), [], []
     with autograd_functions_wrapped(recorder(outer)):
@@ -87,11 +96,12 @@ def test_replacements_nest() -> None:
 
 
 def test_a_capture_within_which_methods_are_replaced_still_sees_what_follows() -> None:
-    original_methods = of_torch()
-    with refused(CaptureError, "backward of Double", "test_internals.py:", advice="allow_derivative=True"):
-        pipegraph.capture(Captures(), (torch.ones(2, 4),))
-    captured = pipegraph.capture(Captures(), (torch.ones(2, 4),), allow_derivative=True)
+    original_methods, forward = of_torch(), vars(Double)["forward"]
+    captured = pipegraph.capture(Captures(), (torch.ones(2, 4),))
     assert captured.nodes[0].meta["path"][-1][1] == "linear"
+    applied = applied_function(captured.nodes[1].target)
+    assert applied is not None and applied.function is Double
+    assert vars(Double)["forward"] is forward
     assert of_torch() == original_methods
 
 

@@ -31,7 +31,7 @@ _IMPORTED: Final = (torch, torch.nn.functional, torch.nn, math, typing)
 """Modules whose members a package may import."""
 _SELF: Final = "self"
 _CLASS_INDENT: Final = 4
-_NOT_BUILT_IN: Final = frozenset(
+WITH_EFFECTS: Final = frozenset(
     {"breakpoint", "eval", "exec", "globals", "input", "open", "print", "super", "__import__"}
 )
 """Built-in functions that do more than to return a value, or that ask for the class around them."""
@@ -105,6 +105,7 @@ class ForwardSurroundings:
         is_none: returns whether a variable is None after these lines have run.
         check_child: raises UnwritableError if text cannot call a child as the model does.
         graph_lines: files and lines of statements whose text computes something else than the graph.
+        autograd_functions: the custom Functions whose text the package has, with the functions that they read, by name.
     """
 
     unread: frozenset[str]
@@ -112,6 +113,7 @@ class ForwardSurroundings:
     is_none: Callable[[str, frozenset[int]], bool]
     check_child: Callable[[str], None]
     graph_lines: frozenset[tuple[str, int]]
+    autograd_functions: Mapping[str, SourceText]
 
 
 @dataclass
@@ -176,7 +178,8 @@ def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundi
     file = function.__code__.co_filename
     names = ReadNames(origin_of(file), file)
     try:
-        _SourceReader(names, lines, module, fqn).read_forward(function, surroundings)
+        reader = _SourceReader(names, lines, module, fqn, surroundings.autograd_functions)
+        reader.read_forward(function, surroundings)
     except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
         # Attributes and properties of a model's objects may raise any of these.
         raise UnwritableError(f"it cannot be read: {error}") from error
@@ -256,8 +259,29 @@ class SharedNames:
 class _SourceReader:
     """Reads the names of functions, one after the other."""
 
-    def __init__(self, names: ReadNames, lines: ExecutedLines, module: nn.Module | None, fqn: str) -> None:
+    def __init__(
+        self,
+        names: ReadNames,
+        lines: ExecutedLines,
+        module: nn.Module | None,
+        fqn: str,
+        autograd_functions: Mapping[str, SourceText],
+    ) -> None:
         self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
+        self._autograd_functions = autograd_functions
+
+    def add_autograd_function(self, name: str) -> None:
+        """Add a custom Function whose text the package has. Raises UnwritableError if it does not."""
+        if name not in self._autograd_functions:
+            raise UnwritableError(f"{name} is a Function without text")
+        if name in self._names.functions:
+            return
+        text = self._autograd_functions[name]
+        for called in sorted(text.calls):
+            self.add_autograd_function(called)
+        self._names.functions[name] = text.functions[0]
+        self._names.needs[name] = text.calls, text.constants, text.imports, text.origin
+        self._names.constants |= dict(text.constants)
 
     def read_forward(self, function: FunctionType, surroundings: ForwardSurroundings) -> None:
         """Read the ``forward``, statement by statement."""
@@ -305,7 +329,7 @@ class _SourceReader:
             raise UnwritableError(f"{name} is defined under another name")
         steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
         inner = ReadNames(origin_of(code.co_filename), functions=self._names.functions, needs=self._names.needs)
-        text = _SourceReader(inner, self._lines, None, "")._text(function, steps)
+        text = _SourceReader(inner, self._lines, None, "", self._autograd_functions)._text(function, steps)
         self._names.functions[name] = text  # after those that it calls
         self._names.constants |= inner.constants
         self._names.imports |= inner.imports
@@ -452,7 +476,7 @@ class _Text:
     def _resolve(self, tree: ast.AST) -> None:
         """Read the names in a part of the function. Raises UnwritableError."""
         for node in ast.walk(tree):
-            _check(node)
+            check_node(node)
             if isinstance(node, ast.Attribute) and _is_self(node.value) and self._module is not None:
                 self._read_attribute(node, self._parents)
             elif isinstance(node, ast.Name) and not _is_stored(node):
@@ -501,12 +525,12 @@ class _Text:
             if outer is not first:
                 raise UnwritableError(f"it reads a tensor of self.{first.attr}")
             return
-        written = Name(_function_name(value)) if _function_name(value) else _expression(value)
+        written = Name(_function_name(value)) if _function_name(value) else plain_expression(value)
         if written is None:
             raise UnwritableError(f"self.{first.attr} is a {type(value).__name__}")
         name = outer.attr
         if outer is not first:
-            is_taken = name in vars(self._module) and _expression(vars(self._module)[name]) != written
+            is_taken = name in vars(self._module) and plain_expression(vars(self._module)[name]) != written
             if is_taken or name in self._registered():
                 name = f"{first.attr}_{name}"
             self._edits.append((outer, f"self.{name}"))
@@ -521,7 +545,7 @@ class _Text:
 
     def _read_global(self, name: str) -> None:
         if name not in self._namespace:
-            if not hasattr(builtins, name) or name in _NOT_BUILT_IN:
+            if not hasattr(builtins, name) or name in WITH_EFFECTS:
                 raise UnwritableError(f"it uses {name}")
             return
         value = self._namespace[name]
@@ -530,7 +554,9 @@ class _Text:
             self._names.imports[name] = imported
         elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
             self._reader._add_function(value, name)
-        elif (constant := _expression(value)) is not None:
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
+            self._reader.add_autograd_function(name)
+        elif (constant := plain_expression(value)) is not None:
             self._names.constants[name] = constant
         else:
             raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
@@ -617,7 +643,7 @@ def import_of(name: str, value: Any) -> str | None:
     return None
 
 
-def _expression(value: Any) -> Expression | None:
+def plain_expression(value: Any) -> Expression | None:
     """A plain value as it is written; None for anything else."""
     if not _is_plain(value):
         return None
@@ -722,7 +748,7 @@ def _is_number_of_features(argument: ast.expr) -> bool:
     return True
 
 
-def _check(node: ast.AST) -> None:
+def check_node(node: ast.AST) -> None:
     """Raise UnwritableError for what no stage has."""
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Yield, ast.Await)):
         raise UnwritableError("it imports a module, or is not a plain function")

@@ -12,6 +12,7 @@ from torch import fx, nn
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
 from pipegraph.codegen.author_text.forward_text import ForwardText, results_of
+from pipegraph.codegen.author_text.functions import add_function
 from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
@@ -56,6 +57,7 @@ from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, 
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource, Statement
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.custom_functions import applied_functions
 from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import helper_function, path_of
 from pipegraph.graph.partition.split_points import opened_calls
@@ -110,6 +112,13 @@ class BlockClasses:
         self._variable_places = variables_by_call(captured.nodes)
         self.functions = HelperFunctions(captured, self.names, forms)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
+        for applied in applied_functions(captured.nodes):
+            add_function(self._shared_names, applied.function)
+        self._autograd_functions = {
+            function.name: function.author_text
+            for function in self._shared_names.functions
+            if function.author_text is not None
+        }
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
         """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
@@ -387,6 +396,7 @@ class BlockClasses:
             variables.is_none,
             check_child,
             self._forms.graph_lines,
+            self._autograd_functions,
         )
         return names_of_module(module, tree.fqn, lines, surroundings), variables
 

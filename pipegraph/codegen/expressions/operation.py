@@ -21,7 +21,8 @@ from pipegraph.codegen.syntax.expressions import (
     call,
     literal,
 )
-from pipegraph.codegen.syntax.statements import Assign, Evaluate, Statement
+from pipegraph.codegen.syntax.statements import APPLY, Assign, Evaluate, Statement
+from pipegraph.graph.custom_functions import AppliedFunction, applied_function
 from pipegraph.graph.nodes import on_meta
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
@@ -44,10 +45,19 @@ def express(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression]
             return owner_expression.items[int(position)]  # type: ignore[arg-type]
         return Subscript(owner_expression, (literal(position),))
     called = OperatorCall.from_node(node, value, device)
+    if (applied := applied_function(node.target)) is not None:
+        return _apply(called, applied)
     if called.target.namespace != "aten":
         return _by_overload(called)
     spell = spelling_function(operator_of(node).spelling)
     return (spell and spell(called)) or _by_name(called) or _by_random_fill(called) or _by_overload(called)
+
+
+def _apply(called: OperatorCall, applied: AppliedFunction) -> FunctionCall:
+    """``Round.apply(x, 0.5)``, with tuples as the model has them."""
+    values = zip(called.node.args, applied.tuples, strict=True)
+    arguments = (tuple(value) if is_tuple else value for value, is_tuple in values)  # type: ignore[arg-type]
+    return call(f"{applied.function.__name__}{APPLY}", *map(called.expression, arguments))
 
 
 def write(node: fx.Node, value: Callable[[fx.Node | SymbolicSize], Expression], device: Expression) -> Statement:

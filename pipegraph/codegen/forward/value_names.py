@@ -22,6 +22,7 @@ from pipegraph.codegen.forward.items import (
 )
 from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements, named_by_caller
 from pipegraph.graph.captured import by_mode
+from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.operators import operator_of
 from pipegraph.torch_private.operators import OpOverload, operator_name
 
@@ -203,6 +204,8 @@ def _default_name(item: Item) -> str:
     if isinstance(item, Operation):
         if not isinstance(item.node.target, OpOverload):
             return "result" if item.node.target is by_mode else "part"
+        if applied_function(item.node.target) is not None:
+            return "result"
         name, _ = operator_name(item.node.target)
         return "attention" if name == "scaled_dot_product_attention" else name.strip("_")
     parts = [part for part in (fqn_of(item) or "").split(".") if not part.isdigit()]

@@ -12,6 +12,7 @@ from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements, named_by_caller
 from pipegraph.graph.calls import CallTree, argument_place
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.graph_text import value_text
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.operators import operator_of
@@ -66,7 +67,9 @@ class ModelNames:
             return chain[-1].targets[0]
         if operator_of(node).cast and isinstance(node.args[0], fx.Node):
             return self.value_name(node.args[0], default)  # a cast keeps the name
-        return default or (operator_name(node.target)[0].strip("_") if isinstance(node.target, OpOverload) else "x")
+        if default or applied_function(node.target) is not None:
+            return default or "result"
+        return operator_name(node.target)[0].strip("_") if isinstance(node.target, OpOverload) else "x"
 
     def is_whole(self, call: CallTree) -> bool:
         """Whether a stage holds all operations of a call."""

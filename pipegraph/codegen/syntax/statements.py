@@ -14,6 +14,10 @@ _LONGEST_RESULTS = 96
 _STEP = 4
 
 
+APPLY = ".apply"
+"""After the name of a ``torch.autograd.Function`` that is called."""
+
+
 class Statement(Node):
     """A statement."""
 
@@ -289,7 +293,7 @@ def functions_called(nodes: Iterable[Node]) -> set[str]:
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, FunctionCall):
-            names.add(node.function.text)
+            names.add(node.function.text.removesuffix(APPLY))
         elif isinstance(node, SourceText):
             names |= node.calls
     return names

@@ -13,8 +13,10 @@ from pipegraph.codegen.validation.recorder import TermRecorder
 from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
 from pipegraph.codegen.validation.settings import Setting
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.custom_functions import applied_functions, apply_written
 from pipegraph.graph.export.isolation import MOMENTUM_OF_ALL, batch_norms_over_all
 from pipegraph.graph.partition.stages import StageGraph
+from pipegraph.torch_private.export import ApplyFunction, autograd_functions_wrapped
 from pipegraph.torch_private.modules import is_persistent
 from pipegraph.torch_private.pytrees import pytree
 
@@ -63,8 +65,21 @@ def run_written(
     inputs = stage_inputs(stage, setting, recorder)
     written = {node.meta.get("writes") for node in stage.nodes}  # a model may write into its inputs itself
     recorder.protect([tensor for node, tensor in zip(stage.inputs, inputs, strict=True) if node.name not in written])
-    outputs = module(*inputs)
+    with autograd_functions_wrapped(_by_operators(stage, package)):
+        outputs = module(*inputs)
     return StageResult.read(recorder, outputs if isinstance(outputs, (tuple, list)) else [outputs], state.tensors)
+
+
+def _by_operators(stage: StageGraph, package: str) -> ApplyFunction:
+    """Apply the Functions of a package by the operators that the captured graph has for those of the model."""
+    of_model = {applied.function.__name__: applied.function for applied in applied_functions(stage.nodes)}
+
+    def apply(function: type, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function.__name__ in of_model and function.__module__.partition(".")[0] == package:
+            return apply_written(of_model[function.__name__], function, args)
+        return apply(*args, **kwargs)
+
+    return apply
 
 
 def check_state(captured: Captured, stage: StageGraph, module: nn.Module) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipegraph.graph.captured import Captured, by_mode, in_training, runs_in_training
+from pipegraph.graph.custom_functions import callable_of
 from pipegraph.graph.index_bounds import index_bound
 from pipegraph.kernels.graphs.regions import placed
 
@@ -110,6 +111,7 @@ def fx_graph(subgraph: Subgraph) -> fx.GraphModule:
         values[node].meta = dict(node.meta)
     for node in subgraph.nodes:
         values[node] = graph.node_copy(node, lambda argument: values[in_training(argument)])
+        values[node].target = callable_of(node.target)
     graph.output(tuple(values[node] for node in subgraph.outputs))
     return fx.GraphModule(nn.Module(), graph)
 
@@ -152,7 +154,7 @@ class SubgraphModule(nn.Module):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: values[in_training(value)])
                     if self._device is not None and isinstance(kwargs.get("device"), torch.device):
                         kwargs = {**kwargs, "device": self._device}
-                    function: Any = self._instead.get(node.target, node.target)
+                    function: Any = self._instead.get(node.target, callable_of(node.target))
                     with placed(position):
                         values[node] = function(*args, **kwargs)
         return tuple(values[node] for node in self._piece.outputs)

@@ -13,6 +13,7 @@ from pipegraph.graph.batch.roles import DeclaredRoles, RoleAssignment
 from pipegraph.graph.batch.row_proof import RowProof
 from pipegraph.graph.batch.row_state import Invariant, Rows
 from pipegraph.graph.batch_report import BatchReport, BatchRole, MixingOperator, Proof
+from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.nodes import arguments_of, source_line
 from pipegraph.graph.operators import Loop, operator_of
 from pipegraph.torch_private.operators import OpOverload, operator_name
@@ -79,6 +80,9 @@ def _operators(nodes: Iterable[fx.Node], purpose: str = "") -> Iterator[MixingOp
 
 
 def _name(node: fx.Node) -> str:
+    function = applied_function(node.target)
+    if function is not None:
+        return function.function.__name__
     name = operator_name(node.target)[0] if isinstance(node.target, OpOverload) else str(node.target)
     return _NAMES.get(name, name.strip("_"))
 
@@ -100,7 +104,8 @@ def _by_design(graph: fx.Graph) -> Iterator[MixingOperator]:
             norms.append(node)
         named = arguments_of(node)
         is_dropout = bool(named.get("p") if row.dropout else named.get("dropout_p"))
-        random = random or is_dropout or row.loop is Loop.RANDOM
+        function = applied_function(node.target)
+        random = random or is_dropout or row.loop is Loop.RANDOM or (function is not None and function.draws)
     yield from _operators(norms)
     if random:
         yield MixingOperator("random numbers")

@@ -21,6 +21,7 @@ from torch import fx
 
 from pipegraph.graph.batch.compute_rules import COMPUTE_RULES, elementwise
 from pipegraph.graph.batch.expert_rules import EXPERT_RULES
+from pipegraph.graph.batch.function_rules import function_rows
 from pipegraph.graph.batch.index_rules import INDEX_RULES
 from pipegraph.graph.batch.row_call import RowCall, RowSizes
 from pipegraph.graph.batch.row_state import (
@@ -36,6 +37,7 @@ from pipegraph.graph.batch.row_state import (
 )
 from pipegraph.graph.batch.shape_rules import SHAPE_RULES, Rule, factory
 from pipegraph.graph.captured import by_mode
+from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.nodes import named_sizes
 from pipegraph.graph.operators import operator_of
 from pipegraph.torch_private.operators import OpOverload, operator_name
@@ -182,6 +184,11 @@ def _computed(node: fx.Node, states: Mapping[fx.Node, State], inputs: list[State
         raise NoRuleError
     name, rule = operator_name(node.target)[0], _rule(node.target)
     call = RowCall(node, states, sizes)
+    function = applied_function(node.target)
+    if function is not None:
+        if has_batch:
+            raise RowsMixError  # it computes with the number of rows
+        return function_rows(call, function)
     if name.strip("_") in EXPERT_RULES or name in EXPERT_RULES:
         with suppress(NoRuleError):
             return EXPERT_RULES.get(name, EXPERT_RULES.get(name.strip("_")))(call)  # type: ignore[misc]

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
 from pipegraph.graph.captured import plain_containers
+from pipegraph.graph.custom_functions import apply_by_operator
 from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
 from pipegraph.graph.export.isolation import (
     active_fake_mode,
@@ -32,7 +33,7 @@ from pipegraph.graph.export.isolation import (
 from pipegraph.graph.export.kept_sizes import CALLS
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.operators import operator_of_target
-from pipegraph.torch_private.export import exporting
+from pipegraph.torch_private.export import autograd_functions_wrapped, exporting
 from pipegraph.torch_private.fake_tensors import TorchDispatchMode, values_of
 from pipegraph.torch_private.operators import is_mutable, schema_arguments
 from pipegraph.torch_private.pytrees import pytree
@@ -62,7 +63,10 @@ def operations_of_model(
     with without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
         for module, training in mode.items():
             module.training = training
-        with _OperationRecord(_names(model, (fake_args, fake_kwargs))) as record:
+        with (
+            autograd_functions_wrapped(apply_by_operator),  # as the program has them
+            _OperationRecord(_names(model, (fake_args, fake_kwargs))) as record,
+        ):
             results = model(*fake_args, **fake_kwargs)
         if with_results:
             record.add_results(results)

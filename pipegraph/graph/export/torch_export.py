@@ -20,16 +20,16 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from pipegraph.arguments import argument
 from pipegraph.errors import CaptureError, current_user_line, user_line
+from pipegraph.graph.custom_functions import apply_by_operator
 from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
 from pipegraph.graph.export.explanations import at_line, explanation, summary
-from pipegraph.graph.export.function_calls import CustomFunctions, LostBackwardError
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
 from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_kept
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.operation_record import calls_of_model, operations_of_model
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
+from pipegraph.graph.function_trials import UnwritableFunctionError
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
 from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen, grad_modes_marked
@@ -157,7 +157,6 @@ def export(
     fixed: frozenset[InputDimension] | None = frozenset(),
     *,
     free_dims: AbstractSet[InputDimension] = frozenset(),
-    allow_derivative: bool = False,
     trains: bool = True,
     keeps_int: bool = False,
 ) -> Exported:
@@ -169,9 +168,8 @@ def export(
         keeps_int: whether ``int`` in the model's source keeps a dynamic size.
 
     Raises:
-        CaptureError: neither mode works, or random numbers of Python decide what the model does, or a backward would
-            be lost that is not the derivative of its forward and ``allow_derivative`` does not say to take that; names
-            the line of the model's own source.
+        CaptureError: neither mode works, or random numbers of Python decide what the model does, or a custom backward
+            would be lost; names the line of the model's own source.
         FixedSizeNeededError: what the model computes from a size is too long.
     """
     modules = list(model.modules())
@@ -189,9 +187,7 @@ def export(
 
         try:
             with long.refused(), fixed_sizes_seen(note):
-                program = export_in(
-                    mode, model, args, kwargs, fixed=tried, allow_derivative=allow_derivative, keeps_int=keeps_int
-                )
+                program = export_in(mode, model, args, kwargs, fixed=tried, keeps_int=keeps_int)
         except Exception:
             if long.refusal is not None:  # torch may raise another error in its place
                 raise long.refusal from None
@@ -204,8 +200,8 @@ def export(
             exported = attempt(mode, tried)
         except FixedSizeNeededError:
             raise
-        except LostBackwardError as error:
-            raise CaptureError(_lost_backward(model, error)) from error
+        except UnwritableFunctionError as error:
+            raise _lost_backward(model, error) from error
         except Exception as error:
             if tried is None:  # otherwise the reason is the same, or it is that sizes vary
                 first_error = first_error or error
@@ -248,7 +244,6 @@ def export_in(
     dtype: torch.dtype | None = None,
     *,
     fixed: frozenset[InputDimension] | None = None,
-    allow_derivative: bool = True,
     keeps_int: bool = False,
 ) -> ExportedProgram:
     """Export with each module in the mode that ``mode`` gives it (True: training), as it is after ``model.to(dtype)``.
@@ -258,7 +253,7 @@ def export_in(
     Raises what export raises, and CaptureError if what the model does depends on random numbers of Python.
     """
     with generators_restored() as are_used:
-        program = _export(mode, model, args, kwargs, dtype, fixed, allow_derivative, keeps_int)
+        program = _export(mode, model, args, kwargs, dtype, fixed, keeps_int)
         if are_used():
             check_chances(model, mode, args, kwargs)
     return program
@@ -271,7 +266,6 @@ def _export(
     kwargs: dict[str, Any],
     dtype: torch.dtype | None,
     fixed: frozenset[InputDimension] | None,
-    allow_derivative: bool,
     keeps_int: bool,
 ) -> ExportedProgram:
     with (
@@ -279,7 +273,7 @@ def _export(
         torch.enable_grad(),  # else a block of no_grad would be like the code around it
         grad_modes_marked(),
         recurrent_layers_without_steps(),
-        autograd_functions_wrapped(CustomFunctions(allow_derivative).apply),
+        autograd_functions_wrapped(apply_by_operator),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
         _every_input_named(model, kwargs),
@@ -384,11 +378,11 @@ def _modes(mode: Mapping[nn.Module, bool]) -> Iterator[None]:
             module.training = training
 
 
-def _lost_backward(model: nn.Module, error: LostBackwardError) -> str:
+def _lost_backward(model: nn.Module, error: UnwritableFunctionError) -> CaptureError:
     where = user_line(error)
     at = f"\n  at {where}" if where else ""
-    return (
-        f"{type(model).__name__} cannot be captured: {error}, and torch.export drops it.{at}\n"
-        "Try: torch.library.custom_op with register_autograd, which keeps the backward, or "
-        f"{argument('allow_derivative', True)}, which takes the derivative of the forward."
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured: {error}, so that its backward would be lost.{at}",
+        "a torch.autograd.Function of tensors and plain numbers, which returns new tensors; or torch.library.custom_op "
+        "with register_autograd.",
     )

@@ -194,7 +194,6 @@ def trace(
     model: nn.Module,
     example: Example,
     request: WantedSizes,
-    allow_derivative: bool,
     trains: bool = True,
     roles: Mapping[int, int | None] = NO_ROLES,
 ) -> Trace:
@@ -211,18 +210,18 @@ def trace(
         CaptureError: the model cannot be exported.
     """
     for singleton_dims in _sizes_of_one(example, request, roles):
-        doubled_trace = _trace_doubled(model, example, singleton_dims, request, allow_derivative, trains)
+        doubled_trace = _trace_doubled(model, example, singleton_dims, request, trains)
         if doubled_trace is not None:
             return doubled_trace
-    traced = _trace(model, example, request, allow_derivative, trains)
+    traced = _trace(model, example, request, trains)
     for symbol in sizes_of_some_remainders(traced.guards):
-        padded = _trace_padded(traced, symbol, model, example, request, allow_derivative, trains)
+        padded = _trace_padded(traced, symbol, model, example, request, trains)
         if padded is not None:
             return padded
     return traced
 
 
-def _trace(model: nn.Module, example: Example, request: WantedSizes, allow_derivative: bool, trains: bool) -> Trace:
+def _trace(model: nn.Module, example: Example, request: WantedSizes, trains: bool) -> Trace:
     args, kwargs = example
     fixed = request.fixed
     computed: dict[InputDimension, str] = {}
@@ -235,7 +234,6 @@ def _trace(model: nn.Module, example: Example, request: WantedSizes, allow_deriv
                 kwargs,
                 fixed,
                 free_dims=request.places.keys(),
-                allow_derivative=allow_derivative,
                 trains=trains,
                 keeps_int=keeps_int,
             )
@@ -285,7 +283,6 @@ def _trace_doubled(
     example: Example,
     singleton_dims: AbstractSet[InputDimension],
     request: WantedSizes,
-    allow_derivative: bool,
     trains: bool,
 ) -> Trace | None:
     """Trace a model with sizes of 2 in place of 1; None if one of them does not vary, or may not be 1."""
@@ -294,7 +291,7 @@ def _trace_doubled(
         leaves[position] = torch.cat([leaves[position].detach()] * 2, dim)
     with warnings.catch_warnings(record=True) as caught:
         try:
-            doubled_trace = _trace(model, pytree.tree_unflatten(leaves, form), request, allow_derivative, trains)
+            doubled_trace = _trace(model, pytree.tree_unflatten(leaves, form), request, trains)
         except CaptureError:
             return None
     symbols = {doubled_trace.sizes.symbol_of(dimension) for dimension in singleton_dims}
@@ -316,7 +313,6 @@ def _trace_padded(
     model: nn.Module,
     example: Example,
     request: WantedSizes,
-    allow_derivative: bool,
     trains: bool,
 ) -> Trace | None:
     """Trace a model with a size that is one more, and no multiple of a chunk; None if that says no more of the size."""
@@ -331,7 +327,7 @@ def _trace_padded(
         operations_of_model(model, traced.exported.mode, args, kwargs)  # takes a tenth of the time of an export
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown for the example
-            padded = _trace(model, Example(args, kwargs), request, allow_derivative, trains)
+            padded = _trace(model, Example(args, kwargs), request, trains)
     except Exception:  # whatever the model raises for a length that it does not take
         return None
     size = {symbol: traced.sizes.values_in(example)[symbol]}
