@@ -51,6 +51,7 @@ def test_a_package_has_the_text_of_a_function_and_of_what_it_reads(tmp_path: Pat
     assert differences(package, model, (x,)) == []
 
 
+@pytest.mark.usefixtures("from_graph")
 def test_numbers_are_the_attributes_of_the_source(tmp_path: Path) -> None:
     model, x = stack(DomainClassifier), torch.randn(3, 5, 8)
     package = split(tmp_path, model, (x,), cut="2")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from pipegraph.codegen.author_text.constructors import Constructor
 from pipegraph.codegen.author_text.cut import Line, UnwritableError
-from pipegraph.codegen.author_text.names import GraphPart, ReadNames, TextPart
+from pipegraph.codegen.author_text.names import AbsentPart, GraphPart, ReadNames, TextPart
 from pipegraph.codegen.author_text.variables import CallVariables
 from pipegraph.codegen.forward.items import ModuleCall, Step
 from pipegraph.codegen.forward.short_forms import shortened
@@ -88,12 +88,19 @@ class ForwardText:
         variables: the variables of a call of it.
         results: what it returns.
         name_of: returns a name for a value that has no variable.
+        parameters: the values that a part of a ``forward`` takes → their names; None for all of it.
     """
 
     def __init__(
-        self, names: ReadNames, variables: CallVariables, results: Results, name_of: Callable[[fx.Node], str]
+        self,
+        names: ReadNames,
+        variables: CallVariables,
+        results: Results,
+        name_of: Callable[[fx.Node], str],
+        parameters: Mapping[fx.Node, str] | None,
     ) -> None:
         self._names, self._variables, self._results, self._name_of = names, variables, results, name_of
+        self._parameters = parameters
         self._parts = names.parts
         self._written = {at: _Written() for at, part in enumerate(self._parts) if isinstance(part, GraphPart)}
 
@@ -144,15 +151,20 @@ class ForwardText:
         text: list[Line] = []
         used: set[str] = set()
         for at, part in reversed(list(enumerate(self._parts))):
+            part_lines: tuple[Line, ...] = ()
             if isinstance(part, TextPart):
                 part_lines = part.without_unused(used)
                 used |= part.reads if part_lines else set()
-            else:
+            elif isinstance(part, GraphPart):
                 new_lines = (Line(line, 0) for line in lines(shortened(statements[at]), _INDENT))
                 part_lines = (*part.comments, *new_lines) if statements[at] else ()
-                used |= _names_in(statements[at])
+                # A variable that is assigned here and read from no earlier statement is not used before.
+                assigned_here = set(self._written[at].outputs) - set(self._written[at].inputs.values())
+                used = (used - assigned_here) | (_names_in(statements[at]) - assigned_here)
             text[:0] = part_lines
-        return [*self._names.header, *text], [statement for group in statements.values() for statement in group]
+        return [*self._names.header, *_without_gaps(text)], [
+            statement for group in statements.values() for statement in group
+        ]
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -165,17 +177,26 @@ class ForwardText:
             if isinstance(part, TextPart):
                 for name in sorted(part.reads):
                     maker = assigned.get(name, -1)
-                    value = self._variables.value(name, self._parts[maker].numbers) if maker in self._written else None
+                    maker_part = self._parts[maker]
+                    if maker not in self._written or not isinstance(maker_part, GraphPart):
+                        continue
+                    value = self._variables.value(name, maker_part.numbers)
                     if value is None:
                         continue
                     self._written[maker].outputs[name] = value
                     if makers.get(value) != maker and value.op != "get_attr":  # it assigns what another part made
-                        inputs = self._written[maker].inputs
-                        inputs[value] = self._input(value, self._parts[maker], before[maker], makers)
-            else:
+                        try:
+                            variable_text = self._input(value, before[maker], makers)
+                        except UnwritableError:
+                            if self._parameters is None:
+                                raise
+                            del self._written[maker].outputs[name]  # a child takes it that does not read it
+                        else:
+                            self._written[maker].inputs[value] = variable_text
+            elif isinstance(part, GraphPart):
                 before[at] = dict(assigned)
                 for node in self._values_read(at, part):
-                    self._written[at].inputs[node] = self._input(node, part, assigned, makers)
+                    self._written[at].inputs[node] = self._input(node, assigned, makers)
             assigned |= dict.fromkeys(part.assigns, at)
 
     def _values_read(self, at: int, part: GraphPart) -> list[fx.Node]:
@@ -186,11 +207,9 @@ class ForwardText:
         returned = list(self._results.nodes) if part.returns else []
         return [node for node in dict.fromkeys((*read, *returned)) if node not in inside]
 
-    def _input(
-        self, node: fx.Node, part: TextPart | GraphPart, assigned: Mapping[str, int], makers: Mapping[fx.Node, int]
-    ) -> str:
+    def _input(self, node: fx.Node, assigned: Mapping[str, int], makers: Mapping[fx.Node, int]) -> str:
         """How the text has a value before a part. Raises UnwritableError if it does not."""
-        names = {text: maker for text, value, maker in self._available(part, assigned) if value is node}
+        names = {text: maker for text, value, maker in self._available(assigned) if value is node}
         kept = [text for text, maker in names.items() if maker not in self._written]
         if kept:
             return kept[-1]
@@ -207,12 +226,23 @@ class ForwardText:
         outputs[name] = node
         return name
 
-    def _available(self, part: TextPart | GraphPart, assigned: Mapping[str, int]) -> Iterable[tuple[str, fx.Node, int]]:
-        """The variables that have a value before a part: the text, the value, and the part that assigns it."""
-        for (name, path), node in self._variables.before(min(part.numbers - {0})).items():
-            maker = assigned.get(name, -1)
-            if not path or maker not in self._written:
-                yield name + "".join(f"[{index}]" for index in path), node, maker
+    def _available(self, assigned: Mapping[str, int]) -> Iterable[tuple[str, fx.Node, int]]:
+        """The variables that the text has at a place: the text, the value, and the part that assigns it.
+
+        Args:
+            assigned: the last part before that place that assigns each variable.
+        """
+        yield from ((name, node, -1) for node, name in (self._parameters or {}).items() if name not in assigned)
+        for maker in (-1, *sorted(set(assigned.values()))):
+            part = self._parts[maker] if maker >= 0 else None
+            parameters = self._parameters if part is None or isinstance(part, AbsentPart) else None
+            for (name, path), node in self._variables.before(max(part.numbers) + 1 if part else 1).items():
+                if assigned.get(name, -1) != maker or (
+                    parameters is not None and (path or parameters.get(node) != name)
+                ):
+                    continue
+                if not path or not isinstance(part, GraphPart):
+                    yield name + "".join(f"[{index}]" for index in path), node, maker
 
     def _all_variables(self) -> set[str]:
         return {name for part in self._parts for name in part.assigns} | {
@@ -224,7 +254,7 @@ class ForwardText:
     def _statements(self, at: int, part: GraphPart, assigned: Mapping[str, int], write: Write) -> tuple[Statement, ...]:
         written = self._written[at]
         inputs = dict(written.inputs)
-        for text, node, maker in self._available(part, assigned):
+        for text, node, maker in self._available(assigned):
             if maker not in self._written or text in self._written[maker].outputs:
                 inputs.setdefault(node, text)  # an operation may name one of its sizes
         names = {node: name for name, node in written.outputs.items()}
@@ -257,6 +287,15 @@ class ForwardText:
             if isinstance(part, TextPart) and (lost := stored & part.reads):
                 raise UnwritableError(f"{min(lost)} would be something else")
             stored -= part.assigns
+
+
+def _without_gaps(text: Iterable[Line]) -> Iterator[Line]:
+    """Lines without empty ones at the beginning, and after another."""
+    is_empty = True
+    for line in text:
+        if line.text or not is_empty:
+            yield line
+        is_empty = not line.text
 
 
 def _names_in(statements: Iterable[Statement]) -> set[str]:

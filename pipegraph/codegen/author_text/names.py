@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional
-from torch import nn
+from torch import fx, nn
 
 from pipegraph.codegen.author_text.cut import FunctionCut, Line, UnwritableError
 from pipegraph.codegen.syntax.expressions import Expression, Name, literal
@@ -78,7 +79,7 @@ class GraphPart:
     Attributes:
         comments: the lines before the first of them.
         numbers: their lines in the file of the model.
-        assigns: the variables that they assign.
+        assigns: the variables that are tensors and that they assign.
         returns: whether the last of them is the ``return``.
         reason: why the first of them cannot stand in a package.
     """
@@ -96,20 +97,55 @@ class GraphPart:
 
 
 @dataclass(frozen=True)
+class AbsentPart:
+    """A statement of a ``forward`` that another stage runs.
+
+    Attributes:
+        numbers: its lines in the file of the model.
+        assigns: the variables that it assigns and that the part takes as parameters.
+    """
+
+    numbers: frozenset[int]
+    assigns: frozenset[str]
+
+
+Part = TextPart | GraphPart | AbsentPart
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of a ``forward`` that one stage runs.
+
+    Attributes:
+        lines: the lines of the ``forward`` with operations that the stage runs.
+        other_lines: those with operations that other stages run.
+        parameters: the values that the part takes → their names.
+        results: how many values it returns.
+    """
+
+    lines: frozenset[int]
+    other_lines: frozenset[int]
+    parameters: Mapping[fx.Node, str]
+    results: int
+
+
+@dataclass(frozen=True)
 class ForwardSurroundings:
     """What is known about a ``forward`` besides its text.
 
     Attributes:
+        stage_part: what the stage runs of it; None if that is all.
+        value: returns the tensor that a variable is after these lines have run; None if it is none.
         unread: its parameters that are objects, or tensors that no operation reads. A package passes None instead.
-        has_tensor: returns whether a variable is a tensor after these lines have run.
         is_none: returns whether a variable is None after these lines have run.
         check_child: raises UnwritableError if text cannot call a child as the model does.
         graph_lines: files and lines of statements whose text computes something else than the graph.
         autograd_functions: the custom Functions whose text the package has, with the functions that they read, by name.
     """
 
+    stage_part: StagePart | None
     unread: frozenset[str]
-    has_tensor: Callable[[str, frozenset[int]], bool]
+    value: Callable[[str, frozenset[int]], fx.Node | None]
     is_none: Callable[[str, frozenset[int]], bool]
     check_child: Callable[[str], None]
     graph_lines: frozenset[tuple[str, int]]
@@ -137,7 +173,7 @@ class ReadNames:
     origin: str = ""
     file: str = ""
     header: tuple[Line, ...] = ()
-    parts: tuple[TextPart | GraphPart, ...] = ()
+    parts: tuple[Part, ...] = ()
     methods: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, Expression] = field(default_factory=dict)
     children: set[str] = field(default_factory=set)
@@ -293,8 +329,15 @@ class _SourceReader:
             self._lines.modules.get(self._fqn, frozenset()),
         )
         text = _Text(self, function.__globals__, cut.lines)
-        self._names.parts = tuple(_joined(text.parts(surroundings)))
-        self._names.header = (*(Line(decorator, 0) for decorator in self._decorators(cut)), *text.header)
+        parts = list(text.parts(surroundings))
+        decorators = [Line(decorator, 0) for decorator in self._decorators(cut)]
+        header: Sequence[Line] = text.header
+        if surroundings.stage_part is not None:
+            parts.append(GraphPart((), frozenset({_END}), frozenset(), True, "it is cut"))
+            self._names.imports["Tensor"] = "from torch import Tensor"
+            header = [Line(line, 0) for line in _part_header(surroundings.stage_part)]
+        self._names.parts = tuple(_joined(parts))
+        self._names.header = (*decorators, *header)
 
     def _check_closure(self, function: FunctionType) -> None:
         if set(function.__code__.co_freevars) - {"__class__"}:
@@ -353,12 +396,25 @@ class _SourceReader:
         return decorators
 
 
-def _joined(parts: Iterable[TextPart | GraphPart]) -> Iterator[TextPart | GraphPart]:
+_END: Final = sys.maxsize  # the line of the ``return`` of a part
+
+
+def _part_header(part: StagePart) -> list[str]:
+    """``def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:``."""
+    parameters = [_SELF, *(f"{name}: Tensor" for name in part.parameters.values())]
+    returns = "Tensor" if part.results == 1 else f"tuple[{', '.join(['Tensor'] * part.results)}]"
+    return _wrapped_header("forward", parameters, f" -> {returns}")
+
+
+def _joined(parts: Iterable[Part]) -> Iterator[Part]:
     """Parts, with those that are written from the graph and follow each other as one."""
     waiting: GraphPart | None = None
     for part in parts:
         if isinstance(part, GraphPart):
             waiting = part if waiting is None else waiting.joined(part)
+            continue
+        if isinstance(part, AbsentPart):
+            yield part
             continue
         if waiting is not None:
             yield waiting
@@ -393,23 +449,38 @@ class _Text:
         self._resolve(self._tree)
         return [line.text for line in self._edited()]
 
-    def parts(self, surroundings: ForwardSurroundings) -> Iterator[TextPart | GraphPart]:
+    def parts(self, surroundings: ForwardSurroundings) -> Iterator[Part]:
         """Yield the statements of a ``forward``.
 
         A statement that reads something that a package does not have is written from the graph. So is one that reads a
         variable that such a statement assigns, if the variable is no tensor.
         """
-        self._resolve(self._tree.args)
+        stage_part = surroundings.stage_part
         unknown, none_variables = set(surroundings.unread), set[str]()
+        if stage_part is None:
+            self._resolve(self._tree.args)
+        else:
+            arguments = {node.arg for node in ast.walk(self._tree.args) if isinstance(node, ast.arg)}
+            unknown = arguments - {_SELF} - set(stage_part.parameters.values())
         start = _header_end(self._lines, self._tree)
-        parts: list[tuple[range, TextPart | GraphPart]] = []
+        parts: list[tuple[range, Part]] = []
         for statement in self._tree.body:
             end = statement.end_lineno or statement.lineno
             numbers = frozenset(line.number for line in self._lines[start:end])
             reads, assigns = _variables(statement, ast.Load) & self._local, _variables(statement, ast.Store)
             edits = len(self._edits)
+            if stage_part is not None and numbers & stage_part.other_lines and not numbers & stage_part.lines:
+                values = {name: surroundings.value(name, numbers) for name in assigns}
+                taken = {name for name, value in values.items() if value and stage_part.parameters.get(value) == name}
+                parts.append((range(start, end), AbsentPart(numbers, frozenset(taken))))
+                unknown = (unknown - taken) | (assigns - taken)
+                none_variables -= assigns
+                start = end
+                continue
             try:
                 with self._names.undone_on_error():
+                    if stage_part is not None:
+                        _check_part(statement, numbers, stage_part)
                     if any((self._names.file, number) in surroundings.graph_lines for number in numbers):
                         raise UnwritableError("it computes something else than the graph")
                     self._keep(statement, unknown, none_variables, surroundings)
@@ -419,13 +490,13 @@ class _Text:
                 if not is_return and _returns(statement):
                     raise
                 comments = tuple(self._lines[start : _first_line_of(statement) - 1])
-                parts.append((range(start, end), GraphPart(comments, numbers, assigns, is_return, str(reason))))
+                tensors = frozenset(name for name in assigns if surroundings.value(name, numbers) is not None)
+                parts.append((range(start, end), GraphPart(comments, numbers, tensors, is_return, str(reason))))
                 for name in assigns:
                     unknown.discard(name)
                     none_variables.discard(name)
-                    if surroundings.has_tensor(name, numbers):
-                        continue
-                    (none_variables if surroundings.is_none(name, numbers) else unknown).add(name)
+                    if name not in tensors:
+                        (none_variables if surroundings.is_none(name, numbers) else unknown).add(name)
             else:
                 unknown -= assigns
                 none_variables -= assigns
@@ -449,7 +520,10 @@ class _Text:
         for node in ast.walk(statement):
             if not isinstance(node, ast.Name) or node.id not in unknown or _is_stored(node):
                 continue
-            if node.id not in surroundings.unread or id(node) not in passed_on:
+            part = surroundings.stage_part
+            names = surroundings.unread if part is None else part.parameters.values()
+            is_left_out = node.id in names and id(node) in passed_on
+            if not is_left_out:
                 raise UnwritableError(f"{node.id} is no tensor")
         texts = {*self._names.methods, *self._names.functions}
         try:
@@ -605,6 +679,16 @@ def _assigns_sizes(statement: ast.stmt) -> bool:
     return are_names and all(name in _PLAIN_CALLS for name in names)
 
 
+def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart) -> None:
+    """Raise UnwritableError for a statement that a part of a ``forward`` does not keep."""
+    if isinstance(statement, ast.Return):
+        raise UnwritableError("a part returns other values")
+    if numbers & stage_part.other_lines:
+        raise UnwritableError("it is cut")
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        raise UnwritableError("it describes more than the part")
+
+
 def _returns(statement: ast.stmt) -> bool:
     is_function = isinstance(statement, ast.FunctionDef)
     return not is_function and any(isinstance(node, ast.Return) for node in ast.walk(statement))
@@ -615,15 +699,22 @@ def _first_line_of(statement: ast.stmt) -> int:
 
 
 def _variables(tree: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:
-    """The variables that a statement reads or stores. ``x += 1`` does both, ``x[0] = 1`` reads ``x``."""
+    """The variables that a statement reads or stores. ``x += 1`` does both, ``x[0] = 1`` reads ``x``, and
+    ``x.append(1)`` stores it."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
     names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and context is ast.Store}
     if context is ast.Load:
         targets = (node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign))
         names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    else:
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        owners = (call.value for call in calls if isinstance(call, ast.Attribute) and call.attr in _CHANGES)
+        names |= {owner.id for owner in owners if isinstance(owner, ast.Name)}
     return frozenset(names)
 
 
+_CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "setdefault", "update"})
+"""Methods that change a list, a dict or a set: a variable that has one is another value afterwards."""
 _MISSING: Final = object()
 
 
@@ -778,12 +869,15 @@ def _with_known_annotations(
 def _header(tree: ast.FunctionDef) -> list[str]:
     """The header of a function on one line, or with the parameters on lines of their own."""
     returns = f" -> {ast.unparse(tree.returns)}" if tree.returns is not None else ""
-    parameters = _parameters(tree.args)
-    for inside in ([], [", ".join(parameters)], [f"{parameter}," for parameter in parameters]):
-        if not inside:
-            lines = [f"def {tree.name}({', '.join(parameters)}){returns}:"]
-        else:
-            lines = [f"def {tree.name}(", *(f"    {line}" for line in inside), f"){returns}:"]
+    return _wrapped_header(tree.name, _parameters(tree.args), returns)
+
+
+def _wrapped_header(name: str, parameters: Sequence[str], returns: str) -> list[str]:
+    joined = ", ".join(parameters)
+    for inside in ([joined], [f"{parameter}," for parameter in parameters]):
+        if inside == [joined] and len(line := f"def {name}({joined}){returns}:") <= LINE_LENGTH - _CLASS_INDENT:
+            return [line]
+        lines = [f"def {name}(", *(f"    {line}" for line in inside), f"){returns}:"]
         if all(len(line) <= LINE_LENGTH - _CLASS_INDENT for line in lines):
             break
     return lines

@@ -58,10 +58,6 @@ class CallVariables:
         ]
         return bool(known) and all(known)
 
-    def has_tensor(self, name: str, lines: frozenset[int]) -> bool:
-        """Return whether a variable is a tensor after these lines have run."""
-        return self.value(name, lines) is not None
-
     def value(self, name: str, lines: frozenset[int]) -> fx.Node | None:
         """The tensor that a variable is after these lines have run; None if it is none."""
         return self.before(max(lines) + 1).get((name, ()))
@@ -71,6 +67,12 @@ class CallVariables:
         return any(
             node in values for place, node in self._variables if place.name == name and not (place.line or place.is_end)
         )
+
+    def name_of(self, value: fx.Node, lines: frozenset[int]) -> str:
+        """The last variable that one of these lines assigns a value; empty without one."""
+        places = (place for place, node in self._variables if node is value and not place.is_end and not place.path)
+        names = [place.name for place in places if place.line in lines]
+        return names[-1] if names else ""
 
     def before(self, line: int) -> dict[tuple[str, tuple[int, ...]], fx.Node]:
         """The values of all variables, and of their parts, before a line of the text: by name and indices."""

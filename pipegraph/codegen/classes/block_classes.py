@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
-from pipegraph.codegen.author_text.forward_text import ForwardText, results_of
+from pipegraph.codegen.author_text.forward_text import ForwardText, Results, results_of
 from pipegraph.codegen.author_text.functions import add_function
-from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, names_of_module
+from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, StagePart, names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
@@ -50,12 +50,12 @@ from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
 from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.tensor_attributes import UnknownAttributeError
 from pipegraph.codegen.forward.write_forward import write_forward
-from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused_class
+from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, call
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource, Statement
-from pipegraph.graph.calls import CallTree, CallValues, StageMembers, call_tree, call_values, is_within
+from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_place, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
 from pipegraph.graph.model_structure import is_layer_of_torch
@@ -76,10 +76,12 @@ class AuthorClass(NamedTuple):
     Attributes:
         constructor: its constructor, and the modules in it.
         has_author_results: whether it returns what the author's class does: tensors in tuples.
+        parameters: the parameters of its ``forward`` if it is a part of the author's class.
     """
 
     constructor: Constructor
     has_author_results: bool
+    parameters: tuple[str, ...] | None
 
 
 class BlockClasses:
@@ -305,13 +307,17 @@ class BlockClasses:
 
     def _author_call(self, members: StageMembers, called: CallValues) -> ModuleCall | None:
         """The call of a class in its author's text; None if a package cannot have that, or cannot call it."""
-        if not self.names.is_whole(called.tree):
-            return None
         try:
             author_class = self._author_class(members, called.tree)
         except UnwritableError:
             return None
+        if author_class.parameters is not None:
+            called = call_values(self._captured, members, called.tree, unread=True)
+            return self._call(called, *author_class.constructor, parameters=author_class.parameters)
         module = self._captured.modules[called.tree.fqn].module
+        # The text computes other values from its arguments: a pass left out two permutations that undo each other.
+        reads = tuple(node for node in called.reads if argument_place(node, called.tree.call) is not None)
+        called = replace(called, reads=reads)
         arguments = author_arguments(module, called, author_class.has_author_results)
         if arguments is None:
             return None
@@ -333,9 +339,13 @@ class BlockClasses:
     def _new_author_class(self, members: StageMembers, tree: CallTree) -> AuthorClass:
         fqn = tree.fqn
         called = call_values(self._captured, members, tree, unread=True)
-        names, variables = self._author_names(members, called)
+        variables = self._variables(tree)
+        stage_part = None if self.names.is_whole(tree) else self._stage_part(members, called, variables)
+        names = self._author_names(members, called, variables, stage_part)
         constructors = self._children_of_author(members, tree, names.children)
-        text = ForwardText(names, variables, results_of(called), self.names.value_name)
+        parameters = None if stage_part is None else stage_part.parameters
+        results = Results(called.makes, None, ()) if stage_part is not None else results_of(called)
+        text = ForwardText(names, variables, results, self.names.value_name, parameters)
         if text.is_mixed:
             steps = self._steps(members, fqn, tree.items)
             called_in_graph = text.add_steps((step, self.source.line_within(fqn, step.nodes[0])) for step in steps)
@@ -372,10 +382,35 @@ class BlockClasses:
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
         constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
-        return AuthorClass(constructor, text.has_author_results)
+        parameter_names = None if parameters is None else tuple(parameters.values())
+        return AuthorClass(constructor, text.has_author_results, parameter_names)
 
-    def _author_names(self, members: StageMembers, called: CallValues) -> tuple[ReadNames, CallVariables]:
-        """What the text of the class of a call reads, and the variables of the call. Raises UnwritableError."""
+    def _variables(self, tree: CallTree) -> CallVariables:
+        """The variables of a call."""
+        lines = self._captured.lines
+        none_variables = lines.none_variables.get(tree.fqn, {}) if lines is not None else {}
+        places = self._variable_places.get(call_name(tree.call), ())
+        return CallVariables(places, forward_line(self._captured.modules[tree.fqn].module), none_variables)
+
+    def _stage_part(self, members: StageMembers, called: CallValues, variables: CallVariables) -> StagePart:
+        """The part of a call that the stage has."""
+        tree = called.tree
+        nodes = [node for node in self._captured.nodes if tree.call in dict(path_of(node))]
+        here, elsewhere = (
+            frozenset(self.source.line_within(tree.fqn, node) for node in nodes if (node in members.nodes) is is_here)
+            for is_here in (True, False)
+        )
+        defaults = self.names.parameters(tree, called.reads)
+        parameters: dict[fx.Node, str] = {}
+        for node, default in zip(called.reads, defaults, strict=True):
+            name = variables.name_of(node, elsewhere | {0}) or default
+            parameters[node] = unused(name, set(parameters.values()))
+        return StagePart(here, elsewhere, parameters, len(called.makes))
+
+    def _author_names(
+        self, members: StageMembers, called: CallValues, variables: CallVariables, stage_part: StagePart | None
+    ) -> ReadNames:
+        """What the text of the class of a call reads. Raises UnwritableError."""
         tree, lines = called.tree, self._captured.lines
         entry = self._captured.modules[tree.fqn]
         module = entry.module
@@ -383,22 +418,25 @@ class BlockClasses:
             raise UnwritableError("its lines are not known")
         if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
             raise UnwritableError("its forward is not that of its class")
-        none_variables = lines.none_variables.get(tree.fqn, {})
-        places = self._variable_places.get(call_name(tree.call), ())
-        variables = CallVariables(places, forward_line(module), none_variables)
+
+        def value(name: str, lines: frozenset[int]) -> fx.Node | None:
+            node = variables.value(name, lines)
+            is_here = stage_part is None or node in members.nodes or node in stage_part.parameters
+            return node if is_here else None
 
         def check_child(name: str) -> None:
             self._children_of_author(members, tree, {name})
 
         surroundings = ForwardSurroundings(
+            stage_part,
             unread_parameters(called, variables),
-            variables.has_tensor,
+            value,
             variables.is_none,
             check_child,
             self._forms.graph_lines,
             self._autograd_functions,
         )
-        return names_of_module(module, tree.fqn, lines, surroundings), variables
+        return names_of_module(module, tree.fqn, lines, surroundings)
 
     def _statements_from_graph(
         self,
@@ -455,7 +493,7 @@ class BlockClasses:
             if item is None or item.arguments is not None:
                 raise
             return item.constructor, item.modules
-        if not author_class.has_author_results:
+        if not author_class.has_author_results or author_class.parameters is not None:
             raise UnwritableError(f"{child} returns something else than its author's")
         return author_class.constructor
 

@@ -58,15 +58,16 @@ class ModuleTree:
         """Its class in generated source.
 
         It is the model's own container if the names of the children allow that. Otherwise it is a ModuleList for 0, 1,
-        …, a ``nn.Module`` for identifiers, and a ModuleDict for all other names. Some parameters of a list are a
-        ParameterDict. Of the generated class itself it is the base.
+        …, a ModuleDict for all other names, and a ParameterDict for parameters alone. It is a ``nn.Module`` if it has
+        buffers, or names that a dict has itself. Of the generated class itself it is the base.
         """
         if self.is_class:
             is_free = not any(hasattr(nn.ModuleDict, name) for name in (*self.children, *self.state))
             return nn.Module if all(map(is_plain, self.children)) or not is_free else nn.ModuleDict
         names = [] if self.state else list(self.children)
-        if self.model_class in _OF_PARAMETERS:
-            if self.children or not all(entry.kind == "parameter" for entry in self.state.values()):
+        if self.state or self.model_class in _OF_PARAMETERS:
+            are_parameters = all(entry.kind == "parameter" for entry in self.state.values())
+            if self.children or not are_parameters or any(hasattr(nn.ParameterDict, name) for name in self.state):
                 return nn.Module
             is_listed = list(self.state) == [str(index) for index in range(len(self.state))]
             return nn.ParameterList if is_listed and self.model_class is nn.ParameterList else nn.ParameterDict
@@ -76,7 +77,7 @@ class ModuleTree:
             return nn.ModuleDict
         if names == [str(index) for index in range(len(names))]:
             return self.model_class or nn.ModuleList
-        return nn.Module if all(is_plain(name) for name in names) else nn.ModuleDict
+        return nn.ModuleDict
 
     @property
     def is_indexed(self) -> bool:
@@ -90,7 +91,8 @@ class ModuleTree:
 
     def child(self, owner: Expression, name: str) -> Expression:
         """The expression for a child: ``owner[0]``, ``owner["0"]`` or ``owner.name``."""
-        if self.container is nn.Module or (self.is_class and is_plain(name)):
+        is_container_of_model = self.model_class is not None and not self.is_class
+        if self.container is nn.Module or (is_plain(name) and not is_container_of_model):
             return attribute(owner, name)
         return Subscript(owner, (Literal(name, is_number=True) if self.is_indexed else string(name),))
 

@@ -198,7 +198,7 @@ class CallArguments:
         """
         waiting = iter(values)
         arguments = [
-            (keyword, Collection(tuple(next(waiting) for _ in position), "()"))
+            (keyword, _tuple([next(waiting) for _ in position]))
             if isinstance(position, tuple)
             else (keyword, next(waiting) if position is not None else literal(None))
             for keyword, position in self.values
@@ -208,6 +208,14 @@ class CallArguments:
         settings = {name: literal(value) for name, value in self.settings}
         expression = call(function, *positional, **named, **settings)
         return Subscript(expression, (literal(0),)) if self.takes_first else expression
+
+
+def _tuple(parts: Sequence[Expression]) -> Expression:
+    """``(cos, sin)``, and ``pair`` for ``(pair[0], pair[1])``."""
+    owner = parts[0].text.removesuffix("[0]")
+    if owner.isidentifier() and [part.text for part in parts] == [f"{owner}[{index}]" for index in range(len(parts))]:
+        return Name(owner)
+    return Collection(tuple(parts), "()")
 
 
 def nested_targets(places: Iterable[Any], names: Sequence[Expression]) -> tuple[Expression, ...]:
@@ -313,7 +321,7 @@ def author_arguments(module: nn.Module, called: CallValues, has_author_results: 
     parts: dict[str, dict[int, int]] = {}
     for position, node in enumerate(called.reads):
         place = argument_place(node, called.tree.call)
-        if place is None or not (place.names or place.part_of):
+        if place is None:
             return None
         names |= dict.fromkeys(place.names, position)
         if place.part_of is not None:

@@ -1,7 +1,8 @@
 """The blocks that the stages of LlamaForCausalLM (hf:config.json) share.
 
 rotate_half, apply_rotary_pos_emb, LlamaRotaryEmbedding, LlamaRMSNorm, LlamaAttention, LlamaMLP,
-LlamaDecoderLayer: the text of modeling_llama.py (Apache License).
+LlamaDecoderLayer, LlamaModelStart, LlamaModelMiddle, LlamaModelEnd: the text of modeling_llama.py (Apache
+License).
 SiLUActivation: the text of activations.py (Apache License).
 """
 
@@ -213,12 +214,16 @@ class LlamaModelStart(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        inputs_embeds = self.embed_tokens(input_ids)
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        cos, sin = self.rotary_emb(None, position_ids)
+        inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)
+
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        position_ids = position_ids.unsqueeze(0)
+
         hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+
         for layer in self.layers:
-            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
         return hidden_states
 
 
@@ -234,10 +239,12 @@ class LlamaModelMiddle(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
-        cos, sin = self.rotary_emb(None, position_ids)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        position_ids = position_ids.unsqueeze(0)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
         return hidden_states
 
 
@@ -254,8 +261,12 @@ class LlamaModelEnd(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
-        cos, sin = self.rotary_emb(None, position_ids)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        position_ids = position_ids.unsqueeze(0)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+
         for layer in self.layers.values():
-            hidden_states = layer(hidden_states, position_embeddings=(cos, sin))
-        return self.norm(hidden_states)
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
+
+        hidden_states = self.norm(hidden_states)
+        return hidden_states

@@ -1,9 +1,9 @@
 """The blocks that the stages of Translator (t5.py) share.
 
 T5LayerNorm, T5LayerSelfAttention, T5DenseActDense, T5LayerFF, T5Block, T5LayerSelfAttention2, T5Block2,
-T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5Block3, T5Attention5,
-T5LayerSelfAttention4, T5Attention6, T5LayerCrossAttention2, T5Block4: the text of modeling_t5.py (Apache
-License).
+T5StackStart, T5StackEnd, T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5Block3,
+T5StackStart2, T5Attention5, T5LayerSelfAttention4, T5Attention6, T5LayerCrossAttention2, T5Block4, T5StackEnd2,
+T5ForConditionalGenerationEnd: the text of modeling_t5.py (Apache License).
 """
 
 import math
@@ -315,7 +315,9 @@ class T5StackStart(nn.Module):
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         inputs_embeds = self.embed_tokens(input_ids)
+
         hidden_states = self.dropout(inputs_embeds)
+
         hidden_states, self_attention_position_bias, _ = self.block[0](hidden_states)
         hidden_states = self.block[1](hidden_states, position_bias=self_attention_position_bias)[0]
         return self_attention_position_bias, hidden_states
@@ -352,8 +354,11 @@ class T5StackEnd(nn.Module):
 
     def forward(self, hidden_states: Tensor, self_attention_position_bias: Tensor) -> Tensor:
         hidden_states = self.block["2"](hidden_states, position_bias=self_attention_position_bias)[0]
+
         hidden_states = self.final_layer_norm(hidden_states)
-        return self.dropout(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+
+        return hidden_states
 
 
 class T5Attention3(nn.Module):
@@ -687,9 +692,12 @@ class T5StackStart2(nn.Module):
 
     def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         inputs_embeds = self.embed_tokens(input_ids)
+
         ones = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
         attention_mask = ones.tril()
+
         hidden_states = self.dropout(inputs_embeds)
+
         hidden_states, self_attention_position_bias, _ = self.block[0](
             hidden_states, attention_mask, encoder_hidden_states=encoder_hidden_states
         )
@@ -974,13 +982,16 @@ class T5StackEnd2(nn.Module):
             hidden_states.shape[1], hidden_states.shape[1], dtype=torch.bool, device=encoder_hidden_states.device
         )
         attention_mask = ones.tril()
+
+        position_bias = None
+
         position_bias = torch.zeros(
             1,
             4,
             hidden_states.shape[1],
             encoder_hidden_states.shape[1],
-            dtype=encoder_hidden_states.dtype,
-            device=encoder_hidden_states.device,
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
         )
         for block in self.block.values():
             hidden_states = block(
@@ -990,8 +1001,11 @@ class T5StackEnd2(nn.Module):
                 encoder_hidden_states,
                 encoder_decoder_position_bias=position_bias,
             )[0]
+
         hidden_states = self.final_layer_norm(hidden_states)
-        return self.dropout(hidden_states)
+        hidden_states = self.dropout(hidden_states)
+
+        return hidden_states
 
 
 class T5ForConditionalGenerationEnd(nn.Module):
@@ -1009,6 +1023,10 @@ class T5ForConditionalGenerationEnd(nn.Module):
         self.lm_head = nn.Linear(32, 89, bias=False)
 
     def forward(self, hidden_states: Tensor, self_attention_position_bias: Tensor, hidden_states_1: Tensor) -> Tensor:
-        decoder_outputs = self.decoder(hidden_states_1, hidden_states, self_attention_position_bias)
-        sequence_output = decoder_outputs * self.model_dim**-0.5
-        return self.lm_head(sequence_output)
+        sequence_output = self.decoder(hidden_states_1, hidden_states, self_attention_position_bias)
+
+        sequence_output = sequence_output * (self.model_dim**-0.5)
+
+        lm_logits = self.lm_head(sequence_output)
+
+        return lm_logits

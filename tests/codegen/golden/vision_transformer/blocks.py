@@ -1,6 +1,7 @@
 """The blocks that the stages of VisionTransformer (vision_transformer.py) share.
 
-PatchEmbedding, DropPath, Attention, Mlp, Block, DropPath2, Block2: the text of vision_transformer.py.
+PatchEmbedding, DropPath, Attention, Mlp, Block, DropPath2, Block2, BlockStart: the text of
+vision_transformer.py.
 """
 
 import torch
