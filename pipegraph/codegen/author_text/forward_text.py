@@ -158,9 +158,8 @@ class ForwardText:
             elif isinstance(part, GraphPart):
                 new_lines = (Line(line, 0) for line in lines(shortened(statements[at]), _INDENT))
                 part_lines = (*part.comments, *new_lines) if statements[at] else ()
-                # A variable that is assigned here and read from no earlier statement is not used before.
-                assigned_here = set(self._written[at].outputs) - set(self._written[at].inputs.values())
-                used = (used - assigned_here) | (_names_in(statements[at]) - assigned_here)
+                read, stored = _names_of(statements[at])
+                used = (used - stored) | read
             text[:0] = part_lines
         return [*self._names.header, *_without_gaps(text)], [
             statement for group in statements.values() for statement in group
@@ -298,7 +297,12 @@ def _without_gaps(text: Iterable[Line]) -> Iterator[Line]:
         is_empty = not line.text
 
 
-def _names_in(statements: Iterable[Statement]) -> set[str]:
-    """The variables that statements name."""
-    names = (node.name for statement in statements for node in statement.walk() if isinstance(node, Name))
-    return {re.split(r"\W", name)[0] for name in names}
+def _names_of(statements: Iterable[Statement]) -> tuple[set[str], set[str]]:
+    """The variables that statements read as they were before, and those that they assign."""
+    read, stored = set[str](), set[str]()
+    for statement in statements:
+        parts = [statement.value] if isinstance(statement, Assign) else [statement]
+        names = (node.name for part in parts for node in part.walk() if isinstance(node, Name))
+        read |= {re.split(r"\W", name)[0] for name in names} - stored
+        stored |= {target.text for target in statement.targets} if isinstance(statement, Assign) else set()
+    return read, stored
