@@ -983,8 +983,6 @@ class T5StackEnd2(nn.Module):
         )
         attention_mask = ones.tril()
 
-        position_bias = None
-
         position_bias = torch.zeros(
             1,
             4,
