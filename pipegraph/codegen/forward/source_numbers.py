@@ -72,9 +72,13 @@ def computed_numbers(statements: Iterable[SourceStatement], read: Read) -> Itera
 
 
 def plain_numbers(tree: ast.AST, read: Read) -> Iterator[Number]:
-    """The numbers of a statement that are computed from no others."""
+    """The numbers of a statement that are computed from no others, and are not all dimensions of a call."""
     evaluation = evaluated(tree, read) if isinstance(tree, ast.expr) else None
     if evaluation is None:
+        match tree:
+            case ast.Call(func=ast.Attribute(value=owner, attr="permute" | "transpose")):
+                yield from plain_numbers(owner, read)
+                return
         for part in ast.iter_child_nodes(tree):
             yield from plain_numbers(part, read)
     elif isinstance(evaluation[1], Literal):
@@ -195,19 +199,6 @@ class ModuleNumbers:
         # A constant of ``forward`` may have the name of an attribute, and a class can only have one of them.
         names = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
         self._attributes = {name: value for name, value in attribute_numbers(vars(module)).items() if name not in names}
-        # An attribute that numbers the modules, such as the index of a layer, is not a constant of the class.
-        peers = [vars(entry.module) for entry in captured.modules.values() if type(entry.module) is type(module)]
-        constant = {
-            name: value for name, value in self._attributes.items() if all(peer.get(name) == value for peer in peers)
-        }
-        expressions: dict[str, Expression | None] = {}
-        for value, expression, function in computed_numbers(source.of_forward(fqn), partial(_of_module, constant)):
-            if function == "range":  # the number of iterations of a loop is not used elsewhere
-                continue
-            text = literal(value).text
-            if expressions.setdefault(text, expression) != expression or abs(value) in _COMMON:
-                expressions[text] = None  # it may be another number
-        self._in_forward = {text: expression for text, expression in expressions.items() if expression is not None}
 
     def named(
         self,
@@ -218,9 +209,8 @@ class ModuleNumbers:
     ) -> Expression:
         """The expression of an operation, with attributes in place of numbers.
 
-        An attribute in the statement that led to the operation replaces its number. So does an attribute in another
-        statement of the same ``forward``, if no other attribute has its value, except for dimensions, as in
-        ``.permute(2, 0, 1)``, and for whole numbers of a function that ``forward`` calls.
+        An attribute replaces a number only if the innermost statement that led to the operation reads the attribute: a
+        statement of ``forward``, or of a method that it calls.
 
         Args:
             expression: of the operation.
@@ -228,18 +218,20 @@ class ModuleNumbers:
             operands: the parts of the expression that other operations made.
             variables: variable → the value in it now.
         """
-        dims = {literal(dim).text for dim in dimensions_of(node)}
-        numbers = {text: replacement for text, replacement in self._in_forward.items() if text not in dims}
-        if self._source.of_helpers(node):
-            numbers = {text: replacement for text, replacement in numbers.items() if not text.lstrip("-").isdigit()}
-        statements = self._source.of_operation(node)
+        statements = (*self._source.of_operation(node), *self._source.of_helpers(node))
         if not statements or not path_of(node)[-1:] or path_of(node)[-1][1] != self._fqn:
-            return _replaced(expression, operands, numbers, self._use)
+            return expression
         statement, of_module = statements[-1], partial(_of_module, self._attributes)
-        numbers |= _in_statement(statement, expression, of_module)
-        expr = _replaced(_with_computed_size_open(expression, node, statement, of_module), operands, numbers, self._use)
+        dims = {literal(dim).text for dim in dimensions_of(node)}
+
+        def replaced(expression: Expression, read: Read) -> Expression:
+            numbers = _in_statement(statement, expression, read)
+            numbers = {text: number for text, number in numbers.items() if text not in dims}
+            return _replaced(expression, operands, numbers, self._use)
+
         of_sizes = partial(_size_or, of_module, self._source.sizes_assigned(node), self._shapes, variables)
-        return _replaced(expr, operands, _in_statement(statement, expr, of_sizes), self._use)
+        with_attributes = replaced(_with_computed_size_open(expression, node, statement, of_module), of_module)
+        return replaced(with_attributes, of_sizes)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
         """An expression of the source, if it equals this number and has an attribute in it; None otherwise."""
