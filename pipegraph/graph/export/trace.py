@@ -221,11 +221,19 @@ def trace(
     return traced
 
 
-def _trace(model: nn.Module, example: Example, request: WantedSizes, trains: bool) -> Trace:
+def _trace(
+    model: nn.Module, example: Example, request: WantedSizes, trains: bool, known: Exported | None = None
+) -> Trace:
+    """Export a model.
+
+    Args:
+        known: the model exported on an example of other sizes, which fixed the same sizes.
+    """
     args, kwargs = example
-    fixed = request.fixed
-    computed: dict[InputDimension, str] = {}
-    keeps_int, may_keep_int = False, True
+    fixed = request.fixed if known is None else known.fixed
+    computed: dict[InputDimension, str] = {} if known is None else dict(known.computed)
+    keeps_int = known is not None and known.keeps_int
+    may_keep_int = not keeps_int
     while True:
         try:
             exported = export(
@@ -327,7 +335,7 @@ def _trace_padded(
         operations_of_model(model, traced.exported.mode, args, kwargs)  # takes a tenth of the time of an export
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were shown for the example
-            padded = _trace(model, Example(args, kwargs), request, trains)
+            padded = _trace(model, Example(args, kwargs), request, trains, traced.exported)
     except Exception:  # whatever the model raises for a length that it does not take
         return None
     size = {symbol: traced.sizes.values_in(example)[symbol]}
