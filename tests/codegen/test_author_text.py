@@ -23,6 +23,7 @@ from tests.codegen.author_models import (
     Mixed,
     OuterVariable,
 )
+from tests.codegen.mixed_models import Appending, Encoded, ViewOfTransposed
 from tests.codegen.parity import differences, source, split
 
 INPUTS = (torch.randn(3, 5, 8),)
@@ -164,8 +165,8 @@ def test_statements_of_every_kind_are_cut(tmp_path: Path) -> None:
 def test_numbers_of_heads_are_left_open_for_tensor_parallel_ranks(tmp_path: Path) -> None:
     """The attention is written from the graph, and the class around it keeps its text."""
     text = blocks_of(tmp_path, Chain(AroundHeads))
-    assert "self.heads" not in text
     assert ".view(" not in text
+    assert ".reshape(" not in text
     assert "        # the residual\n        return x + self.out(self.attention(x))\n" in text
 
 
@@ -240,3 +241,77 @@ def test_names_with_another_meaning_and_unprintable_characters_are_left_out(tmp_
     assert "torch.fft.rfft(x)" in text
     assert "self.inner(x) * 3.0" in text
     assert "\u202e" not in text
+
+
+def test_a_dispatch_table_is_replaced_by_what_ran(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Encoded(), cut="encoder.layers.2")
+    assert (
+        """
+        rows = x.shape[:-1]
+        shape = (*rows, -1, self.head_dim)
+        # one head has four features
+        q = self.query(x).view(shape).transpose(1, 2)
+        k = self.key(x).view(shape).transpose(1, 2)
+        v = self.value(x).view(shape).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        mixed = mixed.reshape(*rows, -1).contiguous()  # heads side by side
+        return self.out(mixed), None
+"""
+        in text
+    )
+    assert "ATTENTION_FUNCTIONS" not in text
+
+
+def test_arguments_that_nothing_reads_are_handed_on(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Encoded(), cut="encoder.layers.2")
+    assert (
+        "        x, _ = self.attention(self.norm(x), mask=mask, positions=positions, cache=cache, **kwargs)\n" in text
+    )
+
+
+def test_a_branch_that_another_dtype_takes_stays(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Encoded(), cut="encoder.layers.2")
+    assert "        if x.dtype == torch.float16:\n            x = x.clamp(-60000, 60000)\n" in text
+
+
+def test_a_class_that_is_cut_keeps_the_statements_on_both_sides(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, Encoded(), cut="encoder.layers.2")
+    assert (
+        """
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden, None)
+        return hidden
+"""
+        in text
+    )
+    assert (
+        """
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            hidden = layer(hidden, None)
+        # a factor for each feature
+        hidden = hidden * F.softplus(self.scale.weight)
+        hidden = self.norm(hidden)
+        return hidden
+"""
+        in text
+    )
+    assert "self.encoder = EncoderStart()" in text
+    assert "self.encoder = EncoderEnd()" in text
+    assert "nn.Module()" not in text
+
+
+def test_a_list_that_the_graph_fills_is_read_from_the_graph(tmp_path: Path) -> None:
+    text = blocks_of(tmp_path, nn.Sequential(nn.Linear(8, 8), Appending(), Appending()), cut="2")
+    assert "parts = []" not in text
+    assert "        # and the input\n        return joined + x\n" in text
+
+
+def test_a_statement_that_differs_from_the_graph_is_written_from_it_alone(tmp_path: Path) -> None:
+    """The `contiguous` before a view stands in a table, and the graph has one reshape for both."""
+    text = blocks_of(tmp_path, nn.Sequential(nn.Linear(8, 8), ViewOfTransposed(), ViewOfTransposed()), cut="2")
+    assert "        # halves of the features\n" in text
+    assert "        # the residual\n        return h.tanh() + x\n" in text
+    assert "h.view(" not in text

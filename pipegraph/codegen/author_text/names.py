@@ -51,7 +51,8 @@ class TextPart:
         lines: its text, and the comments before it.
         numbers: its lines in the file of the model.
         reads, assigns: the variables that it reads and assigns.
-        is_plain: whether it does nothing but assign sizes, attributes and the like, so that it may be left out.
+        is_plain: whether it does nothing but assign sizes, attributes and the like on one line.
+        is_dead: whether it is an assignment without an operation in the graph.
     """
 
     lines: tuple[Line, ...]
@@ -59,13 +60,16 @@ class TextPart:
     reads: frozenset[str]
     assigns: frozenset[str]
     is_plain: bool
+    is_dead: bool
 
     def without_unused(self, used: AbstractSet[str]) -> tuple[Line, ...]:
         """Its lines, with ``_`` for variables that are not used when it unpacks sizes; none if no variable is."""
-        if not self.is_plain or self.assigns <= used:
+        if not (self.is_plain or self.is_dead) or self.assigns <= used:
             return self.lines
         if self.assigns.isdisjoint(used):
             return ()
+        if not self.is_plain:
+            return self.lines
         targets, equals, value = self.lines[-1].text.partition(" = ")
         for name in sorted(self.assigns - used):
             targets = re.sub(rf"\b{name}\b", "_", targets)
@@ -77,7 +81,7 @@ class GraphPart:
     """Consecutive statements of a ``forward`` that cannot stand in a package. Their operations are written instead.
 
     Attributes:
-        comments: the lines before the first of them.
+        comments: the lines before the first of them that has operations.
         numbers: their lines in the file of the model.
         assigns: the variables that are tensors and that they assign.
         returns: whether the last of them is the ``return``.
@@ -93,7 +97,8 @@ class GraphPart:
     def joined(self, next_part: GraphPart) -> GraphPart:
         """This part and the one after it."""
         numbers, assigns = self.numbers | next_part.numbers, self.assigns | next_part.assigns
-        return replace(self, numbers=numbers, assigns=assigns, returns=next_part.returns)
+        comments = self.comments or next_part.comments
+        return replace(self, comments=comments, numbers=numbers, assigns=assigns, returns=next_part.returns)
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,7 @@ class ForwardSurroundings:
         unread: its parameters that are objects, or tensors that no operation reads. A package passes None instead.
         is_none: returns whether a variable is None after these lines have run.
         check_child: raises UnwritableError if text cannot call a child as the model does.
+        lines: the lines of the ``forward`` that led to operations of the graph.
         graph_lines: files and lines of statements whose text computes something else than the graph.
         autograd_functions: the custom Functions whose text the package has, with the functions that they read, by name.
     """
@@ -148,6 +154,7 @@ class ForwardSurroundings:
     value: Callable[[str, frozenset[int]], fx.Node | None]
     is_none: Callable[[str, frozenset[int]], bool]
     check_child: Callable[[str], None]
+    lines: frozenset[int]
     graph_lines: frozenset[tuple[str, int]]
     autograd_functions: Mapping[str, SourceText]
 
@@ -489,7 +496,8 @@ class _Text:
                 is_return = isinstance(statement, ast.Return)
                 if not is_return and _returns(statement):
                     raise
-                comments = tuple(self._lines[start : _first_line_of(statement) - 1])
+                has_operations = is_return or bool(numbers & surroundings.lines)
+                comments = tuple(self._lines[start : _first_line_of(statement) - 1]) if has_operations else ()
                 tensors = frozenset(name for name in assigns if surroundings.value(name, numbers) is not None)
                 parts.append((range(start, end), GraphPart(comments, numbers, tensors, is_return, str(reason))))
                 for name in assigns:
@@ -500,7 +508,10 @@ class _Text:
             else:
                 unknown -= assigns
                 none_variables -= assigns
-                parts.append((range(start, end), TextPart((), numbers, reads, assigns, _assigns_sizes(statement))))
+                # What it computes is in no graph: nothing reads it.
+                is_dead = isinstance(statement, ast.Assign) and not numbers & surroundings.lines
+                is_plain = _assigns_sizes(statement)
+                parts.append((range(start, end), TextPart((), numbers, reads, assigns, is_plain, is_dead)))
             start = end
         lines = self._edited()
         for place, part in parts:

@@ -433,6 +433,7 @@ class BlockClasses:
             value,
             variables.is_none,
             check_child,
+            frozenset(self.source.line_within(tree.fqn, node) for node in tree.nodes()),
             self._forms.graph_lines,
             self._autograd_functions,
         )

@@ -49,8 +49,6 @@ class T5Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.key_value_proj_dim = 8
-        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -58,9 +56,9 @@ class T5Attention(nn.Module):
         self.relative_attention_bias = nn.Embedding(8, 4)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        key_states = self.k(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        value_states = self.v(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         context_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(1)
         memory_position = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
         relative_position = memory_position - context_position
@@ -74,7 +72,7 @@ class T5Attention(nn.Module):
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
         attention_mask = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
@@ -206,20 +204,18 @@ class T5Attention2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.key_value_proj_dim = 8
-        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states: Tensor, position_bias: Tensor) -> Tensor:
-        query_states = self.q(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        key_states = self.k(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
-        value_states = self.v(hidden_states).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+        query_states = self.q(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        key_states = self.k(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+        value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         position_bias = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
@@ -375,7 +371,6 @@ class T5Attention3(nn.Module):
         self.relative_attention_num_buckets = 8
         self.relative_attention_max_distance = 16
         self.is_decoder = True
-        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -414,7 +409,7 @@ class T5Attention3(nn.Module):
 
         attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -523,9 +518,7 @@ class T5Attention4(nn.Module):
     def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
-        self.layer_idx = 0
         self.n_heads = 4
-        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -541,9 +534,6 @@ class T5Attention4(nn.Module):
         # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
-        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
-        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
 
         # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
         is_cross_attention = key_value_states is not None
@@ -564,7 +554,7 @@ class T5Attention4(nn.Module):
         )
 
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -732,11 +722,9 @@ class T5Attention5(nn.Module):
     position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
-        self.layer_idx = layer_idx
-        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -752,9 +740,6 @@ class T5Attention5(nn.Module):
         # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
-        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
-        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
 
         # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
         is_cross_attention = key_value_states is not None
@@ -768,7 +753,7 @@ class T5Attention5(nn.Module):
 
         attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -786,9 +771,9 @@ class T5LayerSelfAttention4(nn.Module):
     decoder_input_ids_1, 32].
     """
 
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
-        self.SelfAttention = T5Attention5(layer_idx)
+        self.SelfAttention = T5Attention5()
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
@@ -812,11 +797,9 @@ class T5Attention6(nn.Module):
     position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
-        self.layer_idx = layer_idx
-        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -832,9 +815,6 @@ class T5Attention6(nn.Module):
         # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
-        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-        # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
-        past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
 
         # if key_value_states are provided this layer is used as a cross-attention layer for the decoder
         is_cross_attention = key_value_states is not None
@@ -847,7 +827,7 @@ class T5Attention6(nn.Module):
         value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
 
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
+            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -864,9 +844,9 @@ class T5LayerCrossAttention2(nn.Module):
     position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
-        self.EncDecAttention = T5Attention6(layer_idx)
+        self.EncDecAttention = T5Attention6()
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
@@ -895,9 +875,9 @@ class T5Block4(nn.Module):
     decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
     """
 
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention4(layer_idx), T5LayerCrossAttention2(layer_idx), T5LayerFF()])
+        self.layer = nn.ModuleList([T5LayerSelfAttention4(), T5LayerCrossAttention2(), T5LayerFF()])
 
     def forward(
         self,
@@ -971,7 +951,7 @@ class T5StackEnd2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = nn.ModuleDict({"1": T5Block4(1), "2": T5Block4(2)})
+        self.block = nn.ModuleDict({str(i): T5Block4() for i in range(1, 3)})
         self.final_layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
@@ -1021,6 +1001,7 @@ class T5ForConditionalGenerationEnd(nn.Module):
         self.lm_head = nn.Linear(32, 89, bias=False)
 
     def forward(self, hidden_states: Tensor, self_attention_position_bias: Tensor, hidden_states_1: Tensor) -> Tensor:
+        # Decode
         sequence_output = self.decoder(hidden_states_1, hidden_states, self_attention_position_bias)
 
         sequence_output = sequence_output * (self.model_dim**-0.5)
