@@ -171,7 +171,7 @@ class ForwardText:
         """Find the variables by which the parts pass values to each other."""
         makers = {node: at for at, written in self._written.items() for step in written.steps for node in step.nodes}
         assigned: dict[str, int] = {}
-        before: dict[int, dict[str, int]] = {}
+        assigned_before: dict[int, dict[str, int]] = {}
         for at, part in enumerate(self._parts):
             if isinstance(part, TextPart):
                 for name in sorted(part.reads):
@@ -185,7 +185,7 @@ class ForwardText:
                     self._written[maker].outputs[name] = value
                     if makers.get(value) != maker and value.op != "get_attr":  # it assigns what another part made
                         try:
-                            variable_text = self._input(value, before[maker], makers)
+                            variable_text = self._input(value, assigned_before[maker], makers)
                         except UnwritableError:
                             if self._parameters is None:
                                 raise
@@ -193,7 +193,7 @@ class ForwardText:
                         else:
                             self._written[maker].inputs[value] = variable_text
             elif isinstance(part, GraphPart):
-                before[at] = dict(assigned)
+                assigned_before[at] = dict(assigned)
                 for node in self._values_read(at, part):
                     self._written[at].inputs[node] = self._input(node, assigned, makers)
             assigned |= dict.fromkeys(part.assigns, at)
@@ -209,9 +209,9 @@ class ForwardText:
     def _input(self, node: fx.Node, assigned: Mapping[str, int], makers: Mapping[fx.Node, int]) -> str:
         """How the text has a value before a part. Raises UnwritableError if it does not."""
         names = {text: maker for text, value, maker in self._available(assigned) if value is node}
-        kept = [text for text, maker in names.items() if maker not in self._written]
-        if kept:
-            return kept[-1]
+        of_text = [text for text, maker in names.items() if maker not in self._written]
+        if of_text:
+            return of_text[-1]
         for text, maker in reversed(names.items()):
             self._written[maker].outputs[text] = node
             return text
@@ -235,7 +235,7 @@ class ForwardText:
         for maker in (-1, *sorted(set(assigned.values()))):
             part = self._parts[maker] if maker >= 0 else None
             parameters = self._parameters if part is None or isinstance(part, AbsentPart) else None
-            for (name, path), node in self._variables.before(max(part.numbers) + 1 if part else 1).items():
+            for (name, path), node in self._variables.values_before(max(part.numbers) + 1 if part else 1).items():
                 if assigned.get(name, -1) != maker or (
                     parameters is not None and (path or parameters.get(node) != name)
                 ):

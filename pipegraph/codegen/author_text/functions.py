@@ -184,7 +184,7 @@ class _Definition:
         current = vars(member).get(target.id, _MISSING) if isinstance(target, ast.Name) else _MISSING
         written = None if current is _MISSING else plain_expression(current)
         if written is None:
-            raise UnwritableError(f"{ast.unparse(target)} of its class is no plain value")
+            raise UnwritableError(f"{ast.unparse(target)} of its class is not a plain value")
         if ast.unparse(value) != ast.unparse(ast.parse(written.text)):
             yield (value.lineno, value.col_offset), _end(value), written.text
 
@@ -246,7 +246,7 @@ def _statement(member: type | FunctionType) -> tuple[str, ast.stmt]:
     """The file of a class or a function, and its statement there: the smallest that has its code.
 
     Raises:
-        UnwritableError: there is none of its name.
+        UnwritableError: no class or function of the file has its name.
     """
     code = next((function.__code__ for function in _functions(member)), None)
     kind = ast.ClassDef if isinstance(member, type) else ast.FunctionDef

@@ -53,14 +53,14 @@ class CallVariables:
 
     def is_none(self, name: str, lines: frozenset[int]) -> bool:
         """Return whether a variable is None after these lines have run."""
-        known = [
+        are_none = [
             is_none for (variable, line), is_none in self._none_variables.items() if variable == name and line in lines
         ]
-        return bool(known) and all(known)
+        return bool(are_none) and all(are_none)
 
     def value(self, name: str, lines: frozenset[int]) -> fx.Node | None:
-        """The tensor that a variable is after these lines have run; None if it is none."""
-        return self.before(max(lines) + 1).get((name, ()))
+        """The tensor in a variable after these lines have run; None without one."""
+        return self.values_before(max(lines) + 1).get((name, ()))
 
     def are_tensors(self, name: str, values: Sequence[fx.Node]) -> bool:
         """Return whether a parameter is one of these values, or has some of them in tuples."""
@@ -74,7 +74,7 @@ class CallVariables:
         names = [place.name for place in places if place.line in lines]
         return names[-1] if names else ""
 
-    def before(self, line: int) -> dict[tuple[str, tuple[int, ...]], fx.Node]:
+    def values_before(self, line: int) -> dict[tuple[str, tuple[int, ...]], fx.Node]:
         """The values of all variables, and of their parts, before a line of the text: by name and indices."""
         values: dict[tuple[str, tuple[int, ...]], fx.Node] = {}
         for place, node in self._variables:

@@ -13,7 +13,8 @@ from pipegraph.codegen.author_text.constructors import ChildConstructors, Constr
 from pipegraph.codegen.author_text.cut import UnwritableError
 from pipegraph.codegen.author_text.forward_text import ForwardText, Results, results_of
 from pipegraph.codegen.author_text.functions import add_function
-from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, StagePart, names_of_module
+from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, StagePart
+from pipegraph.codegen.author_text.reader import names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.helper_functions import HelperFunctions
@@ -396,16 +397,16 @@ class BlockClasses:
         """The part of a call that the stage has."""
         tree = called.tree
         nodes = [node for node in self._captured.nodes if tree.call in dict(path_of(node))]
-        here, elsewhere = (
-            frozenset(self.source.line_within(tree.fqn, node) for node in nodes if (node in members.nodes) is is_here)
-            for is_here in (True, False)
+        stage_lines, other_lines = (
+            frozenset(self.source.line_within(tree.fqn, node) for node in nodes if (node in members.nodes) is in_stage)
+            for in_stage in (True, False)
         )
         defaults = self.names.parameters(tree, called.reads)
         parameters: dict[fx.Node, str] = {}
         for node, default in zip(called.reads, defaults, strict=True):
-            name = variables.name_of(node, elsewhere | {0}) or default
+            name = variables.name_of(node, other_lines | {0}) or default
             parameters[node] = unused(name, set(parameters.values()))
-        return StagePart(here, elsewhere, parameters, len(called.makes))
+        return StagePart(stage_lines, other_lines, parameters, len(called.makes))
 
     def _author_names(
         self, members: StageMembers, called: CallValues, variables: CallVariables, stage_part: StagePart | None
@@ -421,8 +422,8 @@ class BlockClasses:
 
         def value(name: str, lines: frozenset[int]) -> fx.Node | None:
             node = variables.value(name, lines)
-            is_here = stage_part is None or node in members.nodes or node in stage_part.parameters
-            return node if is_here else None
+            is_in_stage = stage_part is None or node in members.nodes or node in stage_part.parameters
+            return node if is_in_stage else None
 
         def check_child(name: str) -> None:
             self._children_of_author(members, tree, {name})

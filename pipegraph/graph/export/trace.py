@@ -222,17 +222,17 @@ def trace(
 
 
 def _trace(
-    model: nn.Module, example: Example, request: WantedSizes, trains: bool, known: Exported | None = None
+    model: nn.Module, example: Example, request: WantedSizes, trains: bool, first_export: Exported | None = None
 ) -> Trace:
     """Export a model.
 
     Args:
-        known: the model exported on an example of other sizes, which fixed the same sizes.
+        first_export: the model exported on an example of other sizes, which fixed the same sizes.
     """
     args, kwargs = example
-    fixed = request.fixed if known is None else known.fixed
-    computed: dict[InputDimension, str] = {} if known is None else dict(known.computed)
-    keeps_int = known is not None and known.keeps_int
+    fixed = request.fixed if first_export is None else first_export.fixed
+    computed: dict[InputDimension, str] = {} if first_export is None else dict(first_export.computed)
+    keeps_int = first_export is not None and first_export.keeps_int
     may_keep_int = not keeps_int
     while True:
         try:

@@ -1,0 +1,99 @@
+"""The headers of functions: without annotations that a package does not have, and of parts of a ``forward``."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from pipegraph.codegen.author_text.cut import Line
+from pipegraph.codegen.author_text.names import StagePart, import_of
+from pipegraph.codegen.author_text.statements import SELF, header_end, parsed
+from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
+
+_CLASS_INDENT: Final = 4
+
+
+def part_header(part: StagePart) -> list[str]:
+    """``def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:``."""
+    parameters = [SELF, *(f"{name}: Tensor" for name in part.parameters.values())]
+    returns = "Tensor" if part.results == 1 else f"tuple[{', '.join(['Tensor'] * part.results)}]"
+    return wrapped_header("forward", parameters, f" -> {returns}")
+
+
+def with_known_annotations(
+    lines: Sequence[Line], tree: ast.FunctionDef, namespace: Mapping[str, Any]
+) -> tuple[list[Line], ast.FunctionDef]:
+    """A function without the annotations whose names a package does not have."""
+    unknown = [holder for holder, annotation in _annotations(tree) if not _is_known(annotation, namespace)]
+    if not unknown:
+        return list(lines), tree
+    for holder in unknown:
+        if isinstance(holder, ast.FunctionDef):
+            holder.returns = None
+        else:
+            holder.annotation = None
+    changed = [*(Line(text, 0) for text in _header(tree)), *lines[header_end(lines, tree) :]]
+    return changed, parsed(changed)
+
+
+def _header(tree: ast.FunctionDef) -> list[str]:
+    """The header of a function on one line, or with the parameters on lines of their own."""
+    returns = f" -> {ast.unparse(tree.returns)}" if tree.returns is not None else ""
+    return wrapped_header(tree.name, _parameters(tree.args), returns)
+
+
+def wrapped_header(name: str, parameters: Sequence[str], returns: str) -> list[str]:
+    joined = ", ".join(parameters)
+    for inside in ([joined], [f"{parameter}," for parameter in parameters]):
+        if inside == [joined] and len(line := f"def {name}({joined}){returns}:") <= LINE_LENGTH - _CLASS_INDENT:
+            return [line]
+        lines = [f"def {name}(", *(f"    {line}" for line in inside), f"){returns}:"]
+        if all(len(line) <= LINE_LENGTH - _CLASS_INDENT for line in lines):
+            break
+    return lines
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    """The parameters of a function: ``x: Tensor``, ``scale: float = 1.0``, ``*args``."""
+
+    def parameter(argument: ast.arg, default: ast.expr | None) -> str:
+        annotation = f": {ast.unparse(argument.annotation)}" if argument.annotation is not None else ""
+        equals = " = " if annotation else "="
+        return f"{argument.arg}{annotation}" + (f"{equals}{ast.unparse(default)}" if default is not None else "")
+
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    parameters = [parameter(*pair) for pair in zip(positional, defaults, strict=True)]
+    if arguments.posonlyargs:
+        parameters.insert(len(arguments.posonlyargs), "/")
+    if arguments.vararg is not None:
+        parameters.append(f"*{parameter(arguments.vararg, None)}")
+    elif arguments.kwonlyargs:
+        parameters.append("*")
+    parameters += [parameter(*pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    if arguments.kwarg is not None:
+        parameters.append(f"**{parameter(arguments.kwarg, None)}")
+    return parameters
+
+
+def _annotations(tree: ast.FunctionDef) -> Iterator[tuple[Any, ast.expr]]:
+    if tree.returns is not None:
+        yield tree, tree.returns
+    for node in ast.walk(tree.args):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            yield node, node.annotation
+
+
+def _is_known(annotation: ast.expr, namespace: Mapping[str, Any]) -> bool:
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return False
+        if isinstance(node, ast.Name):
+            if node.id in namespace:
+                if import_of(node.id, namespace[node.id]) is None:
+                    return False
+            elif not hasattr(builtins, node.id):
+                return False
+    return True

@@ -1,0 +1,437 @@
+"""Read the text of a ``forward`` statement by statement, and that of the methods and functions that it calls."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from pipegraph.codegen.author_text.cut import FunctionCut, Line, UnwritableError
+from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
+from pipegraph.codegen.author_text.names import (
+    WITH_EFFECTS,
+    AbsentPart,
+    ForwardSurroundings,
+    GraphPart,
+    Part,
+    ReadNames,
+    StagePart,
+    TextPart,
+    check_node,
+    function_name,
+    import_of,
+    is_plain,
+    origin_of,
+    plain_expression,
+)
+from pipegraph.codegen.author_text.statements import (
+    SELF,
+    arguments_of,
+    assigns_sizes,
+    divides_features,
+    first_line_of,
+    header_end,
+    is_self,
+    is_stored,
+    parsed,
+    returns,
+    variables,
+)
+from pipegraph.codegen.syntax.expressions import Name, literal
+from pipegraph.codegen.syntax.statements import SourceText
+from pipegraph.graph.captured import ExecutedLines, LineStep
+
+
+def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundings: ForwardSurroundings) -> ReadNames:
+    """Return the text of the ``forward`` of a module, of the methods that it calls, and what these read.
+
+    Raises:
+        UnwritableError: they read something that a package does not have.
+    """
+    function = inspect.unwrap(type(module).forward)
+    if not isinstance(function, FunctionType):
+        raise UnwritableError("its forward is not written in Python")
+    file = function.__code__.co_filename
+    names = ReadNames(origin_of(file), file)
+    try:
+        reader = _SourceReader(names, lines, module, fqn, surroundings.autograd_functions)
+        reader.read_forward(function, surroundings)
+    except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
+        # Attributes and properties of a model's objects may raise any of these.
+        raise UnwritableError(f"it cannot be read: {error}") from error
+    return names
+
+
+class _SourceReader:
+    """Reads the names of functions, one after the other."""
+
+    def __init__(
+        self,
+        names: ReadNames,
+        lines: ExecutedLines,
+        module: nn.Module | None,
+        fqn: str,
+        autograd_functions: Mapping[str, SourceText],
+    ) -> None:
+        self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
+        self._autograd_functions = autograd_functions
+
+    def add_autograd_function(self, name: str) -> None:
+        """Add a custom Function whose text the package has. Raises UnwritableError if it does not."""
+        if name not in self._autograd_functions:
+            raise UnwritableError(f"{name} is a Function without text")
+        if name in self._names.functions:
+            return
+        text = self._autograd_functions[name]
+        for called in sorted(text.calls):
+            self.add_autograd_function(called)
+        self._names.functions[name] = text.functions[0]
+        self._names.needs[name] = text.calls, text.constants, text.imports, text.origin
+        self._names.constants |= dict(text.constants)
+
+    def read_forward(self, function: FunctionType, surroundings: ForwardSurroundings) -> None:
+        """Read the ``forward``, statement by statement."""
+        assert self._module is not None
+        self._check_closure(function)
+        cut = FunctionCut(
+            function.__code__.co_filename,
+            function.__code__.co_firstlineno,
+            self._lines.modules.get(self._fqn, frozenset()),
+        )
+        text = _Text(self, function.__globals__, cut.lines)
+        parts = list(text.parts(surroundings))
+        decorators = [Line(decorator, 0) for decorator in self._decorators(cut)]
+        header: Sequence[Line] = text.header
+        if surroundings.stage_part is not None:
+            parts.append(GraphPart((), frozenset({_END}), frozenset(), True, "it is cut"))
+            self._names.imports["Tensor"] = "from torch import Tensor"
+            header = [Line(line, 0) for line in part_header(surroundings.stage_part)]
+        self._names.parts = tuple(_joined(parts))
+        self._names.header = (*decorators, *header)
+
+    def _check_closure(self, function: FunctionType) -> None:
+        if set(function.__code__.co_freevars) - {"__class__"}:
+            raise UnwritableError(f"{function.__name__} reads variables of the function around it")
+
+    def add_method(self, name: str) -> None:
+        """Add a method of the module's class, and what it reads."""
+        if name in self._names.methods:
+            return
+        member = inspect.getattr_static(type(self._module), name)
+        decorator = ""
+        function = member
+        if isinstance(member, (staticmethod, classmethod)):
+            decorator, function = f"@{type(member).__name__}\n", member.__func__
+        elif isinstance(member, property):
+            decorator, function = "@property\n", member.fget
+        if isinstance(member, classmethod) or not isinstance(inspect.unwrap(function), FunctionType):
+            raise UnwritableError(f"{name} is not a plain method")
+        self._names.methods[name] = ""  # so that a method that calls itself ends
+        steps = self._lines.modules.get(self._fqn, frozenset())
+        if isinstance(member, staticmethod):
+            code = inspect.unwrap(function).__code__
+            steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
+        self._names.methods[name] = decorator + self._text(function, steps)
+
+    def _add_function(self, function: Callable[..., Any], name: str) -> None:
+        """Add a function of the model's source."""
+        if name in self._names.functions:
+            return
+        code = inspect.unwrap(function).__code__
+        if code.co_name != name:
+            raise UnwritableError(f"{name} is defined under another name")
+        steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
+        inner = ReadNames(origin_of(code.co_filename), functions=self._names.functions, needs=self._names.needs)
+        text = _SourceReader(inner, self._lines, None, "", self._autograd_functions)._text(function, steps)
+        self._names.functions[name] = text  # after those that it calls
+        self._names.constants |= inner.constants
+        self._names.imports |= inner.imports
+        calls = frozenset(inner.functions) - {name}
+        constants, imports = tuple(inner.constants.items()), frozenset(inner.imports.values())
+        self._names.needs[name] = calls, constants, imports, inner.origin
+
+    def _text(self, decorated: Callable[..., Any], steps: frozenset[LineStep]) -> str:
+        """The text of a function, cut to what ran, with the names in it resolved."""
+        function = inspect.unwrap(decorated)
+        code = function.__code__
+        self._check_closure(function)
+        cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
+        return "\n".join([*self._decorators(cut), *_Text(self, function.__globals__, cut.lines).resolved()])
+
+    def _decorators(self, cut: FunctionCut) -> list[str]:
+        # Those of other libraries are left out: if they compute anything, the comparison with the graph says so.
+        decorators = [f"@{decorator}" for decorator in cut.decorators if decorator.startswith("torch.")]
+        if decorators:
+            self._names.imports["torch"] = "import torch"
+        return decorators
+
+
+_END: Final = sys.maxsize  # the line of the ``return`` of a part
+
+
+def _joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Parts, with those that are written from the graph and follow each other as one."""
+    waiting: GraphPart | None = None
+    for part in parts:
+        if isinstance(part, GraphPart):
+            waiting = part if waiting is None else waiting.joined(part)
+            continue
+        if isinstance(part, AbsentPart):
+            yield part
+            continue
+        if waiting is not None:
+            yield waiting
+        waiting = None
+        yield part
+    if waiting is not None:
+        yield waiting
+
+
+class _Text:
+    """The text of one function, and where it reads what."""
+
+    def __init__(self, reader: _SourceReader, namespace: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        self._reader, self._names, self._module = reader, reader._names, reader._module
+        self._namespace = namespace
+        self._lines, self._tree = with_known_annotations(lines, parsed(lines), namespace)
+        tree = self._tree
+        self._local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and is_stored(node)}
+        self._local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        self._local |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self._owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self._parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self._edits: list[tuple[ast.expr, str]] = []
+
+    @property
+    def header(self) -> list[Line]:
+        """The lines before the first statement. It is there when the text was read."""
+        return self._edited()[: header_end(self._lines, self._tree)]
+
+    def resolved(self) -> list[str]:
+        """The lines, with numbers in the place of attributes that a package does not have."""
+        self._resolve(self._tree)
+        return [line.text for line in self._edited()]
+
+    def parts(self, surroundings: ForwardSurroundings) -> Iterator[Part]:
+        """Yield the statements of a ``forward``.
+
+        A statement that reads something that a package does not have is written from the graph. So is one that reads a
+        variable that such a statement assigns, unless the variable is a tensor.
+        """
+        stage_part = surroundings.stage_part
+        unknown, none_variables = set(surroundings.unread), set[str]()
+        if stage_part is None:
+            self._resolve(self._tree.args)
+        else:
+            arguments = {node.arg for node in ast.walk(self._tree.args) if isinstance(node, ast.arg)}
+            unknown = arguments - {SELF} - set(stage_part.parameters.values())
+        start = header_end(self._lines, self._tree)
+        parts: list[tuple[range, Part]] = []
+        for statement in self._tree.body:
+            end = statement.end_lineno or statement.lineno
+            numbers = frozenset(line.number for line in self._lines[start:end])
+            reads, assigns = variables(statement, ast.Load) & self._local, variables(statement, ast.Store)
+            edits = len(self._edits)
+            if stage_part is not None and numbers & stage_part.other_lines and not numbers & stage_part.lines:
+                values = {name: surroundings.value(name, numbers) for name in assigns}
+                parameters = {
+                    name for name, value in values.items() if value and stage_part.parameters.get(value) == name
+                }
+                parts.append((range(start, end), AbsentPart(numbers, frozenset(parameters))))
+                unknown = (unknown - parameters) | (assigns - parameters)
+                none_variables -= assigns
+                start = end
+                continue
+            try:
+                with self._names.undone_on_error():
+                    if stage_part is not None:
+                        _check_part(statement, numbers, stage_part)
+                    if any((self._names.file, number) in surroundings.graph_lines for number in numbers):
+                        raise UnwritableError("it computes something else than the graph")
+                    self._keep(statement, unknown, none_variables, surroundings)
+            except UnwritableError as reason:
+                del self._edits[edits:]
+                is_return = isinstance(statement, ast.Return)
+                if not is_return and returns(statement):
+                    raise
+                has_operations = is_return or bool(numbers & surroundings.lines)
+                comments = tuple(self._lines[start : first_line_of(statement) - 1]) if has_operations else ()
+                tensors = frozenset(name for name in assigns if surroundings.value(name, numbers) is not None)
+                parts.append((range(start, end), GraphPart(comments, numbers, tensors, is_return, str(reason))))
+                for name in assigns:
+                    unknown.discard(name)
+                    none_variables.discard(name)
+                    if name not in tensors:
+                        (none_variables if surroundings.is_none(name, numbers) else unknown).add(name)
+            else:
+                unknown -= assigns
+                none_variables -= assigns
+                # What it computes is in no graph: nothing reads it.
+                is_dead = isinstance(statement, ast.Assign) and not numbers & surroundings.lines
+                is_plain = assigns_sizes(statement)
+                parts.append((range(start, end), TextPart((), numbers, reads, assigns, is_plain, is_dead)))
+            start = end
+        lines = self._edited()
+        for place, part in parts:
+            text = tuple(lines[place.start : place.stop])
+            yield replace(part, lines=text) if isinstance(part, TextPart) else part
+
+    def _keep(
+        self,
+        statement: ast.stmt,
+        unknown: AbstractSet[str],
+        none_variables: AbstractSet[str],
+        surroundings: ForwardSurroundings,
+    ) -> None:
+        """Take over the text of a statement. Raises UnwritableError."""
+        calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call) and self._is_child(node.func))
+        passed_on = {id(argument) for call in calls for argument in arguments_of(call)}
+        for node in ast.walk(statement):
+            if not isinstance(node, ast.Name) or node.id not in unknown or is_stored(node):
+                continue
+            part = surroundings.stage_part
+            names = surroundings.unread if part is None else part.parameters.values()
+            is_left_out = node.id in names and id(node) in passed_on
+            if not is_left_out:
+                raise UnwritableError(f"{node.id} is no tensor")
+        texts = {*self._names.methods, *self._names.functions}
+        try:
+            self._resolve(statement)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            # Attributes and properties of a model's objects may raise any of these.
+            raise UnwritableError(f"it cannot be read: {error}") from error
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Attribute) and is_self(node.value):
+                surroundings.check_child(node.attr)
+            if isinstance(node, ast.Name) and node.id in none_variables and not is_stored(node):
+                self._edits.append((node, "None"))
+        called = {**self._names.methods, **self._names.functions}
+        trees = [statement, *(ast.parse(text) for name, text in called.items() if name not in texts)]
+        if self._module is not None and any(divides_features(self._module, tree, self._tree) for tree in trees):
+            raise UnwritableError("it names numbers of features, which ranks along tp divide")
+
+    def _is_child(self, function: ast.expr) -> bool:
+        """Return whether a call may be that of a child: ``self.attention``, ``self.layers[0]``, ``layer`` of a loop."""
+        while isinstance(function, (ast.Attribute, ast.Subscript)):
+            function = function.value
+        return isinstance(function, ast.Name) and (function.id == SELF or function.id in self._local)
+
+    def _resolve(self, tree: ast.AST) -> None:
+        """Read the names in a part of the function. Raises UnwritableError."""
+        for node in ast.walk(tree):
+            check_node(node)
+            if isinstance(node, ast.Attribute) and is_self(node.value) and self._module is not None:
+                self._read_attribute(node, self._parents)
+            elif isinstance(node, ast.Name) and not is_stored(node):
+                if node.id == SELF and self._module is not None and id(node) not in self._owners:
+                    raise UnwritableError("it hands itself on")
+                if node.id not in self._local:
+                    self._read_global(node.id)
+
+    # ---- attributes --------------------------------------------------------------------------------------------------
+
+    def _read_attribute(self, node: ast.Attribute, parents: Mapping[int, ast.Attribute]) -> None:
+        module, name = self._module, node.attr
+        assert module is not None
+        if not isinstance(node.ctx, ast.Load):
+            raise UnwritableError(f"it sets self.{name}")
+        if name == "training":
+            return
+        for registered in (module._modules, module._parameters, module._buffers):
+            if name in registered:
+                if registered[name] is None:
+                    self._names.attributes[name] = literal(None)
+                elif registered is module._modules:
+                    self._names.children.add(name)
+                return
+        if name in vars(module):
+            self._read_value(node, vars(module)[name], parents)
+            return
+        try:
+            member = inspect.getattr_static(type(module), name)
+        except AttributeError:
+            raise UnwritableError(f"self.{name} is not there") from None
+        if isinstance(member, (FunctionType, staticmethod, classmethod, property)):
+            if getattr(nn.Module, name, None) is not None:
+                raise UnwritableError(f"it calls self.{name}")
+            self._reader.add_method(name)
+        else:
+            self._read_value(node, member, parents)
+
+    def _read_value(self, node: ast.Attribute, value: Any, parents: Mapping[int, ast.Attribute]) -> None:
+        """Read an attribute, or what an object in it has: ``self.config.eps`` is written as ``self.eps``."""
+        first, outer = node, node
+        while not (is_plain(value) or function_name(value)) and id(outer) in parents:
+            outer = parents[id(outer)]
+            value = getattr(value, outer.attr, _MISSING)
+        if isinstance(value, torch.Tensor):
+            if outer is not first:
+                raise UnwritableError(f"it reads a tensor of self.{first.attr}")
+            return
+        written = Name(function_name(value)) if function_name(value) else plain_expression(value)
+        if written is None:
+            raise UnwritableError(f"self.{first.attr} is a {type(value).__name__}")
+        name = outer.attr
+        if outer is not first:
+            is_taken = name in vars(self._module) and plain_expression(vars(self._module)[name]) != written
+            if is_taken or name in self._registered():
+                name = f"{first.attr}_{name}"
+            self._edits.append((outer, f"self.{name}"))
+        if self._names.attributes.setdefault(name, written) != written:
+            raise UnwritableError(f"self.{name} would be two things")
+
+    def _registered(self) -> set[str]:
+        assert self._module is not None
+        return {*self._module._modules, *self._module._parameters, *self._module._buffers}
+
+    # ---- global names ------------------------------------------------------------------------------------------------
+
+    def _read_global(self, name: str) -> None:
+        if name not in self._namespace:
+            if not hasattr(builtins, name) or name in WITH_EFFECTS:
+                raise UnwritableError(f"it uses {name}")
+            return
+        value = self._namespace[name]
+        imported = import_of(name, value)
+        if imported is not None:
+            self._names.imports[name] = imported
+        elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
+            self._reader._add_function(value, name)
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
+            self._reader.add_autograd_function(name)
+        elif (constant := plain_expression(value)) is not None:
+            self._names.constants[name] = constant
+        else:
+            raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
+
+    def _edited(self) -> list[Line]:
+        lines = list(self._lines)
+        for node, text in sorted(self._edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
+            if node.lineno != node.end_lineno:
+                raise UnwritableError("an attribute stands on two lines")
+            line = lines[node.lineno - 1].text.encode()  # columns are bytes of UTF-8
+            changed = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
+            lines[node.lineno - 1] = Line(changed.decode(), lines[node.lineno - 1].number)
+        return lines
+
+
+def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart) -> None:
+    """Raise UnwritableError for a statement that a part of a ``forward`` does not keep."""
+    if isinstance(statement, ast.Return):
+        raise UnwritableError("a part returns other values")
+    if numbers & stage_part.other_lines:
+        raise UnwritableError("it is cut")
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        raise UnwritableError("it describes more than the part")
+
+
+_MISSING: Final = object()

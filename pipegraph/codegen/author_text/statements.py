@@ -1,0 +1,144 @@
+"""Questions about the statements of an author's text."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Final
+
+from torch import nn
+
+from pipegraph.codegen.author_text.cut import Line, UnwritableError
+
+SELF: Final = "self"
+
+
+def parsed(lines: Sequence[Line]) -> ast.FunctionDef:
+    try:
+        tree = ast.parse("\n".join(line.text for line in lines)).body[0]
+    except (SyntaxError, IndexError) as error:
+        raise UnwritableError("its text cannot be parsed after it was cut") from error
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def header_end(lines: Sequence[Line], tree: ast.FunctionDef) -> int:
+    """The number of lines before the first statement of a function, and before the comments that precede it."""
+    first = tree.body[0].lineno
+    return next(line for line in range(first - 1, 0, -1) if lines[line - 1].text.split("#")[0].rstrip().endswith(":"))
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+_PLAIN_CALLS: Final = frozenset({"size", "dim", "numel", "stride", "len", "int", "min", "max"})
+
+
+def assigns_sizes(statement: ast.stmt) -> bool:
+    """Return whether a statement on one line does nothing but assign sizes, attributes and the like to variables."""
+    if not isinstance(statement, ast.Assign) or statement.lineno != statement.end_lineno:
+        return False
+    targets = statement.targets[0].elts if isinstance(statement.targets[0], ast.Tuple) else statement.targets
+    calls = (node.func for node in ast.walk(statement.value) if isinstance(node, ast.Call))
+    names = (call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls)
+    are_names = len(statement.targets) == 1 and all(isinstance(target, ast.Name) for target in targets)
+    return are_names and all(name in _PLAIN_CALLS for name in names)
+
+
+def returns(statement: ast.stmt) -> bool:
+    is_function = isinstance(statement, ast.FunctionDef)
+    return not is_function and any(isinstance(node, ast.Return) for node in ast.walk(statement))
+
+
+def first_line_of(statement: ast.stmt) -> int:
+    return min([statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))])
+
+
+def variables(tree: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:
+    """The variables that a statement reads or stores. ``x += 1`` does both, ``x[0] = 1`` reads ``x``, and
+    ``x.append(1)`` stores it."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+    names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and context is ast.Store}
+    if context is ast.Load:
+        targets = (node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign))
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    else:
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        owners = (call.value for call in calls if isinstance(call, ast.Attribute) and call.attr in _CHANGES)
+        names |= {owner.id for owner in owners if isinstance(owner, ast.Name)}
+    return frozenset(names)
+
+
+_CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "setdefault", "update"})
+"""Methods that change a list, a dict or a set: a variable that has one is another value afterwards."""
+
+
+_RESHAPES: Final = frozenset({"view", "reshape", "unflatten", "expand", "repeat"})
+"""Methods that take sizes."""
+
+
+def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> bool:
+    """Return whether a statement has numbers of features in its code, such as ``x.view(b, t, self.heads, -1)``.
+
+    Ranks along `tp` have some of the features of a linear layer, and of the heads. Statements that are written from the
+    graph name the sizes that no rank divides.
+
+    Args:
+        module: the module that has the statement.
+        tree: the statement.
+        function: the function that it is in, which may assign a shape: ``shape = (b, t, self.heads, self.width)``.
+    """
+    if not any(isinstance(child, nn.Linear) for child in module.children()):
+        return False
+    shapes = {
+        node.targets[0].id: list(node.value.elts)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+    }
+    for node in ast.walk(tree):
+        if (
+            not isinstance(node, ast.Call)
+            or not isinstance(node.func, ast.Attribute)
+            or node.func.attr not in _RESHAPES
+        ):
+            continue
+        match node.args:
+            case [ast.Name(id=name) | ast.Starred(value=ast.Name(id=name))]:
+                sizes = shapes.get(name, node.args)
+            case _:
+                sizes = node.args
+        if _names_features(sizes):
+            return True
+    return False
+
+
+def _names_features(sizes: Sequence[ast.expr]) -> bool:
+    """Return whether sizes leave no dimension open, or name a number other than a size of a tensor.
+
+    Of ``x.view(*rows, -1, self.head_dim)`` ranks divide the dimension that is open, which is the number of heads.
+    """
+    is_open = [isinstance(size, ast.UnaryOp) for size in sizes]
+    if len(sizes) > 2 and is_open.index(True) == len(sizes) - 2 if True in is_open else False:
+        sizes = sizes[:-1]
+    return any(map(_is_number_of_features, sizes)) or (len(sizes) > 1 and True not in is_open)
+
+
+def _is_number_of_features(argument: ast.expr) -> bool:
+    """Return whether an argument is more than 1, and not a size of a tensor: ``self.heads``, ``3 * width``."""
+    match argument:
+        case ast.Constant(value=int(value)):
+            return value > 1
+        case ast.UnaryOp():
+            return False
+        case ast.Name() | ast.Subscript() | ast.Starred():
+            return False  # rows, x.shape[1], *x.shape[:-1]
+    return True
+
+
+def is_stored(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == SELF
