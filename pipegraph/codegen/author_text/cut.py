@@ -20,7 +20,7 @@ from pipegraph.graph.captured import LineStep
 _INDENT = "    "
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line of a text, and its number in the file that it is from; 0 for one that is not in it."""
 
     text: str
@@ -65,7 +65,7 @@ class FunctionCut:
         return "\n".join(line.text for line in self.lines)
 
     @cached_property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[TextLine]:
         """The lines of `text`.
 
         Raises:
@@ -94,14 +94,14 @@ class FunctionCut:
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
-    def _block(self, statements: Sequence[ast.stmt], start: int, shift: int) -> list[Line]:
+    def _block(self, statements: Sequence[ast.stmt], start: int, shift: int) -> list[TextLine]:
         """The statements that ran, each with the comments before it.
 
         Args:
             start: the line before the block.
             shift: how many columns the block moves to the left.
         """
-        lines: list[Line] = []
+        lines: list[TextLine] = []
         for statement in statements:
             first = _first_line(statement)
             if first <= start:
@@ -112,7 +112,7 @@ class FunctionCut:
             start = statement.end_lineno or first
         return lines
 
-    def _statement(self, statement: ast.stmt, shift: int) -> list[Line]:
+    def _statement(self, statement: ast.stmt, shift: int) -> list[TextLine]:
         first, last = _first_line(statement), statement.end_lineno or statement.lineno
         if not any(line in self._ran for line in range(first, last + 1)):
             return []
@@ -137,7 +137,7 @@ class FunctionCut:
                 return lines
         return self._moved(first, last, shift)
 
-    def _if(self, statement: ast.If, shift: int) -> list[Line]:
+    def _if(self, statement: ast.If, shift: int) -> list[TextLine]:
         """An ``if`` that went both ways, or the side that ran."""
         first, end = statement.lineno, statement.test.end_lineno or statement.lineno
         if _first_line(statement.body[0]) <= end:
@@ -151,7 +151,7 @@ class FunctionCut:
             return self._orelse(statement, inner)
         lines = self._moved(first, end, shift)
         if lines[0].text.lstrip().startswith("elif"):
-            lines[0] = Line(lines[0].text.replace("elif", "if", 1), first)
+            lines[0] = TextLine(lines[0].text.replace("elif", "if", 1), first)
         lines += self._block(statement.body, end, shift)
         orelse = _trimmed(self._orelse(statement, inner)) if statement.orelse else []
         if not orelse:
@@ -162,11 +162,11 @@ class FunctionCut:
             and orelse[0].text.startswith(f"{margin}if ")
             and self._is_one_if(orelse, margin)
         ):
-            return [*lines, Line(f"{margin}el{orelse[0].text.lstrip()}", orelse[0].number), *orelse[1:]]
-        indented = (Line(f"{_INDENT}{line.text}" if line.text else "", line.number) for line in orelse)
-        return [*lines, Line(f"{margin}else:", 0), *indented]
+            return [*lines, TextLine(f"{margin}el{orelse[0].text.lstrip()}", orelse[0].number), *orelse[1:]]
+        indented = (TextLine(f"{_INDENT}{line.text}" if line.text else "", line.number) for line in orelse)
+        return [*lines, TextLine(f"{margin}else:", 0), *indented]
 
-    def _orelse(self, statement: ast.If, inner: int) -> list[Line]:
+    def _orelse(self, statement: ast.If, inner: int) -> list[TextLine]:
         """What ran of the ``else`` of an ``if``, in the place of the ``if``."""
         if not statement.orelse:
             return []
@@ -177,7 +177,7 @@ class FunctionCut:
         last_of_body = statement.body[-1].end_lineno or statement.lineno
         return self._block(statement.orelse, self._header_end(last_of_body, first), inner)
 
-    def _is_one_if(self, lines: Sequence[Line], margin: str) -> bool:
+    def _is_one_if(self, lines: Sequence[TextLine], margin: str) -> bool:
         """Return whether lines are one ``if`` with its branches, and no statement after it."""
         outer = [text for text, _ in lines[1:] if text.strip() and not text.startswith(f"{margin} ")]
         return all(line.startswith((f"{margin}el", f"{margin}#", f"{margin})")) for line in outer)
@@ -192,7 +192,7 @@ class FunctionCut:
         body = range(_first_line(statement.body[0]), (statement.body[-1].end_lineno or 0) + 1)
         return any(start in test and end not in test and end not in body for start, end in self._steps)
 
-    def _moved(self, first: int, last: int, shift: int) -> list[Line]:
+    def _moved(self, first: int, last: int, shift: int) -> list[TextLine]:
         """Lines, moved to the left."""
         moved = []
         for number, line in enumerate(self._lines[first : last + 1], first):
@@ -200,7 +200,7 @@ class FunctionCut:
             columns = shift if is_code else min(shift, len(line) - len(line.lstrip()))
             if line[:columns].strip():
                 raise UnwritableError("a line of a text stands left of its statement")
-            moved.append(Line(line[columns:].rstrip(), number))
+            moved.append(TextLine(line[columns:].rstrip(), number))
         return moved
 
 
@@ -225,7 +225,7 @@ def _without_docstring(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
     return body[1:] if is_docstring else body
 
 
-def _trimmed(lines: Sequence[Line]) -> list[Line]:
+def _trimmed(lines: Sequence[TextLine]) -> list[TextLine]:
     """Lines without the empty ones at the beginning and the end."""
     trimmed = list(lines)
     while trimmed and not trimmed[0].text.strip():

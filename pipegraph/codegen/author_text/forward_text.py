@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from pipegraph.codegen.author_text.constructors import Constructor
-from pipegraph.codegen.author_text.cut import Line, UnwritableError
+from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
 from pipegraph.codegen.author_text.names import AbsentPart, GraphPart, ReadNames, TextPart
 from pipegraph.codegen.author_text.variables import CallVariables
 from pipegraph.codegen.forward.items import ModuleCall, Step
@@ -139,7 +139,7 @@ class ForwardText:
             raise UnwritableError("all of its operations would be written from the graph")
         return called
 
-    def text(self, write: Write) -> tuple[list[Line], list[Statement]]:
+    def text(self, write: Write) -> tuple[list[TextLine], list[Statement]]:
         """Return the lines of the text, and the statements among them from the graph. Raises UnwritableError."""
         self._connect()
         statements: dict[int, tuple[Statement, ...]] = {}
@@ -148,15 +148,15 @@ class ForwardText:
             if isinstance(part, GraphPart):
                 statements[at] = self._statements(at, part, assigned, write)
             assigned |= dict.fromkeys(part.assigns, at)
-        text: list[Line] = []
+        text: list[TextLine] = []
         used: set[str] = set()
         for at, part in reversed(list(enumerate(self._parts))):
-            part_lines: tuple[Line, ...] = ()
+            part_lines: tuple[TextLine, ...] = ()
             if isinstance(part, TextPart):
                 part_lines = part.without_unused(used)
                 used |= part.reads if part_lines else set()
             elif isinstance(part, GraphPart):
-                new_lines = (Line(line, 0) for line in lines(shortened(statements[at]), _INDENT))
+                new_lines = (TextLine(line, 0) for line in lines(shortened(statements[at]), _INDENT))
                 part_lines = (*part.comments, *new_lines) if statements[at] else ()
                 read, stored = _names_of(statements[at])
                 used = (used - stored) | read
@@ -288,7 +288,7 @@ class ForwardText:
             stored -= part.assigns
 
 
-def _without_gaps(text: Iterable[Line]) -> Iterator[Line]:
+def _without_gaps(text: Iterable[TextLine]) -> Iterator[TextLine]:
     """Lines without empty ones at the beginning, and after another."""
     is_empty = True
     for line in text:

@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from pipegraph.codegen.author_text.cut import Line
+from pipegraph.codegen.author_text.cut import TextLine
 from pipegraph.codegen.author_text.names import StagePart, import_of
 from pipegraph.codegen.author_text.statements import SELF, header_end, parsed
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
@@ -23,8 +23,8 @@ def part_header(part: StagePart) -> list[str]:
 
 
 def with_known_annotations(
-    lines: Sequence[Line], tree: ast.FunctionDef, namespace: Mapping[str, Any]
-) -> tuple[list[Line], ast.FunctionDef]:
+    lines: Sequence[TextLine], tree: ast.FunctionDef, namespace: Mapping[str, Any]
+) -> tuple[list[TextLine], ast.FunctionDef]:
     """A function without the annotations whose names a package does not have."""
     unknown = [holder for holder, annotation in _annotations(tree) if not _is_known(annotation, namespace)]
     if not unknown:
@@ -34,7 +34,7 @@ def with_known_annotations(
             holder.returns = None
         else:
             holder.annotation = None
-    changed = [*(Line(text, 0) for text in _header(tree)), *lines[header_end(lines, tree) :]]
+    changed = [*(TextLine(text, 0) for text in _header(tree)), *lines[header_end(lines, tree) :]]
     return changed, parsed(changed)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional
 from torch import fx, nn
 
-from pipegraph.codegen.author_text.cut import Line, UnwritableError
+from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
 from pipegraph.codegen.syntax.expressions import Expression, literal
 from pipegraph.codegen.syntax.statements import FunctionSource, SourceText, Statement
 
@@ -50,14 +50,14 @@ class TextPart:
         is_dead: whether it is an assignment without an operation in the graph.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[TextLine, ...]
     numbers: frozenset[int]
     reads: frozenset[str]
     assigns: frozenset[str]
     is_plain: bool
     is_dead: bool
 
-    def without_unused(self, used: AbstractSet[str]) -> tuple[Line, ...]:
+    def without_unused(self, used: AbstractSet[str]) -> tuple[TextLine, ...]:
         """Its lines, with ``_`` for variables that are not used when it unpacks sizes; none if no variable is."""
         if not (self.is_plain or self.is_dead) or self.assigns <= used:
             return self.lines
@@ -68,7 +68,7 @@ class TextPart:
         targets, equals, value = self.lines[-1].text.partition(" = ")
         for name in sorted(self.assigns - used):
             targets = re.sub(rf"\b{name}\b", "_", targets)
-        return (*self.lines[:-1], Line(f"{targets}{equals}{value}", self.lines[-1].number))
+        return (*self.lines[:-1], TextLine(f"{targets}{equals}{value}", self.lines[-1].number))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GraphPart:
         reason: why the first of them cannot stand in a package.
     """
 
-    comments: tuple[Line, ...]
+    comments: tuple[TextLine, ...]
     numbers: frozenset[int]
     assigns: frozenset[str]
     returns: bool
@@ -174,7 +174,7 @@ class ReadNames:
 
     origin: str = ""
     file: str = ""
-    header: tuple[Line, ...] = ()
+    header: tuple[TextLine, ...] = ()
     parts: tuple[Part, ...] = ()
     methods: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, Expression] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class ReadNames:
     imports: dict[str, str] = field(default_factory=dict)
     needs: dict[str, _Needs] = field(default_factory=dict)
 
-    def attributes_in(self, forward: Iterable[Line]) -> dict[str, Expression]:
+    def attributes_in(self, forward: Iterable[TextLine]) -> dict[str, Expression]:
         """The attributes that the lines of ``forward``, or other methods, read."""
         text = "\n".join([*(line.text for line in forward), *self.methods.values()])
         read = set(re.findall(r"\bself\.(\w+)", text))
@@ -252,7 +252,7 @@ class SharedNames:
         self._meanings: dict[str, object] = dict(_STANDARD)
         self.functions: list[FunctionSource] = []
 
-    def text_of(self, names: ReadNames, forward: Sequence[Line], written: Sequence[Statement]) -> SourceText:
+    def text_of(self, names: ReadNames, forward: Sequence[TextLine], written: Sequence[Statement]) -> SourceText:
         """Return the text of a class. Raises UnwritableError if one of its names means something else elsewhere.
 
         Args:

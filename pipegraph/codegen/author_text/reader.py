@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pipegraph.codegen.author_text.cut import FunctionCut, Line, UnwritableError
+from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
 from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
 from pipegraph.codegen.author_text.names import (
     WITH_EFFECTS,
@@ -109,12 +109,12 @@ class _SourceReader:
         )
         text = _Text(self, function.__globals__, cut.lines)
         parts = list(text.parts(surroundings))
-        decorators = [Line(decorator, 0) for decorator in self._decorators(cut)]
-        header: Sequence[Line] = text.header
+        decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
+        header: Sequence[TextLine] = text.header
         if surroundings.stage_part is not None:
             parts.append(GraphPart((), frozenset({_END}), frozenset(), True, "it is cut"))
             self._names.imports["Tensor"] = "from torch import Tensor"
-            header = [Line(line, 0) for line in part_header(surroundings.stage_part)]
+            header = [TextLine(line, 0) for line in part_header(surroundings.stage_part)]
         self._names.parts = tuple(_joined(parts))
         self._names.header = (*decorators, *header)
 
@@ -199,7 +199,7 @@ def _joined(parts: Iterable[Part]) -> Iterator[Part]:
 class _Text:
     """The text of one function, and where it reads what."""
 
-    def __init__(self, reader: _SourceReader, namespace: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    def __init__(self, reader: _SourceReader, namespace: Mapping[str, Any], lines: Sequence[TextLine]) -> None:
         self._reader, self._names, self._module = reader, reader._names, reader._module
         self._namespace = namespace
         self._lines, self._tree = with_known_annotations(lines, parsed(lines), namespace)
@@ -212,7 +212,7 @@ class _Text:
         self._edits: list[tuple[ast.expr, str]] = []
 
     @property
-    def header(self) -> list[Line]:
+    def header(self) -> list[TextLine]:
         """The lines before the first statement. It is there when the text was read."""
         return self._edited()[: header_end(self._lines, self._tree)]
 
@@ -413,14 +413,14 @@ class _Text:
         else:
             raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
 
-    def _edited(self) -> list[Line]:
+    def _edited(self) -> list[TextLine]:
         lines = list(self._lines)
         for node, text in sorted(self._edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
             if node.lineno != node.end_lineno:
                 raise UnwritableError("an attribute stands on two lines")
             line = lines[node.lineno - 1].text.encode()  # columns are bytes of UTF-8
             changed = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
-            lines[node.lineno - 1] = Line(changed.decode(), lines[node.lineno - 1].number)
+            lines[node.lineno - 1] = TextLine(changed.decode(), lines[node.lineno - 1].number)
         return lines
 
 

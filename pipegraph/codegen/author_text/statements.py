@@ -8,12 +8,12 @@ from typing import Final
 
 from torch import nn
 
-from pipegraph.codegen.author_text.cut import Line, UnwritableError
+from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
 
 SELF: Final = "self"
 
 
-def parsed(lines: Sequence[Line]) -> ast.FunctionDef:
+def parsed(lines: Sequence[TextLine]) -> ast.FunctionDef:
     try:
         tree = ast.parse("\n".join(line.text for line in lines)).body[0]
     except (SyntaxError, IndexError) as error:
@@ -22,7 +22,7 @@ def parsed(lines: Sequence[Line]) -> ast.FunctionDef:
     return tree
 
 
-def header_end(lines: Sequence[Line], tree: ast.FunctionDef) -> int:
+def header_end(lines: Sequence[TextLine], tree: ast.FunctionDef) -> int:
     """The number of lines before the first statement of a function, and before the comments that precede it."""
     first = tree.body[0].lineno
     return next(line for line in range(first - 1, 0, -1) if lines[line - 1].text.split("#")[0].rstrip().endswith(":"))
