@@ -212,7 +212,7 @@ CASES = {
             result_1 = self.weight_u
 """,
     Spectral: """
-                    out=self._v,
+.expand_as(mv), out=self._v
                 )
         u = self._u.clone(memory_format=torch.contiguous_format)
 """,

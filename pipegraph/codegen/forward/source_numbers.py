@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from pipegraph.codegen.forward.items import Operation, Step
@@ -210,7 +211,7 @@ class ModuleNumbers:
         """The expression of an operation, with attributes in place of numbers.
 
         An attribute replaces a number only if the innermost statement that led to the operation reads the attribute: a
-        statement of ``forward``, or of a method that it calls.
+        statement of ``forward``, or of a method that it calls. Functions of torch are passed what that statement reads.
 
         Args:
             expression: of the operation.
@@ -218,7 +219,8 @@ class ModuleNumbers:
             operands: the parts of the expression that other operations made.
             variables: variable → the value in it now.
         """
-        statements = (*self._source.of_operation(node), *self._source.of_helpers(node))
+        helpers = (statement for statement in self._source.of_helpers(node) if statement.file != F.__file__)
+        statements = (*self._source.of_operation(node), *helpers)
         if not statements or not path_of(node)[-1:] or path_of(node)[-1][1] != self._fqn:
             return expression
         statement, of_module = statements[-1], partial(_of_module, self._attributes)

@@ -216,7 +216,10 @@ def check_fits(saved: OptimizerShare, current: OptimizerShare) -> None:
     """
     if saved.kind != current.kind:
         raise CheckpointError(f"the checkpoint has the state of {saved.kind}, and the optimizer is {current.kind}.")
-    saved_groups, groups = ({frozenset(group.names) for group in share.groups} for share in (saved, current))
+    # In their order, so that every rank names the same difference.
+    saved_groups, groups = (
+        dict.fromkeys(frozenset(group.names) for group in share.groups) for share in (saved, current)
+    )
     for group in (*_mixed(groups, saved), *_mixed(saved_groups, current)):
         nearest = max(saved_groups if group in groups else groups, key=lambda names: len(group & names))
         optimizer_group, saved_group = (group, nearest) if group in groups else (nearest, group)
