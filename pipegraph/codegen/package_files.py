@@ -273,7 +273,7 @@ class _Attempt:
 
 
 def _with_graph_statements(attempt: _Attempt, plan: Plan, weights: bool, source: ModelSource | None) -> _Attempt | None:
-    """Write the statements of an author's text that differ from the graph from the graph; None if that is no help."""
+    """Write the differing statements of an author's text from the graph; None if the first still differs."""
     lines = attempt.forms.graph_lines | author_lines(attempt.package.source, attempt.files, attempt.differences)
     if lines == attempt.forms.graph_lines or len(lines) > _GRAPH_LINES:
         return None

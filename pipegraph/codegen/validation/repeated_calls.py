@@ -118,7 +118,7 @@ def _replayed(recorder: TermRecorder, recorded: KnownCall, terms: Sequence[int])
 
 
 def _new_tensor(result: _Result) -> Tensor:
-    """A tensor like a result. One that requires a gradient is no leaf, so that operations may write into it."""
+    """A tensor like a result. It is never a leaf that requires a gradient: operations may write into it."""
     if not result.requires_grad:
         return torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=result.device)
     with torch.enable_grad():
