@@ -62,13 +62,18 @@ def author_lines(
     Of each difference it is the innermost line of such a class that computes something else, and the innermost one that
     led to what the graph has instead.
     """
-    texts = {block.name: block.author_text for block in source.blocks if block.author_text is not None}
+    file_of = dict.fromkeys((block.name for block in source.blocks), "blocks.py")
+    file_of |= {stage.name: f"stage_{index}.py" for index, stage in enumerate(source.stages)}
+    written = (*source.blocks, *source.stages)
+    texts = {cls.name: cls.author_text for cls in written if cls.author_text is not None}
     all_places = {place for text in texts.values() for place in text.places}
-    blocks = files["blocks.py"].splitlines()
+    file_lines = {name: text.splitlines() for name, text in files.items()}
     lines: set[tuple[str, int]] = set()
     for difference in written_differences:
         for name, number in difference.lines:
-            places = _places(texts[name], blocks[number - 1].strip()) if name in texts else []
+            if name not in texts:
+                continue
+            places = _places(texts[name], file_lines[file_of[name]][number - 1].strip())
             lines.update(places)
             if places:
                 break

@@ -81,6 +81,7 @@ def render_stage(
         header=_docstring(header, 0),
         lines="\n".join(_class_lines(source, {block.name: block for block in blocks})),
         imports=_imports([source], libraries),
+        constants=_constant_lines([source]),
         blocks=_blocks_import(sorted(used, key=_import_order)),
     )
 
@@ -170,15 +171,10 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         return [*head, *_hook_lines(source)]
     separator = [""] if source.init else []
     if source.author_text is not None:
-        return [*head, *separator, *source.author_text.lines(4)]
-    return [
-        *head,
-        *separator,
-        *_forward_signature(source, classes),
-        *lines(shortened(source.forward), 8),
-        *_train_lines(source),
-        *_hook_lines(source),
-    ]
+        forward = source.author_text.lines(4)
+    else:
+        forward = [*_forward_signature(source, classes), *lines(shortened(source.forward), 8)]
+    return [*head, *separator, *forward, *_train_lines(source), *_hook_lines(source)]
 
 
 def _train_lines(source: ClassSource) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from pipegraph.graph.aliasing import written_by
-from pipegraph.graph.calls import argument_place
+from pipegraph.graph.calls import argument_place, is_within
 from pipegraph.graph.nodes import path_of, shape_of, source_line
 from pipegraph.graph.operators import operator_of
 from pipegraph.torch_private.operators import OpOverload
@@ -242,12 +242,18 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _choice_path(reader: fx.Node, value: fx.Node, twin_value: fx.Node) -> _Path:
-    """The innermost call around a reader in which both of two values are known, made there or given to it."""
+    """The innermost call around a reader in which both of two values are known: computed there, an argument of it, or
+    state of its module."""
     path = path_of(reader)
     depth = max(_common_depth(path, path_of(node)) for node in (value, twin_value))
-    while depth < len(path) and all(argument_place(node, path[depth][0]) is not None for node in (value, twin_value)):
+    while depth < len(path) and all(_is_known(node, *path[depth]) for node in (value, twin_value)):
         depth += 1
     return path[:depth]
+
+
+def _is_known(node: fx.Node, call: str, fqn: str) -> bool:
+    is_state = node.op == "get_attr" and is_within(str(node.target), fqn)
+    return is_state or argument_place(node, call) is not None
 
 
 def _common_depth(path: Sequence[object], other_path: Sequence[object]) -> int:

@@ -164,22 +164,12 @@ def test_blocks_come_back_as_blocks(tmp_path: Path) -> None:
         "with torch.no_grad():",
         "    mean = h.mean()",
         "    mean = mean * 2",
-        "with torch.autocast(x.device.type, enabled=False):",
-        "    h = h.to(torch.float32) * mean",
-        "with torch.autocast(x.device.type, dtype=torch.bfloat16, cache_enabled=False):",
+        'with torch.autocast("cpu", enabled=False):',
+        "    h = h.float() * mean",
+        'with torch.autocast("cpu", dtype=torch.bfloat16):',
         "    y = self.b(h)",
         "return h, y.to(torch.float32).detach() * 0.5",
     ]
-
-
-def test_no_block_where_no_gradient_would_pass(tmp_path: Path) -> None:
-    class Table(Blocks):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                scale = torch.arange(8.0).cos()
-            return self.b(self.a(x) * scale)
-
-    assert "no_grad" not in "".join(forward_lines(split(tmp_path, Table(), (batch(),), cut="b")))
 
 
 class Codebook(Blocks):

@@ -31,7 +31,7 @@ def test_the_source_takes_what_it_hands_on_by_name_and_returns_it(skipping: Pack
     assert body == (
         "\n        self, scale: Tensor, kept: Tensor, embedded: Tensor, h: Tensor\n"
         "    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:\n"
-        "        h = self.late(h).tanh()\n"
+        "        h = torch.tanh(self.late(h))\n"
         "        return scale, kept, embedded, h\n"
     )
     assert "    Hands scale, kept, embedded on to the next stage.\n" in text

@@ -121,10 +121,12 @@ CASES = {
         "return normalised * (self.first(x).clamp(min=0.25) + self.second_projection(x).clamp(min=0.125, max=0.875))",
     ],
     Renewed: [
-        "positions = torch.arange(8, device=x.device).unsqueeze(0)",
+        "positions = torch.arange(8, device=x.device)",
+        "positions = positions.unsqueeze(0)",
         "x = self.first(x)",
         "x = self.second_projection(x)",
-        "return x * positions",
+        "x = x * positions",
+        "return x",
     ],
     InTurns: ["x = x + self.first(x)", "return x + self.second_projection(x)"],
     Again: [
@@ -133,7 +135,7 @@ CASES = {
     ],
     Unbound: [
         "total = self.first(x[0])",
-        "for row in x.unbind():",
+        "for row in x.unbind(0):",
         "    total = total * total.sigmoid() + row",
         "return total",
     ],

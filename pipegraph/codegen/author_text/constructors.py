@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from torch import nn
 
@@ -14,6 +15,8 @@ from pipegraph.codegen.forward.items import Modules
 from pipegraph.codegen.syntax.expressions import FunctionCall, call
 from pipegraph.torch_private.modules import has_forward_hooks
 
+CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
+"""Modules that have modules, and no ``forward``."""
 _PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 Constructor = tuple[FunctionCall, Modules]
@@ -32,20 +35,21 @@ class ChildConstructors:
     of_class: Callable[[str], Constructor]
 
     def below(self, fqn: str, names: set[str]) -> Iterator[tuple[str, Constructor]]:
-        """Yield the constructor of each module that these children of a module need, by its FQN.
+        """Yield the constructor of each module that these children of a module, or children of them, need, by its FQN.
 
         Raises:
             UnwritableError: a child cannot be made.
         """
-        for name in self.modules[fqn]._modules:
-            if name in names:
-                yield from self._child(f"{fqn}.{name}")
+        for name in sorted(names):
+            child = f"{fqn}.{name}" if fqn else name
+            if child in self.modules:
+                yield from self._child(child)
 
     def _child(self, fqn: str) -> Iterator[tuple[str, Constructor]]:
         module = self.modules[fqn]
         if isinstance(module, _PARAMETERS):
             return
-        if type(module) in (nn.ModuleList, nn.ModuleDict):
+        if type(module) in CONTAINERS:
             if not module._modules:
                 yield fqn, (call(f"nn.{type(module).__name__}"), Modules(frozenset({fqn})))
             for name in module._modules:

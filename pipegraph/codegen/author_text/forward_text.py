@@ -16,10 +16,11 @@ from pipegraph.codegen.forward.items import ModuleCall, Step
 from pipegraph.codegen.forward.short_forms import shortened
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, literal
+from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
 from pipegraph.codegen.syntax.statements import Assign, Return, Statement, lines
 from pipegraph.graph.calls import CallValues, result_place
 
-_INDENT = 4
+_INDENT, _CLASS_INDENT = 4, 4
 
 Write = Callable[[Sequence[Step], Mapping[fx.Node, str], Mapping[fx.Node, str]], tuple[Statement, ...]]
 """(steps, values that they may read → how the text has them, results → their names) → the statements, the last of which
@@ -139,8 +140,12 @@ class ForwardText:
             raise UnwritableError("all of its operations would be written from the graph")
         return called
 
-    def text(self, write: Write) -> tuple[list[TextLine], list[Statement]]:
-        """Return the lines of the text, and the statements among them from the graph. Raises UnwritableError."""
+    def text(self, write: Write, first: Sequence[Statement]) -> tuple[list[TextLine], list[Statement]]:
+        """Return the lines of the text, and the statements among them from the graph. Raises UnwritableError.
+
+        Args:
+            first: the statements with which it begins.
+        """
         self._connect()
         statements: dict[int, tuple[Statement, ...]] = {}
         assigned: dict[str, int] = {}
@@ -156,14 +161,16 @@ class ForwardText:
                 part_lines = part.without_unused(used)
                 used |= part.reads if part_lines else set()
             elif isinstance(part, GraphPart):
-                new_lines = (TextLine(line, 0) for line in lines(shortened(statements[at]), _INDENT))
+                new_lines = _text_lines(statements[at])
                 part_lines = (*part.comments, *new_lines) if statements[at] else ()
                 read, stored = _names_of(statements[at])
                 used = (used - stored) | read
             text[:0] = part_lines
-        return [*self._names.header, *_without_gaps(text)], [
-            statement for group in statements.values() for statement in group
-        ]
+        body = _without_gaps(text)
+        if self._names.attributes_set:
+            body = _without_attributes(list(body), sorted(self._names.attributes_set))
+        text = [*self._names.header, *_text_lines(first), *body]
+        return text, [*first, *(statement for group in statements.values() for statement in group)]
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
@@ -286,6 +293,44 @@ class ForwardText:
             if isinstance(part, TextPart) and (lost := stored & part.reads):
                 raise UnwritableError(f"{min(lost)} would be something else")
             stored -= part.assigns
+
+
+def _text_lines(statements: Sequence[Statement]) -> Iterator[TextLine]:
+    """Statements as lines of a method that is not in its class yet."""
+    in_class = lines(shortened(statements), _INDENT + _CLASS_INDENT)
+    return (TextLine(line[_CLASS_INDENT:], 0) for line in in_class)
+
+
+def _without_attributes(text: Sequence[TextLine], names: Sequence[str]) -> Iterator[TextLine]:
+    """A body that deletes the attributes that it set before it returns.
+
+    Otherwise the module would hold the activations of its last call, and kernels could not be traced from it: a graph
+    would not set the attributes.
+    """
+    margin = " " * _INDENT
+    begin = max(at for at, line in enumerate(text) if line.text.startswith(f"{margin}return"))
+    first, *after_first = text[begin:]
+    reads_module = any(re.search(r"\bself\b", line.text) for line in (first, *after_first))
+    yield from text[:begin]
+    if reads_module:
+        yield first._replace(text=first.text.replace("return ", "outputs = ", 1))
+        yield from after_first
+    yield TextLine(f"{margin}# Each call sets these attributes before it reads them.", 0)
+    waiting = list(names)
+    while waiting:
+        count = len(waiting)
+        while count > 1 and len(_deletion(waiting[:count])) > LINE_LENGTH - _CLASS_INDENT:
+            count -= 1
+        yield TextLine(_deletion(waiting[:count]), 0)
+        del waiting[:count]
+    if reads_module:
+        yield TextLine(f"{margin}return outputs", 0)
+    else:
+        yield from (first, *after_first)
+
+
+def _deletion(names: Sequence[str]) -> str:
+    return f"{' ' * _INDENT}del {', '.join(f'self.{name}' for name in names)}"
 
 
 def _without_gaps(text: Iterable[TextLine]) -> Iterator[TextLine]:

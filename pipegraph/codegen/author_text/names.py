@@ -165,7 +165,8 @@ class ReadNames:
         parts: the statements of ``forward``, at an indentation of 4.
         methods: the other methods of the class, by name → their text, with decorators of ``property`` and the like.
         attributes: of the module that are no tensors and no modules → their values.
-        children: attributes that are modules.
+        attributes_set: the attributes that the text sets.
+        children: attributes that are modules, and attributes of containers of modules: ``transformer.wte``.
         functions: of the model's source → their text, each after those that it calls.
         constants: of the model's source → their values.
         imports: the name in the text → the import that it needs.
@@ -178,6 +179,7 @@ class ReadNames:
     parts: tuple[Part, ...] = ()
     methods: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, Expression] = field(default_factory=dict)
+    attributes_set: set[str] = field(default_factory=set)
     children: set[str] = field(default_factory=set)
     functions: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Expression] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pipegraph.codegen.author_text.constructors import CONTAINERS
 from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
 from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
 from pipegraph.codegen.author_text.names import (
@@ -37,6 +38,7 @@ from pipegraph.codegen.author_text.statements import (
     SELF,
     arguments_of,
     assigns_sizes,
+    attributes_set_by,
     divides_features,
     first_line_of,
     header_end,
@@ -44,6 +46,7 @@ from pipegraph.codegen.author_text.statements import (
     is_stored,
     parsed,
     returns,
+    sets_attributes,
     variables,
 )
 from pipegraph.codegen.syntax.expressions import Name, literal
@@ -109,6 +112,8 @@ class _SourceReader:
         )
         text = _Text(self, function.__globals__, cut.lines)
         parts = list(text.parts(surroundings))
+        if self._names.attributes_set and not text.returns_last:
+            raise UnwritableError("it sets attributes, and returns before its last statement")
         decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
         header: Sequence[TextLine] = text.header
         if surroundings.stage_part is not None:
@@ -209,12 +214,19 @@ class _Text:
         self._local |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         self._owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        self._attributes_set = attributes_set_by(type(self._module))
         self._edits: list[tuple[ast.expr, str]] = []
 
     @property
     def header(self) -> list[TextLine]:
         """The lines before the first statement. It is there when the text was read."""
         return self._edited()[: header_end(self._lines, self._tree)]
+
+    @property
+    def returns_last(self) -> bool:
+        """Whether its last statement is its only ``return``."""
+        *earlier, last = self._tree.body
+        return isinstance(last, ast.Return) and not any(map(returns, earlier))
 
     def resolved(self) -> list[str]:
         """The lines, with numbers in the place of attributes that a package does not have."""
@@ -261,7 +273,7 @@ class _Text:
             except UnwritableError as reason:
                 del self._edits[edits:]
                 is_return = isinstance(statement, ast.Return)
-                if not is_return and returns(statement):
+                if (not is_return and returns(statement)) or sets_attributes(statement):
                     raise
                 has_operations = is_return or bool(numbers & surroundings.lines)
                 comments = tuple(self._lines[start : first_line_of(statement) - 1]) if has_operations else ()
@@ -311,7 +323,7 @@ class _Text:
             raise UnwritableError(f"it cannot be read: {error}") from error
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute) and is_self(node.value):
-                surroundings.check_child(node.attr)
+                surroundings.check_child(self._child_path(node))
             if isinstance(node, ast.Name) and node.id in none_variables and not is_stored(node):
                 self._edits.append((node, "None"))
         called = {**self._names.methods, **self._names.functions}
@@ -343,15 +355,17 @@ class _Text:
         module, name = self._module, node.attr
         assert module is not None
         if not isinstance(node.ctx, ast.Load):
-            raise UnwritableError(f"it sets self.{name}")
-        if name == "training":
+            if name == "training" or name in self._registered():
+                raise UnwritableError(f"it sets self.{name}")
+            self._names.attributes_set.add(name)
+        if name == "training" or name in self._attributes_set:
             return
         for registered in (module._modules, module._parameters, module._buffers):
             if name in registered:
                 if registered[name] is None:
                     self._names.attributes[name] = literal(None)
                 elif registered is module._modules:
-                    self._names.children.add(name)
+                    self._names.children.add(self._child_path(node))
                 return
         if name in vars(module):
             self._read_value(node, vars(module)[name], parents)
@@ -366,6 +380,17 @@ class _Text:
             self._reader.add_method(name)
         else:
             self._read_value(node, member, parents)
+
+    def _child_path(self, node: ast.Attribute) -> str:
+        """``transformer.wte`` of ``self.transformer.wte``, whose ``self.transformer`` is a container of modules."""
+        assert self._module is not None
+        path, child = node.attr, self._module._modules.get(node.attr)
+        while isinstance(child, nn.Module) and type(child) in CONTAINERS and id(node) in self._parents:
+            node = self._parents[id(node)]
+            if node.attr not in child._modules:
+                break
+            path, child = f"{path}.{node.attr}", child._modules[node.attr]
+        return path
 
     def _read_value(self, node: ast.Attribute, value: Any, parents: Mapping[int, ast.Attribute]) -> None:
         """Read an attribute, or what an object in it has: ``self.config.eps`` is written as ``self.eps``."""

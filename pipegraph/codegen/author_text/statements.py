@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dis
+import inspect
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Final
 
 from torch import nn
@@ -49,6 +52,29 @@ def assigns_sizes(statement: ast.stmt) -> bool:
 def returns(statement: ast.stmt) -> bool:
     is_function = isinstance(statement, ast.FunctionDef)
     return not is_function and any(isinstance(node, ast.Return) for node in ast.walk(statement))
+
+
+def sets_attributes(statement: ast.stmt) -> bool:
+    """Return whether a statement sets an attribute of the module, such as ``self.hidden = hidden``."""
+    attributes = (node for node in ast.walk(statement) if isinstance(node, ast.Attribute))
+    return any(is_self(node.value) and not isinstance(node.ctx, ast.Load) for node in attributes)
+
+
+def attributes_set_by(module_class: type) -> frozenset[str]:
+    """The attributes that the methods of a class of modules set, other than ``__init__``; none for another class.
+
+    A class that reads one of them before it sets it differs from the graph: a package gives it no value.
+    """
+    classes = (base for base in module_class.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
+    methods = ((name, value) for base in classes for name, value in vars(base).items())
+    functions = (inspect.unwrap(value) for name, value in methods if name != "__init__" and callable(value))
+    codes = (function.__code__ for function in functions if isinstance(function, FunctionType))
+    return frozenset(
+        instruction.argval
+        for code in codes
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_ATTR"
+    )
 
 
 def first_line_of(statement: ast.stmt) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -55,7 +56,7 @@ from pipegraph.codegen.names.identifiers import class_name, outer_names, relativ
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, call
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource, SourceText, Statement
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_place, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
@@ -83,6 +84,40 @@ class AuthorClass(NamedTuple):
     constructor: Constructor
     has_author_results: bool
     parameters: tuple[str, ...] | None
+
+
+class AuthorText(NamedTuple):
+    """The text of a class, and the modules in it.
+
+    Attributes:
+        source: its methods.
+        init: the statements of ``__init__`` after ``super().__init__()``.
+        tree, modules: the modules.
+        has_author_results: as `AuthorClass` has it.
+    """
+
+    source: SourceText
+    init: tuple[Statement, ...]
+    tree: ModuleTree
+    modules: Modules
+    has_author_results: bool
+
+
+class StageContents(NamedTuple):
+    """The contents of a stage's own class.
+
+    Attributes:
+        contents: what it has if it is written from the graph.
+        tree, modules: its modules.
+        parameters: the names of the values that its ``forward`` takes.
+        text: the statements of the model's ``forward`` in it; None if it is written from the graph.
+    """
+
+    contents: ClassContents
+    tree: ModuleTree
+    modules: Modules
+    parameters: tuple[str, ...]
+    text: AuthorText | None
 
 
 class BlockClasses:
@@ -133,18 +168,30 @@ class BlockClasses:
                 blocks.append(block)
         return tuple(reversed(blocks))
 
-    def stage(self, stage: StageGraph) -> tuple[ClassContents, ModuleTree]:
-        """The contents of a stage's own class. The classes that it uses are added to the collection."""
+    def stage(self, stage: StageGraph, parameters: Sequence[str], first: Sequence[Statement]) -> StageContents:
+        """The contents of a stage's own class. The classes that it uses are added to the collection.
+
+        Args:
+            parameters: names for the values that it takes.
+            first: the statements with which its ``forward`` begins.
+        """
         self._stage = stage.index
         members = StageMembers(stage.nodes, stage.outputs, stage.state)
         root = call_tree(stage.nodes, helpers=True)
         members.learn_results(root)
         contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
         modules = modules_of(contents, tree)
+        called = CallValues(root, tuple(stage.nodes), tuple(stage.inputs), tuple(stage.outputs))
+        text: AuthorText | None = None
+        with suppress(UnwritableError):
+            variables = self._variables(root)
+            stage_part = self._stage_part(members, called, variables, parameters)
+            text = self._author_text(members, called, variables, stage_part, first)
+            tree, modules, parameters = text.tree, text.modules, tuple(stage_part.parameters.values())
         self.called[stage.index] = modules.called
         fqns = (fqn for fqn in stage.state if fqn.rpartition(".")[0] not in modules.of_torch)
         self.package_tensors.update(self._captured.state[fqn].canonical for fqn in fqns)
-        return contents, tree
+        return StageContents(contents, tree, modules, tuple(parameters), text)
 
     def _contents(
         self,
@@ -341,7 +388,27 @@ class BlockClasses:
         fqn = tree.fqn
         called = call_values(self._captured, members, tree, unread=True)
         variables = self._variables(tree)
-        stage_part = None if self.names.is_whole(tree) else self._stage_part(members, called, variables)
+        stage_part: StagePart | None = None
+        if not self.names.is_whole(tree):
+            defaults = self.names.parameters(tree, called.reads)
+            stage_part = self._stage_part(members, called, variables, defaults)
+        text = self._author_text(members, called, variables, stage_part)
+        source = self._add(called, (text.init, text.source), lambda: {"init": text.init, "forward": (text.source,)})
+        fqns, run, of_torch = text.modules
+        constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
+        parameters = None if stage_part is None else tuple(stage_part.parameters.values())
+        return AuthorClass(constructor, text.has_author_results, parameters)
+
+    def _author_text(
+        self,
+        members: StageMembers,
+        called: CallValues,
+        variables: CallVariables,
+        stage_part: StagePart | None,
+        first: Sequence[Statement] = (),
+    ) -> AuthorText:
+        """The text of the class of a call, whose ``forward`` begins with some statements. Raises UnwritableError."""
+        tree, fqn = called.tree, called.tree.fqn
         names = self._author_names(members, called, variables, stage_part)
         constructors = self._children_of_author(members, tree, names.children)
         parameters = None if stage_part is None else stage_part.parameters
@@ -369,7 +436,7 @@ class BlockClasses:
             numbers = ModuleNumbers(self._captured, self.source, fqn, state)
         write = partial(self._statements_from_graph, members, called, module_tree, state, numbers)
         try:
-            forward, written = text.text(write)
+            forward, written = text.text(write, first)
         except (UnknownSizeError, UnknownAttributeError) as error:
             raise UnwritableError(f"no variable has a size: {error}") from error
         attributes = names.attributes_in(forward)
@@ -378,13 +445,10 @@ class BlockClasses:
                 raise UnwritableError(f"self.{name} would be two things")
         assignments = (Assign((Attribute(SELF, name),), value) for name, value in attributes.items())
         init = (*assignments, *init_statements(module_tree))
-        source_text = self._shared_names.text_of(names, forward, written)
-        source = self._add(called, (init, source_text), lambda: {"init": init, "forward": (source_text,)})
+        source = self._shared_names.text_of(names, forward, written)
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
-        constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
-        parameter_names = None if parameters is None else tuple(parameters.values())
-        return AuthorClass(constructor, text.has_author_results, parameter_names)
+        return AuthorText(source, init, module_tree, Modules(fqns, run, of_torch), text.has_author_results)
 
     def _variables(self, tree: CallTree) -> CallVariables:
         """The variables of a call."""
@@ -393,15 +457,20 @@ class BlockClasses:
         places = self._variable_places.get(call_name(tree.call), ())
         return CallVariables(places, forward_line(self._captured.modules[tree.fqn].module), none_variables)
 
-    def _stage_part(self, members: StageMembers, called: CallValues, variables: CallVariables) -> StagePart:
-        """The part of a call that the stage has."""
+    def _stage_part(
+        self, members: StageMembers, called: CallValues, variables: CallVariables, defaults: Sequence[str]
+    ) -> StagePart:
+        """The part of a call that the stage has.
+
+        Args:
+            defaults: names for the values that it takes if they have no variable.
+        """
         tree = called.tree
-        nodes = [node for node in self._captured.nodes if tree.call in dict(path_of(node))]
+        nodes = [node for node in self._captured.nodes if not tree.call or tree.call in dict(path_of(node))]
         stage_lines, other_lines = (
             frozenset(self.source.line_within(tree.fqn, node) for node in nodes if (node in members.nodes) is in_stage)
             for in_stage in (True, False)
         )
-        defaults = self.names.parameters(tree, called.reads)
         parameters: dict[fx.Node, str] = {}
         for node, default in zip(called.reads, defaults, strict=True):
             name = variables.name_of(node, other_lines | {0}) or default
@@ -415,7 +484,7 @@ class BlockClasses:
         tree, lines = called.tree, self._captured.lines
         entry = self._captured.modules[tree.fqn]
         module = entry.module
-        if lines is None or not self._forms.has_author_text(entry.class_name):
+        if lines is None or not self._forms.has_author_text(self._form_name(tree.fqn)):
             raise UnwritableError("its lines are not known")
         if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
             raise UnwritableError("its forward is not that of its class")
@@ -460,7 +529,7 @@ class BlockClasses:
             outputs=tuple(outputs),
             state=state,
             state_names=self._state_names(members, fqn, steps, tuple(outputs)),
-            outer_regions=len(common_regions(called.nodes)),
+            outer_regions=len(common_regions(called.nodes)) if fqn else 0,
             fixed_sizes=fixed_sizes(steps, tuple(inputs), self.source),
         )
         values = {node for item in contents.items for node in item.makes}.union(inputs, contents.state_names)

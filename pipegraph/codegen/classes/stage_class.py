@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx, nn
 
-from pipegraph.codegen.classes.block_classes import BlockClasses, modules_of
+from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.sequences import constructors_of_stage
 from pipegraph.codegen.expressions.module_tree import (
     ModuleTree,
@@ -25,6 +25,7 @@ from pipegraph.codegen.syntax.expressions import (
     SELF,
     Attribute,
     Expression,
+    FunctionCall,
     Name,
     Template,
     call,
@@ -33,7 +34,7 @@ from pipegraph.codegen.syntax.expressions import (
     string,
 )
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Raise, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Raise, Return, Statement
 from pipegraph.graph.captured import Captured, GradientHook
 from pipegraph.graph.graph_text import stage_modules, value_text
 from pipegraph.graph.nodes import label_of
@@ -110,33 +111,51 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
         names: the names of the values that cross between stages, as in the model's source. The manifest lists them by
             their position, so that only the values of one stage need different names.
     """
-    contents, tree = blocks.stage(stage)
-    parameters = _parameters(blocks, stage, names)
     captured = plan.captured
-    forward = write_forward(contents, tree, parameters, blocks.source, {node: names[node] for node in stage.outputs})
     refused = tuple(_refused_mode(captured))
-    modules = modules_of(contents, tree).fqns
+    written = blocks.stage(stage, _parameters(blocks, stage, names), refused)
+    tree, modules, text = written.tree, written.modules.fqns, written.text
+    result_names = {node: names[node] for node in stage.outputs}
+    results: Sequence[str]
+    body: tuple[Statement, ...]
+    if text is not None:
+        init, body = text.init, (text.source,)
+        results = _returned_names(text.source.written[-1], list(result_names.values()))
+    else:
+        init = tuple(init_statements(tree))
+        forward = write_forward(written.contents, tree, written.parameters, blocks.source, result_names)
+        results, body = forward.results, (*refused, *forward.statements)
     train = tuple(_kept_modes(captured, modules, tree))
     settings = (
         *_ties(captured, stage, tree),
         *_frozen(captured, stage, tree),
         *_modes(captured, modules, tree, bool(train)),
     )
-    model = captured.modules[""].module
     hooks, libraries = hook_lines(captured, stage, tree)
-    in_turn = None if refused or settings or train or hooks else constructors_of_stage(model, contents, tree)
+    in_turn: Mapping[str, FunctionCall] | None = None
+    if not (refused or settings or train or hooks or text):
+        in_turn = constructors_of_stage(captured.modules[""].module, written.contents, tree)
     return ClassSource(
         name=f"Stage{stage.index}",
-        docstring=_docstring(plan, stage, parameters, forward.results),
+        docstring=_docstring(plan, stage, written.parameters, results),
         base=f"nn.{(tree.container if in_turn is None else nn.Sequential).__name__}",
         children=repeated_sequence(in_turn) if in_turn is not None else (),
-        init=(*init_statements(tree), *settings) if in_turn is None else (),
-        parameters=tuple(parameters),
-        forward=(*refused, *forward.statements) if in_turn is None else (),
+        init=(*init, *settings) if in_turn is None else (),
+        parameters=tuple(written.parameters),
+        forward=body if in_turn is None else (),
         train=train,
         hooks=hooks,
         hook_libraries=libraries,
     )
+
+
+def _returned_names(returned: Statement, defaults: Sequence[str]) -> list[str]:
+    """The names of the values that a ``return`` returns; the default for one that is no variable."""
+    values = returned.values if isinstance(returned, Return) else ()
+    names: list[str] = []
+    for value, default in zip(values, defaults, strict=True):
+        names.append(unused(value.name if isinstance(value, Name) else default, names))
+    return names
 
 
 def _refused_mode(captured: Captured) -> Iterator[Statement]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from pipegraph.graph.calls import VariablePlace
 from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.torch_export import Exported, export_in
@@ -105,6 +106,7 @@ class _DtypeComparison:
     def apply(self) -> None:
         """Write the marks, and the arguments and places in calls that both graphs agree on."""
         places = {key: list(self._places(key)) for key in ("argument_of", "result_of")}
+        variables = list(self._variables())
         for node, twin in self._graphs.pairs:
             if node in self._arguments:
                 node.args, node.kwargs = self._arguments[node]
@@ -124,6 +126,11 @@ class _DtypeComparison:
                 node.meta.pop(key, None)
             for node, call, place in call_places:
                 node.meta.setdefault(key, {})[call] = place
+        for node in self._nodes():
+            node.meta.pop("variables", None)
+        for node, call, place in variables:
+            calls = node.meta.setdefault("variables", {})
+            calls[call] = (*calls.get(call, ()), place)
 
     def _compare(self, node: fx.Node, twin: fx.Node) -> bool:
         leaves, form = pytree.tree_flatten((node.args, node.kwargs))
@@ -174,8 +181,33 @@ class _DtypeComparison:
                 common_node = None if twin is None else self._common_node(node, twin)
                 yield common_node or node, call, place
 
+    def _variables(self) -> Iterator[tuple[fx.Node, str, VariablePlace]]:
+        """Yield each variable of a call, at the value that both graphs agree on.
+
+        In the graph in which a cast does nothing, a variable that is assigned the cast of itself does not change. So
+        the variables of a call are those of the graph that has more of them.
+        """
+        by_call, twins_by_call = _variables_by_call(self._nodes()), _variables_by_call(self._graphs.twins)
+        for call in dict.fromkeys((*by_call, *twins_by_call)):
+            nodes, twins = by_call.get(call, {}), twins_by_call.get(call, {})
+            places = {place._replace(order=0): node for place, node in nodes.items()}
+            twins_of_places = {place._replace(order=0): twin for place, twin in twins.items()}
+            for place in nodes if len(nodes) >= len(twins) else twins:
+                key = place._replace(order=0)
+                twin = twins_of_places.get(key)
+                node = places.get(key) or self._graphs.node_of(unsliced_node(twin))
+                yield node if twin is None else self._common_node(node, twin) or node, call, place
+
     def _nodes(self) -> list[fx.Node]:
         return [*(node for node, _ in self._graphs.pairs), *self._graphs.full_slices]
+
+
+def _variables_by_call(nodes: Iterable[fx.Node]) -> dict[str, dict[VariablePlace, fx.Node]]:
+    by_call: dict[str, dict[VariablePlace, fx.Node]] = {}
+    for node in nodes:
+        for call, places in node.meta.get("variables", {}).items():
+            by_call.setdefault(call, {}).update(dict.fromkeys(places, node))
+    return by_call
 
 
 def _numbers(

@@ -19,5 +19,7 @@ class Stage2(nn.Module):
         self.lm_head = nn.Linear(128, 2048, bias=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        outputs = self.model(hidden_states)
-        return self.lm_head(outputs)
+        hidden_states = self.model(hidden_states)
+        logits = self.lm_head(hidden_states)
+
+        return logits

@@ -20,5 +20,7 @@ class Stage1(nn.Module):
         self.up = nn.ModuleList([Up(128, 64)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.down["2"](x)
-        return self.up[0](self.bottom(self.pool(x)), x)
+        x_1 = self.down["2"](x)
+        x = self.pool(x_1)
+        x = self.bottom(x)
+        return self.up[0](x, x_1)
