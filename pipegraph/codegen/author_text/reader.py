@@ -324,12 +324,47 @@ class _Text:
         for node in ast.walk(statement):
             if isinstance(node, ast.Attribute) and is_self(node.value):
                 surroundings.check_child(self._child_path(node))
-            if isinstance(node, ast.Name) and node.id in none_variables and not is_stored(node):
-                self._edits.append((node, "None"))
+        self._edits += self._without_none(statement, none_variables)
         called = {**self._names.methods, **self._names.functions}
         trees = [statement, *(ast.parse(text) for name, text in called.items() if name not in texts)]
         if self._module is not None and any(divides_features(self._module, tree, self._tree) for tree in trees):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")
+
+    def _without_none(self, statement: ast.stmt, none_variables: AbstractSet[str]) -> list[tuple[ast.expr, str]]:
+        """The edits of a statement that let it do without variables that are None: ``None`` in their place, and the
+        side of ``x if mask is None else y`` that ran."""
+        edits: list[tuple[ast.expr, str]] = []
+        waiting: list[ast.AST] = [statement]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Name) and node.id in none_variables and not is_stored(node):
+                if isinstance(statement, ast.Assert):
+                    raise UnwritableError("it checks a variable that is None")
+                edits.append((node, "None"))
+            elif isinstance(node, ast.IfExp) and (side := self._side_that_ran(node, none_variables)) is not None:
+                edits.append((node, side))
+            else:
+                waiting += ast.iter_child_nodes(node)
+        return edits
+
+    def _side_that_ran(self, choice: ast.IfExp, none_variables: AbstractSet[str]) -> str | None:
+        """The text of one side of a conditional expression on a variable that is None; None if it is not on one line or
+        has edits."""
+        match choice.test:
+            case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot() as comparison], [ast.Constant(None)]):
+                side = choice.body if isinstance(comparison, ast.Is) else choice.orelse
+            case _:
+                return None
+        inside = {id(node) for node in ast.walk(choice)}
+        names = {node.id for node in ast.walk(side) if isinstance(node, ast.Name)}
+        has_edits = any(id(edited) in inside for edited, _ in self._edits) or bool(names & none_variables)
+        if name not in none_variables or has_edits or choice.lineno != choice.end_lineno:
+            return None
+        line = self._lines[side.lineno - 1].text.encode()
+        text = line[side.col_offset : side.end_col_offset].decode()
+        return (
+            text if isinstance(side, (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)) else f"({text})"
+        )
 
     def _is_child(self, function: ast.expr) -> bool:
         """Return whether a call may be that of a child: ``self.attention``, ``self.layers[0]``, ``layer`` of a loop."""

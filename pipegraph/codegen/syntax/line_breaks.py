@@ -19,6 +19,7 @@ _OPERATORS = (
     ("*", "/", "@", "%", "//"),
     ("**",),
 )
+_INDEX = re.compile(r"[)\]]\[-?\d+\]")
 _OPERATOR = re.compile(f" ({'|'.join(re.escape(symbol) for symbols in _OPERATORS for symbol in symbols)}) ")
 
 
@@ -38,6 +39,11 @@ def wrap(line: str, indent: int) -> list[str]:
     start, stop = _last_bracket(line, LINE_LENGTH - indent)
     if start < 0:
         return [pad + line]
+    names = _split(target.removesuffix(" = "))
+    if start + indent >= LINE_LENGTH and len(names) > 1:
+        assigned, *after_first = wrap(f"_ = {value}", indent)
+        opened = [f"{pad}(", *(f"{pad}    {name}," for name in names)]
+        return [*opened, assigned.replace("_", ")", 1), *after_first]
     head, content, tail = line[: start + 1], line[start + 1 : stop], line[stop:]
     elements = _split(content)
     inner = " " * (indent + 4)
@@ -110,14 +116,15 @@ def _loosest_operators(value: str) -> list[int]:
 def _last_bracket(line: str, width: int) -> tuple[int, int]:
     """The positions of the last outermost pair of brackets that begins before ``width``, or else of the first pair.
 
-    Both are −1 without such a pair. Empty brackets do not count.
+    Both are −1 without such a pair. Empty brackets do not count, and neither does an index: ``heads(x)[0]``.
     """
     start, pair = -1, (-1, -1)
     for position, depth in _depths(line):
         if line[position] in _OPEN and not depth:
             start = position
         elif line[position] in _CLOSE and not depth and position - start > 1 and (start < width or pair[0] < 0):
-            pair = (start, position)
+            is_index = start > 0 and _INDEX.fullmatch(line, start - 1, position + 1) is not None
+            pair = pair if is_index and pair[0] >= 0 else (start, position)
     return pair
 
 

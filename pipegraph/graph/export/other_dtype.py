@@ -193,10 +193,12 @@ class _DtypeComparison:
             places = {place._replace(order=0): node for place, node in nodes.items()}
             twins_of_places = {place._replace(order=0): twin for place, twin in twins.items()}
             for place in nodes if len(nodes) >= len(twins) else twins:
-                key = place._replace(order=0)
-                twin = twins_of_places.get(key)
-                node = places.get(key) or self._graphs.node_of(unsliced_node(twin))
-                yield node if twin is None else self._common_node(node, twin) or node, call, place
+                node, twin = (by_place.get(place._replace(order=0)) for by_place in (places, twins_of_places))
+                if node is None:
+                    assert twin is not None
+                    yield self._graphs.node_of(unsliced_node(twin)), call, place
+                else:
+                    yield (twin and self._common_node(node, twin)) or node, call, place
 
     def _nodes(self) -> list[fx.Node]:
         return [*(node for node, _ in self._graphs.pairs), *self._graphs.full_slices]
