@@ -156,6 +156,32 @@ def test_stages_that_set_attributes_train(kernels: str, tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
+class Replaceable(nn.Module):
+    """Methods that ``forward`` does not call set its layer and its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Linear(8, 8), 3.0
+
+    def set_input_embeddings(self, layer: nn.Module) -> None:
+        self.embed = layer
+
+    def rescale(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x).tanh() / self.scale  # by the scale
+
+
+def test_methods_that_never_ran_set_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(Replaceable(), Replaceable(), nn.Linear(8, 4))
+    package = split(tmp_path, model, (torch.randn(3, 5, 8),), cut="1")
+    text = source(package)
+    assert "        return self.embed(x).tanh() / self.scale  # by the scale\n" in text
+    assert "        self.scale = 3.0\n" in text and "        self.embed = nn.Linear(8, 8)\n" in text
+    assert differences(package, model, (torch.randn(3, 5, 8),)) == []
+
+
 class Routed(nn.Module):
     """A table of constants that differs between the modes, and a cast that does nothing in float32."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -316,21 +317,13 @@ def _without_attributes(text: Sequence[TextLine], names: Sequence[str]) -> Itera
         yield first._replace(text=first.text.replace("return ", "outputs = ", 1))
         yield from after_first
     yield TextLine(f"{margin}# Each call sets these attributes before it reads them.", 0)
-    waiting = list(names)
-    while waiting:
-        count = len(waiting)
-        while count > 1 and len(_deletion(waiting[:count])) > LINE_LENGTH - _CLASS_INDENT:
-            count -= 1
-        yield TextLine(_deletion(waiting[:count]), 0)
-        del waiting[:count]
+    width = LINE_LENGTH - _CLASS_INDENT - len(f"{margin}del ")
+    for targets in textwrap.wrap(", ".join(f"self.{name}" for name in names), width, break_long_words=False):
+        yield TextLine(f"{margin}del {targets.removesuffix(',')}", 0)
     if reads_module:
         yield TextLine(f"{margin}return outputs", 0)
     else:
         yield from (first, *after_first)
-
-
-def _deletion(names: Sequence[str]) -> str:
-    return f"{' ' * _INDENT}del {', '.join(f'self.{name}' for name in names)}"
 
 
 def _without_gaps(text: Iterable[TextLine]) -> Iterator[TextLine]:

@@ -87,6 +87,7 @@ class _SourceReader:
     ) -> None:
         self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
         self._autograd_functions = autograd_functions
+        self.attributes_set = attributes_set_by(type(module), lines.modules.get(fqn, ()))
 
     def add_autograd_function(self, name: str) -> None:
         """Add a custom Function whose text the package has. Raises UnwritableError if it does not."""
@@ -214,7 +215,7 @@ class _Text:
         self._local |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         self._owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        self._attributes_set = attributes_set_by(type(self._module))
+        self._attributes_set = reader.attributes_set
         self._edits: list[tuple[ast.expr, str]] = []
 
     @property
@@ -225,8 +226,8 @@ class _Text:
     @property
     def returns_last(self) -> bool:
         """Whether its last statement is its only ``return``."""
-        *earlier, last = self._tree.body
-        return isinstance(last, ast.Return) and not any(map(returns, earlier))
+        *statements, last = self._tree.body
+        return isinstance(last, ast.Return) and not any(map(returns, statements))
 
     def resolved(self) -> list[str]:
         """The lines, with numbers in the place of attributes that a package does not have."""
@@ -393,7 +394,7 @@ class _Text:
             if name == "training" or name in self._registered():
                 raise UnwritableError(f"it sets self.{name}")
             self._names.attributes_set.add(name)
-        if name == "training" or name in self._attributes_set:
+        if name == "training":
             return
         for registered in (module._modules, module._parameters, module._buffers):
             if name in registered:
@@ -402,6 +403,8 @@ class _Text:
                 elif registered is module._modules:
                     self._names.children.add(self._child_path(node))
                 return
+        if name in self._attributes_set:
+            return
         if name in vars(module):
             self._read_value(node, vars(module)[name], parents)
             return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Final
 
 from torch import nn
 
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
+from pipegraph.graph.captured import LineStep
 
 SELF: Final = "self"
 
@@ -60,20 +61,23 @@ def sets_attributes(statement: ast.stmt) -> bool:
     return any(is_self(node.value) and not isinstance(node.ctx, ast.Load) for node in attributes)
 
 
-def attributes_set_by(module_class: type) -> frozenset[str]:
-    """The attributes that the methods of a class of modules set, other than ``__init__``; none for another class.
+def attributes_set_by(module_class: type, steps: Iterable[LineStep]) -> frozenset[str]:
+    """The attributes that the methods of a class of modules set on the lines that ran.
 
-    A class that reads one of them before it sets it differs from the graph: a package gives it no value.
+    A method such as ``set_input_embeddings``, which ``forward`` does not call, sets none.
     """
-    classes = (base for base in module_class.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
-    methods = ((name, value) for base in classes for name, value in vars(base).items())
-    functions = (inspect.unwrap(value) for name, value in methods if name != "__init__" and callable(value))
+    lines = {(step.file, line) for step in steps for line in (step.start, step.end)}
+    files = {file for file, _ in lines}
+    functions = (inspect.unwrap(value) for base in module_class.__mro__ for value in vars(base).values())
     codes = (function.__code__ for function in functions if isinstance(function, FunctionType))
     return frozenset(
         instruction.argval
         for code in codes
+        if code.co_filename in files
         for instruction in dis.get_instructions(code)
         if instruction.opname == "STORE_ATTR"
+        and instruction.positions is not None
+        and (code.co_filename, instruction.positions.lineno) in lines
     )
 
 

@@ -150,7 +150,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
 
 
 def _returned_names(returned: Statement, defaults: Sequence[str]) -> list[str]:
-    """The names of the values that a ``return`` returns; the default for one that is no variable."""
+    """The names of the values that a ``return`` returns: of variables their own, of expressions the defaults."""
     values = returned.values if isinstance(returned, Return) else ()
     names: list[str] = []
     for value, default in zip(values, defaults, strict=True):
