@@ -78,7 +78,7 @@ def render_stage(
     used = functions_called(source.walk()) & shared
     return _render(
         "stage.py.jinja",
-        header=_docstring(header, 0),
+        header=_docstring("  ".join([header, *_origins([source])]), 0),
         lines="\n".join(_class_lines(source, {block.name: block for block in blocks})),
         imports=_imports([source], libraries),
         constants=_constant_lines([source]),

@@ -1,4 +1,4 @@
-"""Stage 2 of 3 of LlamaForCausalLM (hf:config.json)."""
+"""Stage 2 of 3 of LlamaForCausalLM (hf:config.json).  Stage2: the text of modeling_llama.py (Apache License)."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Stage 0 of 3 of Decoder (mixture_of_experts.py)."""
+"""Stage 0 of 3 of Decoder (mixture_of_experts.py).  Stage0: the text of mixture_of_experts.py."""
 
 from torch import Tensor, nn
 

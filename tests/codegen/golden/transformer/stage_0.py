@@ -1,4 +1,4 @@
-"""Stage 0 of 2 of Transformer (transformer.py)."""
+"""Stage 0 of 2 of Transformer (transformer.py).  Stage0: the text of transformer.py."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Stage 1 of 3 of UNet (unet.py)."""
+"""Stage 1 of 3 of UNet (unet.py).  Stage1: the text of unet.py."""
 
 from torch import Tensor, nn
 

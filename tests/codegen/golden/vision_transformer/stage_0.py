@@ -1,4 +1,4 @@
-"""Stage 0 of 3 of VisionTransformer (vision_transformer.py)."""
+"""Stage 0 of 3 of VisionTransformer (vision_transformer.py).  Stage0: the text of vision_transformer.py."""
 
 from torch import Tensor, nn
 
