@@ -83,5 +83,6 @@ def author_lines(
 
 def _places(text: SourceText, line: str) -> list[tuple[str, int]]:
     """The file and the line that a line of a text is from."""
-    pairs = zip(text.functions[0].splitlines(), text.places, strict=True)
+    lines = (line for function in text.functions for line in function.split("\n"))
+    pairs = zip(lines, text.places, strict=True)
     return [place for author_line, place in pairs if place[1] and author_line.strip() == line]

@@ -119,6 +119,8 @@ class FunctionCut:
         match statement:
             case ast.If():
                 return self._if(statement, shift)
+            case ast.For() | ast.While() | ast.With() if _first_line(statement.body[0]) == statement.lineno:
+                return self._on_one_line(statement, shift)
             case ast.For() | ast.While() | ast.With():
                 end = self._header_end(first, statement.body[0])
                 body = self._block(statement.body, end, shift)
@@ -141,7 +143,7 @@ class FunctionCut:
         """An ``if`` that went both ways, or the side that ran."""
         first, end = statement.lineno, statement.test.end_lineno or statement.lineno
         if _first_line(statement.body[0]) <= end:
-            return self._moved(first, statement.end_lineno or end, shift)  # all of it is on one line
+            return self._on_one_line(statement, shift)
         end = self._header_end(first, statement.body[0])
         has_run, was_false = self._has_run(statement.body), self._was_false(statement)
         inner = shift + statement.body[0].col_offset - statement.col_offset
@@ -165,6 +167,19 @@ class FunctionCut:
             return [*lines, TextLine(f"{margin}el{orelse[0].text.lstrip()}", orelse[0].number), *orelse[1:]]
         indented = (TextLine(f"{_INDENT}{line.text}" if line.text else "", line.number) for line in orelse)
         return [*lines, TextLine(f"{margin}else:", 0), *indented]
+
+    def _on_one_line(self, statement: ast.If | ast.For | ast.While | ast.With, shift: int) -> list[TextLine]:
+        """A block whose body is on the line of its header, on two lines; none if it would only have raised an error."""
+        first, body = statement.lineno, statement.body[0]
+        is_single = len(statement.body) == 1 and first == statement.end_lineno
+        if not is_single:
+            raise UnwritableError("a block begins on the line of its header")
+        if isinstance(body, ast.Raise):
+            return []
+        line = self._lines[first].encode()  # columns are bytes of UTF-8
+        header, rest = line[shift : body.col_offset].decode().rstrip(), line[body.col_offset :].decode()
+        margin = " " * (statement.col_offset - shift)
+        return [TextLine(header, first), TextLine(f"{margin}{_INDENT}{rest}", first)]
 
     def _orelse(self, statement: ast.If, inner: int) -> list[TextLine]:
         """What ran of the ``else`` of an ``if``, in the place of the ``if``."""

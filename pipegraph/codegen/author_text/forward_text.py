@@ -1,4 +1,4 @@
-"""The text of a ``forward`` of which some statements are written from the graph."""
+"""The text of a ``forward``, or of a method, of which some statements are written from the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from pipegraph.codegen.author_text.constructors import Constructor
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
-from pipegraph.codegen.author_text.names import AbsentPart, GraphPart, ReadNames, TextPart
+from pipegraph.codegen.author_text.names import AbsentPart, GraphPart, MixedMethod, ReadNames, TextPart
 from pipegraph.codegen.author_text.variables import CallVariables
 from pipegraph.codegen.forward.items import ModuleCall, Step
 from pipegraph.codegen.forward.short_forms import shortened
@@ -82,28 +82,28 @@ def results_of(called: CallValues) -> Results:
     return Results(called.makes, form, paths)
 
 
-class ForwardText:
-    """Writes the text of a ``forward``.
+class MixedText:
+    """Writes the text of a ``forward``, or of a method that it calls once.
 
     Args:
-        names: its statements.
+        function: its statements.
         variables: the variables of a call of it.
-        results: what it returns.
+        results: what it returns, if its ``return`` may be written from the graph.
         name_of: returns a name for a value that has no variable.
         parameters: the values that a part of a ``forward`` takes → their names; None for all of it.
     """
 
     def __init__(
         self,
-        names: ReadNames,
+        function: ReadNames | MixedMethod,
         variables: CallVariables,
         results: Results,
         name_of: Callable[[fx.Node], str],
-        parameters: Mapping[fx.Node, str] | None,
+        parameters: Mapping[fx.Node, str] | None = None,
     ) -> None:
-        self._names, self._variables, self._results, self._name_of = names, variables, results, name_of
+        self._header, self._parts = function.header, function.parts
+        self._variables, self._results, self._name_of = variables, results, name_of
         self._parameters = parameters
-        self._parts = names.parts
         self._written = {at: _Written() for at, part in enumerate(self._parts) if isinstance(part, GraphPart)}
 
     @property
@@ -118,7 +118,7 @@ class ForwardText:
         return not returns or self._results.form is not None
 
     def add_steps(self, steps: Iterable[tuple[Step, int]]) -> dict[str, Constructor]:
-        """Add the operations and calls of the ``forward``, each with its line.
+        """Add the operations and calls, each with its line.
 
         Returns:
             the modules that are called in the statements from the graph.
@@ -141,11 +141,14 @@ class ForwardText:
             raise UnwritableError("all of its operations would be written from the graph")
         return called
 
-    def text(self, write: Write, first: Sequence[Statement]) -> tuple[list[TextLine], list[Statement]]:
+    def text(
+        self, write: Write, first: Sequence[Statement] = (), attributes_set: Iterable[str] = ()
+    ) -> tuple[list[TextLine], list[Statement]]:
         """Return the lines of the text, and the statements among them from the graph. Raises UnwritableError.
 
         Args:
             first: the statements with which it begins.
+            attributes_set: the attributes that it deletes before it returns.
         """
         self._connect()
         statements: dict[int, tuple[Statement, ...]] = {}
@@ -168,9 +171,9 @@ class ForwardText:
                 used = (used - stored) | read
             text[:0] = part_lines
         body = _without_gaps(text)
-        if self._names.attributes_set:
-            body = _without_attributes(list(body), sorted(self._names.attributes_set))
-        text = [*self._names.header, *_text_lines(first), *body]
+        if attributes_set:
+            body = _without_attributes(list(body), sorted(attributes_set))
+        text = [*self._header, *_text_lines(first), *body]
         return text, [*first, *(statement for group in statements.values() for statement in group)]
 
     # ---- connections -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import math
 import re
 import typing
@@ -112,6 +113,44 @@ class AbsentPart:
 Part = TextPart | GraphPart | AbsentPart
 
 
+class MixedMethodError(UnwritableError):
+    """A method cannot have statements from the graph; another text may have what calls it from the graph.
+
+    Attributes:
+        method: its name.
+    """
+
+    def __init__(self, method: str, reason: str) -> None:
+        super().__init__(f"{method}: {reason}")
+        self.method = method
+
+
+@contextmanager
+def mixed_method(method: str) -> Iterator[None]:
+    """A context in which an UnwritableError is one of a method."""
+    try:
+        yield
+    except UnwritableError as reason:
+        raise MixedMethodError(method, str(reason)) from reason
+
+
+@dataclass(frozen=True)
+class MixedMethod:
+    """A method of which some statements are written from the graph. A ``forward`` calls it in one place.
+
+    Attributes:
+        header: its lines before its first statement.
+        parts: its statements, at an indentation of 4.
+        first_line: its first line in the file of the model.
+        call_lines: the lines of the statement that calls it.
+    """
+
+    header: tuple[TextLine, ...]
+    parts: tuple[Part, ...]
+    first_line: int
+    call_lines: frozenset[int]
+
+
 @dataclass(frozen=True)
 class StagePart:
     """The part of a ``forward`` that one stage runs.
@@ -142,6 +181,9 @@ class ForwardSurroundings:
         lines: the lines of the ``forward`` that led to operations of the graph.
         graph_lines: files and lines of statements whose text computes something else than the graph.
         autograd_functions: the custom Functions whose text the package has, with the functions that they read, by name.
+        whole_methods: names of methods that no text may mix with statements from the graph.
+        of_method: (first line of a method, lines of the statement that calls it) → the same of the method; None in a
+            method.
     """
 
     stage_part: StagePart | None
@@ -152,6 +194,8 @@ class ForwardSurroundings:
     lines: frozenset[int]
     graph_lines: frozenset[tuple[str, int]]
     autograd_functions: Mapping[str, SourceText]
+    whole_methods: AbstractSet[str]
+    of_method: Callable[[int, frozenset[int]], ForwardSurroundings] | None = None
 
 
 @dataclass
@@ -164,6 +208,7 @@ class ReadNames:
         header: the lines of ``forward`` before its first statement, its decorators included.
         parts: the statements of ``forward``, at an indentation of 4.
         methods: the other methods of the class, by name → their text, with decorators of ``property`` and the like.
+        mixed_methods: those of which some statements are written from the graph, which have no text in ``methods`` yet.
         attributes: of the module that are no tensors and no modules → their values.
         attributes_set: the attributes that the text sets.
         children: attributes that are modules, and attributes of containers of modules: ``transformer.wte``.
@@ -177,7 +222,8 @@ class ReadNames:
     file: str = ""
     header: tuple[TextLine, ...] = ()
     parts: tuple[Part, ...] = ()
-    methods: dict[str, str] = field(default_factory=dict)
+    methods: dict[str, tuple[TextLine, ...]] = field(default_factory=dict)
+    mixed_methods: dict[str, MixedMethod] = field(default_factory=dict)
     attributes: dict[str, Expression] = field(default_factory=dict)
     attributes_set: set[str] = field(default_factory=set)
     children: set[str] = field(default_factory=set)
@@ -186,10 +232,29 @@ class ReadNames:
     imports: dict[str, str] = field(default_factory=dict)
     needs: dict[str, _Needs] = field(default_factory=dict)
 
+    def remove_unused(self, forward: Iterable[TextLine]) -> None:
+        """Remove what neither the lines of ``forward`` nor methods that these call read: statements without effect are
+        not among the lines."""
+        waiting, methods, words = [*forward], set[str](), set[str]()
+        while waiting:
+            new_words = {word for line in waiting for word in re.findall(r"\w+", line.text)}
+            new_methods = (new_words & self.methods.keys()) - methods
+            words |= new_words
+            methods |= new_methods
+            waiting = [line for name in new_methods for line in self.methods[name]]
+        functions, new_functions = frozenset[str](), frozenset(words & self.functions.keys())
+        while new_functions:
+            functions |= new_functions
+            new_functions = frozenset[str]().union(*(self.needs[name][0] for name in new_functions)) - functions
+        self.methods = {name: lines for name, lines in self.methods.items() if name in methods}
+        self.functions = {name: text for name, text in self.functions.items() if name in functions}
+        self.constants = {name: value for name, value in self.constants.items() if name in words}
+        self.imports = {name: text for name, text in self.imports.items() if name in words}
+
     def attributes_in(self, forward: Iterable[TextLine]) -> dict[str, Expression]:
         """The attributes that the lines of ``forward``, or other methods, read."""
-        text = "\n".join([*(line.text for line in forward), *self.methods.values()])
-        read = set(re.findall(r"\bself\.(\w+)", text))
+        lines = itertools.chain(forward, *self.methods.values())
+        read = {name for line in lines for name in re.findall(r"\bself\.(\w+)", line.text)}
         return {name: value for name, value in self.attributes.items() if name in read}
 
     @contextmanager
@@ -272,8 +337,10 @@ class SharedNames:
         self.functions += [
             FunctionSource(name, "", (), (SourceText((names.functions[name],), *names.needs[name]),)) for name in new
         ]
-        functions = ("\n".join(line.text for line in forward), *names.methods.values())
-        return SourceText(functions, *needs, tuple(written), tuple((names.file, line.number) for line in forward))
+        methods = [forward, *names.methods.values()]
+        functions = tuple("\n".join(line.text for line in lines) for lines in methods)
+        places = tuple((names.file, line.number) for lines in methods for line in lines)
+        return SourceText(functions, *needs, tuple(written), places)
 
 
 _MISSING: Final = object()

@@ -23,6 +23,8 @@ from pipegraph.codegen.author_text.names import (
     AbsentPart,
     ForwardSurroundings,
     GraphPart,
+    MixedMethod,
+    MixedMethodError,
     Part,
     ReadNames,
     StagePart,
@@ -39,6 +41,7 @@ from pipegraph.codegen.author_text.statements import (
     arguments_of,
     assigns_sizes,
     attributes_set_by,
+    called_once,
     divides_features,
     first_line_of,
     header_end,
@@ -50,7 +53,6 @@ from pipegraph.codegen.author_text.statements import (
     variables,
 )
 from pipegraph.codegen.syntax.expressions import Name, literal
-from pipegraph.codegen.syntax.statements import SourceText
 from pipegraph.graph.captured import ExecutedLines, LineStep
 
 
@@ -66,8 +68,8 @@ def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundi
     file = function.__code__.co_filename
     names = ReadNames(origin_of(file), file)
     try:
-        reader = _SourceReader(names, lines, module, fqn, surroundings.autograd_functions)
-        reader.read_forward(function, surroundings)
+        reader = _SourceReader(names, lines, module, fqn, surroundings)
+        reader.read_forward(function)
     except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
         # Attributes and properties of a model's objects may raise any of these.
         raise UnwritableError(f"it cannot be read: {error}") from error
@@ -83,28 +85,29 @@ class _SourceReader:
         lines: ExecutedLines,
         module: nn.Module | None,
         fqn: str,
-        autograd_functions: Mapping[str, SourceText],
+        surroundings: ForwardSurroundings,
     ) -> None:
         self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
-        self._autograd_functions = autograd_functions
+        self._surroundings = surroundings
         self.attributes_set = attributes_set_by(type(module), lines.modules.get(fqn, ()))
 
     def add_autograd_function(self, name: str) -> None:
         """Add a custom Function whose text the package has. Raises UnwritableError if it does not."""
-        if name not in self._autograd_functions:
+        if name not in self._surroundings.autograd_functions:
             raise UnwritableError(f"{name} is a Function without text")
         if name in self._names.functions:
             return
-        text = self._autograd_functions[name]
+        text = self._surroundings.autograd_functions[name]
         for called in sorted(text.calls):
             self.add_autograd_function(called)
         self._names.functions[name] = text.functions[0]
         self._names.needs[name] = text.calls, text.constants, text.imports, text.origin
         self._names.constants |= dict(text.constants)
 
-    def read_forward(self, function: FunctionType, surroundings: ForwardSurroundings) -> None:
+    def read_forward(self, function: FunctionType) -> None:
         """Read the ``forward``, statement by statement."""
         assert self._module is not None
+        surroundings = self._surroundings
         self._check_closure(function)
         cut = FunctionCut(
             function.__code__.co_filename,
@@ -123,6 +126,9 @@ class _SourceReader:
             header = [TextLine(line, 0) for line in part_header(surroundings.stage_part)]
         self._names.parts = tuple(_joined(parts))
         self._names.header = (*decorators, *header)
+        for name in self._names.mixed_methods:
+            if any(line.text.find(f"self.{name}(") >= 0 for lines in self._names.methods.values() for line in lines):
+                raise MixedMethodError(name, "other methods call it, too")
 
     def _check_closure(self, function: FunctionType) -> None:
         if set(function.__code__.co_freevars) - {"__class__"}:
@@ -133,20 +139,47 @@ class _SourceReader:
         if name in self._names.methods:
             return
         member = inspect.getattr_static(type(self._module), name)
-        decorator = ""
+        decorators = list[TextLine]()
         function = member
         if isinstance(member, (staticmethod, classmethod)):
-            decorator, function = f"@{type(member).__name__}\n", member.__func__
+            decorators, function = [TextLine(f"@{type(member).__name__}", 0)], member.__func__
         elif isinstance(member, property):
-            decorator, function = "@property\n", member.fget
+            decorators, function = [TextLine("@property", 0)], member.fget
         if isinstance(member, classmethod) or not isinstance(inspect.unwrap(function), FunctionType):
             raise UnwritableError(f"{name} is not a plain method")
-        self._names.methods[name] = ""  # so that a method that calls itself ends
+        self._names.methods[name] = ()  # so that a method that calls itself ends
         steps = self._lines.modules.get(self._fqn, frozenset())
         if isinstance(member, staticmethod):
             code = inspect.unwrap(function).__code__
             steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
-        self._names.methods[name] = decorator + self._text(function, steps)
+        text = self._text(function, steps)
+        file = inspect.unwrap(function).__code__.co_filename
+        if any((file, line.number) in self._surroundings.graph_lines for line in text):
+            raise UnwritableError(f"{name} computes something else than the graph")
+        self._names.methods[name] = (*decorators, *text)
+
+    def add_mixed_method(self, name: str, call_lines: frozenset[int]) -> None:
+        """Add a method, of which some statements are written from the graph.
+
+        Args:
+            call_lines: the lines of the only statement that calls it.
+        """
+        member = inspect.getattr_static(type(self._module), name)
+        function = inspect.unwrap(member)
+        of_method = self._surroundings.of_method
+        if not isinstance(function, FunctionType) or of_method is None or name in self._surroundings.whole_methods:
+            raise UnwritableError(f"{name} has no text with statements from the graph")
+        self._check_closure(function)
+        code = function.__code__
+        if code.co_filename != self._names.file:
+            raise UnwritableError(f"{name} is in another file")
+        cut = FunctionCut(code.co_filename, code.co_firstlineno, self._lines.modules.get(self._fqn, frozenset()))
+        text = _Text(self, function.__globals__, cut.lines)
+        parts = tuple(_joined(text.parts(of_method(code.co_firstlineno, call_lines))))
+        if any(isinstance(part, GraphPart) and part.returns for part in parts):
+            raise UnwritableError(f"{name} returns something that is written from the graph")
+        header = (*(TextLine(decorator, 0) for decorator in self._decorators(cut)), *text.header)
+        self._names.mixed_methods[name] = MixedMethod(header, parts, code.co_firstlineno, call_lines)
 
     def _add_function(self, function: Callable[..., Any], name: str) -> None:
         """Add a function of the model's source."""
@@ -157,21 +190,22 @@ class _SourceReader:
             raise UnwritableError(f"{name} is defined under another name")
         steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
         inner = ReadNames(origin_of(code.co_filename), functions=self._names.functions, needs=self._names.needs)
-        text = _SourceReader(inner, self._lines, None, "", self._autograd_functions)._text(function, steps)
-        self._names.functions[name] = text  # after those that it calls
+        text = _SourceReader(inner, self._lines, None, "", self._surroundings)._text(function, steps)
+        self._names.functions[name] = "\n".join(line.text for line in text)  # after those that it calls
         self._names.constants |= inner.constants
         self._names.imports |= inner.imports
         calls = frozenset(inner.functions) - {name}
         constants, imports = tuple(inner.constants.items()), frozenset(inner.imports.values())
         self._names.needs[name] = calls, constants, imports, inner.origin
 
-    def _text(self, decorated: Callable[..., Any], steps: frozenset[LineStep]) -> str:
+    def _text(self, decorated: Callable[..., Any], steps: frozenset[LineStep]) -> list[TextLine]:
         """The text of a function, cut to what ran, with the names in it resolved."""
         function = inspect.unwrap(decorated)
         code = function.__code__
         self._check_closure(function)
         cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
-        return "\n".join([*self._decorators(cut), *_Text(self, function.__globals__, cut.lines).resolved()])
+        decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
+        return [*decorators, *_Text(self, function.__globals__, cut.lines).resolved()]
 
     def _decorators(self, cut: FunctionCut) -> list[str]:
         # Those of other libraries are left out: if they compute anything, the comparison with the graph says so.
@@ -229,13 +263,13 @@ class _Text:
         *statements, last = self._tree.body
         return isinstance(last, ast.Return) and not any(map(returns, statements))
 
-    def resolved(self) -> list[str]:
+    def resolved(self) -> list[TextLine]:
         """The lines, with numbers in the place of attributes that a package does not have."""
         self._resolve(self._tree)
-        return [line.text for line in self._edited()]
+        return self._edited()
 
     def parts(self, surroundings: ForwardSurroundings) -> Iterator[Part]:
-        """Yield the statements of a ``forward``.
+        """Yield the statements of a ``forward``, or of a method that it calls.
 
         A statement that reads something that a package does not have is written from the graph. So is one that reads a
         variable that such a statement assigns, unless the variable is a tensor.
@@ -270,7 +304,7 @@ class _Text:
                         _check_part(statement, numbers, stage_part)
                     if any((self._names.file, number) in surroundings.graph_lines for number in numbers):
                         raise UnwritableError("it computes something else than the graph")
-                    self._keep(statement, unknown, none_variables, surroundings)
+                    self._keep_or_mix(statement, numbers, unknown, none_variables, surroundings)
             except UnwritableError as reason:
                 del self._edits[edits:]
                 is_return = isinstance(statement, ast.Return)
@@ -297,6 +331,36 @@ class _Text:
         for place, part in parts:
             text = tuple(lines[place.start : place.stop])
             yield replace(part, lines=text) if isinstance(part, TextPart) else part
+
+    def _keep_or_mix(
+        self,
+        statement: ast.stmt,
+        numbers: frozenset[int],
+        unknown: AbstractSet[str],
+        none_variables: AbstractSet[str],
+        surroundings: ForwardSurroundings,
+    ) -> None:
+        """Take over the text of a statement, and that of the method that it calls with statements from the graph in it
+        if this is possible alone. Raises UnwritableError."""
+        edits = len(self._edits)
+        try:
+            with self._names.undone_on_error():
+                self._keep(statement, unknown, none_variables, surroundings)
+        except UnwritableError as reason:
+            methods = [name for name in called_once(statement, self._tree) if self._has_method(name)]
+            if surroundings.of_method is None or len(methods) != 1 or methods[0] in self._names.methods:
+                raise
+            del self._edits[edits:]
+            try:
+                self._reader.add_mixed_method(methods[0], numbers)
+                self._names.methods[methods[0]] = ()
+                self._keep(statement, unknown, none_variables, surroundings)
+            except UnwritableError:
+                raise reason from None
+
+    def _has_method(self, name: str) -> bool:
+        is_plain_method = isinstance(inspect.getattr_static(type(self._module), name, None), FunctionType)
+        return is_plain_method and getattr(nn.Module, name, None) is None
 
     def _keep(
         self,
@@ -326,7 +390,8 @@ class _Text:
             if isinstance(node, ast.Attribute) and is_self(node.value):
                 surroundings.check_child(self._child_path(node))
         self._edits += self._without_none(statement, none_variables)
-        called = {**self._names.methods, **self._names.functions}
+        methods = {name: "\n".join(line.text for line in lines) for name, lines in self._names.methods.items()}
+        called = {**methods, **self._names.functions}
         trees = [statement, *(ast.parse(text) for name, text in called.items() if name not in texts)]
         if self._module is not None and any(divides_features(self._module, tree, self._tree) for tree in trees):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")

@@ -81,6 +81,22 @@ def attributes_set_by(module_class: type, steps: Iterable[LineStep]) -> frozense
     )
 
 
+_SEVERAL_TIMES: Final = (ast.comprehension, ast.Lambda)
+
+
+def called_once(statement: ast.stmt, function: ast.AST) -> list[str]:
+    """The attributes that a simple statement calls once, and that no other statement of the function reads: ``attend``
+    of ``x = x + self.attend(x)``."""
+    if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)):
+        return []
+    if any(isinstance(node, _SEVERAL_TIMES) for node in ast.walk(statement)):
+        return []
+    functions = (node.func for node in ast.walk(statement) if isinstance(node, ast.Call))
+    called = {call.attr for call in functions if isinstance(call, ast.Attribute) and is_self(call.value)}
+    reads = [node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute) and is_self(node.value)]
+    return [name for name in called if reads.count(name) == 1]
+
+
 def first_line_of(statement: ast.stmt) -> int:
     return min([statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))])
 

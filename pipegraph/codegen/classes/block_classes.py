@@ -12,9 +12,17 @@ from torch import fx, nn
 
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
-from pipegraph.codegen.author_text.forward_text import ForwardText, Results, results_of
+from pipegraph.codegen.author_text.forward_text import MixedText, Results, results_of
 from pipegraph.codegen.author_text.functions import add_function
-from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, SharedNames, StagePart
+from pipegraph.codegen.author_text.names import (
+    ForwardSurroundings,
+    MixedMethod,
+    MixedMethodError,
+    ReadNames,
+    SharedNames,
+    StagePart,
+    mixed_method,
+)
 from pipegraph.codegen.author_text.reader import names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
@@ -408,15 +416,44 @@ class BlockClasses:
         first: Sequence[Statement] = (),
     ) -> AuthorText:
         """The text of the class of a call, whose ``forward`` begins with some statements. Raises UnwritableError."""
+        whole_methods = frozenset[str]()
+        while True:
+            try:
+                return self._mixed_text(members, called, variables, stage_part, first, whole_methods)
+            except MixedMethodError as error:
+                whole_methods |= {error.method}
+
+    def _mixed_text(
+        self,
+        members: StageMembers,
+        called: CallValues,
+        variables: CallVariables,
+        stage_part: StagePart | None,
+        first: Sequence[Statement],
+        whole_methods: frozenset[str],
+    ) -> AuthorText:
+        """The same, without statements from the graph in some methods. Raises UnwritableError."""
         tree, fqn = called.tree, called.tree.fqn
-        names = self._author_names(members, called, variables, stage_part)
+        names = self._author_names(members, called, variables, stage_part, whole_methods)
         constructors = self._children_of_author(members, tree, names.children)
         parameters = None if stage_part is None else stage_part.parameters
         results = Results(called.makes, None, ()) if stage_part is not None else results_of(called)
-        text = ForwardText(names, variables, results, self.names.value_name, parameters)
-        if text.is_mixed:
+        text = MixedText(names, variables, results, self.names.value_name, parameters)
+        methods = {
+            name: MixedText(
+                method, self._variables(tree, method.first_line), Results((), None, ()), self.names.value_name
+            )
+            for name, method in names.mixed_methods.items()
+        }
+        if text.is_mixed or methods:
             steps = self._steps(members, fqn, tree.items)
-            called_in_graph = text.add_steps((step, self.source.line_within(fqn, step.nodes[0])) for step in steps)
+            called_in_graph = dict[str, Constructor]()
+            for name, method in names.mixed_methods.items():
+                in_method, steps = self._divided(fqn, steps, names, method)
+                with mixed_method(name):
+                    called_in_graph |= methods[name].add_steps(in_method)
+            if text.is_mixed:
+                called_in_graph |= text.add_steps((step, self.source.line_within(fqn, step.nodes[0])) for step in steps)
             for child, constructor in called_in_graph.items():
                 if constructors.setdefault(child, constructor)[0] != constructor[0]:
                     raise UnwritableError(f"{child} is called in two ways")
@@ -436,7 +473,13 @@ class BlockClasses:
             numbers = ModuleNumbers(self._captured, self.source, fqn, state)
         write = partial(self._statements_from_graph, members, called, module_tree, state, numbers)
         try:
-            forward, written = text.text(write, first)
+            forward, written = text.text(write, first, names.attributes_set)
+            for name, method_text in methods.items():
+                with mixed_method(name):
+                    lines, statements = method_text.text(write)
+                names.methods[name] = tuple(lines)
+                written[:0] = statements
+            names.remove_unused(forward)
         except (UnknownSizeError, UnknownAttributeError) as error:
             raise UnwritableError(f"no variable has a size: {error}") from error
         attributes = names.attributes_in(forward)
@@ -450,12 +493,28 @@ class BlockClasses:
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
         return AuthorText(source, init, module_tree, Modules(fqns, run, of_torch), text.has_author_results)
 
-    def _variables(self, tree: CallTree) -> CallVariables:
-        """The variables of a call."""
+    def _divided(
+        self, fqn: str, steps: Iterable[Step], names: ReadNames, method: MixedMethod
+    ) -> tuple[list[tuple[Step, int]], list[Step]]:
+        """The steps of a method, each with its line there, and the other steps."""
+        method_lines = {(names.file, number) for part in method.parts for number in part.numbers}
+        inside, others = list[tuple[Step, int]](), list[Step]()
+        for step in steps:
+            first, second = (*self.source.lines_within(fqn, step.nodes[0]), ("", 0), ("", 0))[:2]
+            if first[1] in method.call_lines and second in method_lines:
+                inside.append((step, second[1]))
+            else:
+                others.append(step)
+        return inside, others
+
+    def _variables(self, tree: CallTree, first_line: int | None = None) -> CallVariables:
+        """The variables of a call, of its ``forward`` or of the method that begins on a line."""
         lines = self._captured.lines
         none_variables = lines.none_variables.get(tree.fqn, {}) if lines is not None else {}
         places = self._variable_places.get(call_name(tree.call), ())
-        return CallVariables(places, forward_line(self._captured.modules[tree.fqn].module), none_variables)
+        if first_line is None:
+            first_line = forward_line(self._captured.modules[tree.fqn].module)
+        return CallVariables(places, first_line, none_variables)
 
     def _stage_part(
         self, members: StageMembers, called: CallValues, variables: CallVariables, defaults: Sequence[str]
@@ -478,7 +537,12 @@ class BlockClasses:
         return StagePart(stage_lines, other_lines, parameters, len(called.makes))
 
     def _author_names(
-        self, members: StageMembers, called: CallValues, variables: CallVariables, stage_part: StagePart | None
+        self,
+        members: StageMembers,
+        called: CallValues,
+        variables: CallVariables,
+        stage_part: StagePart | None,
+        whole_methods: frozenset[str],
     ) -> ReadNames:
         """What the text of the class of a call reads. Raises UnwritableError."""
         tree, lines = called.tree, self._captured.lines
@@ -489,7 +553,7 @@ class BlockClasses:
         if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
             raise UnwritableError("its forward is not that of its class")
 
-        def value(name: str, lines: frozenset[int]) -> fx.Node | None:
+        def value_of(variables: CallVariables, name: str, lines: frozenset[int]) -> fx.Node | None:
             node = variables.value(name, lines)
             is_in_stage = stage_part is None or node in members.nodes or node in stage_part.parameters
             return node if is_in_stage else None
@@ -500,14 +564,28 @@ class BlockClasses:
         surroundings = ForwardSurroundings(
             stage_part,
             unread_parameters(called, variables),
-            value,
+            partial(value_of, variables),
             variables.is_none,
             check_child,
             frozenset(self.source.line_within(tree.fqn, node) for node in tree.nodes()),
             self._forms.graph_lines,
             self._autograd_functions,
+            whole_methods,
         )
-        return names_of_module(module, tree.fqn, lines, surroundings)
+
+        def of_method(first_line: int, call_lines: frozenset[int]) -> ForwardSurroundings:
+            chains = [self.source.lines_within(tree.fqn, node) for node in tree.nodes()]
+            method_lines = {chain[1][1] for chain in chains if len(chain) > 1 and chain[0][1] in call_lines}
+            return replace(
+                surroundings,
+                stage_part=None,
+                unread=frozenset(),
+                value=partial(value_of, self._variables(tree, first_line)),
+                lines=frozenset(method_lines),
+                of_method=None,
+            )
+
+        return names_of_module(module, tree.fqn, lines, replace(surroundings, of_method=of_method))
 
     def _statements_from_graph(
         self,

@@ -109,8 +109,8 @@ class SourceText(Statement):
         imports: the imports that they need.
         origin: the file that they are from, and its license if it names one: ``modeling_llama.py (Apache License)``.
         written: the statements in the text that are written from the graph.
-        places: of each line of the first function, the file and the line that it is from; line 0 for one that is
-            written from the graph.
+        places: of each line of the functions, the file and the line that it is from; line 0 for one that is written
+            from the graph.
     """
 
     functions: tuple[str, ...]

@@ -300,6 +300,8 @@ class TermRecorder(TorchDispatchMode):
             return None
         named = arguments_by_name(func, args, kwargs)
         written = [name for name in _written_names(func) if isinstance(named.get(name), Tensor)]
+        if torch.Tag.inplace_view in func.tags and operator_name(func)[0] != "detach_":
+            return self._view_in_place(_Operation(func, args, kwargs, named), named[written[0]])
         if written and operator_name(func)[0] != "detach_":
             return self._write(_Operation(func, args, kwargs, named), written)
         result = func(*args, **kwargs)
@@ -349,6 +351,18 @@ class TermRecorder(TorchDispatchMode):
             return
         way = None if value.steps is None else _joined((*value.steps, *steps))
         self._add(result, value.memory, way, term, flows)
+
+    def _view_in_place(self, operation: _Operation, target: Tensor) -> Tensor:
+        """Run and record an operation after which a tensor is a view of what it was, such as ``unsqueeze_``."""
+        functional = operation.functional()
+        if functional is None:
+            raise UnknownValueError(f"{operation.func} has no form that returns a view")
+        view = functional(*operation.args, **operation.kwargs)
+        self._record(functional, operation.named, view)
+        value = self._value(view)
+        operation.run()
+        self._add(target, value.memory, value.steps, value.term, value.requires_grad)
+        return target
 
     def _gradient(self, term: int, sources: Sequence[Tensor], result: Tensor, func: OpOverload) -> tuple[int, bool]:
         """The term of a result, marked if a gradient is kept from it; and whether a gradient flows through it."""
