@@ -231,7 +231,6 @@ class StatementLoop:
         collected: the values of all iterations, for each that is read after the loop from all of them.
         final: (the value of the second iteration, of the last) for each that is read after the loop from the last.
         source: the loop of the source.
-        inner_sources: the loops of the source inside of it, outermost first.
     """
 
     iterations: tuple[tuple[Step | None, ...], ...]
@@ -240,7 +239,6 @@ class StatementLoop:
     collected: tuple[tuple[fx.Node, ...], ...]
     final: tuple[tuple[fx.Node, fx.Node], ...]
     source: SourceLoop
-    inner_sources: tuple[SourceLoop, ...] = ()
 
     @property
     def inner(self) -> tuple[Step, ...]:

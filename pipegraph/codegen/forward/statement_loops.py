@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -195,14 +194,8 @@ class _Finder:
                 outside = (*self._items[:start], *self._items[start + items :])
                 loop = _checked(iterations, {node for item in outside for node in item.reads} | self._outputs, source)
                 if loop is not None and not _is_module_loop(loop) and not _is_the_same(loop):
-                    return replace(loop, inner_sources=self._inside(start, size, common[-1])), items
+                    return loop, items
         return None
-
-    def _inside(self, start: int, size: int, outer: LoopFrame) -> tuple[SourceLoop, ...]:
-        """The loops of the source that steps of an iteration are in, inside of the loop over iterations."""
-        around = (self._loops[start + at] for at in range(size))
-        inside = [loop for loops in around for loop in loops[loops.index(outer) + 1 :]]
-        return tuple(loop for _, loop in dict.fromkeys(inside))
 
     def _calls_several(self, start: int, size: int, loop: LoopFrame) -> bool:
         """Return whether one step calls several modules of a list, in no loop inside of this one."""

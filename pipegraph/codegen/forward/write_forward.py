@@ -142,9 +142,7 @@ class ForwardWriter:
         self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
         self._lists = Lists(self._values)
         headers = LoopHeaders(self._values, self._lists, tree, self._iterations)
-        self._bodies = StatementLoopWriter(
-            self._values, headers, self._lists, contents.inputs, self._name, self._item, self._iterations
-        )
+        self._bodies = StatementLoopWriter(self._values, headers, self._lists, contents.inputs, self._name, self._item)
         self._indexed = indexed_tuples(contents.items)
         self._with_blocks = WithBlocks(contents, self._device)
 
