@@ -270,7 +270,7 @@ class SharedNames:
         imports = frozenset(names.imports.values())
         needs = frozenset(names.functions), tuple(names.constants.items()), imports, names.origin
         self.functions += [
-            FunctionSource(name, "", (), (SourceText((names.functions[name],), *names.needs[name]),)) for name in new
+            FunctionSource(name, SourceText((names.functions[name],), *names.needs[name])) for name in new
         ]
         functions = ("\n".join(line.text for line in forward), *names.methods.values())
         return SourceText(functions, *needs, tuple(written), tuple((names.file, line.number) for line in forward))

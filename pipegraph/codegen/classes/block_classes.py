@@ -18,7 +18,6 @@ from pipegraph.codegen.author_text.names import ForwardSurroundings, ReadNames, 
 from pipegraph.codegen.author_text.reader import names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
-from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
 from pipegraph.codegen.expressions.module_tree import (
     ModuleTree,
@@ -61,7 +60,7 @@ from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_p
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
 from pipegraph.graph.model_structure import is_layer_of_torch
-from pipegraph.graph.nodes import helper_function, path_of
+from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
@@ -148,7 +147,6 @@ class BlockClasses:
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self._author_classes: dict[tuple[int, str], AuthorClass | UnwritableError] = {}  # by stage and call
         self._variable_places = variables_by_call(captured.nodes)
-        self.functions = HelperFunctions(captured, self.names, forms)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
         for applied in applied_functions(captured.nodes):
             add_function(self._shared_names, applied.function)
@@ -177,7 +175,7 @@ class BlockClasses:
         """
         self._stage = stage.index
         members = StageMembers(stage.nodes, stage.outputs, stage.state)
-        root = call_tree(stage.nodes, helpers=True)
+        root = call_tree(stage.nodes)
         members.learn_results(root)
         contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
         modules = modules_of(contents, tree)
@@ -266,10 +264,6 @@ class BlockClasses:
                 items.append(Operation(child))
                 continue
             item: Step | None = None
-            if helper_function(child.call):
-                item = self.functions.call(members, child)
-                items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
-                continue
             if child.fqn not in inlined and is_within(child.fqn, prefix):
                 item = self._module_call(members, prefix, child)
             items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
@@ -569,7 +563,7 @@ class BlockClasses:
         return author_class.constructor
 
     @property
-    def author_functions(self) -> Sequence[FunctionSource]:
+    def functions(self) -> Sequence[FunctionSource]:
         """The functions that the author's text of classes calls, each after those that it calls."""
         return self._shared_names.functions
 

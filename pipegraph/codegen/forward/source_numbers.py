@@ -30,7 +30,6 @@ from pipegraph.codegen.syntax.expressions import (
     literal,
     unary,
 )
-from pipegraph.graph.calls import argument_place
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
@@ -247,60 +246,6 @@ class ModuleNumbers:
         for inner in expression.walk():
             if isinstance(inner, Attribute) and inner.owner == SELF and inner.name in self._attributes:
                 self.used[inner.name] = literal(self._attributes[inner.name])
-
-
-class ReplacedParameterError(Exception):
-    """A function asks for the size of a parameter whose variable holds another value by then."""
-
-
-class HelperNumbers:
-    """Writes the numbers of a function outside the model's classes as its source does: ``x.shape[-1] // 2``.
-
-    Args:
-        source: finds the statements of the function.
-        call: a call of the function.
-        first: an operation of the call.
-        parameters: the values that it takes → their names in what is written.
-    """
-
-    def __init__(self, source: SourceStatements, call: str, first: fx.Node, parameters: Mapping[fx.Node, str]) -> None:
-        self._source = source
-        self._assigned = source.assigned_in_helper(first)
-        places = [(argument_place(node, call), node, name) for node, name in parameters.items()]
-        self._parameters = {
-            place.name: (node, name) for place, node, name in places if place is not None and place.name
-        }
-
-    def named(
-        self,
-        expression: Expression,
-        node: fx.Node,
-        operands: Iterable[Expression],
-        variables: Mapping[str, fx.Node],
-    ) -> Expression:
-        """The expression of an operation, with sizes of parameters in place of numbers; as for `ModuleNumbers`.
-
-        Raises:
-            ReplacedParameterError: a parameter is not in its variable any more.
-        """
-        statements = self._source.of_operation(node)
-        if not statements or self._source.of_helpers(node):
-            return expression
-        read = partial(self._size, statements[-1], variables)
-        return _replaced(expression, operands, _in_statement(statements[-1], expression, read))
-
-    def _size(self, statement: SourceStatement, variables: Mapping[str, fx.Node], node: ast.expr) -> Evaluation | None:
-        """``x.shape[-1]`` of a parameter, if it does not vary, and nothing else was assigned to the name before."""
-        match size_read(node):
-            case (ast.Name(id=name), int(dim)) if name in self._parameters:
-                if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
-                    return None
-                parameter, variable = self._parameters[name]
-                evaluation = known_size(Name(variable), parameter, dim)
-                if evaluation is not None and variables.get(variable) is not parameter:
-                    raise ReplacedParameterError(name)
-                return evaluation
-        return None
 
 
 def _replaced(

@@ -259,29 +259,19 @@ def _outermost(entry: tuple[tuple[Block, ...], Statement]) -> object:
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """A function to be rendered.
+    """A function of the model, or the class of a ``torch.autograd.Function``, to be rendered.
 
     Attributes:
-        name, docstring: of the function.
-        parameters: their names; all take tensors.
-        statements: its body.
+        name: of the function.
+        author_text: all of it.
     """
 
     name: str
-    docstring: str
-    parameters: tuple[str, ...]
-    statements: tuple[Statement, ...]
-
-    @property
-    def author_text(self) -> SourceText | None:
-        """The function, if it is the author's text; None if it is written from the graph."""
-        first = self.statements[0] if self.statements else None
-        return first if isinstance(first, SourceText) else None
+    author_text: SourceText
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""
-        for statement in self.statements:
-            yield from statement.walk()
+        return self.author_text.walk()
 
     def uses(self) -> set[str]:
         """The names of the functions that it calls."""
