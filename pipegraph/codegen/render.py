@@ -13,7 +13,6 @@ from typing import Any
 
 import jinja2
 
-from pipegraph.codegen.forward.short_forms import shortened
 from pipegraph.codegen.initial_values import InitialValues
 from pipegraph.codegen.names.model_names import prose
 from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
@@ -164,7 +163,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
     if source.author_text is not None:
         forward = source.author_text.lines(4)
     else:
-        forward = [*_forward_signature(source, classes), *lines(shortened(source.forward), 8)]
+        forward = [*_forward_signature(source, classes), *lines(source.forward, 8)]
     return [*head, *separator, *forward, *_train_lines(source), *_hook_lines(source)]
 
 

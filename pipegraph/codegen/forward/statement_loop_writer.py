@@ -165,14 +165,12 @@ class StatementLoopWriter:
         self._leave(item, lists, carried)
         for of_this_loop in (self.names, self._third, self._second, self._varying, self._calls):
             of_this_loop.clear()
-        loop = replace(self._headers.statement(item, body), list_name=item.source.list_name)
-        values.statements.append(((), self._with_tuple(item, loop)))
+        values.statements.append(((), self._with_tuple(item, self._headers.statement(item, body))))
 
     def _list_names(self, item: StatementLoop) -> list[str]:
         """The names in the source if its number of lists is the same; else the names of the elements, with an s."""
-        lists = (item.source.list_name,) if item.source.list_name else item.source.lists
-        if len(lists) == len(item.collected):
-            return list(lists)
+        if len(item.source.lists) == len(item.collected):
+            return list(item.source.lists)
         names = (self._name(_maker(item, nodes[1]), nodes[1]) for nodes in item.collected)
         return ["results" if name.endswith("s") else f"{name}s" for name in names]
 

@@ -154,17 +154,11 @@ class With(CompoundStatement):
 
 @dataclass(frozen=True)
 class For(CompoundStatement):
-    """``for a, b in iterable:``.
-
-    Attributes:
-        list_name: of a comprehension of the model's source, the variable that it is assigned to; "" if it is a part of
-            a longer expression. None for any other loop.
-    """
+    """``for a, b in iterable:``."""
 
     variables: tuple[str, ...]
     iterable: Expression
     body: tuple[Statement, ...]
-    list_name: str | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
