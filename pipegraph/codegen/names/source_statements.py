@@ -215,14 +215,13 @@ class SourceStatements:
 
     def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
-        frames = _frames(node.meta["stack_trace"])
-        frames = frames[: _forward_depth(frames)]
-        return _model_statements(frame for frame in frames if frame.is_forward or frame is frames[-1])
+        return _model_statements(_forward_frames(node))
 
     def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
         frames = _frames(node.meta["stack_trace"])
-        return _model_statements(frames[_forward_depth(frames) :])
+        depth = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
+        return _model_statements(frames[depth:])
 
     def dimensions_mentioned(self, node: fx.Node) -> frozenset[int]:
         """The dimensions whose sizes the statement mentions that made a value: 1 for ``x[:, : y.shape[1]]``, and for
@@ -342,11 +341,6 @@ def _frames(stack_trace: str) -> tuple[_Frame, ...]:
     """The frames of a trace, outermost first."""
     matches = filter(None, map(_FRAME.match, stack_trace.splitlines()))
     return tuple(_Frame(match["file"], int(match["line"]), match["function"]) for match in matches)
-
-
-def _forward_depth(frames: Sequence[_Frame]) -> int:
-    """The number of frames up to those of functions that the innermost ``forward`` calls."""
-    return max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
 
 
 def is_of_torch(file: str) -> bool:
