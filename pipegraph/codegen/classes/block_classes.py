@@ -427,7 +427,7 @@ class BlockClasses:
             raise UnwritableError("its children have names that are no attributes")
         numbers: ModuleNumbers | None = None
         if self._forms.reads_attributes(self._form_name(fqn)):
-            numbers = ModuleNumbers(self._captured, self.source, fqn, state)
+            numbers = ModuleNumbers(self._captured, self.source, fqn)
         write = partial(self._statements_from_graph, members, called, module_tree, state, numbers)
         try:
             forward, written = text.text(write, first)
@@ -583,7 +583,7 @@ class BlockClasses:
             parameters = self.names.parameters(tree, called.reads)
             numbers: ModuleNumbers | None = None
             if self._forms.reads_attributes(self._form_name(tree.fqn)):
-                numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
+                numbers = ModuleNumbers(self._captured, self.source, tree.fqn)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
             used = numbers.used if numbers is not None else {}
             assignments = (Assign((Attribute(SELF, name),), value) for name, value in used.items())

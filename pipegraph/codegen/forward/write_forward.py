@@ -222,7 +222,7 @@ class ForwardWriter:
             return expression
 
         def named(part: Expression) -> Expression:
-            part = self._numbers.named(part, node, operands, self._values.variables) if self._numbers else part
+            part = self._numbers.named(part, node, operands) if self._numbers else part
             return self._fixed_sizes.named(part, node, operands) if self._names else part
 
         syntax = self._bodies.spell(node, lambda operation, value: spelled(operation, value, self._device), operand)

@@ -53,23 +53,6 @@ def dimension_of(node: ast.AST) -> int | None:
     return None
 
 
-def size_read(node: ast.AST) -> tuple[ast.expr, int] | None:
-    """``x`` and −1 of ``x.shape[-1]`` and ``x.size(-1)``, whatever ``x`` is; None for anything else."""
-    match node:
-        case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=index):
-            pass
-        case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[index]):
-            pass
-        case _:
-            return None
-    match index:
-        case ast.Constant(value=int(dim)):
-            return owner, dim
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(dim))):
-            return owner, -dim
-    return None
-
-
 def _is_shape(node: ast.expr) -> bool:
     match node:
         case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
