@@ -270,7 +270,12 @@ CASES: dict[type[Parts], list[str]] = {
         "    weights[:, i, :i] = row + (row.unsqueeze(-1) * block).sum(-2)",
         "return weights @ x",
     ],
-    Collected: ["return torch.stack([expert(x) for expert in self.experts]).amax(dim=[0])"],
+    Collected: [
+        "results = []",
+        "for expert in self.experts:",
+        "    results.append(expert(x))",
+        "return torch.stack(results).amax(dim=[0])",
+    ],
     Listed: [
         "found = []",
         "for module in self.named.values():",

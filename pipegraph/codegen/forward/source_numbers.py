@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -203,7 +203,7 @@ class ModuleNumbers:
         tree = statements[-1].tree
         dims = {literal(dim).text for dim in dimensions_of(node)}
         expression = _with_computed_size_open(expression, node, tree, self._attributes)
-        numbers = _in_statement(tree, expression, self._attributes)
+        numbers = _in_statement(tree, expression, operands, self._attributes)
         numbers = {text: number for text, number in numbers.items() if text not in dims}
         return _replaced(expression, operands, numbers, self._use)
 
@@ -255,10 +255,12 @@ def _dimensions(part: Node) -> Sequence[Node]:
     return [argument.value for argument in part.arguments[:count]]
 
 
-def _in_statement(tree: ast.AST, expression: Expression, attributes: Numbers) -> dict[str, Expression]:
+def _in_statement(
+    tree: ast.AST, expression: Expression, operands: Iterable[Expression], attributes: Numbers
+) -> dict[str, Expression]:
     """The numbers that a statement computes from attributes → how it writes them."""
     numbers: dict[str, Expression] = {}
-    texts = [part.text for part in expression.walk() if isinstance(part, Literal)]
+    texts = list(_literals(expression, {id(operand) for operand in operands}))
     written = {*plain_numbers(tree, attributes)}
     for value, replacement, function in computed_numbers([tree], attributes):
         text = literal(value).text
@@ -267,6 +269,15 @@ def _in_statement(tree: ast.AST, expression: Expression, attributes: Numbers) ->
         if is_meant and (abs(value) not in _COMMON or texts.count(text) == 1):
             numbers[text] = replacement
     return numbers
+
+
+def _literals(node: Node, operands: Set[int]) -> Iterator[str]:
+    """The literals of an expression, except those in the parts that other operations made, which have these ids."""
+    if isinstance(node, Literal):
+        yield node.text
+    for part in node.parts():
+        if id(part) not in operands:
+            yield from _literals(part, operands)
 
 
 def _with_computed_size_open(expression: Expression, node: fx.Node, tree: ast.AST, attributes: Numbers) -> Expression:
