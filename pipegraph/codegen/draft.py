@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -127,18 +127,11 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     stages = [stage_class(plan, blocks, stage, source_names) for stage in plan.stages]
     shared, stages = merge_classes(blocks.used_by(stages), stages, forms)
     called = functions_called(node for cls in (*shared, *stages) for node in cls.walk())
-    of_graph = blocks.functions.used_by(called)
-    called = called.union(*(function.uses() for function in of_graph))
-    for function in reversed(blocks.author_functions):
+    for function in reversed(blocks.functions):
         if function.name in called:
             called |= function.uses()
-    of_author = [function for function in blocks.author_functions if function.name in called]
-    functions = [*of_author, *of_graph]
-    twice = {function.name for function in of_author} & {function.name for function in of_graph}
-    if twice:  # the classes that are written from the graph have the operations in their place
-        return draft(plan, weights, source, replace(forms, author_functions=forms.author_functions | twice))
     written = Source(
-        tuple(functions),
+        tuple(function for function in blocks.functions if function.name in called),
         tuple(shared),
         tuple(stages),
         initial_values(captured, blocks.package_tensors),

@@ -21,14 +21,12 @@ class Forms:
     """The form of each class.
 
     Attributes:
-        levels: name of a class of the model, of a stage or of a function → index in `FORMS`; 0 if it is missing.
-        author_functions: names of functions that the package has in the author's text.
+        levels: name of a class of the model, or of a stage → index in `FORMS`; 0 if it is missing.
         graph_lines: files and lines of statements that are written from the graph inside of an author's text.
         any_author_text: whether classes may have their author's text at all.
     """
 
     levels: Mapping[str, int] = field(default_factory=dict)
-    author_functions: frozenset[str] = frozenset()
     graph_lines: frozenset[tuple[str, int]] = frozenset()
     any_author_text: bool = True
 
@@ -36,12 +34,8 @@ class Forms:
         """Return whether a class that one stage has whole is written as its author wrote it, if that is possible."""
         return self.any_author_text and self.levels.get(name, 0) < 1
 
-    def is_function(self, name: str) -> bool:
-        """Return whether a function of the model's source is written from the graph as a function."""
-        return self.rolls_loops(name) and name not in self.author_functions
-
     def rolls_loops(self, name: str) -> bool:
-        """Return whether repeated statements of a class are written as loops, and a function as a function."""
+        """Return whether repeated statements of a class are written as loops."""
         return self.levels.get(name, 0) < 2
 
     def merges(self, name: str) -> bool:

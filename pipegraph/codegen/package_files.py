@@ -71,9 +71,9 @@ def with_general_sizes(draft: Draft, variants: Sequence[tuple[OtherSize, Draft]]
 def _written(package: Draft) -> tuple[Any, ...]:
     """What a package has but for the numbers of shapes and costs."""
     manifest, source = package.manifest, package.source
-    code: list[Any] = [*source.functions, *source.blocks, *source.stages]
     return (
-        [replace(part, docstring="") for part in code],
+        source.functions,
+        [replace(part, docstring="") for part in (*source.blocks, *source.stages)],
         source.initial_values,
         [structs.replace(value, shape=("",) * len(value.shape)) for value in manifest.values.values()],
         [structs.replace(stage, cost=StageCost()) for stage in manifest.stages],
@@ -143,7 +143,7 @@ def _source(source: Source, variants: Sequence[tuple[OtherSize, Source]]) -> Sou
         )
 
     sizes = [size for size, _ in variants]
-    return replace(source, functions=documented("functions"), blocks=documented("blocks"), stages=documented("stages"))
+    return replace(source, blocks=documented("blocks"), stages=documented("stages"))
 
 
 def _docstring(docstring: str, variants: Sequence[tuple[OtherSize, str]]) -> str:

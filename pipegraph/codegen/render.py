@@ -13,7 +13,6 @@ from typing import Any
 
 import jinja2
 
-from pipegraph.codegen.forward.short_forms import shortened
 from pipegraph.codegen.initial_values import InitialValues
 from pipegraph.codegen.names.model_names import prose
 from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
@@ -91,7 +90,7 @@ def render_blocks(
 ) -> str:
     """Render ``blocks.py``; the arguments are those of ``render_stage``."""
     by_name = {block.name: block for block in blocks}
-    texts = ["\n".join(_function_lines(function)) for function in functions]
+    texts = [function.author_text.text for function in functions]
     texts += ["\n".join(_class_lines(block, by_name)) for block in blocks]
     imports = _imports([*functions, *blocks], libraries) if texts else []
     constants = _constant_lines([*functions, *blocks])
@@ -147,15 +146,6 @@ def _author_texts(sources: Sequence[ClassSource | FunctionSource]) -> list[Sourc
     return [node for source in sources for node in source.walk() if isinstance(node, SourceText)]
 
 
-def _function_lines(source: FunctionSource) -> list[str]:
-    if source.author_text is not None:
-        return source.author_text.lines(0)
-    counts = {_result_count(node) for node in source.walk() if isinstance(node, Return)}
-    parameters = [f"{name}: Tensor" for name in source.parameters]
-    docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
-    return [*_signature(source.name, parameters, counts, 0), *docstring, *lines(shortened(source.statements), 4)]
-
-
 def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
     docstring = [f"    {line}" if line else "" for line in _docstring(source.docstring, 4)]
     head = [f"class {source.name}({source.base}):", *docstring]
@@ -173,7 +163,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
     if source.author_text is not None:
         forward = source.author_text.lines(4)
     else:
-        forward = [*_forward_signature(source, classes), *lines(shortened(source.forward), 8)]
+        forward = [*_forward_signature(source, classes), *lines(source.forward, 8)]
     return [*head, *separator, *forward, *_train_lines(source), *_hook_lines(source)]
 
 
@@ -192,26 +182,18 @@ def _hook_lines(source: ClassSource) -> list[str]:
 
 
 def _forward_signature(source: ClassSource, classes: Mapping[str, ClassSource]) -> list[str]:
-    """``def forward(self, x: Tensor, mask: Tensor) -> Tensor:``, at an indentation of 4."""
-    parameters = [f"{name}: Tensor" for name in source.parameters]
-    return _signature("forward", ("self", *parameters), _result_counts(source, classes), 4)
-
-
-def _signature(name: str, parameters: Sequence[str], counts: AbstractSet[int], indent: int) -> list[str]:
-    """``def name(parameters) -> Tensor:``, on several lines if it is long.
-
-    Args:
-        counts: how many tensors it returns: more than one number if branches differ.
-    """
+    """``def forward(self, x: Tensor, mask: Tensor) -> Tensor:``, at an indentation of 4; on several lines if it is
+    long."""
+    parameters = ["self", *(f"{name}: Tensor" for name in source.parameters)]
+    counts = _result_counts(source, classes)
     kinds = ("Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]" for count in sorted(counts))
     returns = " | ".join(kinds) if all(count <= _LISTED_RESULTS for count in counts) else "tuple[Tensor, ...]"
-    space = " " * indent
-    line = f"{space}def {name}({', '.join(parameters)}) -> {returns}:"
+    line = f"    def forward({', '.join(parameters)}) -> {returns}:"
     if len(line) <= LINE_LENGTH:
         return [line]
-    inside = f"{space}    {', '.join(parameters)}"
-    listed = [inside] if len(inside) <= LINE_LENGTH else [f"{space}    {parameter}," for parameter in parameters]
-    return [f"{space}def {name}(", *listed, f"{space}) -> {returns}:"]
+    inside = f"        {', '.join(parameters)}"
+    listed = [inside] if len(inside) <= LINE_LENGTH else [f"        {parameter}," for parameter in parameters]
+    return ["    def forward(", *listed, f"    ) -> {returns}:"]
 
 
 def _result_count(statement: Return) -> int:
@@ -292,16 +274,10 @@ def _imports(sources: Sequence[ClassSource | FunctionSource], libraries: Mapping
         if any(name.startswith(f"torch.ops.{namespace}.") for name in names):
             imports[module] = f"import {module}  # noqa: F401 (defines torch.ops.{namespace})"
     classes = [source for source in sources if isinstance(source, ClassSource)]
-    is_hinted = any(_is_hinted(source) for source in sources)
+    is_hinted = any(source.forward and source.author_text is None for source in classes)
     torch_names = [*(["Tensor"] if is_hinted else []), *(["nn"] if classes else [])]
     torch_import = [f"from torch import {', '.join(torch_names)}"] if torch_names else []
     return _joined_imports([*(imports[module] for module in sorted(imports)), *torch_import], of_author)
-
-
-def _is_hinted(source: ClassSource | FunctionSource) -> bool:
-    """Return whether a ``forward`` or a function has type hints that are written here."""
-    has_body = bool(source.forward if isinstance(source, ClassSource) else source.statements)
-    return has_body and source.author_text is None
 
 
 def _joined_imports(lines: Sequence[str], of_author: AbstractSet[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import fx
 
 from pipegraph.graph.captured import CHECKPOINTED, Captured
-from pipegraph.graph.nodes import helper_function, helpers_of, path_of
+from pipegraph.graph.nodes import path_of
 from pipegraph.torch_private.export import call_name
 
 
@@ -53,19 +53,12 @@ class CallTree:
         return (item for item in self.items if isinstance(item, CallTree))
 
 
-def call_tree(nodes: Sequence[fx.Node], helpers: bool = False) -> CallTree:
-    """Nest ``nodes`` by the module calls they ran in; of a call that ran more operations, the tree holds these.
-
-    Args:
-        helpers: whether to nest them also by the calls of functions inside the innermost ``forward``. Those bear the
-            FQN "", because no parameter is theirs.
-    """
+def call_tree(nodes: Sequence[fx.Node]) -> CallTree:
+    """Nest ``nodes`` by the module calls they ran in; of a call that ran more operations, the tree holds these."""
     root = CallTree(call="", fqn="")
     stack = [root]
     for node in nodes:
         path = path_of(node)
-        if helpers:
-            path = (*path, *((call, "") for call in helpers_of(node)))
         depth = 0
         while depth < len(path) and depth + 1 < len(stack) and stack[depth + 1].call == path[depth][0]:
             depth += 1
@@ -119,12 +112,10 @@ def call_values(captured: Captured, members: StageMembers, tree: CallTree, unrea
     inner = set(nodes)
     read = dict.fromkeys(node for operation in nodes for node in operation.all_input_nodes if node not in inner)
     names = captured.names_of
-    has_state = not helper_function(tree.call)  # a function is given the parameters that it reads
     foreign = [
         node
         for node in read
-        if node.op != "get_attr"
-        or not (has_state and any(is_within(name, tree.fqn) for name in names[str(node.target)]))
+        if node.op != "get_attr" or not any(is_within(name, tree.fqn) for name in names[str(node.target)])
     ]
     results = [
         node

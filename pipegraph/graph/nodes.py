@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
-from itertools import takewhile
 from typing import Any
 
 import sympy
@@ -29,13 +27,9 @@ RELATIVE_DTYPE = "relative_dtype"
 RELATIVE_NUMBERS = "relative_numbers"
 """Key of a node's metadata: argument → the dtypes of the model, and what ``torch.finfo`` says that the argument is."""
 
-HELPER_MARK = "()@"
-"""Between the name of a function and the number of its call in a stack trace: ``rotate_half()@3``."""
-
 _DIMENSION = re.compile(r"(start_|end_)?dim|axis")
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in ')
-_FUNCTION = re.compile(r'\s*File ".*", line \d+, in (.*)')
 
 
 def label_of(node: fx.Node) -> str:
@@ -47,24 +41,6 @@ def label_of(node: fx.Node) -> str:
 def path_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """The module calls that ``node`` ran in, outermost first, the model itself left out: (call, FQN)."""
     return node.meta.get("path", ())
-
-
-def helpers_of(node: fx.Node) -> tuple[str, ...]:
-    """The calls of the model's functions, inside the innermost ``forward``, that ``node`` ran in, outermost first."""
-    return _helper_calls(node.meta.get("stack_trace") or "")
-
-
-@cache
-def _helper_calls(stack_trace: str) -> tuple[str, ...]:
-    names = [match[1] for match in map(_FUNCTION.match, stack_trace.splitlines()) if match is not None]
-    inside = takewhile(lambda name: name != "forward", reversed(names))
-    return tuple(name for name in inside if HELPER_MARK in name)[::-1]
-
-
-def helper_function(call: str) -> str:
-    """The function of a call: ``rotate_half`` of ``rotate_half()@3``; "" for the call of a module."""
-    name, mark, _ = call.partition(HELPER_MARK)
-    return name if mark else ""
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 import traceback
@@ -85,10 +84,6 @@ RunModule = Callable[[Any, nn.Module, Callable[..., Any], tuple[Any, ...], dict[
 """(tracer, module, run, args, kwargs) → the module's result, where ``run(*args, **kwargs)`` runs its ``forward``."""
 
 
-NameCall = Callable[[Any, types.FrameType], str]
-"""(tracer, frame of a function that is running) → the name of its call in stack traces."""
-
-
 ApplyFunction = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """(function, apply, args, kwargs) → the function's result, where ``apply(*args, **kwargs)`` applies it."""
 
@@ -120,9 +115,9 @@ def exporting() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None]:
+def module_calls_wrapped(wrapper: RunModule) -> Iterator[None]:
     """Let ``wrapper`` run every module that ``torch.export`` traces in this thread, and keep in the stack traces of
-    operations the lines of functions that a ``forward`` calls, under the names that ``name_of`` gives their calls.
+    operations the lines of functions that a ``forward`` calls.
 
     ``_ModuleStackTracer.call_module``: ``fx.Tracer`` documents the method for custom tracers, which
     ``torch.export`` does not take. Hooks on modules, the public way, change what some of them do
@@ -141,9 +136,7 @@ def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None
     ) -> Any:
         if "_filter_traceback_frames" not in vars(tracer):
             of_torch = tracer._filter_traceback_frames
-            vars(tracer)["_filter_traceback_frames"] = lambda frames: _with_helpers(
-                frames, of_torch(frames), partial(name_of, tracer)
-            )
+            vars(tracer)["_filter_traceback_frames"] = lambda frames: _with_helpers(frames, of_torch(frames))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return wrapper(tracer, module, forward, args, kwargs)
@@ -154,37 +147,15 @@ def module_calls_wrapped(wrapper: RunModule, name_of: NameCall) -> Iterator[None
         yield
 
 
-def _with_helpers(
-    frames: traceback.StackSummary, torch_frames: traceback.StackSummary, name_of: Callable[[types.FrameType], str]
-) -> traceback.StackSummary:
-    """The frames that torch keeps, and those of others that they call, under other names."""
+def _with_helpers(frames: traceback.StackSummary, torch_frames: traceback.StackSummary) -> traceback.StackSummary:
+    """The frames that torch keeps, and those of the model's functions that they call."""
     places = {(frame.filename, frame.lineno) for frame in torch_frames}
     first = next((place for place, frame in enumerate(frames) if (frame.filename, frame.lineno) in places), len(frames))
-    running = _frames_outside(inspect.currentframe())
-    named = []
-    for frame in frames[first:]:
-        if (frame.filename, frame.lineno) in places:
-            named.append(frame)
-        elif not frame.filename.startswith(_LIBRARIES):
-            place = (frame.filename, frame.lineno, frame.name)
-            live_frame = next((candidate for candidate in running if _place_of(candidate) == place), None)
-            name = name_of(live_frame) if live_frame is not None else frame.name
-            named.append(traceback.FrameSummary(frame.filename, frame.lineno, name, line=frame.line))
-    return traceback.StackSummary.from_list(named)
-
-
-def _frames_outside(innermost: types.FrameType | None) -> Iterator[types.FrameType]:
-    """The frames that led to one, outermost first, without it: a frame that holds itself keeps its tensors alive."""
-    frames = []
-    frame = innermost.f_back if innermost is not None else None
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return reversed(frames)
-
-
-def _place_of(frame: types.FrameType) -> tuple[str, int, str]:
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+    return traceback.StackSummary.from_list(
+        frame
+        for frame in frames[first:]
+        if (frame.filename, frame.lineno) in places or not frame.filename.startswith(_LIBRARIES)
+    )
 
 
 def call_name(recorded: str) -> str:

@@ -1,8 +1,10 @@
-"""Functions outside the model's classes are written once in a package, and are called as the model calls them."""
+"""What functions outside the model's classes compute is written at each of their calls."""
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,11 +43,6 @@ def spread(x, depth):
     if depth == 0:
         return x
     return (spread(x, depth - 1).tanh() + x).exp() / 8
-
-
-def smooth(x):
-    y = x.abs() + 1
-    return (y * y).sum(-1, keepdim=True) / y
 
 
 def dropped(x, training):
@@ -94,21 +91,6 @@ class Scaled(nn.Module):
         return scaled(self.linear(x), self.scale)
 
 
-class Shadowed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def smooth(self, x: Tensor) -> Tensor:
-        smooth = x.tanh()
-        return smooth * smooth + smooth.exp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        smoothed = self.smooth(x)
-        return smooth(x) * smoothed + smoothed
-
-
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,106 +100,38 @@ class Recursive(nn.Module):
         return spread(self.linear(x), 2)
 
 
-def test_functions_stand_once_and_call_each_other(tmp_path: Path) -> None:
-    model, x = nn.Sequential(Attention(), Attention(12), Attention()), torch.randn(2, 5, 8)
+class Dropped(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropped(x * self.weight, self.training)
+
+
+class Shortened(nn.Module):
+    """The function has a variable of the same name as the one that it is called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(shortened(self.first(x)))
+
+
+MODELS: dict[str, Callable[[], list[nn.Module]]] = {
+    "functions that call each other": lambda: [Attention(), Attention(12), Attention()],
+    "a parameter as an argument": lambda: [Norm(), nn.Linear(8, 8), Norm()],
+    "several numbers": lambda: [Scaled(0.25), Scaled(0.75), Scaled(0.25)],
+    "the mode": lambda: [Dropped(), nn.Linear(8, 8), Dropped()],
+    "a variable of the same name": lambda: [Shortened(), Shortened()],
+    "a function that calls itself": lambda: [Recursive(), Recursive()],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_functions_are_written_out(name: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(*MODELS[name]()), torch.randn(3, 5, 8)
     package = split(tmp_path, model, (x,), cut="1")
-    text = source(package)
-    assert text.count("def rotate_half(x: Tensor) -> Tensor:") == 1
-    assert "x1 = x[..., : x.shape[-1] // 2]" in text
-    assert text.count("def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:") == 1
-    assert "q_embed = q * cos + rotate_half(q) * sin" in text
-    assert "return k_embed, q_embed" in text
-    assert "key, query = rotate(self.q(x), self.k(x), self.angles.cos(), self.angles.sin())" in text
-    assert "(test_helper_functions.py:" in text
-    assert differences(package, model, (x,)) == []
-
-
-def test_a_parameter_is_an_argument(tmp_path: Path) -> None:
-    model, x = nn.Sequential(Norm(), nn.Linear(8, 8), Norm()), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="1")
-    assert "return weighed(x, self.weight)" in source(package)
-    assert "def weighed(x: Tensor, weight: Tensor) -> Tensor:" in source(package)
-    assert differences(package, model, (x,)) == []
-
-
-def test_a_function_of_other_numbers_is_written_out(tmp_path: Path) -> None:
-    model, x = nn.Sequential(Scaled(0.25), Scaled(0.75), Scaled(0.25)), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="1")
-    assert "def scaled" not in source(package)
-    assert differences(package, model, (x,)) == []
-
-
-def test_no_variable_has_the_name_of_a_function_in_use(tmp_path: Path) -> None:
-    model, x = nn.Sequential(Shadowed(), Shadowed()), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="1")
-    assert "def smooth(x: Tensor) -> Tensor:" in source(package)
-    assert differences(package, model, (x,)) == []
-
-
-def test_a_function_that_follows_the_mode_is_written_out(tmp_path: Path) -> None:
-    class Dropped(Norm):
-        def forward(self, x: Tensor) -> Tensor:
-            return dropped(x * self.weight, self.training)
-
-    model, x = nn.Sequential(Dropped(), nn.Linear(8, 8), Dropped()), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="1")
-    assert "def dropped" not in source(package)
+    assert re.findall(r"^def ", source(package), re.MULTILINE) == []
     assert differences(package, model, (x,), train=True) == differences(package, model, (x,), train=False) == []
-
-
-def test_the_size_of_a_parameter_is_not_asked_of_what_took_its_name(tmp_path: Path) -> None:
-    """The function that is written inside has a variable of the same name."""
-
-    class Shortened(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(shortened(self.first(x)))
-
-    model, x = nn.Sequential(Shortened(), Shortened()), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="1")
-    assert differences(package, model, (x,)) == []
-
-
-def test_a_function_that_calls_itself_is_written_out(tmp_path: Path) -> None:
-    model, x = nn.Sequential(Recursive(), Recursive()), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="1")
-    assert "def spread" not in source(package)
-    assert differences(package, model, (x,)) == []
-
-
-def test_a_stage_calls_functions_of_its_own(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return smooth(self.second(smooth(self.first(x))))
-
-    model, x = Model(), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="second")
-    first, last = (package.path.joinpath(f"stage_{index}.py").read_text() for index in range(2))
-    assert "from .blocks import smooth" in first
-    assert "return smooth(self.second(" in last
-    assert differences(package, model, (x,)) == []
-
-
-def test_blocks_may_be_functions_alone(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(rotate_half(self.first(x)))
-
-    model, x = Model(), torch.randn(3, 8)
-    package = split(tmp_path, model, (x,), cut="second")
-    assert "from torch import Tensor\n" in package.path.joinpath("blocks.py").read_text()
-    assert differences(package, model, (x,)) == []
 
 
 def mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.codegen.classes import block_classes, helper_functions
+from pipegraph.codegen.classes import block_classes
 from pipegraph.codegen.forward import roll_loops
 from pipegraph.codegen.forward.source_numbers import ModuleNumbers
 from pipegraph.codegen.package_writer import write_proved_package
@@ -128,33 +128,3 @@ class Two(nn.Module):
         x = self.linear(x)
         x = x * 2.0
         return x.tanh()
-
-
-def test_a_wrong_function_is_written_out_at_its_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = helper_functions.HelperFunctions._collect
-
-    def with_swapped_parameters(self: Any, name: str, *arguments: Any) -> None:
-        original(self, name, *arguments)
-        if name in self.sources:
-            self.sources[name] = replace(self.sources[name], parameters=self.sources[name].parameters[::-1])
-
-    monkeypatch.setattr(helper_functions.HelperFunctions, "_collect", with_swapped_parameters)
-    torch.manual_seed(0)
-    plan = pipegraph.plan(pipegraph.capture(Helped(), (torch.randn(5, 8),)), points=["second"])
-    _, proof = write_proved_package(plan, tmp_path / "out")
-    assert proof.plainer == {"mixed": "without loops"}
-    assert "def mixed" not in (tmp_path / "out" / "blocks.py").read_text()
-
-
-def mixed(x: Tensor, y: Tensor) -> Tensor:
-    return (x * 2).tanh() - y.sigmoid() / 3
-
-
-class Helped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = mixed(self.first(x), x)
-        return mixed(self.second(x), x)

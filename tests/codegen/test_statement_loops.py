@@ -270,7 +270,12 @@ CASES: dict[type[Parts], list[str]] = {
         "    weights[:, i, :i] = row + (row.unsqueeze(-1) * block).sum(-2)",
         "return weights @ x",
     ],
-    Collected: ["return torch.stack([expert(x) for expert in self.experts]).amax(dim=[0])"],
+    Collected: [
+        "results = []",
+        "for expert in self.experts:",
+        "    results.append(expert(x))",
+        "return torch.stack(results).amax(dim=[0])",
+    ],
     Listed: [
         "found = []",
         "for module in self.named.values():",
@@ -314,7 +319,22 @@ CASES: dict[type[Parts], list[str]] = {
         "    h = c.tanh() + piece",
         "return (c + h + pieces[1]).unsqueeze(1) + x",
     ],
-    Function: ["return scan(x.sigmoid(), x) + scan(x, x.cos())"],
+    Function: [
+        "sigmoid = x.sigmoid()",
+        "state = torch.zeros_like(x[:, 0])",
+        "states = []",
+        "for step in range(sigmoid.shape[1]):",
+        "    state = sigmoid[:, step] * state + x[:, step]",
+        "    states.append(state)",
+        "cos = x.cos()",
+        "stack = torch.stack(states, dim=1)",
+        "state = torch.zeros_like(cos[:, 0])",
+        "states_1 = []",
+        "for step in range(x.shape[1]):",
+        "    state = x[:, step] * state + cos[:, step]",
+        "    states_1.append(state)",
+        "return stack + torch.stack(states_1, dim=1)",
+    ],
     TwoValues: [
         "h = x.sin()",
         "c = x.cos()",
@@ -338,17 +358,3 @@ def test_a_loop_stays_a_loop(model: type[Parts], tmp_path: Path) -> None:
     text = (package.path / "blocks.py").read_text().split(f"class {model.__name__}(")[1]
     body = text.split("def forward(")[1].split(":\n", 1)[1].split("\n\n\n")[0]
     assert [line.removeprefix(" " * 8) for line in body.splitlines()] == CASES[model]
-
-
-def test_a_loop_in_a_function_stays_there(tmp_path: Path) -> None:
-    model = nn.Sequential(OrderedDict(body=Function(), head=nn.Linear(8, 8)))
-    package = split(tmp_path, model, (batch(2, 4, 8),), cut="head")
-    function = (package.path / "blocks.py").read_text().split("def scan(")[1].split("\n\n\n")[0]
-    assert function.splitlines()[2:] == [
-        "    state = torch.zeros_like(added[:, 0])",
-        "    states = []",
-        "    for step in range(added.shape[1]):",
-        "        state = decay[:, step] * state + added[:, step]",
-        "        states.append(state)",
-        "    return torch.stack(states, dim=1)",
-    ]

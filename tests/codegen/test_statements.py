@@ -139,7 +139,12 @@ CASES = {
         "    total = total * total.sigmoid() + row",
         "return total",
     ],
-    InFunctions: ["return rotate(x, x.mean() + 1)"],
+    InFunctions: [
+        "factor = x.mean() + 1",
+        "x1 = x[:, ::2]",
+        "x2 = x[:, 1::2]",
+        "return torch.cat([x1 * factor - x2 * factor.cos(), x2 * factor + x1 * factor.cos()], dim=-1)",
+    ],
     Overwritten: [
         "state = x.sin()",
         "values = []",

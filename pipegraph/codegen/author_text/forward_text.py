@@ -14,7 +14,6 @@ from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
 from pipegraph.codegen.author_text.names import AbsentPart, GraphPart, MixedMethod, ReadNames, TextPart
 from pipegraph.codegen.author_text.variables import CallVariables
 from pipegraph.codegen.forward.items import ModuleCall, Step
-from pipegraph.codegen.forward.short_forms import shortened
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, literal
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
@@ -301,7 +300,7 @@ class MixedText:
 
 def _text_lines(statements: Sequence[Statement]) -> Iterator[TextLine]:
     """Statements as lines of a method that is not in its class yet."""
-    in_class = lines(shortened(statements), _INDENT + _CLASS_INDENT)
+    in_class = lines(statements, _INDENT + _CLASS_INDENT)
     return (TextLine(line[_CLASS_INDENT:], 0) for line in in_class)
 
 

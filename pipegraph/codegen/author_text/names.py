@@ -335,7 +335,7 @@ class SharedNames:
         imports = frozenset(names.imports.values())
         needs = frozenset(names.functions), tuple(names.constants.items()), imports, names.origin
         self.functions += [
-            FunctionSource(name, "", (), (SourceText((names.functions[name],), *names.needs[name]),)) for name in new
+            FunctionSource(name, SourceText((names.functions[name],), *names.needs[name])) for name in new
         ]
         methods = [forward, *names.methods.values()]
         functions = tuple("\n".join(line.text for line in lines) for lines in methods)

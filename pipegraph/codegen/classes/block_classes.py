@@ -26,7 +26,6 @@ from pipegraph.codegen.author_text.names import (
 from pipegraph.codegen.author_text.reader import names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
-from pipegraph.codegen.classes.helper_functions import HelperFunctions
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
 from pipegraph.codegen.expressions.module_tree import (
     ModuleTree,
@@ -69,7 +68,7 @@ from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_p
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
 from pipegraph.graph.model_structure import is_layer_of_torch
-from pipegraph.graph.nodes import helper_function, path_of
+from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
@@ -156,7 +155,6 @@ class BlockClasses:
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self._author_classes: dict[tuple[int, str], AuthorClass | UnwritableError] = {}  # by stage and call
         self._variable_places = variables_by_call(captured.nodes)
-        self.functions = HelperFunctions(captured, self.names, forms)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
         for applied in applied_functions(captured.nodes):
             add_function(self._shared_names, applied.function)
@@ -185,7 +183,7 @@ class BlockClasses:
         """
         self._stage = stage.index
         members = StageMembers(stage.nodes, stage.outputs, stage.state)
-        root = call_tree(stage.nodes, helpers=True)
+        root = call_tree(stage.nodes)
         members.learn_results(root)
         contents, tree = self._contents(members, "", root.items, stage.inputs, stage.outputs, outer_regions=0)
         modules = modules_of(contents, tree)
@@ -274,10 +272,6 @@ class BlockClasses:
                 items.append(Operation(child))
                 continue
             item: Step | None = None
-            if helper_function(child.call):
-                item = self.functions.call(members, child)
-                items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
-                continue
             if child.fqn not in inlined and is_within(child.fqn, prefix):
                 item = self._module_call(members, prefix, child)
             items += [item] if item is not None else self._items(members, prefix, child.items, inlined)
@@ -470,7 +464,7 @@ class BlockClasses:
             raise UnwritableError("its children have names that are no attributes")
         numbers: ModuleNumbers | None = None
         if self._forms.reads_attributes(self._form_name(fqn)):
-            numbers = ModuleNumbers(self._captured, self.source, fqn, state)
+            numbers = ModuleNumbers(self._captured, self.source, fqn)
         write = partial(self._statements_from_graph, members, called, module_tree, state, numbers)
         try:
             forward, written = text.text(write, first, names.attributes_set)
@@ -647,7 +641,7 @@ class BlockClasses:
         return author_class.constructor
 
     @property
-    def author_functions(self) -> Sequence[FunctionSource]:
+    def functions(self) -> Sequence[FunctionSource]:
         """The functions that the author's text of classes calls, each after those that it calls."""
         return self._shared_names.functions
 
@@ -667,7 +661,7 @@ class BlockClasses:
             parameters = self.names.parameters(tree, called.reads)
             numbers: ModuleNumbers | None = None
             if self._forms.reads_attributes(self._form_name(tree.fqn)):
-                numbers = ModuleNumbers(self._captured, self.source, tree.fqn, contents.state)
+                numbers = ModuleNumbers(self._captured, self.source, tree.fqn)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
             used = numbers.used if numbers is not None else {}
             assignments = (Assign((Attribute(SELF, name),), value) for name, value in used.items())

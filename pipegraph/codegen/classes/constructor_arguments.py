@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -35,69 +35,20 @@ _Change = Callable[[Literal, str], Expression]
 
 
 def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
-    """The groups of classes that can become one class each.
-
-    A class may have a number where another one reads an attribute, ``dilation=1`` (a default, which is left out) and
-    ``dilation=self.dilation``. If classes of one model class are not equal otherwise, they are compared with numbers in
-    place of attributes.
-    """
-    by_class: dict[str, list[ClassSource]] = {}
-    for block in classes:
-        if not block.init_parameters:
-            by_class.setdefault(block.model_class, []).append(block)
-    groups: list[NumberGroup] = []
-    for blocks in by_class.values():
-        equal = _number_groups(blocks)
-        opened = _number_groups(_with_attributes_as_numbers(blocks)) if len(equal) > 1 else equal
-        groups += opened if len(opened) < len(equal) else equal
-    return [group for group in groups if len(group.members) > 1]
-
-
-def _number_groups(classes: Sequence[ClassSource]) -> list[NumberGroup]:
-    """The classes, those that are equal but for numbers as one group."""
+    """The groups of classes that can become one class each."""
     groups: dict[object, list[ClassSource]] = {}
     for block in classes:
+        if block.init_parameters:
+            continue
         source = _with_numbers(block, lambda number, name: _ANY_NUMBER)
-        common = (block.base, block.parameters, source.children, source.init, source.forward)
+        common = (block.model_class, block.base, block.parameters, source.children, source.init, source.forward)
         groups.setdefault(common, []).append(block)
     number_groups: list[NumberGroup] = []
     for members in groups.values():
         group = NumberGroup(tuple(members), _varying(members))
         fits = len(group.varying) <= MAX_ARGUMENTS + PER_COPY * (len(members) - 2)
-        number_groups += [group] if fits else [NumberGroup((member,), {}) for member in members]
+        number_groups += [group] if fits and len(members) > 1 else []
     return number_groups
-
-
-def _with_attributes_as_numbers(classes: Sequence[ClassSource]) -> list[ClassSource]:
-    """Classes with the number in place of ``self.size`` in ``forward``, for attributes that have several numbers."""
-    assigned = [
-        {name: value for name, value in assigned_attributes(block.init).items() if _is_number(value)}
-        for block in classes
-    ]
-    names = {name for numbers in assigned for name in numbers}
-    varying = {name for name in names if len({numbers[name] for numbers in assigned if name in numbers}) > 1}
-    return [_with_numbers_of(block, varying) for block in classes]
-
-
-def _with_numbers_of(source: ClassSource, names: Set[str]) -> ClassSource:
-    if source.author_text is not None:  # it reads the attributes
-        return source
-    numbers = {
-        node.targets[0]: node.value
-        for node in source.init
-        if isinstance(node, Assign) and _is_number(node.value)
-        if isinstance(node.targets[0], Attribute) and node.targets[0].name in names
-    }
-
-    def read(node: Any) -> Any:
-        return numbers[node] if node in numbers else node.rebuilt(read)
-
-    init = (node for node in source.init if not (isinstance(node, Assign) and node.targets[0] in numbers))
-    return replace(source, init=tuple(init), forward=tuple(map(read, source.forward))) if numbers else source
-
-
-def _is_number(value: Expression) -> bool:
-    return isinstance(value, Literal) and value.is_number
 
 
 def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:

@@ -99,24 +99,7 @@ class ModuleCall:
         return values if self.arguments is None else [values[position] for position in self.arguments.positions]
 
 
-@dataclass(frozen=True, eq=False)
-class HelperCall:
-    """A call of a function of the package: ``makes = function(reads…)``.
-
-    Attributes:
-        function: its name.
-        reads: the values that it takes, in the order of the arguments.
-        makes: the values that it returns, in the order of the results.
-        nodes: the operations in it.
-    """
-
-    function: str
-    reads: tuple[fx.Node, ...]
-    makes: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]
-
-
-Step = Operation | ModuleCall | HelperCall
+Step = Operation | ModuleCall
 """What a ``forward`` does once."""
 
 
@@ -231,7 +214,6 @@ class StatementLoop:
         collected: the values of all iterations, for each that is read after the loop from all of them.
         final: (the value of the second iteration, of the last) for each that is read after the loop from the last.
         source: the loop of the source.
-        inner_sources: the loops of the source inside of it, outermost first.
     """
 
     iterations: tuple[tuple[Step | None, ...], ...]
@@ -240,7 +222,6 @@ class StatementLoop:
     collected: tuple[tuple[fx.Node, ...], ...]
     final: tuple[tuple[fx.Node, fx.Node], ...]
     source: SourceLoop
-    inner_sources: tuple[SourceLoop, ...] = ()
 
     @property
     def inner(self) -> tuple[Step, ...]:
@@ -294,7 +275,7 @@ def with_inner(items: Iterable[Item]) -> Iterator[Item]:
 
 def fqn_of(item: Item) -> str | None:
     """The module that an item calls, or the first one of a loop; None for any other item."""
-    if isinstance(item, (Operation, HelperCall, ModeBranch, StatementLoop)):
+    if isinstance(item, (Operation, ModeBranch, StatementLoop)):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 

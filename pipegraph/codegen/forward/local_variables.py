@@ -52,7 +52,6 @@ class LocalVariables:
         uses: how often each value is mentioned.
         attributes: the expressions of parameters and buffers.
         parameters: the names of the parameters of ``forward``.
-        functions: the names of the functions that it calls, which no variable may have.
 
     Attributes:
         statements: each with the blocks around it.
@@ -69,7 +68,6 @@ class LocalVariables:
         uses: Counter[fx.Node],
         attributes: Mapping[fx.Node, Expression],
         parameters: Mapping[fx.Node, str],
-        functions: frozenset[str] = frozenset(),
     ) -> None:
         self._name = name
         self.statements: list[tuple[Contexts, Statement]] = []
@@ -81,7 +79,7 @@ class LocalVariables:
         }
         self.deferred: dict[fx.Node, DeferredValue] = {}
         self.clashes: list[str] = []
-        self._reserved = functions  # and variables that statements about to be written mention
+        self._reserved = frozenset[str]()  # variables that statements about to be written mention
 
     def expression(self, node: fx.Node) -> Expression:
         """The expression of a value."""

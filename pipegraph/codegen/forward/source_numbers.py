@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from torch import Tensor, fx
 
 from pipegraph.codegen.forward.items import Operation, Step
 from pipegraph.codegen.names.identifiers import is_plain
-from pipegraph.codegen.names.source_statements import SourceStatement, SourceStatements, size_read
+from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,
@@ -24,14 +23,12 @@ from pipegraph.codegen.syntax.expressions import (
     Expression,
     FunctionCall,
     Literal,
-    Name,
     Node,
     Subscript,
     literal,
     unary,
 )
-from pipegraph.graph.calls import argument_place
-from pipegraph.graph.captured import Captured, StateEntry
+from pipegraph.graph.captured import Captured
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
 from pipegraph.torch_private.pytrees import pytree
@@ -42,8 +39,8 @@ from pipegraph.torch_private.pytrees import pytree
 
 Number = int | float
 Evaluation = tuple[Number, Expression]
-Read = Callable[[ast.expr], Evaluation | None]
-"""An expression of the source → its value, and how it is written; None for any other."""
+Numbers = Mapping[str, Number]
+"""The attributes of a module that are numbers."""
 
 _OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] = {
     ast.Add: ("+", operator.add),
@@ -56,14 +53,14 @@ _OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Number]]] =
 }
 
 
-def computed_numbers(statements: Iterable[SourceStatement], read: Read) -> Iterator[tuple[Number, Expression, str]]:
-    """The parts of statements that are computed from what ``read`` knows and numbers alone, the whole before its parts,
+def computed_numbers(trees: Iterable[ast.AST], attributes: Numbers) -> Iterator[tuple[Number, Expression, str]]:
+    """The parts of source that are computed from attributes and numbers alone, the whole before its parts,
     and the name of the function that each is an argument of."""
-    for statement in statements:
-        waiting: list[tuple[ast.AST, str]] = [(statement.tree, "")]
+    for tree in trees:
+        waiting: list[tuple[ast.AST, str]] = [(tree, "")]
         while waiting:
             node, function = waiting.pop(0)
-            evaluation = evaluated(node, read) if isinstance(node, ast.expr) else None
+            evaluation = evaluated(node, attributes) if isinstance(node, ast.expr) else None
             if evaluation is None:
                 called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else function
                 parts = ast.iter_child_nodes(node)
@@ -72,35 +69,35 @@ def computed_numbers(statements: Iterable[SourceStatement], read: Read) -> Itera
                 yield *evaluation, function
 
 
-def plain_numbers(tree: ast.AST, read: Read) -> Iterator[Number]:
+def plain_numbers(tree: ast.AST, attributes: Numbers) -> Iterator[Number]:
     """The numbers of a statement that are computed from no others, and are not all dimensions of a call."""
-    evaluation = evaluated(tree, read) if isinstance(tree, ast.expr) else None
+    evaluation = evaluated(tree, attributes) if isinstance(tree, ast.expr) else None
     if evaluation is None:
         match tree:
             case ast.Call(func=ast.Attribute(value=owner, attr="permute" | "transpose")):
-                yield from plain_numbers(owner, read)
+                yield from plain_numbers(owner, attributes)
                 return
         for part in ast.iter_child_nodes(tree):
-            yield from plain_numbers(part, read)
+            yield from plain_numbers(part, attributes)
     elif isinstance(evaluation[1], Literal):
         yield evaluation[0]
 
 
-def evaluated(node: ast.expr, read: Read) -> Evaluation | None:
-    """The value of an expression of numbers and of what ``read`` knows, and the expression; None for any other."""
+def evaluated(node: ast.expr, attributes: Numbers) -> Evaluation | None:
+    """The value of an expression of numbers and attributes, and the expression; None for any other."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value, literal(node.value)  # type: ignore[return-value]
-    evaluation = read(node)
-    if evaluation is not None:
-        return evaluation
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in attributes:
+            return attributes[name], Attribute(SELF, name)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = evaluated(node.operand, read)
+        inner = evaluated(node.operand, attributes)
         if inner is None:
             return None
         return -inner[0], literal(-inner[0]) if isinstance(inner[1], Literal) else unary("-", inner[1])
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
         return None
-    left_operand, right = evaluated(node.left, read), evaluated(node.right, read)
+    left_operand, right = evaluated(node.left, attributes), evaluated(node.right, attributes)
     if left_operand is None or right is None:
         return None
     symbol, compute = _OPERATORS[type(node.op)]
@@ -108,15 +105,6 @@ def evaluated(node: ast.expr, read: Read) -> Evaluation | None:
         return compute(left_operand[0], right[0]), Binary(symbol, left_operand[1], right[1])
     except ArithmeticError:
         return None
-
-
-def known_size(owner: Expression, tensor: fx.Node | Sequence[int] | None, dim: int) -> Evaluation | None:
-    """``owner.shape[dim]`` of a tensor, or of one with these sizes; None if there is no such size, or it varies."""
-    if isinstance(tensor, fx.Node):
-        tensor = shape_of(tensor) if isinstance(tensor.meta.get("val"), Tensor) else ()
-    if tensor is None or not -len(tensor) <= dim < len(tensor) or type(tensor[dim]) is not int:
-        return None
-    return tensor[dim], Subscript(Attribute(owner, "shape"), (literal(dim),))
 
 
 def attribute_numbers(attributes: Mapping[str, object]) -> dict[str, Number]:
@@ -160,11 +148,10 @@ def fixed_sizes(
         if not any(size in numbers for size, _ in input_sizes):
             continue
         dims = source.dimensions_mentioned(node)
-        places: dict[int, list[tuple[int, int]]] = {}
+        sizes: dict[int, tuple[int, int]] = {}
         for (size, dim), place in input_sizes.items():
             if dim in dims and size in numbers:
-                places.setdefault(size, []).append(place)
-        sizes = {size: candidates[0] for size, candidates in places.items() if len(candidates) == 1}
+                sizes.setdefault(size, place)
         if sizes:
             node_sizes[node] = sizes
     return node_sizes
@@ -184,15 +171,12 @@ class ModuleNumbers:
         captured: the model.
         source: finds the statements of its source.
         fqn: the module.
-        state: the parameters and buffers of its class.
 
     Attributes:
         used: the attributes that were written → their values.
     """
 
-    def __init__(self, captured: Captured, source: SourceStatements, fqn: str, state: Mapping[str, StateEntry]) -> None:
-        # A parameter may be divided between ranks, and then its shape differs between them.
-        self._shapes = {name: entry.shape for name, entry in state.items() if entry.kind != "parameter"}
+    def __init__(self, captured: Captured, source: SourceStatements, fqn: str) -> None:
         self.used: dict[str, Expression] = {}
         self._source = source
         self._fqn = fqn
@@ -201,13 +185,7 @@ class ModuleNumbers:
         names = {name for name in vars(module) if (f"{fqn}.{name}" if fqn else name) in captured.state}
         self._attributes = {name: value for name, value in attribute_numbers(vars(module)).items() if name not in names}
 
-    def named(
-        self,
-        expression: Expression,
-        node: fx.Node,
-        operands: Iterable[Expression],
-        variables: Mapping[str, fx.Node],
-    ) -> Expression:
+    def named(self, expression: Expression, node: fx.Node, operands: Iterable[Expression]) -> Expression:
         """The expression of an operation, with attributes in place of numbers.
 
         An attribute replaces a number only if the innermost statement that led to the operation reads the attribute: a
@@ -217,27 +195,21 @@ class ModuleNumbers:
             expression: of the operation.
             node: the operation.
             operands: the parts of the expression that other operations made.
-            variables: variable → the value in it now.
         """
         helpers = (statement for statement in self._source.of_helpers(node) if statement.file != F.__file__)
         statements = (*self._source.of_operation(node), *helpers)
         if not statements or not path_of(node)[-1:] or path_of(node)[-1][1] != self._fqn:
             return expression
-        statement, of_module = statements[-1], partial(_of_module, self._attributes)
+        tree = statements[-1].tree
         dims = {literal(dim).text for dim in dimensions_of(node)}
-
-        def replaced(expression: Expression, read: Read) -> Expression:
-            numbers = _in_statement(statement, expression, read)
-            numbers = {text: number for text, number in numbers.items() if text not in dims}
-            return _replaced(expression, operands, numbers, self._use)
-
-        of_sizes = partial(_size_or, of_module, self._source.sizes_assigned(node), self._shapes, variables)
-        with_attributes = replaced(_with_computed_size_open(expression, node, statement, of_module), of_module)
-        return replaced(with_attributes, of_sizes)
+        expression = _with_computed_size_open(expression, node, tree, self._attributes)
+        numbers = _in_statement(tree, expression, operands, self._attributes)
+        numbers = {text: number for text, number in numbers.items() if text not in dims}
+        return _replaced(expression, operands, numbers, self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
         """An expression of the source, if it equals this number and has an attribute in it; None otherwise."""
-        evaluation = evaluated(tree, partial(_of_module, self._attributes))
+        evaluation = evaluated(tree, self._attributes)
         if evaluation is None or evaluation[0] != number or isinstance(evaluation[1], Literal):
             return None
         self._use(evaluation[1])
@@ -247,60 +219,6 @@ class ModuleNumbers:
         for inner in expression.walk():
             if isinstance(inner, Attribute) and inner.owner == SELF and inner.name in self._attributes:
                 self.used[inner.name] = literal(self._attributes[inner.name])
-
-
-class ReplacedParameterError(Exception):
-    """A function asks for the size of a parameter whose variable holds another value by then."""
-
-
-class HelperNumbers:
-    """Writes the numbers of a function outside the model's classes as its source does: ``x.shape[-1] // 2``.
-
-    Args:
-        source: finds the statements of the function.
-        call: a call of the function.
-        first: an operation of the call.
-        parameters: the values that it takes → their names in what is written.
-    """
-
-    def __init__(self, source: SourceStatements, call: str, first: fx.Node, parameters: Mapping[fx.Node, str]) -> None:
-        self._source = source
-        self._assigned = source.assigned_in_helper(first)
-        places = [(argument_place(node, call), node, name) for node, name in parameters.items()]
-        self._parameters = {
-            place.name: (node, name) for place, node, name in places if place is not None and place.name
-        }
-
-    def named(
-        self,
-        expression: Expression,
-        node: fx.Node,
-        operands: Iterable[Expression],
-        variables: Mapping[str, fx.Node],
-    ) -> Expression:
-        """The expression of an operation, with sizes of parameters in place of numbers; as for `ModuleNumbers`.
-
-        Raises:
-            ReplacedParameterError: a parameter is not in its variable any more.
-        """
-        statements = self._source.of_operation(node)
-        if not statements or self._source.of_helpers(node):
-            return expression
-        read = partial(self._size, statements[-1], variables)
-        return _replaced(expression, operands, _in_statement(statements[-1], expression, read))
-
-    def _size(self, statement: SourceStatement, variables: Mapping[str, fx.Node], node: ast.expr) -> Evaluation | None:
-        """``x.shape[-1]`` of a parameter, if it does not vary, and nothing else was assigned to the name before."""
-        match size_read(node):
-            case (ast.Name(id=name), int(dim)) if name in self._parameters:
-                if self._assigned.get(name, statement.line) < statement.line or statement.in_loop:
-                    return None
-                parameter, variable = self._parameters[name]
-                evaluation = known_size(Name(variable), parameter, dim)
-                if evaluation is not None and variables.get(variable) is not parameter:
-                    raise ReplacedParameterError(name)
-                return evaluation
-        return None
 
 
 def _replaced(
@@ -337,12 +255,14 @@ def _dimensions(part: Node) -> Sequence[Node]:
     return [argument.value for argument in part.arguments[:count]]
 
 
-def _in_statement(statement: SourceStatement, expression: Expression, read: Read) -> dict[str, Expression]:
-    """The numbers that a statement computes from what ``read`` knows → how it writes them."""
+def _in_statement(
+    tree: ast.AST, expression: Expression, operands: Iterable[Expression], attributes: Numbers
+) -> dict[str, Expression]:
+    """The numbers that a statement computes from attributes → how it writes them."""
     numbers: dict[str, Expression] = {}
-    texts = [part.text for part in expression.walk() if isinstance(part, Literal)]
-    written = {*plain_numbers(statement.tree, read)}
-    for value, replacement, function in computed_numbers([statement], read):
+    texts = list(_literals(expression, {id(operand) for operand in operands}))
+    written = {*plain_numbers(tree, attributes)}
+    for value, replacement, function in computed_numbers([tree], attributes):
         text = literal(value).text
         # Of `pad(x, (self.dilation, 0)).chunk(2, dim=1)` it is the argument of `pad`, if that is 1 as well.
         is_meant = value not in written or function == _function_name(expression)
@@ -351,37 +271,16 @@ def _in_statement(statement: SourceStatement, expression: Expression, read: Read
     return numbers
 
 
-def _of_module(attributes: Mapping[str, Number], node: ast.expr) -> Evaluation | None:
-    """``self.eps``."""
-    match node:
-        case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in attributes:
-            return attributes[name], Attribute(SELF, name)
-    return None
+def _literals(node: Node, operands: Set[int]) -> Iterator[str]:
+    """The literals of an expression, except those in the parts that other operations made, which have these ids."""
+    if isinstance(node, Literal):
+        yield node.text
+    for part in node.parts():
+        if id(part) not in operands:
+            yield from _literals(part, operands)
 
 
-def _size_or(
-    fallback: Read,
-    assigned: Mapping[str, tuple[str, int]],
-    shapes: Mapping[str, Sequence[int]],
-    variables: Mapping[str, fx.Node],
-    node: ast.expr,
-) -> Evaluation | None:
-    """``x.shape[2]``, also for ``c`` after ``b, t, c = x.shape``, or ``self.table.shape[0]`` of a buffer, if the size
-    does not vary; else what ``fallback`` reads."""
-    match size_read(node) or node:
-        case (ast.Name(id=owner), int(dim)):
-            return known_size(Name(owner), variables.get(owner), dim)
-        case (ast.Attribute(value=ast.Name(id="self"), attr=name), int(dim)):
-            return known_size(Attribute(SELF, name), shapes.get(name), dim)
-        case ast.Name(id=name) if name in assigned:
-            owner, dim = assigned[name]
-            return known_size(Name(owner), variables.get(owner), dim)
-    return fallback(node)
-
-
-def _with_computed_size_open(
-    expression: Expression, node: fx.Node, statement: SourceStatement, read: Read
-) -> Expression:
+def _with_computed_size_open(expression: Expression, node: fx.Node, tree: ast.AST, attributes: Numbers) -> Expression:
     """``x.unflatten(-1, (3, self.heads, -1))`` where the source says ``x.view(…, 3, self.heads, width // self.heads)``:
     of the sizes that a dimension is split in, the one that is left open is the one that nothing else says. A size that
     the source leaves open stays open."""
@@ -397,9 +296,9 @@ def _with_computed_size_open(
     if isinstance(requested_sizes, Sequence) and -1 in requested_sizes:
         return expression
     numbers = shape_of(node)[first : first + len(sizes)]
-    given_sizes = [replace(statement, tree=tree) for tree in _sizes_of_reshapes(statement.tree)]
-    source_numbers = {number for size_statement in given_sizes for number in plain_numbers(size_statement.tree, read)}
-    source_numbers |= {value for value, _, _ in computed_numbers(given_sizes, read)}
+    given_sizes = _sizes_of_reshapes(tree)
+    source_numbers = {number for size in given_sizes for number in plain_numbers(size, attributes)}
+    source_numbers |= {value for value, _, _ in computed_numbers(given_sizes, attributes)}
     unsaid = [at for at, number in enumerate(numbers) if number not in source_numbers]
     opened = [at for at, size in enumerate(sizes) if size == literal(-1)]
     if len(unsaid) != 1 or len(opened) != 1 or opened == unsaid or any(type(number) is not int for number in numbers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
@@ -13,15 +13,12 @@ from pipegraph.codegen.forward.items import Item, ModuleCall, StatementLoop, Ste
 from pipegraph.codegen.forward.local_variables import Lists, LocalVariables
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.names.identifiers import unused, variable
-from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.syntax.expressions import (
     Collection,
     Expression,
     Name,
     Node,
-    Slice,
     Subscript,
-    call,
     literal,
     method,
 )
@@ -29,117 +26,9 @@ from pipegraph.codegen.syntax.loop_index import (
     StructureMismatch,
     at_iteration,
     in_all_iterations,
-    progressions,
-    with_variable,
 )
-from pipegraph.codegen.syntax.statements import Assign, Evaluate, For, Statement, nested
+from pipegraph.codegen.syntax.statements import Assign, Evaluate, For, nested
 from pipegraph.graph.symbolic_size import SymbolicSize
-
-# ---- inner loops -----------------------------------------------------------------------------------------------------
-# Roll what a loop inside a loop of the model's source has unrolled: ``for e in range(8): y = y + experts[e](x)``.
-#
-# The iterations of the outer loop are one already. Those of an inner one are statements of its body that differ in
-# numbers that grow. The loop that stands for them runs exactly these statements.
-
-
-# As for the outer loops.
-_ITERATIONS = 3
-
-
-class _Run(NamedTuple):
-    """Iterations in a row: the statements of all of them, and how many there are."""
-
-    statements: tuple[Statement, ...]
-    iterations: int
-
-    @property
-    def length(self) -> int:
-        return len(self.statements) * self.iterations
-
-
-def with_inner_loops(
-    loop: For, inner: Sequence[SourceLoop], used_names: set[str], number: Callable[[SourceLoop, int], Expression | None]
-) -> For:
-    """The loop, with the loops inside it that the source has.
-
-    Args:
-        loop: its body has no progressions.
-        inner: the loops of the source that are inside of it.
-        used_names: the names that no index may have.
-        number: returns the number of iterations as the source writes it; None if that has no attribute.
-    """
-    if not inner:
-        return loop
-    body: list[Statement] = []
-    position = 0
-    while position < len(loop.body):
-        run = _longest_run(loop.body[position:])
-        if run is None:
-            body.append(loop.body[position])
-            position += 1
-            continue
-        names = used_names.union(loop.variables, *(_names(statement) for statement in loop.body))
-        body.append(_loop(run, inner[-1], names, number))
-        position += run.length
-    return replace(loop, body=tuple(body))
-
-
-def _longest_run(statements: Sequence[Statement]) -> _Run | None:
-    """The iterations at the start of these statements that replace the most of them; None without any."""
-    runs = (_run(statements, size) for size in range(1, len(statements) // _ITERATIONS + 1))
-    long_runs = [run for run in runs if run.iterations >= _ITERATIONS]
-    return max(long_runs, key=lambda run: (run.length, run.iterations), default=None)
-
-
-def _run(statements: Sequence[Statement], size: int) -> _Run:
-    """The iterations at the start of the statements, with ``size`` statements each."""
-    second, third = statements[size : 2 * size], statements[2 * size : 3 * size]
-    try:
-        body = tuple(in_all_iterations(node, next_node) for node, next_node in zip(second, third, strict=True))
-    except StructureMismatch:
-        return _Run((), 0)
-    if not any(True for _ in progressions(body)):
-        return _Run((), 0)  # nothing but a repetition
-    count = 0
-    while _says(body, count, statements[count * size : (count + 1) * size]):
-        count += 1
-    return _Run(body, count)
-
-
-def _says(body: Sequence[Statement], iteration: int, statements: Sequence[Statement]) -> bool:
-    if len(statements) < len(body):
-        return False
-    pairs = zip(body, statements, strict=True)
-    return all(_plain(at_iteration(pattern, iteration)) == _plain(statement) for pattern, statement in pairs)
-
-
-def _plain(node: Any) -> Any:
-    """Source with ``x[:2]`` in place of ``x[0:2]``."""
-    if isinstance(node, Slice) and node.start == literal(0):
-        return replace(node, start=None)
-    return node.rebuilt(_plain)
-
-
-def _loop(
-    run: _Run, source: SourceLoop, used_names: set[str], number: Callable[[SourceLoop, int], Expression | None]
-) -> For:
-    steps = [progression for progression in progressions(run.statements) if abs(progression.difference) == 1]
-    start, step = (steps[0].first, steps[0].difference) if steps else (0, 1)
-    index = Name(unused(variable(source.index or "j", "j"), used_names))
-    stop = start + step * run.iterations
-    if (start, step) == (0, 1):
-        iterable = call("range", number(source, run.iterations) or literal(stop))
-    else:
-        iterable = call("range", literal(start), literal(stop), *([literal(step)] if step != 1 else []))
-    return For((index.name,), iterable, tuple(with_variable(node, index, start, step) for node in run.statements))
-
-
-def _names(statement: Statement) -> set[str]:
-    return {part.name for part in statement.walk() if isinstance(part, Name)}
-
-
-# ---- statement loop writer -------------------------------------------------------------------------------------------
-
 
 Part = TypeVar("Part", bound=Node)
 _Value = Callable[[fx.Node | SymbolicSize], Expression]
@@ -167,7 +56,6 @@ class StatementLoopWriter:
         inputs: the parameters of the ``forward``.
         name: returns the name of a value that an item makes.
         write_item: writes an item.
-        number: returns the number of iterations of a loop as the source writes it; None if that has no attribute.
 
     Attributes:
         names: the values that need a variable while a loop is written → the wanted names.
@@ -181,7 +69,6 @@ class StatementLoopWriter:
         inputs: Sequence[fx.Node],
         name: Callable[[Item, fx.Node], str],
         write_item: Callable[[Item], None],
-        number: Callable[[SourceLoop, int], Expression | None],
     ) -> None:
         self._values = values
         self._headers = headers
@@ -189,7 +76,6 @@ class StatementLoopWriter:
         self._inputs = inputs
         self._name = name
         self._write_item = write_item
-        self._number = number
         self.names: dict[fx.Node, str] = {}
         self._third: dict[fx.Node, fx.Node] = {}  # the values of the second iteration → those of the third
         self._second: dict[fx.Node, fx.Node] = {}  # what the third takes → what the second takes there
@@ -279,15 +165,12 @@ class StatementLoopWriter:
         self._leave(item, lists, carried)
         for of_this_loop in (self.names, self._third, self._second, self._varying, self._calls):
             of_this_loop.clear()
-        loop = replace(self._headers.statement(item, body), list_name=item.source.list_name)
-        loop = with_inner_loops(loop, item.inner_sources, values.used_names() | {*values.variables}, self._number)
-        values.statements.append(((), self._with_tuple(item, loop)))
+        values.statements.append(((), self._with_tuple(item, self._headers.statement(item, body))))
 
     def _list_names(self, item: StatementLoop) -> list[str]:
         """The names in the source if its number of lists is the same; else the names of the elements, with an s."""
-        lists = (item.source.list_name,) if item.source.list_name else item.source.lists
-        if len(lists) == len(item.collected):
-            return list(lists)
+        if len(item.source.lists) == len(item.collected):
+            return list(item.source.lists)
         names = (self._name(_maker(item, nodes[1]), nodes[1]) for nodes in item.collected)
         return ["results" if name.endswith("s") else f"{name}s" for name in names]
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
-from pipegraph.codegen.forward.items import HelperCall, Item, ModuleCall, Operation, StatementLoop, Step, operands
+from pipegraph.codegen.forward.items import Item, ModuleCall, Operation, StatementLoop, Step, operands
 from pipegraph.codegen.forward.local_variables import goes_over_modules
 from pipegraph.codegen.names.source_loops import SourceLoop, loops_at
 from pipegraph.codegen.names.source_statements import SourceStatements, is_of_torch
@@ -30,7 +29,7 @@ LoopFrame = tuple[int, SourceLoop]
 
 def lines_of(item: Item, source: SourceStatements, fqn: str) -> tuple[tuple[str, int], ...]:
     """The files and lines of the source that led to an item, outermost first."""
-    if not isinstance(item, (Operation, ModuleCall, HelperCall)):
+    if not isinstance(item, (Operation, ModuleCall)):
         return ()
     return source.lines_within(fqn, item.nodes[0], item.fqn if isinstance(item, ModuleCall) else None)
 
@@ -43,26 +42,24 @@ def loops_around(lines: Sequence[tuple[str, int]]) -> tuple[LoopFrame, ...]:
 
 def key_of(item: Item, lines: object) -> object:
     """What two steps have in common if they are one step of two iterations; for an item that is in none, the item."""
-    if not isinstance(item, (Operation, ModuleCall, HelperCall)) or any(BRANCH in node.meta for node in item.nodes):
+    if not isinstance(item, (Operation, ModuleCall)) or any(BRANCH in node.meta for node in item.nodes):
         return item
     if isinstance(item, Operation):
         node = item.node
         leaves = tuple(_kind(leaf) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
         structure = str(pytree.tree_structure((node.args, node.kwargs)))
         return node.target, leaves, structure, lines, repr(node.meta["regions"]), "writes" in node.meta
-    if isinstance(item, ModuleCall):
-        path = re.sub(r"\b\d+\b", "#", item.fqn)
-        arguments = item.arguments
-        form = arguments.form if arguments is not None else tuple(("", 1) for _ in item.reads)
-        return (
-            path,
-            item.model_class,
-            form,
-            repr((arguments.settings, arguments.unpacked) if arguments else ()),
-            item.parameters,
-            lines,
-        )
-    return item.function, len(item.reads), lines
+    path = re.sub(r"\b\d+\b", "#", item.fqn)
+    arguments = item.arguments
+    form = arguments.form if arguments is not None else tuple(("", 1) for _ in item.reads)
+    return (
+        path,
+        item.model_class,
+        form,
+        repr((arguments.settings, arguments.unpacked) if arguments else ()),
+        item.parameters,
+        lines,
+    )
 
 
 def _kind(leaf: object) -> object:
@@ -195,14 +192,8 @@ class _Finder:
                 outside = (*self._items[:start], *self._items[start + items :])
                 loop = _checked(iterations, {node for item in outside for node in item.reads} | self._outputs, source)
                 if loop is not None and not _is_module_loop(loop) and not _is_the_same(loop):
-                    return replace(loop, inner_sources=self._inside(start, size, common[-1])), items
+                    return loop, items
         return None
-
-    def _inside(self, start: int, size: int, outer: LoopFrame) -> tuple[SourceLoop, ...]:
-        """The loops of the source that steps of an iteration are in, inside of the loop over iterations."""
-        around = (self._loops[start + at] for at in range(size))
-        inside = [loop for loops in around for loop in loops[loops.index(outer) + 1 :]]
-        return tuple(loop for _, loop in dict.fromkeys(inside))
 
     def _calls_several(self, start: int, size: int, loop: LoopFrame) -> bool:
         """Return whether one step calls several modules of a list, in no loop inside of this one."""
@@ -232,7 +223,7 @@ class _Finder:
 
     def _step(self, position: int) -> Step:
         item = self._items[position]
-        assert isinstance(item, (Operation, ModuleCall, HelperCall))
+        assert isinstance(item, (Operation, ModuleCall))
         return item
 
 

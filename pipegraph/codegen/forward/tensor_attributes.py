@@ -163,7 +163,7 @@ def _size(tensor: str, dim: int) -> Expression:
 
 
 class UnknownAttributeError(Exception):
-    """A module or function has no value with the dtype of the model, or no value to read the device from."""
+    """A module has no value with the dtype of the model, or no value to read the device from."""
 
 
 _DEFAULT_DEVICE = call("torch.get_default_device")
@@ -176,22 +176,21 @@ class ModelAttributes:
         values: the variables of the ``forward``.
         contents: the class.
         tensors: the parameters of the ``forward`` and its state.
-        has_caller: whether its caller may have a device or dtype that it does not have.
 
     Attributes:
         device: on which it makes tensors: ``x.device`` of its first parameter, or else of its state.
     """
 
-    def __init__(
-        self, values: LocalVariables, contents: ClassContents, tensors: Sequence[Expression], has_caller: bool
-    ) -> None:
+    def __init__(self, values: LocalVariables, contents: ClassContents, tensors: Sequence[Expression]) -> None:
         self._values = values
-        self._contents, self._has_caller = contents, has_caller
+        self._contents = contents
         self.device: Expression = Attribute(tensors[0], "device") if tensors else _DEFAULT_DEVICE
 
     def check(self, statements: Iterable[Statement]) -> None:
-        """Raise UnknownAttributeError if a module or function makes a tensor and has no value with its device."""
-        if self._has_caller and any(part == _DEFAULT_DEVICE for statement in statements for part in statement.walk()):
+        """Raise UnknownAttributeError if a module makes a tensor and has no value with its device."""
+        if self._contents.prefix and any(
+            part == _DEFAULT_DEVICE for statement in statements for part in statement.walk()
+        ):
             raise UnknownAttributeError
 
     def dtype(self, node: fx.Node) -> Expression:
@@ -200,7 +199,7 @@ class ModelAttributes:
         A stage without such a variable asks its modules: ``next(self.parameters()).dtype``.
 
         Raises:
-            UnknownAttributeError: a module or function has no such value; the code around it has one. A stage without
+            UnknownAttributeError: a module has no such value; the code around it has one. A stage without
                 parameters of that dtype keeps the captured value.
         """
         values = self._values
@@ -211,7 +210,7 @@ class ModelAttributes:
             values.write(tensor)
             variable = next((Name(name) for name, candidate in values.variables.items() if candidate is tensor), None)
             holder: Expression = variable or values.written[tensor]
-        elif self._has_caller:
+        elif self._contents.prefix:
             raise UnknownAttributeError
         elif {entry.dtype for entry in self._contents.state.values() if entry.kind == "parameter"} == {captured}:
             holder = call("next", call("self.parameters"))

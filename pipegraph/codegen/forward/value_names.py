@@ -10,7 +10,6 @@ from torch import fx
 
 from pipegraph.codegen.forward.items import (
     ClassContents,
-    HelperCall,
     Item,
     ModeBranch,
     ModuleCall,
@@ -106,8 +105,6 @@ class ValueNames:
         """The statements of ``forward`` methods that led to an item, outermost first."""
         if isinstance(item, Operation):
             return self._source.of_operation(item.node)
-        if isinstance(item, HelperCall):
-            return self._source.of_operation(item.nodes[-1])
         if isinstance(item, (ModeBranch, StatementLoop)):
             return ()
         call = item.calls[-1] if isinstance(item, ModuleLoop) else item
@@ -141,8 +138,6 @@ class ValueNames:
             elif len(targets) > 1:
                 for node, maker in zip(nodes, makers, strict=True):
                     name = self._source.unpacked_name(maker.fqn, node) if isinstance(maker, ModuleCall) else None
-                    if isinstance(maker, HelperCall) and len(maker.makes) == len(targets):
-                        name = targets[maker.makes.index(node)]
                     names |= {node: name} if name is not None else {}
         return names
 
@@ -199,8 +194,6 @@ class ValueNames:
 
 def _default_name(item: Item) -> str:
     """The name of the operator or of the module, for a value that has none in the source."""
-    if isinstance(item, HelperCall):
-        return item.function
     if isinstance(item, Operation):
         if not isinstance(item.node.target, OpOverload):
             return "result" if item.node.target is by_mode else "part"

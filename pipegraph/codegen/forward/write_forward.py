@@ -18,7 +18,6 @@ from pipegraph.codegen.expressions.operation import common_regions, contexts, ex
 from pipegraph.codegen.expressions.torch_modules import nested_targets
 from pipegraph.codegen.forward.items import (
     ClassContents,
-    HelperCall,
     Item,
     ModeBranch,
     ModuleCall,
@@ -33,7 +32,7 @@ from pipegraph.codegen.forward.local_variables import Contexts, DeferredValue, L
 from pipegraph.codegen.forward.loop_header import LoopHeaders
 from pipegraph.codegen.forward.mode_branches import BranchWriter
 from pipegraph.codegen.forward.roll_loops import LoopWriter
-from pipegraph.codegen.forward.source_numbers import HelperNumbers, ModuleNumbers
+from pipegraph.codegen.forward.source_numbers import ModuleNumbers
 from pipegraph.codegen.forward.statement_loop_writer import StatementLoopWriter, UnrolledLoopError, expanded
 from pipegraph.codegen.forward.tensor_attributes import (
     OF_MODEL_DTYPE,
@@ -46,7 +45,7 @@ from pipegraph.codegen.forward.value_names import ValueNames
 from pipegraph.codegen.names.identifiers import relative, unused, variable
 from pipegraph.codegen.names.source_loops import SourceLoop
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, Subscript, call, literal
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, Subscript, literal
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
@@ -117,7 +116,7 @@ class ForwardWriter:
         parameters: Sequence[str],
         source: SourceStatements | None,
         hints: Mapping[fx.Node, str],
-        numbers: ModuleNumbers | HelperNumbers | None,
+        numbers: ModuleNumbers | None,
         clashes: Container[str],
         sizes: Sequence[sympy.Expr],
         size_names: Mapping[tuple[int, int], str],
@@ -129,22 +128,18 @@ class ForwardWriter:
         uses = Counter(node for item in contents.items for node in operands(item))
         uses.update(contents.outputs)
         attributes = {node: tree.access(name.split(".")) for node, name in contents.state_names.items()}
-        functions = frozenset(item.function for item in with_inner(contents.items) if isinstance(item, HelperCall))
-        self._values = LocalVariables(self._name, uses, attributes, names, functions)
+        self._values = LocalVariables(self._name, uses, attributes, names)
         self._item_nodes = {node for item in with_inner(contents.items) for node in item.makes}
         self._sizes = SizeVariables(self._values, sizes)
         self._fixed_sizes = FixedSizes(self._values, contents, parameters, source, size_names)
         tensors = [*map(Name, parameters), *attributes.values()]
-        has_caller = bool(contents.prefix) or isinstance(numbers, HelperNumbers)
-        self._model = ModelAttributes(self._values, contents, tensors, has_caller)
+        self._model = ModelAttributes(self._values, contents, tensors)
         self._device = self._model.device
         self._branches = BranchWriter(self._values, self._name, self._item)
         self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
         self._lists = Lists(self._values)
         headers = LoopHeaders(self._values, self._lists, tree, self._iterations)
-        self._bodies = StatementLoopWriter(
-            self._values, headers, self._lists, contents.inputs, self._name, self._item, self._iterations
-        )
+        self._bodies = StatementLoopWriter(self._values, headers, self._lists, contents.inputs, self._name, self._item)
         self._indexed = indexed_tuples(contents.items)
         self._with_blocks = WithBlocks(contents, self._device)
 
@@ -195,8 +190,6 @@ class ForwardWriter:
             self._bodies.write(item)
         elif isinstance(item, ModuleCall):
             self._call(item)
-        elif isinstance(item, HelperCall):
-            self._called(item, lambda: call(item.function, *map(self._expression, item.reads)))
         elif isinstance(item, ModeBranch):
             self._branches.write(item)
         else:
@@ -229,7 +222,7 @@ class ForwardWriter:
             return expression
 
         def named(part: Expression) -> Expression:
-            part = self._numbers.named(part, node, operands, self._values.variables) if self._numbers else part
+            part = self._numbers.named(part, node, operands) if self._numbers else part
             return self._fixed_sizes.named(part, node, operands) if self._names else part
 
         syntax = self._bodies.spell(node, lambda operation, value: spelled(operation, value, self._device), operand)
@@ -270,15 +263,13 @@ class ForwardWriter:
     def _call(self, item: ModuleCall) -> None:
         function = self._bodies.module(item, self._module)
         classes, values = self._bodies.classes(item), item.argument_values
-        self._called(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
-
-    def _called(self, item: ModuleCall | HelperCall, build: Callable[[], Expression]) -> None:
-        expression, uses_left = self._build(item, build), self._values.uses_left
-        unpacked = item.arguments.unpacked if isinstance(item, ModuleCall) and item.arguments is not None else None
+        expression = self._build(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
+        unpacked = item.arguments.unpacked if item.arguments is not None else None
         if len(item.makes) == 1 and unpacked is None:
             self._place(item, item.makes[0], expression)
         else:
             places = range(len(item.makes)) if unpacked is None else unpacked
+            uses_left = self._values.uses_left
             names = [self._bind(item, node, expression) if uses_left[node] else Name("_") for node in item.makes]
             self._emit(item, Assign(nested_targets(places, names), expression))
 
@@ -301,7 +292,7 @@ class ForwardWriter:
 
     def _iterations(self, loop: SourceLoop, count: int) -> Expression | None:
         """The number of iterations as the source writes it, if it is an attribute."""
-        if not isinstance(self._numbers, ModuleNumbers) or not isinstance(loop.iterable, ast.Call):
+        if self._numbers is None or not isinstance(loop.iterable, ast.Call):
             return None
         return self._numbers.in_source(loop.iterable.args[-1], count) if loop.iterable.args else None
 
@@ -392,7 +383,7 @@ def write_forward(
     parameters: Sequence[str],
     source: SourceStatements | None,
     hints: Mapping[fx.Node, str] | None = None,
-    numbers: ModuleNumbers | HelperNumbers | None = None,
+    numbers: ModuleNumbers | None = None,
 ) -> WrittenForward:
     """Write one ``forward``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from pipegraph.codegen.names.source_statements import source_tree
@@ -17,10 +17,9 @@ class SourceLoop:
         file, line: its place.
         index, element: the names of its variables: of a number, as in ``for t in range(…)``, and of an element, as in
             ``for expert in self.experts``; "" if it has none.
-        lists: the names of the lists to which it appends, in the order of the source.
+        lists: the names of the lists to which it appends, in the order of the source; of a comprehension, the variable
+            that it is assigned to.
         iterable: what it goes over; None for a ``while``.
-        list_name: of a comprehension, the variable that it is assigned to; "" if it is a part of a longer expression.
-            None for any other loop.
     """
 
     file: str
@@ -29,7 +28,6 @@ class SourceLoop:
     element: str = ""
     lists: tuple[str, ...] = ()
     iterable: ast.expr | None = field(default=None, compare=False, repr=False)
-    list_name: str | None = None
 
 
 def loops_at(file: str, line: int) -> tuple[SourceLoop, ...]:
@@ -56,8 +54,8 @@ def _loops(file: str, tree: ast.Module) -> dict[int, tuple[SourceLoop, ...]]:
             inside = (*around, _loop(file, node.lineno, target, iterable, _appended(node.body)))
         elif isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             body.append(node.elt)
-            loop = _loop(file, node.lineno, node.generators[0].target, node.generators[0].iter, ())
-            inside = (*around, replace(loop, list_name=assigned.get(node, "")))
+            first, lists = node.generators[0], (assigned[node],) if node in assigned else ()
+            inside = (*around, _loop(file, node.lineno, first.target, first.iter, lists))
         for part in body:
             assert isinstance(part, (ast.stmt, ast.expr))
             loops_by_line |= dict.fromkeys(range(part.lineno, (part.end_lineno or part.lineno) + 1), inside)

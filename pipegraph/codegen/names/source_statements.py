@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from pipegraph.graph.calls import parameter_names, result_place
 from pipegraph.graph.captured import Captured
-from pipegraph.graph.nodes import HELPER_MARK, path_of
+from pipegraph.graph.nodes import path_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
 
 # ---- source sizes ----------------------------------------------------------------------------------------------------
@@ -50,23 +50,6 @@ def dimension_of(node: ast.AST) -> int | None:
             return dim
         case ast.Call(func=ast.Attribute(attr="size"), args=[ast.Constant(value=int(dim))]):
             return dim
-    return None
-
-
-def size_read(node: ast.AST) -> tuple[ast.expr, int] | None:
-    """``x`` and −1 of ``x.shape[-1]`` and ``x.size(-1)``, whatever ``x`` is; None for anything else."""
-    match node:
-        case ast.Subscript(value=ast.Attribute(value=owner, attr="shape"), slice=index):
-            pass
-        case ast.Call(func=ast.Attribute(value=owner, attr="size"), args=[index]):
-            pass
-        case _:
-            return None
-    match index:
-        case ast.Constant(value=int(dim)):
-            return owner, dim
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(dim))):
-            return owner, -dim
     return None
 
 
@@ -208,35 +191,20 @@ class SourceStatements:
 
     Args:
         captured: the model.
-        helper: a function. Inside its calls, its body is used like that of a ``forward``.
     """
 
-    def __init__(self, captured: Captured, helper: str = "") -> None:
+    def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._helper = helper
 
     def of_operation(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of ``forward`` methods that led to an operation, outermost first."""
-        frames = _frames(node.meta["stack_trace"])[: self._forward_depth(node)]
-        return _model_statements(frame for frame in frames if frame.is_forward or frame is frames[-1])
+        return _model_statements(_forward_frames(node))
 
     def of_helpers(self, node: fx.Node) -> tuple[SourceStatement, ...]:
         """The statements of functions called by the innermost ``forward`` that led to an operation, outermost first."""
-        return _model_statements(_frames(node.meta["stack_trace"])[self._forward_depth(node) :])
-
-    def place_of_helper(self, node: fx.Node) -> str:
-        """The file and the line of the function in which an operation ran: ``modeling_llama.py:130``."""
-        frame = _frames(node.meta["stack_trace"])[self._forward_depth(node) - 1]
-        return f"{Path(frame.file).name}:{_function_at(frame.file, frame.line).lineno}"
-
-    def assigned_in_helper(self, node: fx.Node) -> dict[str, int]:
-        """The variables that the function assigns in which an operation ran → the first line that does."""
-        frame = _frames(node.meta["stack_trace"])[self._forward_depth(node) - 1]
-        lines: dict[str, int] = {}
-        for child in ast.walk(_function_at(frame.file, frame.line)):
-            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                lines[child.id] = min(child.lineno, lines.get(child.id, child.lineno))
-        return lines
+        frames = _frames(node.meta["stack_trace"])
+        depth = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
+        return _model_statements(frames[depth:])
 
     def dimensions_mentioned(self, node: fx.Node) -> frozenset[int]:
         """The dimensions whose sizes the statement mentions that made a value: 1 for ``x[:, : y.shape[1]]``, and for
@@ -254,14 +222,6 @@ class SourceStatements:
         ``x`` and 2, if it says ``b, t, c = x.shape``."""
         frames = _frames(node.meta["stack_trace"])
         return _sizes_assigned(frames[-1].file, frames[-1].line) if _model_statements(frames[-1:]) else {}
-
-    def _forward_depth(self, node: fx.Node) -> int:
-        """The number of frames of an operation up to those of functions that ``forward``, or the helper, calls."""
-        frames = _frames(node.meta["stack_trace"])
-        depth = max((position + 1 for position, frame in enumerate(frames) if frame.is_forward), default=0)
-        if not self._helper:
-            return depth
-        return next(at for at in range(depth, len(frames)) if frames[at].function == self._helper) + 1
 
     def is_within(self, node: fx.Node, statement: SourceStatement) -> bool:
         """Whether a statement led to an operation, through any functions."""
@@ -352,7 +312,7 @@ class SourceStatements:
 class _Frame(NamedTuple):
     file: str
     line: int
-    function: str  # without the number of a helper's call
+    function: str
 
     @property
     def is_forward(self) -> bool:
@@ -363,9 +323,7 @@ class _Frame(NamedTuple):
 def _frames(stack_trace: str) -> tuple[_Frame, ...]:
     """The frames of a trace, outermost first."""
     matches = filter(None, map(_FRAME.match, stack_trace.splitlines()))
-    return tuple(
-        _Frame(match["file"], int(match["line"]), match["function"].partition(HELPER_MARK)[0]) for match in matches
-    )
+    return tuple(_Frame(match["file"], int(match["line"]), match["function"]) for match in matches)
 
 
 def is_of_torch(file: str) -> bool:

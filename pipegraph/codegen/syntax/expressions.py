@@ -33,14 +33,17 @@ _PLAIN = re.compile(r"(-?\w+)?")
 class Node:
     """A part of a program: a frozen dataclass whose fields hold other nodes, or tuples of them."""
 
+    def parts(self) -> Iterator[Node]:
+        """The nodes directly inside this one, in the order of the source."""
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            yield from (part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Node))
+
     def walk(self) -> Iterator[Node]:
         """This node and all nodes inside it, in the order of the source."""
         yield self
-        for entry in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, entry.name)
-            for part in value if isinstance(value, tuple) else (value,):
-                if isinstance(part, Node):
-                    yield from part.walk()
+        for part in self.parts():
+            yield from part.walk()
 
     def rebuilt(self, change: Callable[[Any], Any]) -> Self:
         """The same node, with ``change`` applied to each node directly inside; the node itself if nothing changes."""

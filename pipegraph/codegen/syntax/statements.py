@@ -154,17 +154,11 @@ class With(CompoundStatement):
 
 @dataclass(frozen=True)
 class For(CompoundStatement):
-    """``for a, b in iterable:``.
-
-    Attributes:
-        list_name: of a comprehension of the model's source, the variable that it is assigned to; "" if it is a part of
-            a longer expression. None for any other loop.
-    """
+    """``for a, b in iterable:``."""
 
     variables: tuple[str, ...]
     iterable: Expression
     body: tuple[Statement, ...]
-    list_name: str | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -259,29 +253,19 @@ def _outermost(entry: tuple[tuple[Block, ...], Statement]) -> object:
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """A function to be rendered.
+    """A function of the model, or the class of a ``torch.autograd.Function``, to be rendered.
 
     Attributes:
-        name, docstring: of the function.
-        parameters: their names; all take tensors.
-        statements: its body.
+        name: of the function.
+        author_text: all of it.
     """
 
     name: str
-    docstring: str
-    parameters: tuple[str, ...]
-    statements: tuple[Statement, ...]
-
-    @property
-    def author_text(self) -> SourceText | None:
-        """The function, if it is the author's text; None if it is written from the graph."""
-        first = self.statements[0] if self.statements else None
-        return first if isinstance(first, SourceText) else None
+    author_text: SourceText
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""
-        for statement in self.statements:
-            yield from statement.walk()
+        return self.author_text.walk()
 
     def uses(self) -> set[str]:
         """The names of the functions that it calls."""

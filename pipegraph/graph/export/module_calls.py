@@ -1,4 +1,4 @@
-"""The arguments and results of every call of a module, or of a helper function, while a model is exported."""
+"""The arguments and results of every call of a module while a model is exported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import nn
 from pipegraph.errors import CaptureError
 from pipegraph.graph.calls import ArgumentPlace, ResultPlace
 from pipegraph.graph.captured import CHECKPOINTED, plain_containers
-from pipegraph.graph.export.function_calls import HelperCalls
 from pipegraph.graph.export.variables import VariableRecorder
 from pipegraph.torch_private.export import call_name, current_call, module_calls_wrapped, traced_node
 from pipegraph.torch_private.pytrees import pytree
@@ -27,15 +26,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def record_calls(model: nn.Module) -> AbstractContextManager[None]:
-    """Mark the arguments and results of every call of a module, or of a helper function in the same file, that
-    ``torch.export`` traces inside."""
-    helpers, variables = HelperCalls(model), VariableRecorder()
-    return module_calls_wrapped(partial(_run_recorded, model, helpers, variables), helpers.name)
+    """Mark the arguments and results of every call of a module that ``torch.export`` traces inside."""
+    return module_calls_wrapped(partial(_run_recorded, model, VariableRecorder()))
 
 
 def _run_recorded(
     model: nn.Module,
-    helpers: HelperCalls,
     variables: VariableRecorder,
     tracer: Any,
     module: nn.Module,
@@ -53,7 +49,6 @@ def _run_recorded(
         result = forward(*args, **kwargs)
     if module is not model:  # torch.export keeps what the outermost module assigns
         _write_assigned(module, buffers)
-    helpers.end(tracer)
     if _is_checkpointed(inspect.currentframe()):
         _mark(tracer, CHECKPOINTED, call, ((tensor, True) for tensor in _tensors(result)))
     plain = tuple((argument.name, _plain(argument)) for argument in arguments)
