@@ -200,7 +200,8 @@ class _OperationRecord(TorchDispatchMode):
 
 
 class _SwitchedOffRecord(_OperationRecord):
-    """Notes whether anything writes into the memory of what a dropout returns, other than into the tensor itself.
+    """Knows which operations are read, and whether anything writes into the memory of what a dropout returns, other
+    than into the tensor itself.
 
     A dropout that is switched off returns its argument: a write into one of the two is a write into the other. A write
     into the tensor itself is seen in what it is computed from; one into a view of it is not.
@@ -210,17 +211,52 @@ class _SwitchedOffRecord(_OperationRecord):
         super().__init__(names)
         self.is_written = False
         self._returned: dict[object, torch.Tensor] = {}  # holds them: their memory stays theirs
+        self._sources: list[set[int]] = []  # of each operation, the operations whose results it reads
+        self._producers: dict[int, tuple[torch.Tensor, set[int]]] = {}  # holds them: an id stays its own
+        self._effects: set[int] = set()
 
     def add_returned(self, tensor: torch.Tensor) -> None:
         """Note what a dropout returns."""
         self._returned[storage_identity(tensor)] = tensor
 
+    def live_operations(self, results: Any) -> Operations:
+        """The operations that write, draw random numbers, or compute what a model returns, and what it returns."""
+        live, waiting = set[int](), [*self._effects, *self._producers_of(results)]
+        while waiting:
+            number = waiting.pop()
+            if number not in live:
+                live.add(number)
+                waiting += self._sources[number]
+        described = self._described(plain_containers(results))
+        return [*(self.operations[number] for number in sorted(live)), ("return", described)]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in CALLS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if self._returned and is_mutable(func):
             for argument, value in zip(schema_arguments(func), args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
                     self.is_written |= self._returned.get(storage_identity(value), value) is not value
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        sources, number = self._producers_of((args, kwargs)), len(self.operations)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        is_listed = len(self.operations) > number
+        if is_listed:
+            self._sources.append(sources)
+            if is_mutable(func) or torch.Tag.nondeterministic_seeded in func.tags:
+                self._effects.add(number)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._producers[id(leaf)] = leaf, {number} if is_listed else sources
+        return result
+
+    def _producers_of(self, values: Any) -> set[int]:
+        """The operations whose results are among some values."""
+        return {
+            number
+            for leaf in pytree.tree_leaves(values)
+            if isinstance(leaf, torch.Tensor) and id(leaf) in self._producers
+            for number in self._producers[id(leaf)][1]
+        }
 
 
 class OriginRecord(_OperationRecord):
@@ -290,7 +326,8 @@ def is_switched_off_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwarg
     dropout or a batch norm, and layers of ``torch.nn``; False also if a mode cannot be run.
 
     The model is run in training mode with all of these switched off, and in evaluation mode. Both must run the same
-    operations on the same arguments, and evaluation mode must switch off every flag itself.
+    operations on the same arguments, but for those that nothing reads, and evaluation mode must switch off every flag
+    itself.
 
     The model is left as it was.
     """
@@ -309,7 +346,8 @@ def is_switched_off_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwarg
 def _switched_off_operations(
     model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool
 ) -> tuple[Operations, bool]:
-    """What a model runs if all flags are off, and whether one is on, or what that changes is more than its operations.
+    """What a model runs if all flags are off, without what nothing reads; and whether a flag is on, or to switch it off
+    changes more than the operations.
 
     Args:
         copies: whether a dropout returns a copy, as in training mode, where a write changes its result alone.
@@ -319,8 +357,7 @@ def _switched_off_operations(
         _FlagsOff(record, copies) as flags,
     ):
         results = model(*fake_args, **fake_kwargs)
-    record.add_results(results)
-    return record.operations, flags.is_on or record.is_written
+    return record.live_operations(results), flags.is_on or record.is_written
 
 
 class _FlagsOff(TorchFunctionMode):
