@@ -9,6 +9,9 @@ from torch import fx
 
 from pipegraph.torch_private.operators import OpOverload, operator_name
 
+MODE_ARGUMENTS = ("train", "training", "dropout_p")
+"""Arguments of operators that say the mode, or follow it: the source writes ``self.training`` for them."""
+
 
 class View(Enum):
     """How a view arranges all elements of its first argument; its other arguments are numbers."""

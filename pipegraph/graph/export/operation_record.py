@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -31,12 +31,13 @@ from pipegraph.graph.export.isolation import (
     refusals_not_logged,
 )
 from pipegraph.graph.export.kept_sizes import CALLS
-from pipegraph.graph.model_structure import modes_of
-from pipegraph.graph.operators import operator_of_target
+from pipegraph.graph.model_structure import follows_mode, modes_of
+from pipegraph.graph.operators import MODE_ARGUMENTS, operator_of_target
 from pipegraph.torch_private.export import autograd_functions_wrapped, exporting
 from pipegraph.torch_private.fake_tensors import TorchDispatchMode, values_of
 from pipegraph.torch_private.operators import is_mutable, schema_arguments
 from pipegraph.torch_private.pytrees import pytree
+from pipegraph.torch_private.tensors import storage_identity
 
 Operations = list[Any]
 """(operator, arguments) of each operation. For a tensor stand its shape, its dtype, and a number that two tensors share
@@ -60,16 +61,10 @@ def operations_of_model(
 
     Raises whatever the model raises on tensors without values.
     """
-    with without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
-        for module, training in mode.items():
-            module.training = training
-        with (
-            autograd_functions_wrapped(apply_by_operator),  # as the program has them
-            _OperationRecord(_names(model, (fake_args, fake_kwargs))) as record,
-        ):
-            results = model(*fake_args, **fake_kwargs)
-        if with_results:
-            record.add_results(results)
+    with _recording(model, mode, args, kwargs, _OperationRecord) as (record, fake_args, fake_kwargs):
+        results = model(*fake_args, **fake_kwargs)
+    if with_results:
+        record.add_results(results)
     return record.operations
 
 
@@ -95,6 +90,28 @@ def operations_of_program(
         with _OperationRecord(_names(model, leaves)) as record:
             fx.Interpreter(program.graph_module).run(*values)
     return record.operations
+
+
+_Record = TypeVar("_Record", bound="_OperationRecord")
+
+
+@contextmanager
+def _recording(
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record_type: Callable[[Sequence[tuple[torch.Tensor, object]]], _Record],
+) -> Iterator[tuple[_Record, tuple[Any, ...], dict[str, Any]]]:
+    """Record the operations of a model in a mode. Yield the record, and the inputs to run it on."""
+    with without_memory(model, args, kwargs) as (fake_args, fake_kwargs):
+        for module, training in mode.items():
+            module.training = training
+        with (
+            autograd_functions_wrapped(apply_by_operator),  # as the program has them
+            record_type(_names(model, (fake_args, fake_kwargs))) as record,
+        ):
+            yield record, fake_args, fake_kwargs
 
 
 @contextmanager
@@ -182,6 +199,66 @@ class _OperationRecord(TorchDispatchMode):
         return self._origins[id(tensor)][1]
 
 
+class _SwitchedOffRecord(_OperationRecord):
+    """Knows which operations are read, and whether anything writes into the memory of what a dropout returns, other
+    than into the tensor itself.
+
+    A dropout that is switched off returns its argument: a write into one of the two is a write into the other. A write
+    into the tensor itself is seen in what it is computed from; one into a view of it is not.
+    """
+
+    def __init__(self, names: Sequence[tuple[torch.Tensor, object]]) -> None:
+        super().__init__(names)
+        self.is_written = False
+        self._returned: dict[object, torch.Tensor] = {}  # holds them: their memory stays theirs
+        self._sources: list[set[int]] = []  # of each operation, the operations whose results it reads
+        self._producers: dict[int, tuple[torch.Tensor, set[int]]] = {}  # holds them: an id stays its own
+        self._effects: set[int] = set()
+
+    def add_returned(self, tensor: torch.Tensor) -> None:
+        """Note what a dropout returns."""
+        self._returned[storage_identity(tensor)] = tensor
+
+    def live_operations(self, results: Any) -> Operations:
+        """The operations that write, draw random numbers, or compute what a model returns, and what it returns."""
+        live, waiting = set[int](), [*self._effects, *self._producers_of(results)]
+        while waiting:
+            number = waiting.pop()
+            if number not in live:
+                live.add(number)
+                waiting += self._sources[number]
+        described = self._described(plain_containers(results))
+        return [*(self.operations[number] for number in sorted(live)), ("return", described)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in CALLS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._returned and is_mutable(func):
+            for argument, value in zip(schema_arguments(func), args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+                    self.is_written |= self._returned.get(storage_identity(value), value) is not value
+        sources, number = self._producers_of((args, kwargs)), len(self.operations)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        is_listed = len(self.operations) > number
+        if is_listed:
+            self._sources.append(sources)
+            if is_mutable(func) or torch.Tag.nondeterministic_seeded in func.tags:
+                self._effects.add(number)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._producers[id(leaf)] = leaf, {number} if is_listed else sources
+        return result
+
+    def _producers_of(self, values: Any) -> set[int]:
+        """The operations whose results are among some values."""
+        return {
+            number
+            for leaf in pytree.tree_leaves(values)
+            if isinstance(leaf, torch.Tensor) and id(leaf) in self._producers
+            for number in self._producers[id(leaf)][1]
+        }
+
+
 class OriginRecord(_OperationRecord):
     """Knows how each tensor was computed, also in an earlier run of the model.
 
@@ -242,6 +319,106 @@ def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     except Exception:  # whatever the model raises on tensors without values
         return False
     return training == evaluation
+
+
+def is_switched_off_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether evaluation mode only switches off what a flag of a function of torch switches off, such as a
+    dropout or a batch norm, and layers of ``torch.nn``; False also if a mode cannot be run.
+
+    The model is run in training mode with all of these switched off, and in evaluation mode. Both must run the same
+    operations on the same arguments, but for those that nothing reads, and evaluation mode must switch off every flag
+    itself.
+
+    The model is left as it was.
+    """
+    modes = modes_of(model)
+    layers = [module for module in model.modules() if all(map(follows_mode, module.modules()))]
+    training = {**modes.training, **{layer: modes.evaluation[layer] for layer in layers}}
+    try:
+        with generators_restored() as are_used:
+            switched_off = _switched_off_operations(model, training, args, kwargs, copies=True)[0]
+            evaluation, is_on = _switched_off_operations(model, modes.evaluation, args, kwargs, copies=False)
+            return not is_on and not are_used() and switched_off == evaluation
+    except Exception:  # whatever the model raises on tensors without values
+        return False
+
+
+def _switched_off_operations(
+    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool
+) -> tuple[Operations, bool]:
+    """What a model runs if all flags are off, without what nothing reads; and whether a flag is on, or to switch it off
+    changes more than the operations.
+
+    Args:
+        copies: whether a dropout returns a copy, as in training mode, where a write changes its result alone.
+    """
+    with (
+        _recording(model, mode, args, kwargs, _SwitchedOffRecord) as (record, fake_args, fake_kwargs),
+        _FlagsOff(record, copies) as flags,
+    ):
+        results = model(*fake_args, **fake_kwargs)
+    return record.live_operations(results), flags.is_on or record.is_written
+
+
+class _FlagsOff(TorchFunctionMode):
+    """Switches off the flags with which functions of torch do as in training mode.
+
+    Attributes:
+        is_on: whether one of them was on.
+    """
+
+    def __init__(self, record: _SwitchedOffRecord, copies: bool) -> None:
+        super().__init__()
+        self.is_on = False
+        self._record, self._copies = record, copies
+        self._flags: dict[Any, _Flag | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._flags:
+            self._flags[func] = _flag_of(func)
+        flag = self._flags[func]
+        if flag is None:
+            return func(*args, **(kwargs or {}))
+        arguments = {**dict(zip(flag.parameters, args, strict=False)), **(kwargs or {})}
+        self.is_on |= bool(arguments.get(flag.name, flag.default))
+        result = func(**{**arguments, flag.name: type(flag.default)()})
+        source = arguments.get("input")
+        if source is None or not isinstance(result, torch.Tensor):
+            return result
+        if storage_identity(result) == storage_identity(source):
+            writes = func.__name__.endswith("_") or arguments.get("inplace", False)
+            if self._copies and not writes:
+                result = torch.ops.aten.lift_fresh_copy(result)  # which the record does not list
+            self._record.add_returned(result)
+        return result
+
+
+class _Flag(NamedTuple):
+    """The parameter of a function of torch that says whether it does as in training mode."""
+
+    name: str
+    default: bool | float
+    parameters: tuple[str, ...]
+
+
+def _flag_of(func: Any) -> _Flag | None:
+    """The flag of a function of ``torch.nn.functional``, or of an operator under its public name."""
+    name = getattr(func, "__name__", "")
+    if getattr(func, "__module__", "") == "torch.nn.functional" and inspect.isfunction(func):
+        defaults = {parameter.name: parameter.default for parameter in inspect.signature(func).parameters.values()}
+    elif inspect.isbuiltin(func) and (operator := getattr(torch.ops.aten, name, None)) is not None:
+        if "default" not in operator.overloads():
+            return None
+        arguments = schema_arguments(operator.default)
+        names = ("input" if argument.name == "self" else argument.name for argument in arguments)
+        defaults = {name: argument.default_value for name, argument in zip(names, arguments, strict=True)}
+    else:
+        return None
+    flag = next((flag for flag in MODE_ARGUMENTS if flag in defaults), None)
+    if flag is None:
+        return None
+    off: bool | float = 0.0 if flag == "dropout_p" else False
+    return _Flag(flag, defaults[flag] if isinstance(defaults[flag], (bool, float)) else off, tuple(defaults))
 
 
 def device_branch(

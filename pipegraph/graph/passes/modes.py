@@ -29,7 +29,7 @@ from pipegraph.graph.mode_differences import (
 )
 from pipegraph.graph.model_structure import follows_mode, mentions_mode
 from pipegraph.graph.nodes import SIZES, any_layout, arguments_of, path_of, shape_of, source_line
-from pipegraph.graph.operators import operator_of
+from pipegraph.graph.operators import MODE_ARGUMENTS, operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.torch_private.export import call_name
 from pipegraph.torch_private.modules import has_forward_hooks
@@ -41,9 +41,6 @@ from pipegraph.torch_private.pytrees import pytree
 
 
 _Item = fx.Node | CallTree
-
-# Arguments that say the mode, or follow it: the source writes ``self.training`` for them.
-_FOLLOWS_MODE = ("train", "training", "dropout_p")
 
 
 class ModeComparison:
@@ -269,7 +266,7 @@ def _does_something(item: _Item) -> bool:
 def _drops_or_trains(node: fx.Node) -> bool:
     """Return whether an operation drops values, or computes statistics, as in training mode."""
     named = arguments_of(node) if isinstance(node.target, OpOverload) else {}
-    return any(bool(named.get(name)) for name in _FOLLOWS_MODE)
+    return any(bool(named.get(name)) for name in MODE_ARGUMENTS)
 
 
 def _key(item: _Item) -> object:
@@ -282,7 +279,7 @@ def _key(item: _Item) -> object:
 def _plain_arguments(node: fx.Node) -> Any:
     """The arguments of an operation that are no values, without those that follow the mode."""
     named = arguments_of(node) if isinstance(node.target, OpOverload) else dict(enumerate(node.args))
-    arguments = {name: value for name, value in named.items() if name not in _FOLLOWS_MODE}
+    arguments = {name: value for name, value in named.items() if name not in MODE_ARGUMENTS}
     if any_layout(node) is aten.reshape.default:  # a view in one mode may be a reshape in the other
         arguments.pop("size", None)
         arguments.pop("shape", None)
@@ -310,7 +307,7 @@ aten = torch.ops.aten
 
 def may_differ_by_mode(graph: fx.Graph, modules: Mapping[str, ModuleEntry]) -> bool:
     """Return whether the model could do something in evaluation mode that its graph in training mode does not show."""
-    drops = (operator_of(node).dropout or _attention_dropout(node) for node in _own_operations(graph, modules))
+    drops = (operator_of(node).dropout or _drops_or_trains(node) for node in _own_operations(graph, modules))
     hooked = (has_forward_hooks(entry.module) for entry in modules.values())  # as spectral_norm does
     return any(drops) or any(hooked) or any(map(mentions_mode, {type(entry.module) for entry in modules.values()}))
 
@@ -396,11 +393,6 @@ def _in_torch_module(node: fx.Node, modules: Mapping[str, ModuleEntry]) -> bool:
     path = path_of(node)
     owner = modules.get(path[-1][1]) if path else None
     return owner is not None and follows_mode(owner.module)
-
-
-def _attention_dropout(node: fx.Node) -> bool:
-    attention = node.target is aten.scaled_dot_product_attention.default
-    return attention and bool(arguments_of(node).get("dropout_p", 0.0))
 
 
 def merge_modes(graph: fx.Graph, evaluation: fx.Graph, modules: Mapping[str, ModuleEntry]) -> None:
