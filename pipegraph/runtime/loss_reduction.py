@@ -36,14 +36,18 @@ class LossReduction:
         sums: whether the losses of microbatches are added up and divided by nothing.
         weight_of: how many items of a microbatch count; None if its rows do.
         over: one of `LOSS_OVER`.
+        broadcast: whether every rank gets the loss of a step.
     """
 
     sums: bool = False
     weight_of: LossWeight | None = None
     over: str = "rows"
+    broadcast: bool = True
 
     @classmethod
-    def from_arguments(cls, reduction: object, weight_of: LossWeight | None, over: object = "rows") -> LossReduction:
+    def from_arguments(
+        cls, reduction: object, weight_of: LossWeight | None, over: object = "rows", broadcast: object = True
+    ) -> LossReduction:
         """The reduction that the arguments of a pipeline ask for. Raises ArgumentError."""
         if reduction not in LOSS_REDUCTIONS:
             raise ArgumentError(
@@ -71,7 +75,8 @@ class LossReduction:
                 f"{'loss_weight' if weight_of is not None else 'loss_reduction'} asks for.",
                 "one of the two.",
             )
-        return cls(reduction == "sum", weight_of, str(over))
+        require_type(broadcast, bool, "broadcast_loss is True or False", "broadcast_loss=True")
+        return cls(reduction == "sum", weight_of, str(over), bool(broadcast))
 
     def weigh(self, targets: Sequence[Any]) -> float:
         """Return the number of items that count in microbatches. Raises BatchError for an invalid number of items."""

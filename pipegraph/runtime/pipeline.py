@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +149,8 @@ class Pipeline:
         pad_to: name of a size → a multiple that it is rounded up to, so that static kernels serve more lengths: inputs
             end in zeros, labels in -100, and outputs keep the padded length. The model must not let padding change
             other positions: it is causal, or has a mask among its inputs, which is padded with zeros, too.
+        broadcast_loss: whether the rank of the last stage broadcasts the loss of each step, so that ``result.loss`` is
+            the same number on every rank. Without it other ranks have None.
 
     Attributes:
         last_sizes: the sizes of the last step, on every rank; None before the first.
@@ -186,8 +189,9 @@ class Pipeline:
         check_inputs: bool = True,
         pad_to: Mapping[str, int] | None = None,
         loss_over: str = "rows",
+        broadcast_loss: bool = True,
     ) -> None:
-        reduction = LossReduction.from_arguments(loss_reduction, loss_weight, loss_over)
+        reduction = LossReduction.from_arguments(loss_reduction, loss_weight, loss_over, broadcast_loss)
         self.kernels = kernels if isinstance(kernels, str) else "custom"
         self._observers = ObserverList()
         self.last_sizes: StepSizes | None = None
@@ -247,7 +251,56 @@ class Pipeline:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise PipegraphError(
             "a Pipeline cannot be copied or pickled: it holds kernels, and connections to other processes.",
-            "state_dict() for its weights, save() for a checkpoint, or another Pipeline of the same package.",
+            "state_dict() for its weights, save() for a checkpoint, or another Pipeline of the same package: "
+            "Pipeline(pipe.package, pipe.schedule, …).",
+        )
+
+    # ---- like a model ------------------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether the stages of this process are in training mode."""
+        return all(stage.training for stage in self.stages.values())
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the stages of this process to training mode, or to evaluation mode. Not collective: every rank has to
+        call it."""
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of this rank's parameters, as `torch.nn.Module.zero_grad` does."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.detach().zero_()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let this rank's parameters require gradients, or freeze them. Stages are traced again."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the pipeline if it has this device already; otherwise raise PipegraphError, because kernels and
+        connections belong to one device and one dtype."""
+        requested = [*args, *kwargs.values()]
+        devices = [torch.device(value) for value in requested if isinstance(value, str | torch.device)]
+        is_there = all(device in (self.device, torch.device(self.device.type)) for device in devices)
+        if is_there and all(isinstance(value, str | torch.device | bool | torch.memory_format) for value in requested):
+            return self
+        raise PipegraphError(
+            f"a Pipeline stays on the device and in the dtype that it was made with ({self.device}).",
+            'Pipeline(…, device="cuda") or Pipeline(…, precision="bf16").',
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipegraphError(
+            "a Pipeline is not called: a step runs forward and backward of its microbatches together.",
+            "result = pipe.step(inputs, target=labels), which trains; pipe.evaluate(inputs, target=labels) for the "
+            "loss; or outputs = pipe.eval(inputs).",
         )
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -318,7 +371,7 @@ class Pipeline:
 
             loss = pipe.evaluate(tokens, target=labels).loss
 
-        Modules stay in the mode they are in: `pipe.stages[0].eval()` sets it. The rest is as for `step`.
+        Modules stay in the mode they are in: `pipe.eval()` and `pipe.train()` set it. The rest is as for `step`.
 
         Args:
             target: the second argument of `loss_fn`. If it is left out, no loss is computed; for a `loss_fn` that needs
@@ -329,7 +382,13 @@ class Pipeline:
         return self._run(args, kwargs, request)[0]
 
     def eval(self, *args: Any, microbatches: int | None = None, **kwargs: Any) -> Any:
-        """`evaluate` without a loss. Return the model's outputs on the rank of the last stage, else None."""
+        """Without arguments, switch the stages of this process to evaluation mode, and return the pipeline.
+
+        With a model's arguments, run `evaluate` without a loss, in the mode that the stages are in. Return the model's
+        outputs on the rank of the last stage, else None.
+        """
+        if not args and not kwargs:
+            return self.train(False)
         return self.evaluate(*args, return_outputs=True, microbatches=microbatches, **kwargs).outputs
 
     @property
@@ -375,7 +434,7 @@ class Pipeline:
             loss, metrics = self._runner.reduced(inputs, results)
         losses = results.loss_by_microbatch() if request.return_losses else None
         outputs = self._runner.joined(inputs, results) if request.return_outputs else None
-        weight = None if loss is None else inputs.scale.divisor
+        weight = None if loss is None or math.isnan(inputs.scale.divisor) else inputs.scale.divisor
         return StepResult(loss, losses, outputs, metrics, weight), inputs.batch.sizes
 
     # ---- kernels -----------------------------------------------------------------------------------------------------

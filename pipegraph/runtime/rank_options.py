@@ -36,6 +36,7 @@ def check_options(
         "precision": options.precision,
         "loss_reduction": "sum" if reduction.sums else "mean",
         "loss_over": reduction.over,
+        "broadcast_loss": reduction.broadcast,
         "tp_plan": options.tp_plan,
         "fsdp": options.fsdp,
         "resident": options.resident,

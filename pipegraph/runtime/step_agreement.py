@@ -390,11 +390,13 @@ class AgreedStep:
         tables: the sizes of each microbatch of this rank's pipeline.
         rows: of the batches of all data-parallel ranks; their microbatches, if the model fixes the rows.
         weight: the number of items that count there; None if it is not needed, or a rank does not know it yet.
+        has_loss: whether the last stage computes a loss.
     """
 
     tables: Sequence[Mapping[str, int]]
     rows: float
     weight: float | None
+    has_loss: bool
 
 
 @dataclass(frozen=True)
@@ -458,7 +460,7 @@ class StepAgreement:
             if step.trains:
                 check_training([pending.record])
             self._check_known(step.tables)
-            return AgreedStep(step.tables, _rows(step.tables), step.weight)
+            return AgreedStep(step.tables, _rows(step.tables), step.weight, bool(step.loss))
         records = self._records(pending)
         check_calls(records, world.grid)
         by_pipeline = agreed_tables(records, world.grid, self._layout, self._min_rows)
@@ -471,7 +473,8 @@ class StepAgreement:
         tables = by_pipeline[world.grid.line(world.rank, *SAME_BATCH)]
         self._check_known(tables)
         rows = math.fsum(map(_rows, by_pipeline.values()))
-        return AgreedStep(tables, rows, _total_weight([records[rank] for rank in world.grid.line(world.rank, *DATA)]))
+        with_loss = [records[rank] for rank in world.grid.line(self._context.placement[self._context.last], *DATA)]
+        return AgreedStep(tables, rows, _total_weight(with_loss), bool(with_loss[0].loss))
 
     def total_weight(self, weight: float) -> float:
         """The sum of a weight over all data-parallel ranks, if `finish` did not know it. Collective for them."""

@@ -39,12 +39,12 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step on the rank of the last stage. On other ranks everything is None.
+    """The result of a step. On ranks without the last stage everything but the loss and its weight is None.
 
     Attributes:
         loss: the mean over microbatches, each weighed by its rows, with loss_reduction="sum" their sum, or with
-            loss_weight their sum over what counts, in a mesh over all data-parallel ranks; None without a loss
-            function.
+            loss_weight their sum over what counts, in a mesh over all data-parallel ranks: the same number on every
+            rank, or with broadcast_loss=False on those of the last stage alone. None without a loss function.
         losses: one number for each microbatch of this rank's share of the batch, if asked for.
         outputs: the model's outputs for this share, if asked for: joined along their rows, or a list with one for each
             microbatch if their lengths differ; without rows as they are if all are equal, else their mean over rows.

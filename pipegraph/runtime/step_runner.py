@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pipegraph.runtime.gradient_reduction import GradientReduction, copied_param
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
 from pipegraph.runtime.kernel_makers import make_kernels, packed_loss
+from pipegraph.runtime.loss_broadcast import LossBroadcast
 from pipegraph.runtime.loss_check import BatchLoss, LossCheck, require_forwards_first
 from pipegraph.runtime.loss_reduction import LossReduction, LossScale
 from pipegraph.runtime.measurements import CollectiveObserver, CollectiveTimer, Observer, ObserverList
@@ -323,6 +325,7 @@ class StepRunner:
         )
         self._data_ranks: Group | None = None
         self._losses = StepLosses(context)
+        self._broadcast: LossBroadcast | None = None
         self._input_gradients = InputGradients(context)
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (context.device.type == "cpu" or world.uses_nccl)
@@ -347,6 +350,8 @@ class StepRunner:
             context.guard.watch(lambda: world.close(abort=True))
         if world:
             share_infinities(context.loss_fn, world, context.guard, owner=self)
+        if world and context.reduction.broadcast:
+            self._broadcast = LossBroadcast(context)
 
     def run(
         self,
@@ -365,7 +370,7 @@ class StepRunner:
         trains = step.trains
         self._parameter_checks.before_step(trains)
         input_gradients = self._input_gradients.begin(args, kwargs, trains)
-        batch, scale = self._agree(step, microbatches, request)
+        batch, scale, has_loss = self._agree(step, microbatches, request)
         if trains:
             self._gradient_checks.before_step()
         self.transport.start()
@@ -377,7 +382,7 @@ class StepRunner:
             executor.observer, executor.input_gradients = observer, input_gradients
         results = StepOutputs()
         dtypes = self._boundaries.under_autocast(self._distributed)
-        inputs = StepInputs(batch, scale, request.with_loss, request.return_outputs, dtypes)
+        inputs = StepInputs(batch, scale, has_loss, request.return_outputs, dtypes)
         for executor in executors:
             self._losses.prepare(executor, inputs, trains)
         with self._hooks.during_step(stages) if trains else nullcontext():
@@ -433,8 +438,9 @@ class StepRunner:
 
     def _agree(
         self, step: LocalStep, microbatches: Microbatches | None, request: StepRequest
-    ) -> tuple[Microbatches, LossScale]:
-        """Agree with all ranks on the microbatches of a step, and on the weight of its loss. Collective."""
+    ) -> tuple[Microbatches, LossScale, bool]:
+        """Agree with all ranks on the microbatches of a step, the weight of its loss, and whether it has one.
+        Collective."""
         pending = self._agreement.start(step)
         try:
             microbatches = microbatches or self._cut(step)  # while the records are on their way
@@ -450,15 +456,24 @@ class StepRunner:
         if step.needs_weight:
             local = self._reduction.weigh(microbatches.targets) if step.weight is None else step.weight
             total = self._agreement.total_weight(local) if agreement.weight is None else agreement.weight
+        elif self._context.reduction.weight_of is not None:
+            total = math.nan if agreement.weight is None else agreement.weight  # known to the last stage alone
         divisor, replicas = request.weight or total, self._context.replicas.count(self._context.last)
         scale = LossScale(microbatches.sizes, self._reduction, step.needs_weight, local, total, divisor, replicas)
-        return microbatches, scale
+        return microbatches, scale, agreement.has_loss
 
     def reduced(self, inputs: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
         """The loss and the metrics of a step, of the batch of all data-parallel ranks; None without a loss here.
 
-        Collective over the data-parallel ranks that have a loss.
+        Collective, if the step has a loss.
         """
+        loss, metrics = self._reduced_here(inputs, results)
+        if inputs.with_loss and self._broadcast is not None:
+            loss = self._broadcast.share(loss)
+        return loss, metrics
+
+    def _reduced_here(self, inputs: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:
+        """The same of the rank of the last stage. Collective over the data-parallel ranks that have a loss."""
         losses, metrics = results.loss_by_microbatch(), results.metrics_by_microbatch()
         if losses is None or metrics is None:
             return None, None

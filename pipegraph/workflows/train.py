@@ -601,7 +601,7 @@ class Training:
         self.done += 1
         if self._profile is not None:
             self._profile.step(result)
-        if result.loss is None or not self._prints:
+        if result.loss is None or not self.knows_loss:
             return None
         return TrainingStep(
             self.done - 1,
@@ -637,7 +637,7 @@ class Training:
         if not results:
             raise SourceError(f"{data.named} has no batch.", "one or more for every data-parallel rank.")
         losses = [(float(result.loss), result.weight or 0.0) for result in results if result.loss is not None]
-        if losses and self._prints:
+        if losses and self.knows_loss:
             weight = math.fsum(weight for _, weight in losses)
             loss = math.fsum(loss * weight for loss, weight in losses) / weight
             yield self._logged(Evaluation(self.done - 1, loss))

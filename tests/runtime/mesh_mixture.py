@@ -247,8 +247,7 @@ def train(
         result, scale = pipe.step(tokens[local_rows], target=target[local_rows]), scaler.get_scale()
         value = loss(model(tokens), target)
         value.backward()
-        if result.loss is not None:
-            near(result.loss / scale, value.detach(), "loss")
+        near(result.loss / scale, value.detach(), "loss")
         if number == INFINITE and rank == failing:
             local(next(weight for weight in pipe.parameters() if weight.grad is not None).grad).fill_(torch.inf)
         scaler.unscale_(pipe_adam)

@@ -95,8 +95,7 @@ def train(
         result = pipe.step(input_ids=tokens[local_rows], target=target[local_rows])
         value = loss(model(input_ids=tokens), target)
         value.backward()
-        if result.loss is not None:
-            near(result.loss, value.detach(), "loss")
+        near(result.loss, value.detach(), "loss")
         for parameter_name, parameter in pipe.named_parameters():
             near(full_tensor(parameter.grad), parameters[parameter_name].grad, parameter_name)
         near(pipe.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(model.parameters(), 1.0), "norm")

@@ -217,7 +217,7 @@ def halved(rank: int, folder: str, converting: list[int]) -> str:
     (inputs,) = (tensor.bfloat16() for tensor in batch(pipe.package.manifest, 2).values())
     result = pipe.step(inputs, target=torch.zeros(len(inputs), dtype=torch.bfloat16))
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.bfloat16 for parameter in pipe.parameters())
-    return "" if result.loss is None else f"{result.loss.item():.4f}"
+    return f"{result.loss.item():.4f}"
 
 
 def build(rank: int, folder: str, schedules: list[str], missing_on: int | None = None) -> None:
@@ -234,7 +234,8 @@ def groups(rank: int, folder: str) -> str:
     pipe = pipeline(package, microbatches=2, loss_fn=loss, group=pairs[rank // 2])
     inputs, _ = arguments(package, batch(package.manifest, 2))
     result = pipe.step(*inputs, target=torch.zeros(4))
-    assert (result.loss is not None) == (rank % 2 == 1)
+    assert result.loss is not None
+    assert (result.metrics is None) == (rank % 2 == 0)
     dist.barrier()
     return "done"
 

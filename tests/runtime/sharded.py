@@ -145,8 +145,7 @@ def _assert_trained(pipe: Pipeline, reference: Reference) -> None:
             result = pipe.step(*args, target=target)
             expected = loss(reference(inputs), target)
             expected.backward()
-            if result.loss is not None:
-                assert_close(result.loss, expected.detach(), rtol=1e-5, atol=1e-6)
+            assert_close(result.loss, expected.detach(), rtol=1e-5, atol=1e-6)
         for name, parameter in pipe.named_parameters():
             gradient: Tensor = parameter.grad
             assert type(gradient) is (DTensor if isinstance(parameter, DTensor) else Tensor)

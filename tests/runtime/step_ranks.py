@@ -35,7 +35,8 @@ def metrics(rank: int | None, folder: str, schedule: str = "1f1b", kernels: str 
         parts = [len(part) for part in torch.arange(rows).tensor_split(min(MICROBATCHES, rows))]
         cut = zip(output.detach().split(parts), target.split(parts), parts, strict=True)
         weighted_metrics = [(judged(*pair)[1], share / rows) for *pair, share in cut]
-        if rank is None or result.loss is not None:
+        assert result.loss is not None
+        if rank is None or len(pipe.package.manifest.stages) - 1 in pipe.stages:
             assert list(result.metrics) == list(weighted_metrics[0][0])
             for name, metric in result.metrics.items():
                 assert_close(metric, sum(weight * part_metrics[name] for part_metrics, weight in weighted_metrics))
@@ -68,8 +69,8 @@ def sums(rank: int | None, folder: str, schedule: str, kernels: str = "eager") -
         loss, metrics = summed(model(*x), target)
         loss.backward()
         result = pipe.step(*x, target=target, return_losses=True)
-        if rank is None or result.loss is not None:
-            assert_close(result.loss, loss.detach())
+        assert_close(result.loss, loss.detach())
+        if rank is None or len(pipe.package.manifest.stages) - 1 in pipe.stages:
             assert_close(result.losses.sum(), result.loss)
             assert result.metrics == metrics
         _assert_gradients(pipe, model)
@@ -91,16 +92,22 @@ def evaluation(rank: int | None, folder: str, schedule: str, kernels: str = "eag
         assert pipe.evaluate(*x, target=target).outputs is None
         assert all(map(torch.equal, gradients, (parameter.grad for parameter in pipe.parameters())))
         if rank is not None:
-            assert (outcome.loss is None) == (len(pipe.package.manifest.stages) - 1 not in pipe.stages)
+            assert (outcome.metrics is None) == (len(pipe.package.manifest.stages) - 1 not in pipe.stages)
     return "equal"
 
 
 def loss_on_the_last_rank(rank: int, folder: str) -> str:
+    """Every rank gets the loss, to the last digit, or without its broadcast the last rank alone."""
     pipe = pipeline(folder, microbatches=2, loss_fn=judged if rank == 1 else None)
     x = torch.ones(4, 8)
     for call in (pipe.step, pipe.evaluate):
         result = call(x, target=x)
-        assert (result.loss is None) == (result.metrics is None) == (rank == 0)
+        assert result.loss.dtype == torch.float32
+        assert (result.metrics is None) == (rank == 0)
+        assert len({row[0] for row in pipe.gather([float(result.loss)])}) == 1
+        assert pipe.eval(x) is None or rank == 1
+    alone = pipeline(folder, microbatches=2, loss_fn=judged if rank == 1 else None, broadcast_loss=False)
+    assert (alone.step(x, target=x).loss is None) == (rank == 0)
     return "done"
 
 

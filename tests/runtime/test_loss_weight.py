@@ -116,8 +116,7 @@ def in_ranks(rank: int, folder: str, shape: meshes.Shape, rows: tuple[int, ...])
     loss, _ = summed(model({"tokens": tokens}), labels)
     (loss / counted(labels)).backward()
     assert_close(gradients(pipe), expected_gradients(model, pipe), rtol=1e-6, atol=1e-6)
-    if result.loss is not None:
-        assert_close(result.loss, (loss / counted(labels)).detach())
+    assert_close(result.loss, (loss / counted(labels)).detach())
     return "equal"
 
 
