@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -134,7 +135,7 @@ class _DtypeComparison:
 
     def _compare(self, node: fx.Node, twin: fx.Node) -> bool:
         leaves, form = pytree.tree_flatten((node.args, node.kwargs))
-        twin_leaves, twin_form = pytree.tree_flatten((twin.args, twin.kwargs))
+        twin_leaves, twin_form = pytree.tree_flatten((_twin_arguments(node, twin), twin.kwargs))
         if node.target is not twin.target and node.op == "call_function":
             # Another kernel: it takes the same tensors.
             twin_nodes = [leaf for leaf in twin_leaves if isinstance(leaf, fx.Node)]
@@ -315,6 +316,17 @@ def same_argument(node: fx.Node, argument: Any, twin: Any) -> bool:
     if isinstance(argument, float) and isinstance(twin, float):
         return True
     return bool(argument == twin) or (node.target is aten.slice.Tensor and {argument, twin} == {0, None})
+
+
+def _twin_arguments(node: fx.Node, twin: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a twin. A slice to the end says so, or leaves it out, as the node does."""
+    to_end = (sys.maxsize,)
+    if node.target is aten.slice.Tensor is twin.target:
+        if len(node.args) == 3 and twin.args[3:] == to_end:
+            return twin.args[:3]
+        if len(twin.args) == 3 and node.args[3:] == to_end:
+            return twin.args + to_end
+    return twin.args
 
 
 def _without_checks(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -114,13 +114,16 @@ class _Counts:
 
     def __init__(self, model: nn.Module, modes: Sequence[Mapping[nn.Module, bool]], example: Example) -> None:
         self._model, self._modes, self._example = model, modes, example
-        self._cache: dict[tuple[frozenset[InputDimension], int], Counts | None] = {}
+        self._cache: dict[tuple[frozenset[InputDimension], int | None], Counts | None] = {}
 
     def at(self, dimensions: frozenset[InputDimension], size: int) -> Counts | None:
         """The counts with inputs of this size in these dimensions; None if the model refuses them."""
-        key = dimensions, size
+        leaves = pytree.tree_leaves(self._example)
+        # The sizes of the example itself are the same for all dimensions.
+        resized = frozenset((position, dim) for position, dim in dimensions if leaves[position].shape[dim] != size)
+        key = resized, size if resized else None
         if key not in self._cache:
-            self._cache[key] = self._count(_resized(self._example, dimensions, size))
+            self._cache[key] = self._count(_resized(self._example, resized, size))
         return self._cache[key]
 
     def _count(self, example: Example) -> Counts | None:
@@ -185,12 +188,21 @@ def _lowest(counted: _Counts, dimensions: frozenset[InputDimension], size: int, 
 
 
 def _is_polynomial(counted: _Counts, dimensions: frozenset[InputDimension], sizes: Sequence[int]) -> bool:
-    counts = [counted.at(dimensions, size) for size in sizes]
-    valid_counts = [size_counts for size_counts in counts if size_counts is not None]
-    if len(valid_counts) < len(counts):
-        return False
-    keys = {key for size_counts in valid_counts for key in size_counts}
-    return all(_fits(sizes, [size_counts.get(key, 0) for size_counts in valid_counts]) for key in keys)
+    """Return whether all counts are polynomials of the size. The largest size takes longest, and comes last."""
+    counts: list[Counts] = []
+    for number, size in enumerate(sorted(sizes), 1):
+        size_counts = counted.at(dimensions, size)
+        if size_counts is None:
+            return False
+        counts.append(size_counts)
+        if number > _DEGREE + 1 and not _fit(sorted(sizes)[:number], counts):
+            return False
+    return True
+
+
+def _fit(sizes: Sequence[int], counts: Sequence[Counts]) -> bool:
+    keys = {key for size_counts in counts for key in size_counts}
+    return all(_fits(sizes, [size_counts.get(key, 0) for size_counts in counts]) for key in keys)
 
 
 def _fits(places: Sequence[int], values: Iterable[int]) -> bool:
