@@ -61,6 +61,7 @@ class Source:
         stages: a class for each stage.
         initial_values: the tables in ``weights.py``.
         has_checkpoint: whether a Hugging Face checkpoint may have the weights under other names, or in parts.
+        has_adapters: whether such a checkpoint lacks parameters of adapters.
         libraries: namespace of operators → the module that defines them.
     """
 
@@ -69,6 +70,7 @@ class Source:
     stages: tuple[ClassSource, ...]
     initial_values: InitialValues
     has_checkpoint: bool
+    has_adapters: bool
     libraries: Mapping[str, str]
 
     def files(self, model: str) -> dict[str, str]:
@@ -80,7 +82,9 @@ class Source:
         count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "one stage"
         place = "a Hugging Face checkpoint" if self.has_checkpoint else "another one"
         files = {
-            "__init__.py": render_init(self.stages, f"{model} in {count}, written by pipegraph {__version__}."),
+            "__init__.py": render_init(
+                self.stages, f"{model} in {count}, written by pipegraph {__version__}.", self.has_adapters
+            ),
             "blocks.py": render_blocks(
                 self.functions, self.blocks, f"The blocks that the stages of {model} share.", self.libraries
             ),
@@ -88,6 +92,7 @@ class Source:
                 f"Reads the tensors of a stage from this folder or from {place}, or initialises them.",
                 self.initial_values,
                 self.has_checkpoint,
+                self.has_adapters,
             ),
         }
         for index, stage in enumerate(self.stages):
@@ -130,12 +135,14 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     for function in reversed(blocks.functions):
         if function.name in called:
             called |= function.uses()
+    checkpoint = checkpoint_names(captured.modules[""].module)
     written = Source(
         tuple(function for function in blocks.functions if function.name in called),
         tuple(shared),
         tuple(stages),
         initial_values(captured, blocks.package_tensors),
-        bool(checkpoint_names(captured.modules[""].module)),
+        bool(checkpoint),
+        "adapters" in checkpoint,
         _libraries(captured),
     )
     names = _unique(plan.boundaries, source_names, set(captured.constants))

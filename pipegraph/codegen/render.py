@@ -98,21 +98,27 @@ def render_blocks(
     return _render("blocks.py.jinja", header=_docstring(header, 0), classes=texts, imports=imports, constants=constants)
 
 
-def render_init(stages: Sequence[ClassSource], header: str) -> str:
-    """Render ``__init__.py``."""
+def render_init(stages: Sequence[ClassSource], header: str, adapters: bool) -> str:
+    """Render ``__init__.py``.
+
+    Args:
+        adapters: whether a checkpoint may lack parameters of adapters.
+    """
     return _render(
         "init.py.jinja",
         header=_docstring(header, 0),
         stages=[stage.name for stage in stages],
         hooks=any(stage.hooks for stage in stages),
+        adapters=adapters,
     )
 
 
-def render_weights(header: str, values: InitialValues, checkpoint: bool) -> str:
+def render_weights(header: str, values: InitialValues, checkpoint: bool, adapters: bool) -> str:
     """Render ``weights.py``, with its tables of initial values.
 
     Args:
         checkpoint: whether a checkpoint may have the weights under other names, or in parts.
+        adapters: whether a checkpoint may lack parameters of adapters.
     """
     return _render(
         "weights.py.jinja",
@@ -120,6 +126,7 @@ def render_weights(header: str, values: InitialValues, checkpoint: bool) -> str:
         initialisation=values.known_lines,
         guesses=values.guessed_lines,
         checkpoint=checkpoint,
+        adapters=adapters,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipegraph.graph.adapters import zero_parameters
 from pipegraph.graph.nodes import number_of
 from pipegraph.torch_private.modules import can_reset_parameters, initialise_of_transformers, reset_parameters
 from pipegraph.torch_private.tensors import storage_identity
@@ -98,10 +99,14 @@ def initialisation_of(model: nn.Module) -> dict[int, Initialisation]:
             if len(marked) < len(owners):
                 by_module |= _module_initialisation(model, module)
     initialisations: dict[int, Initialisation] = {}
+    zeros = zero_parameters(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             key = id(parameter)
-            values = marked.get(key) or by_module.get(key) or (None if _is_of_torch(module) else _constant(parameter))
+            by_adapter = Initialisation("zeros_") if key in zeros else None
+            values = marked.get(key) or by_adapter or by_module.get(key)
+            if values is None and not _is_of_torch(module):
+                values = _constant(parameter)
             if values is not None:
                 is_usual = values == usual.get(key) and owners[key] == 1
                 initialisations.setdefault(key, replace(values, is_usual=is_usual))

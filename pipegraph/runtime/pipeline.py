@@ -288,7 +288,10 @@ class Pipeline:
         connections belong to one device and one dtype."""
         requested = [*args, *kwargs.values()]
         devices = [torch.device(value) for value in requested if isinstance(value, str | torch.device)]
-        is_there = all(device in (self.device, torch.device(self.device.type)) for device in devices)
+        is_there = all(  # a launcher's rank may be called cpu:1, which is the same CPU
+            device.type == self.device.type and (device.type == "cpu" or device.index in (None, self.device.index))
+            for device in devices
+        )
         if is_there and all(isinstance(value, str | torch.device | bool | torch.memory_format) for value in requested):
             return self
         raise PipegraphError(
@@ -391,6 +394,20 @@ class Pipeline:
             return self.train(False)
         return self.evaluate(*args, return_outputs=True, microbatches=microbatches, **kwargs).outputs
 
+    def broadcast_outputs(self, outputs: Any) -> Any:
+        """Return the outputs of the last stage on every rank of this pipeline, for metrics that every rank computes.
+
+            logits = pipe.broadcast_outputs(pipe.eval(tokens))
+
+        Collective: every rank must call it, with what `eval` or a step returned there. Outputs are tensors, None and
+        plain values, in tuples, lists and dicts.
+        """
+        broadcast = self._runner.last_stage
+        if broadcast is None:
+            return outputs
+        with self._guard, lost_connections(None, "broadcast_outputs()"):
+            return broadcast.outputs(outputs)
+
     @property
     def schedule_with_collectives(self) -> Schedule:
         """The schedule with the collectives between ranks that share its stages; unchanged if no ranks share them."""
@@ -465,6 +482,11 @@ class Pipeline:
         """Where the ranks of the mesh are; without a mesh those of this pipeline."""
         world = self._context.world
         return single(self.schedule.ranks) if world is None else world.grid
+
+    @property
+    def loss_weight(self) -> LossWeight | None:
+        """The number of items that count in a target, as it was passed; None if the loss is a mean over rows."""
+        return self._context.reduction.weight_of
 
     @property
     def mesh_ranks(self) -> tuple[int, ...]:

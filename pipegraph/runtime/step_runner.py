@@ -21,7 +21,7 @@ from pipegraph.runtime.gradient_reduction import GradientReduction, copied_param
 from pipegraph.runtime.gradients import share_infinities
 from pipegraph.runtime.input_gradients import InputGradients
 from pipegraph.runtime.kernel_makers import make_kernels, packed_loss
-from pipegraph.runtime.loss_broadcast import LossBroadcast
+from pipegraph.runtime.last_stage import LastStageBroadcast
 from pipegraph.runtime.loss_check import BatchLoss, LossCheck, require_forwards_first
 from pipegraph.runtime.loss_reduction import LossReduction, LossScale
 from pipegraph.runtime.measurements import CollectiveObserver, CollectiveTimer, Observer, ObserverList
@@ -286,6 +286,7 @@ class StepRunner:
         executors: of this process.
         ties: the tied weights.
         transport: what carries tensors between ranks.
+        last_stage: what broadcasts from the rank of the last stage; None in a plain process.
     """
 
     def __init__(
@@ -325,7 +326,7 @@ class StepRunner:
         )
         self._data_ranks: Group | None = None
         self._losses = StepLosses(context)
-        self._broadcast: LossBroadcast | None = None
+        self.last_stage: LastStageBroadcast | None = None
         self._input_gradients = InputGradients(context)
         # Actions of a GPU are timed by events of streams, in which gloo's collectives are not.
         self._times_collectives = world is not None and (context.device.type == "cpu" or world.uses_nccl)
@@ -350,8 +351,8 @@ class StepRunner:
             context.guard.watch(lambda: world.close(abort=True))
         if world:
             share_infinities(context.loss_fn, world, context.guard, owner=self)
-        if world and context.reduction.broadcast:
-            self._broadcast = LossBroadcast(context)
+        if world:
+            self.last_stage = LastStageBroadcast(context)
 
     def run(
         self,
@@ -468,8 +469,8 @@ class StepRunner:
         Collective, if the step has a loss.
         """
         loss, metrics = self._reduced_here(inputs, results)
-        if inputs.with_loss and self._broadcast is not None:
-            loss = self._broadcast.share(loss)
+        if inputs.with_loss and self.last_stage is not None and self._context.reduction.broadcast:
+            loss = self.last_stage.loss(loss)
         return loss, metrics
 
     def _reduced_here(self, inputs: StepInputs, results: StepOutputs) -> tuple[Tensor | None, dict[str, Tensor] | None]:

@@ -118,6 +118,11 @@ def export(
             only it can write.
     """
     out = require_path(out, "out is a folder", 'out="weights/"', PackageError)
+    if package.manifest.checkpoint.adapters:
+        raise PackageError(
+            "the package is of a model with adapters, whose names no checkpoint of its base model has.",
+            "pipegraph.integrations.peft.save_adapter(pipe, …), and PEFT's merge_and_unload() for a merged model.",
+        )
     _require_replaceable(out, overwrite)
     world, _ = join_world(None, "cpu", timeout)
     guard = guard_of(world)

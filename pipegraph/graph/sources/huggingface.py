@@ -18,6 +18,7 @@ from torch import nn
 from pipegraph.arguments import argument, require_path
 from pipegraph.device import require_room
 from pipegraph.errors import SourceError, first_names, nearest
+from pipegraph.graph.adapters import base_model_of, base_names
 from pipegraph.graph.initialisation import initialisation_recorded
 from pipegraph.graph.sources.model_source import ModelSource, parameters_on_meta
 from pipegraph.regular_file import read_regular_file
@@ -231,18 +232,25 @@ def checkpoint_names(model: nn.Module) -> dict[str, Any]:
 
     ``base_model_prefix`` is what the names in a checkpoint of the base model lack. ``stored`` holds, for each name of
     ``state_dict()`` that ``save_pretrained`` does not write as it is, the names of its parts in the order in which they
-    are joined; ``*`` stands for the index of the first dimension. No parts: only transformers can read it.
+    are joined; ``*`` stands for the index of the first dimension. No parts: only transformers can read it. For a model
+    of PEFT it is the checkpoint of the model that it adapts, and ``adapters`` are the names that this one lacks.
     """
     transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    base = base_model_of(model)
+    whole = model if base is None else base
+    if transformers is None or not isinstance(whole, transformers.PreTrainedModel):
         return {}
+    names = {name: name for name in model.state_dict()} if base is None else base_names(model)
     stored: dict[str, list[str]] = {}
-    renamings, converters = _transforms(model)
-    for name in model.state_dict():
-        parts = _parts(name, renamings, converters)
+    renamings, converters = _transforms(whole)
+    for name, base_name in names.items():
+        parts = [name] if base_name is None else _parts(base_name, renamings, converters)
         if parts != [name]:
             stored[name] = parts
-    return {"base_model_prefix": model.base_model_prefix, "stored": stored}
+    entry: dict[str, Any] = {"base_model_prefix": whole.base_model_prefix, "stored": stored}
+    if adapters := [name for name, base_name in names.items() if base_name is None]:
+        entry["adapters"] = adapters
+    return entry
 
 
 def tp_plan_of(model: nn.Module) -> dict[str, str]:
