@@ -243,6 +243,10 @@ def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: 
     lines = [*stage_lines(plan.describe()), *fixed]
     if plan.captured.device_branch:
         lines.append(one_line(f"The model {plan.captured.device_branch}. The stages do what it does here."))
+    if not (plan.captured.modules[""].training or plan.captured.not_trained):
+        lines.append(
+            "The model is in evaluation mode, and so are its stages when they are loaded: pipe.train() before training."
+        )
     lines += batch_lines(manifest)
     lines += layout_lines(plan.layout)
     if plan.prediction is not None:

@@ -188,7 +188,11 @@ class PipelineTrainer(Trainer):
             )
         self.pipe, self._peft_config = model, peft_config
         super().__init__(PipelineModel(model, config), args, *rest, **kwargs)
-        self.args._n_gpu = min(self.args.n_gpu, 1)  # as the Trainer does for models that place themselves
+        if self.args.n_gpu > 1:
+            raise ArgumentError(
+                f"one process would use {self.args.n_gpu} GPUs, and the Trainer would replicate the pipeline there.",
+                "torchrun with a process for each GPU, or CUDA_VISIBLE_DEVICES=0.",
+            )
         if self.args.label_names is None:
             self.label_names = ["labels"]
 

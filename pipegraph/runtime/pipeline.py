@@ -296,7 +296,7 @@ class Pipeline:
             return self
         raise PipegraphError(
             f"a Pipeline stays on the device and in the dtype that it was made with ({self.device}).",
-            'Pipeline(…, device="cuda") or Pipeline(…, precision="bf16").',
+            'Pipeline(…, device=…) or Pipeline(…, precision="bf16").',
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -206,3 +206,24 @@ def test_source_that_is_not_the_model_is_not_written(
     assert result.code == 3
     assert "aten.relu" in result.err and "model.py:11" in result.err and "Try:" in result.err
     assert not (tmp_path / "out").exists()
+
+
+EVALUATED = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).eval()
+example_inputs = (torch.randn(2, 4),)
+"""
+
+
+def test_a_model_in_evaluation_mode_is_said_to_be(pipegraph: Command, tmp_path: Path) -> None:
+    """Its stages are so, too, and would train without dropout."""
+    (tmp_path / "model.py").write_text(EVALUATED)
+    done = pipegraph("split", tmp_path / "model.py", "--points", "2", "-o", tmp_path / "out")
+    assert done.code == 0
+    assert "evaluation mode" in done.out
+    assert "pipe.train()" in done.out
+    (tmp_path / "model.py").write_text(EVALUATED.replace(".eval()", ""))
+    done = pipegraph("split", tmp_path / "model.py", "--points", "2", "-o", tmp_path / "out", "--overwrite")
+    assert "evaluation mode" not in done.out

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from pipegraph import PipegraphError, Pipeline
 from pipegraph.integrations.accelerate import PipelineAccelerator
+from tests.integrations import example_scripts
 
-EXAMPLE = Path(__file__).parents[2] / "examples/integrations/accelerated.py"
-spec = importlib.util.spec_from_file_location("accelerated_example", EXAMPLE)
-assert spec is not None
-assert spec.loader is not None
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
+example = example_scripts.load("accelerated")
 
 
 def expected_lines() -> list[str]:
@@ -43,12 +35,8 @@ def expected_lines() -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.timeout(200)
 def test_the_loop_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[2])}
-    command = [sys.executable, *torchrun, str(EXAMPLE), str(tmp_path / "package")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=190)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == expected_lines()
+    printed = example_scripts.run("accelerated", ranks, tmp_path / "package")
+    assert printed.splitlines() == expected_lines()
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,20 +13,9 @@ import pipegraph
 from pipegraph import BatchError, Pipeline
 from pipegraph.errors import ArgumentError
 from pipegraph.integrations.transformers import PipelineTrainer, causal_lm_loss, count_causal_lm_labels
+from tests.integrations import example_scripts
 
-EXAMPLE = Path(__file__).parents[2] / "examples/integrations/trainer.py"
-FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss")
-
-
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trainer_example", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = example_scripts.load("trainer")
 
 
 @pytest.fixture(scope="module")
@@ -49,54 +30,24 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, f
     return trainer.state.log_history, model.state_dict()
 
 
-def command(ranks: int, out: Path) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *torchrun, str(EXAMPLE), str(out)]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[2])}
-
-
-def history(out: Path) -> list[dict[str, float]]:
-    newest = max((out / "runs").glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
-    logs: list[dict[str, float]] = json.loads((newest / "trainer_state.json").read_text())["log_history"]
-    return logs
-
-
-def assert_same(logs: list[dict[str, float]], expected_logs: list[dict[str, float]]) -> None:
-    for name in FIGURES:
-        curve = {log["step"]: log[name] for log in logs if name in log}
-        expected_curve = {log["step"]: log[name] for log in expected_logs if name in log}
-        assert curve == pytest.approx(expected_curve, rel=1e-5 if name != "grad_norm" else 1e-4), name
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(300)
 def test_fifty_steps_are_those_of_the_plain_trainer(ranks: int, expected: Any, tmp_path: Path) -> None:
-    done = subprocess.run(command(ranks, tmp_path), env=environment(), capture_output=True, text=True, timeout=390)
-    assert done.returncode == 0, done.stderr
+    example_scripts.run("trainer", ranks, tmp_path)
     logs, weights = expected
-    assert_same(history(tmp_path), logs)
-    assert max(log["step"] for log in history(tmp_path)) == 50
+    example_scripts.assert_same(example_scripts.history(tmp_path), logs)
+    assert max(log["step"] for log in example_scripts.history(tmp_path)) == 50
     trained = Qwen2ForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
     assert trained.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(trained[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_a_killed_run_resumes_in_another_number_of_processes(expected: Any, tmp_path: Path) -> None:
-    killed = subprocess.Popen(command(2, tmp_path), env=environment(), start_new_session=True)
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "runs/checkpoint-20/trainer_state.json").exists() and time.monotonic() < deadline:
-        assert killed.poll() is None, "it ends before its first checkpoint"
-        time.sleep(0.1)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    done = subprocess.run(command(1, tmp_path), env=environment(), capture_output=True, text=True, timeout=190)
-    assert done.returncode == 0, done.stderr
-    assert_same(history(tmp_path), expected[0])
+    example_scripts.run_killed("trainer", 2, tmp_path, tmp_path / "runs/checkpoint-20/trainer_state.json")
+    example_scripts.run("trainer", 1, tmp_path)
+    example_scripts.assert_same(example_scripts.history(tmp_path), expected[0])
 
 
 @pytest.fixture(scope="module")

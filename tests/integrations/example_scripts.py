@@ -1,0 +1,71 @@
+"""Running the examples, killing them, and reading what they logged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples/integrations"
+FIGURES = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)
+
+
+def _command(name: str, ranks: int, out: Path) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *torchrun, str(FOLDER / f"{name}.py"), str(out)]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
+
+
+def run(name: str, ranks: int, out: Path) -> str:
+    """Run an example to its end; returns what it printed."""
+    command = _command(name, ranks, out)
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_killed(name: str, ranks: int, out: Path, file: Path) -> None:
+    """Run an example until a file is there, and kill all of its processes."""
+    process = subprocess.Popen(_command(name, ranks, out), env=_environment(), start_new_session=True)
+    deadline = time.monotonic() + 200
+    try:
+        while not file.exists() and time.monotonic() < deadline:
+            assert process.poll() is None, f"it ends before {file}"
+            time.sleep(0.1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert file.exists()
+
+
+def history(out: Path) -> list[dict[str, float]]:
+    """The log of the newest checkpoint of a Trainer."""
+    newest = max((out / "runs").glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
+    logs: list[dict[str, float]] = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    return logs
+
+
+def assert_same(logs: list[dict[str, float]], expected_logs: list[dict[str, float]]) -> None:
+    """Compare losses and learning rates, step by step."""
+    for name in FIGURES:
+        curve = {log["step"]: log[name] for log in logs if name in log}
+        expected_curve = {log["step"]: log[name] for log in expected_logs if name in log}
+        assert curve == pytest.approx(expected_curve, rel=1e-5 if name != "grad_norm" else 1e-4), name
