@@ -248,9 +248,11 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
                 "a split point outside of that class; and please report it, with the class.",
             )
     package, files = attempt.package, attempt.files
-    guessed = package.source.initial_values.guessed
+    guessed = list(package.source.initial_values.guessed)
+    if adapters := package.manifest.checkpoint.adapters:  # other parameters come from the base model's checkpoint
+        guessed = [name for name in guessed if name in {*adapters, *patterns_of(adapters)}]
     if guessed and not weights:
-        _warn_of_guesses(plan.captured.model_name, list(guessed))
+        _warn_of_guesses(plan.captured.model_name, guessed)
     listed = {name: ListedFile.of_text(text) for name, text in files.items()}
     proof = Proof(compared, perf_counter() - begin - compared, attempt.forms.described(), tuple(reasons))
     return Generated(files, structs.replace(package.manifest, files=listed), proof)

@@ -31,6 +31,8 @@ from pipegraph.runtime.processes.world import LoneProcess, guard_of
 
 WEIGHTS: Final = "adapter_model.safetensors"
 _STAGING: Final = ".adapter"
+_COPY: Final = ".modules_to_save."
+"""Before the name of the adapter, in the name of a module that is trained as a whole."""
 
 
 def save_adapter(pipe: Pipeline, folder: str | PathLike[str], config: PeftConfig, adapter: str = "default") -> None:
@@ -50,7 +52,9 @@ def save_adapter(pipe: Pipeline, folder: str | PathLike[str], config: PeftConfig
         CheckpointError: the files cannot be written; on every rank.
     """
     folder = require_path(folder, "folder is a folder", 'folder="adapter"')
-    names = [name for name in pipe.package.manifest.checkpoint.adapters if f".{adapter}." in f"{name}."]
+    manifest = pipe.package.manifest
+    copies = (name for stage in manifest.stages for name in stage.parameters if f"{_COPY}{adapter}." in name)
+    names = [name for name in (*manifest.checkpoint.adapters, *copies) if f".{adapter}." in f"{name}."]
     if not names:
         raise PackageError(
             f"the model of the pipeline has no adapter {adapter!r}.",
@@ -87,5 +91,6 @@ def _write(saved: Path, names: list[str], adapter: str, folder: Path, config: Pe
 
 
 def _stored_name(name: str, adapter: str) -> str:
-    """``q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, as PEFT stores it."""
-    return f"{name}.".replace(f".{adapter}.", ".").removesuffix(".")
+    """``q_proj.lora_A.weight`` for ``q_proj.lora_A.default.weight``, and ``head.weight`` for a module that is trained
+    as a whole, as PEFT stores them."""
+    return f"{name}.".replace(f"{_COPY}{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(".")
