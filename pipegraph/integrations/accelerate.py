@@ -102,8 +102,8 @@ class PipelineAccelerator(Accelerator):
         grid = self.pipe.grid
         ranks = grid.line(torch.distributed.get_rank(), *DATA)
 
-        def shares(whole: Tensor) -> Tensor:
-            parts = whole.chunk(count)
+        def shares(gathered_tensor: Tensor) -> Tensor:
+            parts = gathered_tensor.chunk(count)
             return torch.cat([parts[rank] for rank in ranks])
 
         return recursively_apply(shares, gathered)

@@ -152,7 +152,7 @@ class PipelineTrainer(Trainer):
     Args:
         model: the pipeline, with a ``loss_fn``.
         args: as the Trainer takes them. Batch sizes are those of one pipeline.
-        rest, kwargs: as the Trainer takes them.
+        positional, kwargs: as the Trainer takes them.
         config: the model's configuration; by default that of the package.
         peft_config: that of the adapter, for a model of PEFT: its checkpoints hold the adapter alone, and
             ``save_model`` writes it as `PeftModel.from_pretrained` reads it.
@@ -168,7 +168,7 @@ class PipelineTrainer(Trainer):
         self,
         model: Pipeline,
         args: TrainingArguments | None = None,
-        *rest: Any,
+        *positional: Any,
         config: Any = None,
         peft_config: Any = None,
         **kwargs: Any,
@@ -187,7 +187,7 @@ class PipelineTrainer(Trainer):
                 'peft_config=model.peft_config["default"] of the model that was captured, or none for other models.',
             )
         self.pipe, self._peft_config = model, peft_config
-        super().__init__(PipelineModel(model, config), args, *rest, **kwargs)
+        super().__init__(PipelineModel(model, config), args, *positional, **kwargs)
         if self.args.n_gpu > 1:
             raise ArgumentError(
                 f"one process would use {self.args.n_gpu} GPUs, and the Trainer would replicate the pipeline there.",
@@ -315,12 +315,12 @@ class PipelineTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler}
         folder, step, frozen = Path(output_dir) / _CHECKPOINT, self.state.global_step, self._peft_config is None
-        self.pipe.save(folder, self._own_optimizer(), step=step, extra=extra, frozen=frozen)
+        self.pipe.save(folder, self._unwrapped_optimizer(), step=step, extra=extra, frozen=frozen)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             extra = {"scheduler": self.lr_scheduler}
-            self.pipe.load(Path(checkpoint) / _CHECKPOINT, self._own_optimizer(), extra=extra)
+            self.pipe.load(Path(checkpoint) / _CHECKPOINT, self._unwrapped_optimizer(), extra=extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.pipe.load(Path(resume_from_checkpoint) / _CHECKPOINT)
@@ -329,11 +329,11 @@ class PipelineTrainer(Trainer):
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def _own_optimizer(self) -> torch.optim.Optimizer:
+    def _unwrapped_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer without accelerate's wrapper."""
         optimizer: Any = self.optimizer
-        own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        return own
+        unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        return unwrapped
 
 
 def save_pretrained(pipe: Pipeline, folder: Path, config: Any = None) -> None:
