@@ -34,7 +34,7 @@ def base_names(model: nn.Module) -> dict[str, str | None]:
 
 
 def _base_name(name: str, prefix: str, tuner: str) -> str | None:
-    if not name.startswith(prefix):  # of a prompt, which is no part of the model
+    if not name.startswith(prefix):  # a prompt has parameters outside of the model
         return None
     parts: list[str] = []
     waiting = name.removeprefix(prefix).split(".")

@@ -84,7 +84,7 @@ class PipelineAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> NoReturn:
         raise PipegraphError(
-            "a pipeline has no backward of its own: a step runs forward and backward.",
+            "there is no backward to call: a step of the pipeline runs forward and backward.",
             "pipe.step(inputs, target=labels), and no accelerator.backward().",
         )
 

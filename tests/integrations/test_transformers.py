@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import Qwen2ForCausalLM, Trainer, TrainingArguments
 
 import pipegraph
@@ -48,6 +49,64 @@ def test_a_killed_run_resumes_in_another_number_of_processes(expected: Any, tmp_
     example_scripts.run_killed("trainer", 2, tmp_path, tmp_path / "runs/checkpoint-20/trainer_state.json")
     example_scripts.run("trainer", 1, tmp_path)
     example_scripts.assert_same(example_scripts.history(tmp_path), expected[0])
+
+
+class Classifier(torch.nn.Module):
+    """Returns its loss if it is given labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.second(self.first(features).tanh())
+        return logits if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_mean_over_rows_is_accumulated_and_the_best_model_is_loaded(tmp_path: Path) -> None:
+    """Without loss_weight the loss of accumulated batches is their mean, as that of a model without token counts."""
+    torch.manual_seed(0)
+    model = Classifier()
+    features, labels = torch.randn(40, 6), torch.randint(3, (40,))
+    data = [{"features": row, "labels": label} for row, label in zip(features, labels, strict=True)]
+    plan = pipegraph.plan(pipegraph.capture(model, (features[:4],)), points=["second"])
+    pipegraph.write_package(plan, tmp_path / "package")
+    pipe = Pipeline(tmp_path / "package", "1f1b", 2, cross_entropy, kernels="eager")
+
+    def accuracy(predicted: Any) -> dict[str, float]:
+        return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+    trainers = []
+    for kind, trained in ((Trainer, model), (PipelineTrainer, pipe)):
+        arguments = TrainingArguments(
+            str(tmp_path / kind.__name__),
+            max_steps=6,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=0.1,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainers.append(
+            kind(trained, arguments, train_dataset=data[:32], eval_dataset=data[32:], compute_metrics=accuracy)
+        )
+        trainers[-1].train()
+    plain, pipelined = trainers
+    example_scripts.assert_same(pipelined.state.log_history, plain.state.log_history)
+    accuracies = (
+        [log["eval_accuracy"] for log in kind.state.log_history if "eval_accuracy" in log] for kind in trainers
+    )
+    assert next(accuracies) == next(accuracies)
+    assert pipelined.state.best_global_step == plain.state.best_global_step
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter, dict(model.named_parameters())[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
