@@ -54,7 +54,7 @@ def save_adapter(pipe: Pipeline, folder: str | PathLike[str], config: PeftConfig
     folder = require_path(folder, "folder is a folder", 'folder="adapter"')
     manifest = pipe.package.manifest
     copies = (name for stage in manifest.stages for name in stage.parameters if f"{_COPY}{adapter}." in name)
-    names = [name for name in (*manifest.checkpoint.adapters, *copies) if f".{adapter}." in f"{name}."]
+    names = [name for name in (*(manifest.checkpoint.adapters or ()), *copies) if f".{adapter}." in f"{name}."]
     if not names:
         raise PackageError(
             f"the model of the pipeline has no adapter {adapter!r}.",

@@ -290,12 +290,12 @@ class CheckpointNames(Entry, frozen=True):
         base_model_prefix: what a checkpoint of the base model alone leaves out.
         stored: name of ``state_dict()`` → the names of its parts in the order in which they are joined; a ``*`` counts
             the first dimension. No parts: only transformers can read it.
-        adapters: the parameters of adapters, which a checkpoint of the base model lacks.
+        adapters: the parameters of adapters, which a checkpoint of the base model lacks; unset without adapters.
     """
 
     base_model_prefix: Text = ""
     stored: dict[Name, tuple[Name, ...]] = msgspec.field(default_factory=dict)
-    adapters: tuple[Name, ...] = ()
+    adapters: tuple[Name, ...] | UnsetType = UNSET
 
 
 # ---- manifest --------------------------------------------------------------------------------------------------------
