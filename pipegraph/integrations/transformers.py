@@ -268,7 +268,7 @@ class PipelineTrainer(Trainer):
         """The arguments of the model in a batch, and its labels.
 
         Raises:
-            BatchError: the batch has a mask that the model was captured without.
+            BatchError: the batch has a mask, or another input, that the model was captured without.
         """
         prepared = dict(self._prepare_inputs(inputs))
         labels = prepared.pop("labels", None)
@@ -278,6 +278,12 @@ class PipelineTrainer(Trainer):
             raise BatchError(
                 "the batch is padded, and the package was captured without an attention_mask.",
                 "the model split again with attention_mask among its example inputs; or batches without padding.",
+            )
+        unknown = sorted(prepared.keys() - {*names, "attention_mask"})
+        if unknown:
+            raise BatchError(
+                f"the package takes no {', '.join(unknown)}, which the batch has.",
+                "the model split again with it among its example inputs; or a data_collator that leaves it out.",
             )
         return {name: prepared[name] for name in names if name in prepared}, labels
 
@@ -346,8 +352,12 @@ def save_pretrained(pipe: Pipeline, folder: Path, config: Any = None) -> None:
     pipe.save(staging / _CHECKPOINT, step=0)
     export(staging / _CHECKPOINT, pipe.package, staging / "weights", overwrite=True)
     if is_first:
-        for path in (staging / "weights").iterdir():
-            path.replace(folder / path.name)
+        new = {path.name for path in (staging / "weights").iterdir()}
+        for name in new:
+            (staging / "weights" / name).replace(folder / name)
+        for path in folder.glob("model*.safetensors*"):  # from_pretrained would read model.safetensors of another save
+            if path.name not in new:
+                path.unlink()
         if config is not None:
             config.save_pretrained(folder)
         shutil.rmtree(staging)

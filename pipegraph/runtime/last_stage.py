@@ -18,7 +18,7 @@ from pipegraph.torch_private.pytrees import pytree
 class LastStageBroadcast:
     """Broadcasts from the rank of the last stage along `pp`. Making it is collective, and so are its methods.
 
-    On a GPU tensors go from stream to stream, and no host waits for them.
+    On a GPU the loss goes from stream to stream; its dtype, and the shapes of outputs, go from host to host.
     """
 
     def __init__(self, context: RankContext) -> None:

@@ -351,7 +351,6 @@ class StepRunner:
             context.guard.watch(lambda: world.close(abort=True))
         if world:
             share_infinities(context.loss_fn, world, context.guard, owner=self)
-        if world:
             self.last_stage = LastStageBroadcast(context)
 
     def run(

@@ -146,9 +146,23 @@ def test_bodies_on_the_lines_of_their_headers_have_lines_of_their_own(
         """
         for layer in self.layers:
             x = layer(x).relu()
-        # twice
-        return x + x
 """
         in text
     )
+    assert "        # twice\n        return x + x\n" in text
     assert "raise" not in text
+
+
+def test_a_branch_with_an_else_on_lines_of_headers_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branches = "if self.training: y = x + x\n        else: y = 3 * x\n        # end\n        return y"
+    (tmp_path / "branches_source.py").write_text(SHORTHAND.replace("# twice\n        return x + x", branches))
+    monkeypatch.syspath_prepend(tmp_path)
+    model = nn.Sequential(importlib.import_module("branches_source").Shorthand(), nn.Linear(8, 8))
+    package = split(tmp_path, model, INPUTS, cut="1")
+    assert "        # end\n        return y\n" in source(package)
+    first, second = (package.load_stage(index) for index in range(2))
+    for train in (True, False):
+        x = torch.randn(2, 7, 8)
+        torch.testing.assert_close(second.train(train)(first.train(train)(x)), model.train(train)(x))

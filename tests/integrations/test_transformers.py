@@ -153,3 +153,23 @@ def test_padding_without_a_mask_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchError) as caught:
         trainer.train()
     assert "attention_mask" in caught.value.advice
+
+
+def test_an_input_that_the_package_does_not_take_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
+    def collate(rows: Any) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = example.collate(rows)
+        return {**batch, "position_ids": torch.zeros_like(batch["input_ids"])}
+
+    arguments = example.arguments(tmp_path / "runs", rows=4, steps=2)
+    trainer = PipelineTrainer(
+        pipe,
+        arguments,
+        train_dataset=example.DATA,
+        eval_dataset=example.DATA,
+        data_collator=collate,
+        config=example.CONFIG,
+    )
+    with pytest.raises(BatchError) as caught:
+        trainer.train()
+    assert "position_ids" in caught.value.problem
+    assert "data_collator" in caught.value.advice

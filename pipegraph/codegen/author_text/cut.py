@@ -169,17 +169,17 @@ class FunctionCut:
         return [*lines, TextLine(f"{margin}else:", 0), *indented]
 
     def _on_one_line(self, statement: ast.If | ast.For | ast.While | ast.With, shift: int) -> list[TextLine]:
-        """A block whose body is on the line of its header, on two lines; none if it would only have raised an error."""
+        """A block whose body is on the line of its header, on two lines; none if it would only have raised an error.
+        One with an ``else`` or several statements stays as it is."""
         first, body = statement.lineno, statement.body[0]
-        is_single = len(statement.body) == 1 and first == statement.end_lineno
-        if not is_single:
-            raise UnwritableError("a block begins on the line of its header")
+        if len(statement.body) > 1 or first != statement.end_lineno:
+            return self._moved(first, statement.end_lineno or first, shift)
         if isinstance(body, ast.Raise):
             return []
         line = self._lines[first].encode()  # columns are bytes of UTF-8
-        header, rest = line[shift : body.col_offset].decode().rstrip(), line[body.col_offset :].decode()
+        header, text = line[shift : body.col_offset].decode().rstrip(), line[body.col_offset :].decode()
         margin = " " * (statement.col_offset - shift)
-        return [TextLine(header, first), TextLine(f"{margin}{_INDENT}{rest}", first)]
+        return [TextLine(header, first), TextLine(f"{margin}{_INDENT}{text}", first)]
 
     def _orelse(self, statement: ast.If, inner: int) -> list[TextLine]:
         """What ran of the ``else`` of an ``if``, in the place of the ``if``."""

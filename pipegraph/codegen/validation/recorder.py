@@ -354,9 +354,10 @@ class TermRecorder(TorchDispatchMode):
 
     def _view_in_place(self, operation: _Operation, target: Tensor) -> Tensor:
         """Run and record an operation after which a tensor is a view of what it was, such as ``unsqueeze_``."""
-        name, overload = operator_name(operation.func)
-        packet = getattr(torch.ops.aten, name.removesuffix("_"))
-        functional = getattr(packet, overload, None) or packet.int  # transpose_.default and transpose.int
+        name = operator_name(operation.func)[0]
+        functional = torch.ops.aten.transpose.int if name == "transpose_" else operation.functional()
+        if functional is None:
+            raise UnknownValueError(f"{operation.func} has no form that returns a view")
         view = functional(*operation.args, **operation.kwargs)
         self._record(functional, operation.named, view)
         value = self._value(view)
