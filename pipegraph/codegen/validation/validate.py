@@ -20,6 +20,7 @@ from pipegraph.codegen.validation.terms import Terms
 from pipegraph.codegen.validation.written_stage import WrongStateError, check_state, run_written, set_state
 from pipegraph.errors import CaptureError, one_line
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.export.isolation import refusals_not_logged
 from pipegraph.graph.nodes import path_of, source_line, source_lines
 from pipegraph.graph.partition.stages import StageGraph, calls_of
 from pipegraph.package.source_import import PACKAGE_NAME
@@ -150,7 +151,7 @@ def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[GraphD
     Returns:
         The first difference of each stage; none if the package computes what the graph computes.
     """
-    with new_fake_mode():
+    with new_fake_mode(), refusals_not_logged():
         tables = [[_Table(setting) for setting in settings] for settings in settings_of(plan.captured)]
         compared = (_difference(plan.captured, stage, tables, load_stage) for stage in plan.stages)
         return [difference for difference in compared if difference is not None]
