@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipegraph.graph.capture import capture
     from pipegraph.graph.partition.split_points import SplitPoint
     from pipegraph.planner.plan import plan
+    from pipegraph.runtime.checkpoint.weights import Weights
     from pipegraph.runtime.pipeline import Pipeline
     from pipegraph.runtime.standalone_stages import StandaloneStages
     from pipegraph.workflows.profile import profile
@@ -50,6 +51,7 @@ __all__ = [
     "SourceError",
     "SplitPoint",
     "StandaloneStages",
+    "Weights",
     "__version__",
     "capture",
     "plan",
@@ -63,6 +65,7 @@ _DEFINED_IN = {
     "Pipeline": "pipegraph.runtime.pipeline",
     "SplitPoint": "pipegraph.graph.partition.split_points",
     "StandaloneStages": "pipegraph.runtime.standalone_stages",
+    "Weights": "pipegraph.runtime.checkpoint.weights",
     "capture": "pipegraph.graph.capture",
     "plan": "pipegraph.planner.plan",
     "profile": "pipegraph.workflows.profile",

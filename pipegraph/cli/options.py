@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from pipegraph.errors import nearest
 from pipegraph.units import parse_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipegraph.graph.sources.model_source import ModelSource
 
 # ---- values of options -----------------------------------------------------------------------------------------------
@@ -116,11 +118,18 @@ OPTIONS: Final[dict[str, Option]] = {
     ),
     "attention_mask": Option("", "For hf: the stages take a mask, and so padded batches."),
     "weights": Option(
-        "DIR", "Folder of a Hugging Face checkpoint to read the weights from: each rank its own. [default: OUT's]"
+        "DIR",
+        "Folder of a Hugging Face or torch.distributed.checkpoint checkpoint: each rank reads its own weights. "
+        "[default: OUT's]",
     ),
     "split.weights": Option(
-        "DIR", "Write the weights of this Hugging Face checkpoint, one stage at a time. [default: the model's own]"
+        "DIR", "Write the weights of this checkpoint, one stage at a time. [default: the model's own]"
     ),
+    "rename": Option(
+        "PATTERN=NEW",
+        "Replace a regular expression in the names of --weights, ^module[.]=. Once for each.",
+    ),
+    "rows": Option("NAME=N", "Take N rows of a tensor of --weights that another tool padded. Once for each."),
     "check_weights": Option(
         "",
         "Compare the files of weights with their digests; without it, changed ones are taken as they are.",
@@ -405,6 +414,39 @@ def check_measured(device: str, balance: str | None) -> None:
             "Try: --balance auto, or --hardware with the profile of a device.",
             param_hint="--device",
         )
+
+
+def opened_weights(
+    folder: Path | None, rename: Sequence[str] | None, rows: Sequence[str] | None
+) -> Path | Mapping[str, Tensor] | None:
+    """Return the checkpoint of ``--weights``, its names as ``--rename`` and ``--rows`` say; None without one.
+
+    Raises:
+        typer.BadParameter: an option has another form, or there is no ``--weights``.
+        PipegraphError: the folder has no checkpoint.
+    """
+    from pipegraph.runtime.checkpoint.weights import Weights, open_weights
+
+    if folder is None:
+        if rename or rows:
+            raise typer.BadParameter("it is about --weights.\nTry: --weights DIR", param_hint="--rename / --rows")
+        return None
+    if not (rename or rows):
+        return open_weights(folder)
+    # A pattern may hold a "=", and a name none.
+    patterns = dict(_parse_pair(text, "--rename", "^module[.]=", last=True) for text in rename or ())
+    counts = dict(_parse_pair(text, "--rows", "lm_head.weight=32000") for text in rows or ())
+    if wrong := next((count for count in counts.values() if not count.isdecimal() or int(count) < 1), None):
+        raise typer.BadParameter(f"{wrong!r} is not a number of rows.\nTry: lm_head.weight=32000", param_hint="--rows")
+    return Weights(folder, rename=patterns, rows={name: int(count) for name, count in counts.items()})
+
+
+def _parse_pair(text: str, option: str, example: str, last: bool = False) -> tuple[str, str]:
+    """Read ``NAME=VALUE``, cut at its first or last ``=``. Raises typer.BadParameter for another form."""
+    name, equals, value = text.rpartition("=") if last else text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"{text!r} has no name before a =.\nTry: {example}", param_hint=option)
+    return name, value
 
 
 def with_batch_dims(source: ModelSource, texts: Sequence[str] | None) -> ModelSource:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 from msgspec import structs
 
-from pipegraph.cli.options import Command, check_device
+from pipegraph.cli.options import Command, check_device, opened_weights
 from pipegraph.cli.output import check_target, json_text, terminal_width, write_target
 from pipegraph.cli.progress_bar import progress
 
@@ -62,6 +62,8 @@ class RunCommand(Command):
     batch: int | None = None
     seq: int | None = None
     weights: Path | None = None
+    rename: list[str] | None = None
+    rows: list[str] | None = None
     check_weights: bool = True
     checkpoint: Path | None = None
     checkpoint_every: int | None = None
@@ -165,7 +167,7 @@ class RunCommand(Command):
 
     def _choose(self) -> tuple[Package, Schedule, RankGrid]:
         """Return the package, its schedule, and its processes. Raises PipegraphError if these do not fit."""
-        from pipegraph.package import Package, checkpoint_folder
+        from pipegraph.package import Package
         from pipegraph.runtime.processes.launch import check_processes, pipeline_ranks
         from pipegraph.runtime.processes.launched_rank import environment_ranks, is_launched
         from pipegraph.runtime.processes.rank_grid import TENSOR, grid_of
@@ -177,8 +179,7 @@ class RunCommand(Command):
         planned = {} if plan is None else plan.mesh
         dimensions = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
         lengths = {**planned, **{name: length for name, length in dimensions.items() if length is not None}}
-        if self.weights is not None:
-            checkpoint_folder(self.weights)
+        opened_weights(self.weights, self.rename, self.rows)
         launched = is_launched()
         processes = environment_ranks()[1] if launched else self.nproc
 
@@ -256,7 +257,7 @@ class RunCommand(Command):
             learning_rate=self.learning_rate,
             kernels=self.kernels,
             timeout=self.timeout,
-            weights=self.weights,
+            weights=opened_weights(self.weights, self.rename, self.rows),
             check_weights=self.check_weights,
             strict=self.strict,
             cuda_graphs=self.cuda_graphs,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from pipegraph.arguments import require_path
-from pipegraph.cli.options import Command, check_measured, with_batch_dims
+from pipegraph.cli.options import Command, check_measured, opened_weights, with_batch_dims
 from pipegraph.cli.output import print_json, print_text
 from pipegraph.cli.progress_bar import hold_back_stderr, progress
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipegraph.graph.captured import Captured
     from pipegraph.graph.sources.model_source import ModelSource
     from pipegraph.package import Manifest
+    from pipegraph.package.folder import WeightSource
     from pipegraph.planner.plan import Plan
     from pipegraph.planner.plan_file import PlanFile
 
@@ -54,6 +55,8 @@ class SplitCommand(Command):
     recompute: str = "min-cut"
     out: Path | None = None
     weights: Path | None = None
+    rename: list[str] | None = None
+    rows: list[str] | None = None
     no_weights: bool = False
     batch: int | None = None
     seq: int | None = None
@@ -69,7 +72,6 @@ class SplitCommand(Command):
         out = None if self.dry_run else require_path(self.out or _usual_folder(self.model), "--out is a folder")
         with progress(f"loading {self.model}"):
             from pipegraph.codegen.package_writer import require_package, require_writable
-            from pipegraph.package import checkpoint_folder
             from pipegraph.planner.plan_file import PlanFile
             from pipegraph.report.text.package_tables import manifest_dict
 
@@ -77,7 +79,8 @@ class SplitCommand(Command):
             plan_file = None if self.plan_file is None else PlanFile.read(self.plan_file)
             if out is not None:
                 require_package(out) if self.check else require_writable(out, self.overwrite)
-            weights = not self.no_weights if self.weights is None else checkpoint_folder(self.weights)
+            checkpoint = opened_weights(self.weights, self.rename, self.rows)
+            weights: WeightSource = not self.no_weights if checkpoint is None else checkpoint
             source = self._source(plan_file, weights is True and not (self.dry_run or self.check))
         begin = perf_counter()
         captured = self._captured(source)
@@ -195,7 +198,7 @@ class SplitCommand(Command):
         return 1 if changes else 0
 
     def _write(
-        self, plan: Plan, folder: Path | None, weights: bool | Path, source: ModelSource
+        self, plan: Plan, folder: Path | None, weights: WeightSource, source: ModelSource
     ) -> tuple[Manifest, Proof]:
         """Write the package, unless it is a dry run, and return its manifest and its proof."""
         from pipegraph.codegen.package_files import generate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from pipegraph.cli.options import Command
+from pipegraph.cli.options import Command, opened_weights
 from pipegraph.cli.output import print_json, print_text, wrapped
 from pipegraph.cli.progress_bar import progress
 
@@ -30,10 +30,12 @@ class VerifyCommand(Command):
     batch: int | None = None
     seq: int | None = None
     weights: Path | None = None
+    rename: list[str] | None = None
+    rows: list[str] | None = None
     check_weights: bool = True
 
     def run(self) -> None:
-        from pipegraph.package import Package, checkpoint_folder
+        from pipegraph.package import Package
 
         if self.out.is_file() and Path(self.model).is_dir():
             raise typer.BadParameter(
@@ -42,8 +44,7 @@ class VerifyCommand(Command):
                 param_hint="OUT MODEL",
             )
         package = Package.open(self.out)
-        if self.weights is not None:
-            checkpoint_folder(self.weights)
+        weights = opened_weights(self.weights, self.rename, self.rows)
         with progress(f"loading {self.model}"):
             from pipegraph.graph.sources import load
             from pipegraph.workflows.verify import verify
@@ -51,7 +52,7 @@ class VerifyCommand(Command):
             has_mask = "attention_mask" in package.manifest.kwargs
             source = load(self.model, True, self.batch, self.seq, attention_mask=has_mask)
         with progress("comparing"):
-            verification = verify(package, source, self.weights, self.check_weights)
+            verification = verify(package, source, weights, self.check_weights)
         if self.json:
             print_json(verification.to_dict())
         else:

@@ -18,9 +18,11 @@ from pipegraph.codegen.proof import Proof
 from pipegraph.codegen.weights import copy_weights, shard_plan, write_weights
 from pipegraph.errors import PackageError
 from pipegraph.graph.sources.model_source import ModelSource
-from pipegraph.package import CONFIG, MANIFEST, WEIGHTS_INDEX, ListedFile, Manifest, Package, checkpoint_folder
+from pipegraph.package import CONFIG, MANIFEST, WEIGHTS_INDEX, ListedFile, Manifest, Package
+from pipegraph.package.folder import WeightSource
 from pipegraph.package.staged_folder import existing_parent, staged_folder, unwritable
 from pipegraph.planner.plan import Plan
+from pipegraph.runtime.checkpoint.weights import open_weights
 
 _PACKAGE_FILE = re.compile(
     r"(__init__|blocks|weights|stage_\d+)\.py|stage-\d{5}-of-\d{5}\.safetensors|__pycache__|"
@@ -31,7 +33,7 @@ _PACKAGE_FILE = re.compile(
 def write_package(
     plan: Plan,
     out: str | PathLike[str],
-    weights: bool | str | PathLike[str] = True,
+    weights: WeightSource = True,
     overwrite: bool = False,
     source: ModelSource | None = None,
 ) -> Package:
@@ -43,7 +45,7 @@ def write_package(
     Args:
         plan: from :func:`pipegraph.plan`.
         out: the folder. It must be new, or empty, or hold a package that pipegraph wrote.
-        weights: whether to write parameters: the model's own or, if this is a path, those of the Hugging Face
+        weights: whether to write parameters: the model's own or, if this is a path or `Weights`, those of the
             checkpoint there, with the buffers of ``state_dict()``; the model may then be on the meta device. All other
             buffers are the model's, and are always written.
         overwrite: replace a package in the folder, even if it was edited by hand.
@@ -61,7 +63,7 @@ def write_package(
 def write_proved_package(
     plan: Plan,
     out: str | PathLike[str],
-    weights: bool | str | PathLike[str] = True,
+    weights: WeightSource = True,
     overwrite: bool = False,
     source: ModelSource | None = None,
 ) -> tuple[Package, Proof]:
@@ -69,11 +71,13 @@ def write_proved_package(
     of_plan = 'pipegraph.write_package(pipegraph.plan(captured, points=["layers.4"]), "out/")'
     require_type(plan, Plan, "write_package() takes what pipegraph.plan returns", of_plan)
     folder = require_path(out, "out is a folder", 'out="out/"')
-    require_type(weights, (bool, str, PathLike), "weights is True, False or a folder", "weights=True")
+    require_type(
+        weights, (bool, str, PathLike, Mapping), "weights is True, False, a folder or pipegraph.Weights", "weights=True"
+    )
     require_type(overwrite, bool, "overwrite is True or False", "overwrite=True")
     require_type(source, (ModelSource, NoneType), "source is a ModelSource", "source=None")
     require_writable(folder, overwrite)
-    checkpoint = None if isinstance(weights, bool) else checkpoint_folder(weights)
+    checkpoint = None if isinstance(weights, bool) else open_weights(weights)
     generated = generate(plan, bool(weights), source)
     files, manifest = generated.files, generated.manifest
     shards = shard_plan(plan.captured, plan.stages, bool(weights))

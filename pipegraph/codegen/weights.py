@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from os import PathLike
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pipegraph.arguments import argument
 from pipegraph.errors import PackageError
@@ -60,9 +60,9 @@ def write_weights(captured: Captured, shards: dict[str, tuple[str, ...]], folder
 
 
 def copy_weights(
-    captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path, checkpoint: str | PathLike[str]
+    captured: Captured, shards: dict[str, tuple[str, ...]], folder: Path, checkpoint: Path | Mapping[str, Tensor]
 ) -> None:
-    """Write the weights of a Hugging Face checkpoint into a package that has none, one stage at a time.
+    """Write the weights of a checkpoint into a package that has none, one stage at a time.
 
     Each stage reads the checkpoint as it would before a run. Tensors that the checkpoint stores in the same form are
     copied from file to file and not held in memory.

@@ -33,7 +33,8 @@ CONFIG: Final = "config.json"
 """The configuration of a Hugging Face model, for `from_pretrained`."""
 _OF_PACKAGE = "fix what was edited, restore the files, or split the model again."
 _OF_CHECKPOINT = (
-    "a checkpoint of the model that was split, as save_pretrained writes it; or split hf:DIR with its weights, which "
+    "a checkpoint of the model that was split, as save_pretrained writes it; pipegraph.Weights(DIR, rename={…}, "
+    "rows={…}), or --rename and --rows, for other names and padded embeddings; or split hf:DIR with its weights, which "
     "transformers then reads."
 )
 _ADMIT: Final = (
@@ -49,6 +50,10 @@ class WeightsIndex(msgspec.Struct, frozen=True):
 
 
 _INDEX: Final = FileKind(WeightsIndex, "an index of safetensors", PackageError, _RESTORE)
+
+
+WeightSource = bool | str | PathLike[str] | Mapping[str, "Tensor"]
+"""Whether a package's own weights are read; or a Hugging Face checkpoint, or tensors by the model's names."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Package:
         if problems:
             raise PackageError(f"{path_from_here(self.path)} is not whole: {'; '.join(problems)}.\n{_RESTORE}")
 
-    def check_weights(self, stages: Iterable[int], weights: bool | str | PathLike[str] = True) -> None:
+    def check_weights(self, stages: Iterable[int], weights: WeightSource = True) -> None:
         """Check the sizes and digests of the files of weights that `load_stage` reads for these stages.
 
         Raises:
@@ -155,25 +160,23 @@ class Package:
         names = [name for stage in self.manifest.stages for name in stage.parameters]
         return not names or any(self.manifest.stored_name(name) in self.weight_map for name in names)
 
-    def load_stage(
-        self, index: int, device: str = "cpu", weights: bool | str | PathLike[str] = True, seed: int = 0
-    ) -> nn.Module:
+    def load_stage(self, index: int, device: str = "cpu", weights: WeightSource = True, seed: int = 0) -> nn.Module:
         """Stage `index`, from its source as it is now.
 
         Without `weights`, parameters are initialised as the model does it, with random numbers that follow from `seed`
         and their names, so that they are equal on every rank and for every split. With a path, they and the buffers of
         `state_dict()` are those of a Hugging Face checkpoint, in the stage's dtypes: only the files that hold them are
-        opened.
+        opened. With a mapping, they are its tensors.
         """
         with self._unreplaced():
             return self._load(index, device, weights, seed)
 
-    def _load(self, index: int, device: str, weights: bool | str | PathLike[str], seed: int) -> nn.Module:
+    def _load(self, index: int, device: str, weights: WeightSource, seed: int) -> nn.Module:
         entry = self.manifest.stages[index]
         if not isinstance(weights, bool):
-            return self._import_stage(
-                index, device, checkpoint_folder(weights), f", with weights of {weights},", _OF_CHECKPOINT
-            )
+            tensors = weights if isinstance(weights, Mapping) else checkpoint_folder(weights)
+            label = "a dict" if type(weights) is dict else str(weights)
+            return self._import_stage(index, device, tensors, f", with weights of {label},", _OF_CHECKPOINT)
         read = self._read_shards(index, weights)
         for shard in (*read, MANIFEST):
             if not (self.path / shard).is_file():
@@ -196,7 +199,7 @@ class Package:
         of_stages = (stage.weights for stage in self.manifest.stages if stage.weights)
         return tuple(dict.fromkeys([*of_stages, *self.manifest.shards]))
 
-    def _read_shards(self, index: int, weights: bool | str | PathLike[str]) -> tuple[str, ...]:
+    def _read_shards(self, index: int, weights: WeightSource) -> tuple[str, ...]:
         """The shards of this folder that `load_stage` reads for a stage. Raises PackageError for a missing weight."""
         entry = self.manifest.stages[index]
         from_elsewhere = not isinstance(weights, bool)
@@ -210,7 +213,13 @@ class Package:
         return tuple(sorted({self.weight_map[name] for name in stored} | stage_shards))
 
     def _import_stage(
-        self, index: int, device: str, weights: bool | Path, weights_of: str, advice: str, seed: int = 0
+        self,
+        index: int,
+        device: str,
+        weights: WeightSource,
+        weights_of: str,
+        advice: str,
+        seed: int = 0,
     ) -> nn.Module:
         seeded = {"seed": seed} if seed and weights is False else {}  # a package of an older version takes none
         try:
@@ -295,6 +304,24 @@ def checkpoint_folder(path: str | PathLike[str]) -> Path:
             "save_pretrained of transformers, which writes safetensors.",
         )
     return folder
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the name of each tensor of a Hugging Face checkpoint → its file in the folder. Raises PackageError."""
+    index, single = folder / WEIGHTS_INDEX, "model.safetensors"
+    if index.is_file():
+        files = _INDEX.read(index).weight_map
+        for file in dict.fromkeys(files.values()):
+            if problem := path_problem(file):
+                raise _INDEX.problem(str(index), f"weight_map: {problem}")
+        return files
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    except (SafetensorError, OSError) as error:
+        raise PackageError(f"{folder / single} cannot be read, or is truncated: {error}.", _OF_CHECKPOINT) from None
 
 
 def first_unlisted(file: Path, listed: Container[str]) -> str | None:

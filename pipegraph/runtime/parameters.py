@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pipegraph.arguments import require_type
 from pipegraph.errors import PackageError, PipegraphError, nearest
 from pipegraph.kernels.sharded import is_sharded, layout, layout_text, local, rebuilt, shards, wrapper_of
 from pipegraph.package import CALLER, Manifest, Package
+from pipegraph.package.folder import WeightSource
 from pipegraph.progress import track
 from pipegraph.runtime.processes.group import Group
 from pipegraph.runtime.processes.world import World
@@ -52,7 +53,7 @@ def load_stages(
     package: Package,
     indices: list[int],
     device: torch.device,
-    weights: str | PathLike[str] | None = None,
+    weights: Path | Mapping[str, Tensor] | None = None,
     check_weights: bool = True,
     seed: int = 0,
 ) -> dict[int, nn.Module]:
@@ -68,7 +69,7 @@ def load_stages(
             "rank. A checkpoint's are read with --weights DIR, in Python with weights=.",
             stacklevel=3,
         )
-    source: bool | str | PathLike[str] = has_weights if weights is None else weights
+    source: WeightSource = has_weights if weights is None else weights
     if check_weights:
         package.check_weights(indices, source)
     stages = {}

@@ -23,6 +23,7 @@ from pipegraph.runtime import parameters
 from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.checkpoint.checkpointer import Checkpointer
 from pipegraph.runtime.checkpoint.saving import SaveRequest
+from pipegraph.runtime.checkpoint.weights import check_names, open_weights
 from pipegraph.runtime.gradients import checked_norm, clip_grad_norm
 from pipegraph.runtime.kernel_makers import stage_makers, stage_recompute
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight, checked_weight
@@ -121,8 +122,10 @@ class Pipeline:
             dtype, too.
         timeout: how many seconds a rank waits for another one until it takes it for hung. It must be longer than any
             step, the first one with its compilation included.
-        weights: the folder of a Hugging Face checkpoint. Its parameters and persistent buffers take the place of the
-            package's, in the stages' dtypes. Each process reads those of its stages, and no other files.
+        weights: the folder of a Hugging Face checkpoint, or of `torch.distributed.checkpoint`; `Weights` for one with
+            other names or padded embeddings; or a state dict. Its parameters and persistent buffers take the place of
+            the package's, in the stages' dtypes. Each process reads those of its stages, and no other files. A warning
+            lists tensors that no stage reads.
         max_variants: how many variants of a stage are traced, counted from the last `retrace`: for its modes, dtypes,
             branches on sizes and so on. One more is left to autograd, with a warning.
         check_weights: whether it is an error if a shard that this process reads is not as it was written.
@@ -173,7 +176,7 @@ class Pipeline:
         recompute: Any = None,
         parallelize_fn: parameters.ParallelizeFunction | None = None,
         timeout: float = TIMEOUT,
-        weights: str | PathLike[str] | None = None,
+        weights: str | PathLike[str] | Mapping[str, Tensor] | None = None,
         max_variants: int = 8,
         check_weights: bool = True,
         strict: bool = False,
@@ -212,8 +215,11 @@ class Pipeline:
             self.schedule = resolve_schedule(*choice[:2], count, processes, choice.ranks, sharing)
             self.ranks = (world.pipeline.index(world.rank),) if world else tuple(range(self.schedule.ranks))
             stage_indices = [stage for stage, rank in enumerate(self.schedule.placement) if rank in self.ranks]
+            opened_weights = None if weights is None else open_weights(weights)
+            if opened_weights is not None and 0 in stage_indices:
+                check_names(self.package.manifest, opened_weights)
             options = PipelineOptions(
-                weights,
+                opened_weights,
                 check_weights,
                 seed,
                 tp_plan,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipegraph.kernels import Maker
 from pipegraph.package import Manifest, Package
@@ -36,7 +36,7 @@ from pipegraph.runtime.tensor_parallel import Plan
 class PipelineOptions:
     """Arguments of `Pipeline` that its stages and kernels depend on, under their names."""
 
-    weights: str | PathLike[str] | None
+    weights: Path | Mapping[str, Tensor] | None
     check_weights: bool
     seed: int | None
     tp_plan: Plan | None

@@ -20,6 +20,7 @@ from pipegraph.cost.model_output import output_tensors
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, Package
 from pipegraph.report.text import clip, table
+from pipegraph.runtime.checkpoint.weights import weights_label
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.workflows.batch import at_asked_sizes, explain_model_mismatch
 from pipegraph.workflows.reference_step import (
@@ -62,7 +63,7 @@ class Verification:
     training: bool
     comparisons: tuple[TensorComparison, ...]
     edited: tuple[str, ...] = ()
-    weights: str | PathLike[str] | None = None
+    weights: str | None = None
     is_random: bool = False
     batch: VerificationBatch | None = None
     notes: tuple[str, ...] = ()
@@ -176,7 +177,7 @@ _NUDGES = 3  # steps of the model with other last digits, if something differs
 def verify(
     package: Package,
     source: ModelSource,
-    weights: str | PathLike[str] | None = None,
+    weights: str | PathLike[str] | Mapping[str, Tensor] | None = None,
     check_weights: bool = True,
 ) -> Verification:
     """Compare one step of a package with the same step of its model, and their outputs in evaluation mode after it.
@@ -191,7 +192,7 @@ def verify(
         package: as `pipegraph split` wrote it. One without weights gets the model's.
         source: the model, with real weights, its example inputs and loss. A microbatch has about the number of
             rows and tokens that it asks for.
-        weights: a Hugging Face checkpoint from which the package's weights are read instead.
+        weights: a checkpoint from which the package's weights are read instead, as in `Pipeline`.
         check_weights: as in `Pipeline`.
 
     Raises:
@@ -220,7 +221,7 @@ def verify(
         training,
         (*same_weights, *comparisons),
         package.edited(),
-        weights,
+        None if weights is None else weights_label(weights),
         is_random,
         steps.batch,
         choice.notes,
@@ -235,7 +236,7 @@ def _is_random(step: ModelStep, first: StepTensors) -> bool:
 
 
 def _loaded(
-    package: Package, steps: ModelSteps, weights: str | PathLike[str] | None, check_weights: bool
+    package: Package, steps: ModelSteps, weights: str | PathLike[str] | Mapping[str, Tensor] | None, check_weights: bool
 ) -> tuple[Pipeline, list[TensorComparison]]:
     """Return the pipeline of a package, and its weights compared with those of the model."""
     source = steps.source

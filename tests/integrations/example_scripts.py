@@ -25,18 +25,18 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _command(name: str, ranks: int, out: Path) -> list[str]:
+def _command(name: str, ranks: int, *folders: Path) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *torchrun, str(FOLDER / f"{name}.py"), str(out)]
+    return [sys.executable, *torchrun, str(FOLDER / f"{name}.py"), *map(str, folders)]
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])}
 
 
-def run(name: str, ranks: int, out: Path) -> str:
+def run(name: str, ranks: int, *folders: Path) -> str:
     """Run an example to its end; returns what it printed."""
-    command = _command(name, ranks, out)
+    command = _command(name, ranks, *folders)
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     return done.stdout

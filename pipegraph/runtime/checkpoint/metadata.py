@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipegraph.errors import CheckpointError, one_line
 from pipegraph.package.json_file import clipped
+from pipegraph.package.manifest import path_problem
 from pipegraph.torch_private.tensors import storage_info
 
 FILE: Final = ".metadata"
@@ -35,7 +36,7 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _STORAGE_INFO: Final = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _SIZE: Final = ("torch", "Size")
 _DTYPES: Final = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_ADVICE: Final = "Try: a checkpoint that pipegraph saved, from a source that you trust."
+_ADVICE: Final = "Try: a checkpoint as it was saved, from a source that you trust."
 
 _T = TypeVar("_T")
 
@@ -94,21 +95,22 @@ class _Unpickler(pickle.Unpickler):
         return _RECORDS[module, name]
 
 
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
-    """The metadata of the checkpoint in a folder: of tensors alone, as pipegraph saves them.
+def read_metadata(folder: Path, files: Collection[str] | None) -> Metadata:
+    """Return the metadata of the checkpoint in a folder: of its tensors.
 
     Args:
-        files: the names of the files that the checkpoint lists.
+        files: the names of the files that the checkpoint lists: pipegraph's, which holds tensors alone. None for a
+            checkpoint of another tool: it may hold pickled values, which are left out, and names files of its folder.
 
     Raises:
         CheckpointError: the file names a class or function that is not DCP's, or a value that is not a tensor, or a
             file that is not among `files`; or it is damaged. Nothing that the file names was called.
     """
     path = folder / FILE
-    if FILE not in files:
+    if files is not None and FILE not in files:
         raise CheckpointError(f"{path} would be read, and checkpoint.json does not list it.\n{_ADVICE}")
     try:
-        metadata = _metadata(_Unpickler(io.BytesIO(path.read_bytes())).load())
+        metadata = _metadata(_Unpickler(io.BytesIO(path.read_bytes())).load(), tensors_only=files is None)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {clipped(one_line(str(error)))}.\n{_ADVICE}") from None
     except Exception as error:  # a pickle raises anything
@@ -116,19 +118,28 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
         raise CheckpointError(
             f"{path} is not metadata of torch.distributed.checkpoint: {problem}.\n{_ADVICE}"
         ) from None
-    for name in sorted({info.relative_path for info in metadata.storage_data.values()} - {*files}):
-        raise CheckpointError(
-            f"{folder / clipped(one_line(name))} would be read, and checkpoint.json does not list it.\n{_ADVICE}"
-        )
+    for name in sorted({info.relative_path for info in metadata.storage_data.values()}):
+        if files is None and path_problem(name):
+            raise CheckpointError(
+                f"{path} names {clipped(one_line(name))}, which is not a file of its folder.\n{_ADVICE}"
+            )
+        if files is not None and name not in files:
+            raise CheckpointError(
+                f"{folder / clipped(one_line(name))} would be read, and checkpoint.json does not list it.\n{_ADVICE}"
+            )
     return metadata
 
 
-def _metadata(value: object) -> Metadata:
+def _metadata(value: object, tensors_only: bool) -> Metadata:
     fields = _fields(value, _METADATA, "Metadata")
     tensors = _typed(fields.get("state_dict_metadata"), dict)
     places = _typed(fields.get("storage_data"), dict)
     return Metadata(
-        {_typed(name, str): _tensor(name, entry) for name, entry in tensors.items()},
+        {
+            _typed(name, str): _tensor(name, entry)
+            for name, entry in tensors.items()
+            if not (tensors_only and isinstance(entry, _RECORDS[_METADATA, "BytesStorageMetadata"]))
+        },
         storage_data={_index(index): _storage_info(info) for index, info in places.items()},
     )
 

@@ -68,7 +68,8 @@ class StoredTensors:
 
     Args:
         folder: of the checkpoint.
-        files: the names of the files that it lists; no other one is opened.
+        files: the names of the files that it lists; no other one is opened. None for a checkpoint of another tool,
+            which lists none.
 
     Attributes:
         entries: name of each tensor → its size, dtype and chunks.
@@ -77,7 +78,7 @@ class StoredTensors:
         CheckpointError: as `read_metadata`.
     """
 
-    def __init__(self, folder: Path, files: Collection[str]) -> None:
+    def __init__(self, folder: Path, files: Collection[str] | None) -> None:
         self._folder = folder
         self._metadata = read_metadata(folder, files)
         self.entries: dict[str, Any] = self._metadata.state_dict_metadata

@@ -3,6 +3,7 @@
 import difflib
 import json
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def initialise(stage, seed):
 def read_stage(stage, index, device, weights):
     """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the checkpoint there.
 
+    `weights` may also be a mapping from names to tensors.
+
     Without `weights`, parameters stay as they are. Buffers that are not in `state_dict()`, such as a rotary table, are
     always read from this folder.
     """
@@ -60,7 +63,7 @@ def read_stage(stage, index, device, weights):
     if isinstance(weights, bool):
         _replace(stage, [*parameters, *buffers, *non_persistent], tied, _FOLDER, device)
     else:
-        _replace(stage, [*parameters, *buffers], tied, Path(weights), device, manifest["checkpoint"])
+        _replace(stage, [*parameters, *buffers], tied, weights, device, manifest["checkpoint"])
         _replace(stage, non_persistent, tied, _FOLDER, device)
     for name, tensor in _tensors(stage).items():
         if tensor.is_meta:
@@ -75,13 +78,17 @@ def _tensors(stage):
     return {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers(remove_duplicate=False))}
 
 
-def _replace(stage, names, tied, folder, device, checkpoint=None):
-    """Replace the tensors of these names by those in a folder. Tied weights stay one parameter."""
+def _replace(stage, names, tied, source, device, checkpoint=None):
+    """Replace the tensors of these names by those of a folder or a mapping. Tied weights stay one parameter."""
     if not names:
         return
-    files = _Files(folder, device, checkpoint or {})
+    files = (_Tensors if isinstance(source, Mapping) else _Files)(source, device, checkpoint or {})
     groups = {name: group for group in tied for name in group}
     parts = {name: files.find(groups.get(name, [name])) for name in names}  # all of them, before one is read
+    if missing := [name for name in names if parts[name] is None]:
+        nearest = difflib.get_close_matches(missing[0], files.names, n=1)
+        hint = f"the nearest name there is {nearest[0]}" if nearest else "load_stage(weights=DIR) reads a checkpoint's"
+        raise ValueError(f"{files.listing} lacks {', '.join(missing)}; {hint}")
     modules, previous = dict(stage.named_modules(remove_duplicate=False)), _tensors(stage)
     tensors = {}
     for name in names:
@@ -97,23 +104,83 @@ def _replace(stage, names, tied, folder, device, checkpoint=None):
         setattr(modules[owner], attribute, tensor)
 
 
-class _Files:
-    """The tensors of a folder with one safetensors file, or with several and an index. Files are opened when needed.
+class _Tensors:
+    """The tensors of a mapping, by their names.
 
     `checkpoint` lists the tensors that Hugging Face transformers stores under another name, or in parts.
     """
 
+    def __init__(self, tensors, device, checkpoint):
+        self.device, self.checkpoint, self.names, self.tensors = device, checkpoint, tensors.keys(), tensors
+        self.listing = "the dict" if isinstance(tensors, dict) else tensors
+
+    def get(self, name):
+        return self.tensors[name], self.listing
+
+    def find(self, names):
+        """Return the names of the parts that make up a tensor; None if one is missing. A tied one has several `names`.
+
+        A `*` in the name of a part that is no tensor's stands for each index of the tensor's first dimension.
+        """
+        stored = self.checkpoint.get("stored", {})
+        if [] in [stored.get(name) for name in names]:
+            raise ValueError(f"{names[0]} is stored in a form that only transformers can read")
+        for parts in (*([name] for name in names), *(stored[name] for name in names if name in stored)):
+            stored_parts = [self.stored_name(part) for part in parts]
+            if None not in stored_parts:
+                return stored_parts
+        return None
+
+    def stored_name(self, name):
+        """Return a name as it is stored, with or without the prefix of the base model; None if there is none."""
+        prefix = self.checkpoint.get("base_model_prefix", "")
+        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+            if candidate in self.names or candidate.replace("*", "0") in self.names:
+                return candidate
+        return None
+
+    def read(self, parts, shape, dtype):
+        """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` counts that."""
+        is_counted = "*" in parts[0] and parts[0] not in self.names
+        if len(parts) == 1 and not is_counted:
+            return self.tensor(parts[0], shape, dtype)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        for number, row in enumerate(whole if is_counted else whole[None]):
+            for name, part in zip(parts, row.chunk(len(parts)), strict=True):
+                part.copy_(self.tensor(name.replace("*", str(number)) if is_counted else name, part.shape, dtype))
+        return whole
+
+    def tensor(self, name, shape, dtype):
+        """Read one tensor, which must have this shape. Convert it to this dtype unless it is quantized."""
+        if name not in self.names:
+            raise ValueError(f"{self.listing} lacks {name}")
+        tensor, place = self.get(name)
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in {place} and {list(shape)} in the stage")
+        converts = tensor.is_floating_point() and dtype.is_floating_point and tensor.itemsize > 1
+        if tensor.dtype != dtype and not converts:
+            raise ValueError(f"{name} is {tensor.dtype} in {place}, which is not converted to the stage's {dtype}")
+        return tensor.to(self.device, dtype)
+
+
+class _Files(_Tensors):
+    """The tensors of a folder with one safetensors file, or with several and an index. Files are opened when needed."""
+
     def __init__(self, folder, device, checkpoint):
-        self.folder, self.device, self.checkpoint, self.opened = folder, device, checkpoint, {}
-        self.listing = folder / "model.safetensors.index.json"
+        self.folder, self.device, self.checkpoint, self.opened = Path(folder), device, checkpoint, {}
+        self.listing = self.folder / "model.safetensors.index.json"
         if self.listing.is_file():
             try:
-                self.files = dict(json.loads(self.listing.read_text(encoding="utf-8"))["weight_map"])
+                self.names = dict(json.loads(self.listing.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.listing} is no index of safetensors, or truncated: {error!r}") from None
         else:
-            self.listing = folder / "model.safetensors"
-            self.files = dict.fromkeys(self.open(self.listing.name).keys(), self.listing.name)
+            self.listing = self.folder / "model.safetensors"
+            self.names = dict.fromkeys(self.open(self.listing.name).keys(), self.listing.name)
+
+    def get(self, name):
+        file = self.names[name]
+        return self.open(file).get_tensor(name), self.folder / file
 
     def open(self, file):
         from safetensors import SafetensorError, safe_open
@@ -126,50 +193,3 @@ class _Files:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.folder / file} cannot be read, or is truncated: {error}") from None
         return self.opened[file]
-
-    def find(self, names):
-        """Return the names of the parts that make up a tensor in the files. A tied tensor has several `names`.
-
-        A `*` in the name of a part that is no tensor's stands for each index of the tensor's first dimension.
-        """
-        stored = self.checkpoint.get("stored", {})
-        if [] in [stored.get(name) for name in names]:
-            raise ValueError(f"{names[0]} is stored in a form that only transformers can read")
-        for parts in (*([name] for name in names), *(stored[name] for name in names if name in stored)):
-            stored_parts = [self.stored_name(part) for part in parts]
-            if None not in stored_parts:
-                return stored_parts
-        nearest = difflib.get_close_matches(names[0], self.files, n=1)
-        hint = f"the nearest name there is {nearest[0]}" if nearest else "load_stage(weights=DIR) reads a checkpoint's"
-        raise ValueError(f"{self.listing} lacks {names[0]}; {hint}")
-
-    def stored_name(self, name):
-        """Return a name as the files have it, with or without the prefix of the base model; None if there is none."""
-        prefix = self.checkpoint.get("base_model_prefix", "")
-        for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
-            if candidate in self.files or candidate.replace("*", "0") in self.files:
-                return candidate
-        return None
-
-    def read(self, parts, shape, dtype):
-        """Read a tensor, whole or joined from parts: along its first dimension, or its second if a `*` counts that."""
-        is_counted = "*" in parts[0] and parts[0] not in self.files
-        if len(parts) == 1 and not is_counted:
-            return self.tensor(parts[0], shape, dtype)
-        whole = torch.empty(shape, dtype=dtype, device=self.device)
-        for number, row in enumerate(whole if is_counted else whole[None]):
-            for name, part in zip(parts, row.chunk(len(parts)), strict=True):
-                part.copy_(self.tensor(name.replace("*", str(number)) if is_counted else name, part.shape, dtype))
-        return whole
-
-    def tensor(self, name, shape, dtype):
-        """Read one tensor of the files, which must have this shape. Convert it to this dtype unless it is quantized."""
-        if name not in self.files:
-            raise ValueError(f"{self.listing} lacks {name}")
-        tensor, file = self.open(self.files[name]).get_tensor(name), self.folder / self.files[name]
-        if tensor.shape != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} in {file} and {list(shape)} in the stage")
-        converts = tensor.is_floating_point() and dtype.is_floating_point and tensor.itemsize > 1
-        if tensor.dtype != dtype and not converts:
-            raise ValueError(f"{name} is {tensor.dtype} in {file}, which is not converted to the stage's {dtype}")
-        return tensor.to(dtype)

@@ -1,5 +1,6 @@
 """Decoder (mixture_of_experts.py) in 3 stages, written by pipegraph 0.1.0."""
 
+from collections.abc import Mapping
 from os import PathLike
 
 import torch
@@ -17,13 +18,16 @@ _STAGES = (Stage0, Stage1, Stage2)
 
 
 def load_stage(
-    index: int, device: str | torch.device = "cpu", weights: bool | str | PathLike[str] = True, seed: int = 0
+    index: int,
+    device: str | torch.device = "cpu",
+    weights: bool | str | PathLike[str] | Mapping[str, torch.Tensor] = True,
+    seed: int = 0,
 ) -> nn.Module:
     """Build stage `index` on `device`, in the mode (training or evaluation) that the model was in.
 
     With `weights`, parameters are read from the safetensors files of this folder. If `weights` is a path, parameters
     and the buffers of `state_dict()` are read from the Hugging Face checkpoint in that folder and converted to the
-    stage's dtypes. Without `weights`, parameters are initialised as the model does it, with random numbers that follow
+    stage's dtypes; a mapping from names to tensors is read in the same way. Without `weights`, parameters are initialised as the model does it, with random numbers that follow
     from `seed` and their names. Buffers are read in all cases, unless the device is meta.
     """
     is_meta = torch.device(device).type == "meta"

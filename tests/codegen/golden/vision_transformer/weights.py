@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def initialise(stage, seed):
 def read_stage(stage, index, device, weights):
     """Replace a stage's tensors by those of this folder or, if `weights` is a path, of the safetensors files there.
 
+    `weights` may also be a mapping from names to tensors.
+
     Without `weights`, parameters stay as they are. Buffers that are not in `state_dict()`, such as a rotary table, are
     always read from this folder.
     """
@@ -49,7 +52,7 @@ def read_stage(stage, index, device, weights):
     parameters = entry["parameters"] if weights else []
     buffers = [buffer for buffer in entry["buffers"] if isinstance(buffer, str)]
     non_persistent = [buffer["name"] for buffer in entry["buffers"] if not isinstance(buffer, str)]
-    tensors = _read(_FOLDER if isinstance(weights, bool) else Path(weights), [*parameters, *buffers], tied, device)
+    tensors = _read(_FOLDER if isinstance(weights, bool) else weights, [*parameters, *buffers], tied, device)
     tensors |= _read(_FOLDER, non_persistent, tied, device)
     previous = {
         **dict(stage.named_parameters(remove_duplicate=False)),
@@ -72,21 +75,40 @@ def read_stage(stage, index, device, weights):
         raise ValueError(f"{unread[0]} of stage {index} has no value: list it in pipeline.json and store it in a shard")
 
 
-def _read(folder, names, tied, device):
-    """Read tensors from `model.safetensors`, or from the files of its index. A tied weight has one of several names."""
+def _read(source, names, tied, device):
+    """Read tensors from a folder or a mapping. A tied weight has one of several names there."""
     if not names:
         return {}
-    from safetensors import safe_open
+    stored_tensors = source if isinstance(source, Mapping) else _Files(Path(source), device)
+    keys = stored_tensors.keys()
+    stored = {name: next((other for other in tied.get(name, [name]) if other in keys), None) for name in names}
+    if missing := [name for name in names if stored[name] is None]:
+        raise ValueError(f"{'the dict' if isinstance(source, dict) else source} lacks {', '.join(missing)}")
+    return {name: stored_tensors[stored[name]].to(device) for name in names}
 
-    index = folder / "model.safetensors.index.json"
-    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    tensors, opened = {}, {}
-    for name in names:
-        stored = next((tied_name for tied_name in tied.get(name, [name]) if tied_name in files), name)
-        file = files.get(stored, "model.safetensors")
+
+class _Files:
+    """The tensors of `model.safetensors`, or of the files of its index."""
+
+    def __init__(self, folder, device):
+        self.folder, self.device, self.opened = folder, device, {}
+        self.index = folder / "model.safetensors.index.json"
+        if self.index.is_file():
+            self.files = json.loads(self.index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            self.files = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
+
+    def keys(self):
+        return self.files.keys()
+
+    def open(self, file):
+        from safetensors import safe_open
+
         if Path(file).name != file:
-            raise ValueError(f"{index} names {file!r}, which is not a file of its folder")
-        if file not in opened:
-            opened[file] = safe_open(folder / file, framework="pt", device=str(device))
-        tensors[name] = opened[file].get_tensor(stored)
-    return tensors
+            raise ValueError(f"{self.index} names {file!r}, which is not a file of its folder")
+        if file not in self.opened:
+            self.opened[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
+        return self.opened[file]
+
+    def __getitem__(self, name):
+        return self.open(self.files[name]).get_tensor(name)
