@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,8 @@ from pipegraph.torch_private.modules import children
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 """The containers that can be changed in place, and put back."""
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, types.BuiltinFunctionType)
+# A logger caches which levels are on: its content changes with each new level, and no graph depends on it.
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, type, types.BuiltinFunctionType, logging.Logger)
 
 
 class LossValue(NamedTuple):

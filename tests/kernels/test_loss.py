@@ -141,6 +141,22 @@ def test_a_loss_that_keeps_what_it_found() -> None:
     assert_close(recorded_losses, losses)
 
 
+LOGGER = logging.getLogger("a loss")
+
+
+def logged(outputs: tuple[Tensor, ...], target: Any) -> Tensor:
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        LOGGER.debug("a message")
+    return outputs[0].square().mean()
+
+
+def test_a_loss_that_logs_is_traced(recwarn: pytest.WarningsRecorder) -> None:
+    LOGGER._cache.clear()  # type: ignore[attr-defined]
+    kernels = make("eager", Layers(), (True,), (True,), logged)
+    assert kernels.forward((x,), target=None, with_loss=True).loss is not None
+    assert not recwarn.list
+
+
 def test_what_is_wrong_with_a_loss_is_not_announced_as_tracing() -> None:
     kernels = make("eager", nn.Linear(8, 8), (True,), (True,), lambda outputs, target: F.mse_loss(outputs[0] @ x, x))
     with TestCase().assertNoLogs(level=logging.DEBUG), pytest.raises(RuntimeError, match="cannot be multiplied"):

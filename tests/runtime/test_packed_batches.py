@@ -11,6 +11,7 @@ from pipegraph.schedule.recipes import trains
 from tests.messages import refused
 from tests.runtime import packed_model, ranks
 from tests.runtime.pipelines import pipeline
+from tests.slow import LIKE_OTHERS, cases
 
 TRAINING = [name for name in names() if trains(name)]
 
@@ -20,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return packed_model.build(tmp_path_factory.mktemp("packed"))
 
 
-@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("schedule", cases(TRAINING, slow=LIKE_OTHERS))
 def test_every_schedule_takes_microbatches_of_other_sizes(schedule: str, folder: str) -> None:
     pipe = pipeline(folder, schedule, "eager", microbatches=8, loss_fn=packed_model.loss)
     packed_model.assert_is_the_step_of_the_model(pipe)

@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Class → its configuration's type, its split point, and the fields of the configuration."""
 
-SLOW = [name for name in MODELS if name not in ("LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")]
+SLOW = [name for name in MODELS if name not in ("LlamaForCausalLM", "BertForMaskedLM")]
 
 
 def folder_of(name: str, folder: Path) -> Path:
