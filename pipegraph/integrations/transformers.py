@@ -16,6 +16,7 @@ from transformers import AutoConfig, Trainer, TrainingArguments
 
 from pipegraph.errors import ArgumentError, BatchError, PipegraphError
 from pipegraph.integrations.accelerate import PipelineAccelerator
+from pipegraph.integrations.gradients import gradients_divided, known_loss
 from pipegraph.package import CONFIG, leaves
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.runtime.processes.rank_grid import DATA
@@ -227,11 +228,11 @@ class PipelineTrainer(Trainer):
         arguments, labels = self._arguments(inputs)
         count = self.current_gradient_accumulation_steps
         if num_items_in_batch is None and self.pipe.loss_weight is None and count > 1:
-            with _gradients_divided(self.pipe, count):
+            with gradients_divided(self.pipe, count):
                 result = self.pipe.step(**arguments, target=labels)
-            loss = _known_loss(result.loss) / count
+            loss = known_loss(result.loss) / count
         else:
-            loss = _known_loss(self.pipe.step(**arguments, target=labels, weight=num_items_in_batch).loss)
+            loss = known_loss(self.pipe.step(**arguments, target=labels, weight=num_items_in_batch).loss)
         return loss.to(self.args.device)
 
     def prediction_step(
@@ -245,7 +246,7 @@ class PipelineTrainer(Trainer):
         arguments, labels = self._arguments(inputs)
         keywords = {} if labels is None else {"target": self._counted_once(labels)}
         result = self.pipe.evaluate(**arguments, **keywords, return_outputs=not prediction_loss_only)
-        loss = None if labels is None else _known_loss(result.loss)
+        loss = None if labels is None else known_loss(result.loss)
         if prediction_loss_only:
             return loss, None, None
         outputs = self.pipe.broadcast_outputs(result.outputs)
@@ -362,32 +363,6 @@ def save_pretrained(pipe: Pipeline, folder: Path, config: Any = None) -> None:
             config.save_pretrained(folder)
         shutil.rmtree(staging)
     pipe.gather([0.0], everywhere=True)  # the others may read it now
-
-
-def _known_loss(loss: Tensor | None) -> Tensor:
-    if loss is None:
-        raise ArgumentError(
-            "this rank does not know the loss of a step.",
-            "Pipeline(…, loss_fn=…) without broadcast_loss=False.",
-        )
-    return loss.detach()
-
-
-class _gradients_divided:
-    """A context in which a step adds gradients that are divided by a number."""
-
-    def __init__(self, pipe: Pipeline, divisor: int) -> None:
-        self._pipe, self._divisor = pipe, divisor
-
-    def __enter__(self) -> None:
-        for parameter in self._pipe.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self._divisor)
-
-    def __exit__(self, *error: Any) -> None:
-        for parameter in self._pipe.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(self._divisor)
 
 
 def _check_arguments(args: TrainingArguments | None, compute_loss_func: Any) -> None:
