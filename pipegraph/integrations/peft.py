@@ -9,7 +9,6 @@ save_adapter(pipe, "adapter", model.peft_config["default"])               # Peft
 
 from __future__ import annotations
 
-import shutil
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -19,9 +18,9 @@ from peft import PeftConfig
 from torch import Tensor
 
 from pipegraph.arguments import require_path
-from pipegraph.errors import CheckpointError, PackageError, PipegraphError
+from pipegraph.errors import PackageError
+from pipegraph.integrations.first_rank import write_on_first_rank
 from pipegraph.package.folder import write_tensors
-from pipegraph.package.staged_folder import write_errors
 from pipegraph.runtime.checkpoint.loading import find_newest
 from pipegraph.runtime.checkpoint.ranks import CheckpointRanks
 from pipegraph.runtime.checkpoint.saving import PREFIX
@@ -61,20 +60,11 @@ def save_adapter(pipe: Pipeline, folder: str | PathLike[str], config: PeftConfig
             "pipegraph.capture of a model that get_peft_model made, and the name of its adapter.",
         )
     saved = pipe.save(folder / _STAGING, step=0, frozen=False)
-    problem = ""
-    if pipe.mesh_ranks[pipe.ranks[0]] == 0:
-        try:
-            with write_errors(folder):
-                _write(saved, names, adapter, folder, config)
-        except PipegraphError as error:
-            problem = str(error)
-    for text in pipe.gather_text(problem, everywhere=True):
-        if text:
-            raise CheckpointError(text)
+    write_on_first_rank(pipe, folder, folder / _STAGING, lambda: _write(saved, names, adapter, folder, config))
 
 
 def _write(saved: Path, names: list[str], adapter: str, folder: Path, config: PeftConfig) -> None:
-    """Write the files of an adapter from a checkpoint, and remove the checkpoint."""
+    """Write the files of an adapter from a checkpoint."""
     _, index = find_newest(saved, CheckpointRanks(LoneProcess(), guard_of(None)))
     storage = StoredTensors(saved, index.files)
     entries = {name: storage.entries[f"{PREFIX}{name}"] for name in names}
@@ -87,7 +77,6 @@ def _write(saved: Path, names: list[str], adapter: str, folder: Path, config: Pe
     write_tensors(stored, new, {"format": "pt"})
     new.replace(folder / WEIGHTS)
     config.save_pretrained(str(folder))
-    shutil.rmtree(folder / _STAGING)
 
 
 def _stored_name(name: str, adapter: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -12,10 +11,11 @@ from typing import Any, Final, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, Trainer, TrainingArguments
+from transformers import AutoConfig, GenerationConfig, Trainer, TrainingArguments
 
 from pipegraph.errors import ArgumentError, BatchError, PipegraphError
 from pipegraph.integrations.accelerate import PipelineAccelerator
+from pipegraph.integrations.first_rank import write_on_first_rank
 from pipegraph.integrations.gradients import gradients_divided, known_loss
 from pipegraph.package import CONFIG, leaves
 from pipegraph.runtime.pipeline import Pipeline
@@ -69,6 +69,7 @@ class PipelineModel(nn.Module):
     def __init__(self, pipe: Pipeline, config: Any) -> None:
         super().__init__()
         self.pipe, self.config = pipe, config
+        self.generation_config = GenerationConfig() if config is None else GenerationConfig.from_model_config(config)
         names = [*input_names(pipe), "labels", "attention_mask"]
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in dict.fromkeys(names)]
         self.forward = _Forward(inspect.Signature(parameters))  # by which the Trainer chooses the columns of a dataset
@@ -78,6 +79,9 @@ class PipelineModel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under the model's names."""
         return ((f"{prefix}.{name}" if prefix else name, value) for name, value in self.pipe.named_parameters())
+
+    def add_model_tags(self, tags: Any) -> None:
+        """Do nothing: trl has tags for a model card."""
 
     def train(self, mode: bool = True) -> PipelineModel:
         """Switch the mode of this rank's stages."""
@@ -346,13 +350,14 @@ class PipelineTrainer(Trainer):
 def save_pretrained(pipe: Pipeline, folder: Path, config: Any = None) -> None:
     """Write the model's weights, and its configuration if there is one, as `from_pretrained` reads them. Collective.
 
-    Other files of the folder stay. Raises CheckpointError and PackageError as `Pipeline.save` and `export` do.
+    Other files of the folder stay. Raises CheckpointError and PackageError as `Pipeline.save` and `export` do; on every
+    rank.
     """
     staging = folder / _STAGING
-    is_first = pipe.mesh_ranks[pipe.ranks[0]] == 0
     pipe.save(staging / _CHECKPOINT, step=0)
     export(staging / _CHECKPOINT, pipe.package, staging / "weights", overwrite=True)
-    if is_first:
+
+    def write() -> None:
         new = {path.name for path in (staging / "weights").iterdir()}
         for name in new:
             (staging / "weights" / name).replace(folder / name)
@@ -361,8 +366,8 @@ def save_pretrained(pipe: Pipeline, folder: Path, config: Any = None) -> None:
                 path.unlink()
         if config is not None:
             config.save_pretrained(folder)
-        shutil.rmtree(staging)
-    pipe.gather([0.0], everywhere=True)  # the others may read it now
+
+    write_on_first_rank(pipe, folder, staging, write)
 
 
 def _check_arguments(args: TrainingArguments | None, compute_loss_func: Any) -> None:

@@ -14,7 +14,8 @@ import pipegraph
 from pipegraph import BatchError, Pipeline
 from pipegraph.errors import ArgumentError
 from pipegraph.integrations.transformers import PipelineTrainer, causal_lm_loss, count_causal_lm_labels
-from tests.integrations import example_scripts
+from tests.integrations import example_scripts, save_ranks
+from tests.runtime import ranks
 
 example = example_scripts.load("trainer")
 
@@ -173,3 +174,11 @@ def test_an_input_that_the_package_does_not_take_is_refused(pipe: Pipeline, tmp_
         trainer.train()
     assert "position_ids" in caught.value.problem
     assert "data_collator" in caught.value.advice
+
+
+def test_an_error_of_the_first_rank_is_that_of_all(pipe: Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    results = ranks.run(save_ranks.save, 2, str(pipe.package.path), str(tmp_path / "saved"))
+    for text, names in results:
+        assert "No space left" in text
+        assert names == []
