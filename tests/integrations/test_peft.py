@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from pipegraph.integrations.peft import save_adapter
 from pipegraph.integrations.transformers import PipelineTrainer
 from pipegraph.package import Package
 from pipegraph.workflows.export import export
+from tests.cli.command import ROOT
 from tests.integrations import example_scripts
 
 trainer_example, example = example_scripts.load("trainer"), example_scripts.load("lora")
@@ -132,3 +135,32 @@ def test_export_of_a_whole_checkpoint_names_what_exports_adapters(base: Path, tm
     with pytest.raises(PackageError) as caught:
         export(tmp_path / "checkpoints", Package.open(base / "package"), tmp_path / "out")
     assert "save_adapter" in caught.value.advice
+
+
+LARGE = """
+import resource, sys, torch, pipegraph
+from accelerate import init_empty_weights
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+config = LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8, use_cache=False)
+with init_empty_weights(include_buffers=False):
+    adapter = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(LlamaForCausalLM(config), adapter)
+captured = pipegraph.capture(model, kwargs={"input_ids": torch.ones(1, 4096, dtype=torch.long)})
+pipegraph.write_package(pipegraph.plan(captured, stages=8, balance="uniform"), sys.argv[1], weights=False)
+print(sum(parameter.numel() for parameter in model.parameters()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_of_70_billion_parameters_is_split_without_its_weights(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", LARGE, str(tmp_path / "package")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=580, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    parameters, kibibytes = map(int, done.stdout.split())
+    assert parameters > 70e9
+    assert kibibytes < 1.5 * 2**20
+    assert len(Package.open(tmp_path / "package").manifest.stages) == 8
