@@ -24,19 +24,9 @@ from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 import pipegraph
-from pipegraph.errors import ArgumentError, PipegraphError, nearest
+from pipegraph.errors import ArgumentError, PipegraphError
+from pipegraph.schedule import Schedule
 
-SCHEDULES: Final = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
-    "Interleaved1F1B": "interleaved-1f1b",
-    "LoopedBFS": "looped-bfs",
-    "InterleavedZeroBubble": "interleaved-zb",
-    "ZBVZeroBubble": "zb-v",
-    "DualPipeV": "dualpipe-v",
-}
-"""torchtitan's names of schedules → pipegraph's, which are taken as well."""
-_ONE_STAGE: Final = ("1f1b", "gpipe", "zb-h1", "zb-h2", "eager-1f1b")
 _PRECISIONS: Final = {"float32": None, "bfloat16": "bf16"}
 _FOLDER: Final = "pipegraph"
 
@@ -134,11 +124,12 @@ def pipelining_fn(
 
     Raises:
         ArgumentError: the configuration asks for what pipegraph does not do here.
+        ScheduleError: the schedule is unknown, or cannot have these numbers.
         PipegraphError: the model cannot be captured or cut so; on every rank.
     """
     _check_configuration(parallel_dims, model_config, training, loss_fn)
-    schedule = _schedule_name(parallelism)
     microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    schedule = _schedule_of(parallelism, parallel_dims.pp, len(model_config.layers), microbatches)
     folder = Path(dump_folder) / _FOLDER
 
     def split() -> None:
@@ -146,8 +137,7 @@ def pipelining_fn(
         tokens = torch.zeros(rows, training.seq_len, dtype=torch.long)
         positions = torch.arange(training.seq_len).expand(rows, -1).contiguous()
         captured = pipegraph.capture(model, (tokens,), {"positions": positions})
-        cuts = _cuts(parallelism, parallel_dims.pp, len(model_config.layers), schedule)
-        plan = pipegraph.plan(captured, schedule=schedule, microbatches=microbatches, **cuts)
+        plan = pipegraph.plan(captured, schedule=schedule, microbatches=microbatches, **_cuts(parallelism, schedule))
         pipegraph.write_package(plan, folder, weights=False, overwrite=True)
 
     with warnings.catch_warnings():
@@ -202,31 +192,34 @@ def _check_configuration(parallel_dims: Any, model_config: Any, training: Any, l
         )
 
 
-def _schedule_name(parallelism: Any) -> str:
+def _schedule_of(parallelism: Any, ranks: int, layers: int, microbatches: int) -> Schedule:
+    """Return the schedule of a configuration, with as many stages as it asks for.
+
+    Raises:
+        ScheduleError: an unknown schedule, or one that cannot have these numbers.
+    """
     if parallelism.pipeline_parallel_schedule_csv:
-        return str(parallelism.pipeline_parallel_schedule_csv)
-    name = parallelism.pipeline_parallel_schedule
-    names = {
-        **{titan_name.lower(): schedule for titan_name, schedule in SCHEDULES.items()},
-        **{n: n for n in pipegraph.schedule.names()},
-    }
-    if name.lower() not in names:
+        return pipegraph.schedule.read_csv(parallelism.pipeline_parallel_schedule_csv, transfers=False)
+    stages = None
+    if parallelism.module_fqns_per_model_part is not None:
+        stages = len(parallelism.module_fqns_per_model_part)
+    elif parallelism.pipeline_parallel_layers_per_stage is not None:
+        first, last = (getattr(parallelism, f"pipeline_parallel_{end}_stage_less_layers") for end in ("first", "last"))
+        stages = math.ceil((layers + first + last) / parallelism.pipeline_parallel_layers_per_stage)
+    if stages is not None and stages % ranks:
         raise ArgumentError(
-            f"pipeline_parallel_schedule is {name!r}.{nearest(name, names)}", f"one of {', '.join(SCHEDULES)}."
+            f"the configuration has {stages} stages on {ranks} ranks.",
+            "module_fqns_per_model_part, or pipeline_parallel_layers_per_stage, with a multiple of the ranks.",
         )
-    return names[name.lower()]
+    chunks = None if stages is None else stages // ranks
+    return pipegraph.schedule.build(parallelism.pipeline_parallel_schedule, ranks, microbatches, chunks)
 
 
-def _cuts(parallelism: Any, ranks: int, layers: int, schedule: str) -> dict[str, Any]:
+def _cuts(parallelism: Any, schedule: Schedule) -> dict[str, Any]:
     """Return where the configuration cuts, or into how many stages, as arguments of `pipegraph.plan`."""
     if parallelism.module_fqns_per_model_part is not None:
         return {"points": [names[0] for names in parallelism.module_fqns_per_model_part[1:]]}
-    if parallelism.pipeline_parallel_layers_per_stage is not None:
-        ends = (
-            parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
-        )
-        return {"stages": math.ceil((layers + ends) / parallelism.pipeline_parallel_layers_per_stage)}
-    return {"stages": ranks if schedule in _ONE_STAGE else 2 * ranks}
+    return {"stages": len(schedule.placement)}
 
 
 def _mesh(parallel_dims: Any, device: torch.device) -> DeviceMesh:

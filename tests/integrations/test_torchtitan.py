@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
+from pipegraph.schedule import build, to_csv
 from tests.integrations import torchtitan_ranks
 from tests.integrations import torchtitan_stand_in as titan
 from tests.runtime import ranks
@@ -72,6 +73,16 @@ def test_a_trainers_steps(count: int, dp_shard: int, parallelism: dict[str, Any]
         assert_close(trained[name], tensor, msg=name)
 
 
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "schedule.csv").write_text(to_csv(build("zb-v", 2, 4)))
+    parallelism = {"pipeline_parallel_schedule_csv": str(tmp_path / "schedule.csv")}
+    results = ranks.run(
+        torchtitan_ranks.train, 2, titan.Configuration(str(tmp_path), 2, parallelism=parallelism), seed_state()
+    )
+    losses, _ = expected(1)
+    assert [result[0] for result in results] == [pytest.approx(losses, rel=1e-5)] * 2
+
+
 def test_initial_values_are_those_of_the_model(tmp_path: Path) -> None:
     configuration = titan.Configuration(str(tmp_path), 2)
     states = ranks.run(torchtitan_ranks.initial_state, 2, configuration, timeout=100)
@@ -88,7 +99,13 @@ def test_initial_values_are_those_of_the_model(tmp_path: Path) -> None:
         ({"loss_fn": titan.ChunkedLossWrapper()}, "ArgumentError", "ChunkedLossWrapper", "CrossEntropyLoss"),
         ({"attention": titan.FlexAttention.Config()}, "ArgumentError", "FlexAttention", "ScaledDotProductAttention"),
         ({"training": {"mixed_precision_param": "float16"}}, "ArgumentError", "float16", "bfloat16"),
-        ({"parallelism": {"pipeline_parallel_schedule": "1F1C"}}, "ArgumentError", "'1F1C'", "ZBVZeroBubble"),
+        ({"parallelism": {"pipeline_parallel_schedule": "1F1C"}}, "ScheduleError", "1F1C", "1f1b"),
+        (
+            {"parallelism": {"pipeline_parallel_layers_per_stage": 2}},
+            "ArgumentError",
+            "3 stages on 2 ranks",
+            "multiple",
+        ),
         (
             {"parallelism": {"module_fqns_per_model_part": [["layers.0"], ["layers.9"]]}},
             "PipegraphError",
