@@ -103,6 +103,8 @@ def test_experts_are_read_in_their_parts(tmp_path: Path) -> None:
     )
     assert "model.layers.1.self_attn.q_proj.weight" not in stored
     weights = load_file(saved.single / "model.safetensors")
+    pipe = pipegraph.Pipeline(saved.package, "gpipe", 1, kernels="eager", weights=saved.single)  # nothing is unread
+    torch.testing.assert_close(dict(pipe.named_parameters()), dict(saved.model.named_parameters()))
     del weights["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
     save_file(weights, saved.single / "model.safetensors")
     with pytest.raises(PackageError, match=r"model.safetensors lacks model.layers.1.block.*experts.3.w3.weight"):

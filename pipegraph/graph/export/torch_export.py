@@ -25,7 +25,7 @@ from pipegraph.graph.custom_functions import apply_by_operator
 from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
 from pipegraph.graph.export.explanations import at_line, explanation, summary
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
-from pipegraph.graph.export.kept_sizes import factory_sizes_kept, whole_numbers_kept
+from pipegraph.graph.export.kept_sizes import factory_sizes_kept, may_read_int, whole_numbers_kept
 from pipegraph.graph.export.module_calls import record_calls
 from pipegraph.graph.export.operation_record import calls_of_model, operations_of_model
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, ShapeExpressionLimit
@@ -150,6 +150,10 @@ class Exported(NamedTuple):
     keeps_int: bool = False
 
 
+class IntOfSizeError(Exception):
+    """A size is fixed on a line that may read ``int``."""
+
+
 def export(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -159,6 +163,7 @@ def export(
     free_dims: AbstractSet[InputDimension] = frozenset(),
     trains: bool = True,
     keeps_int: bool = False,
+    may_keep_int: bool = False,
 ) -> Exported:
     """Export in training mode, or else in the mode that the model is in, with sizes that may vary if that works.
 
@@ -166,8 +171,10 @@ def export(
         free_dims: the dimensions whose sizes are not fixed because much is computed from them.
         trains: whether to try training mode.
         keeps_int: whether ``int`` in the model's source keeps a dynamic size.
+        may_keep_int: whether the caller exports again with `keeps_int`, if a size is fixed where ``int`` may be read.
 
     Raises:
+        IntOfSizeError: with `may_keep_int`, a size is fixed on such a line.
         CaptureError: neither mode works, or random numbers of Python decide what the model does, or a custom backward
             would be lost; names the line of the model's own source.
         FixedSizeNeededError: what the model computes from a size is too long.
@@ -180,10 +187,14 @@ def export(
 
     def attempt(mode: Mapping[nn.Module, bool], tried: frozenset[InputDimension] | None) -> Exported:
         lines: dict[str, str] = {}
+        int_lines: list[str] = []
         long = ShapeExpressionLimit(args, kwargs, free_dims)
 
         def note(size: str, value: int) -> None:
-            lines.setdefault(size, current_user_line())
+            line = lines.setdefault(size, current_user_line())
+            if may_keep_int and line and may_read_int(model, line):
+                int_lines.append(line)
+                raise IntOfSizeError(line)  # the rest of this export would be in vain
 
         try:
             with long.refused(), fixed_sizes_seen(note):
@@ -191,6 +202,8 @@ def export(
         except Exception:
             if long.refusal is not None:  # torch may raise another error in its place
                 raise long.refusal from None
+            if int_lines:
+                raise IntOfSizeError(int_lines[0]) from None
             raise
         failed = "" if first_error is None else at_line(summary(first_error), first_error)
         return Exported(program, mode, tried, lines, obstacle, training_error=failed, keeps_int=keeps_int)
@@ -198,7 +211,7 @@ def export(
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
         try:
             exported = attempt(mode, tried)
-        except FixedSizeNeededError:
+        except (FixedSizeNeededError, IntOfSizeError):
             raise
         except UnwritableFunctionError as error:
             raise _lost_backward(model, error) from error

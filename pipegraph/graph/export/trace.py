@@ -23,7 +23,7 @@ from pipegraph.graph.export.kept_sizes import may_read_int
 from pipegraph.graph.export.operation_record import Operations, operations_of_model, operations_of_program
 from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError
 from pipegraph.graph.export.size_guards import SizeGuards, Sizes
-from pipegraph.graph.export.torch_export import Exported, export
+from pipegraph.graph.export.torch_export import Exported, IntOfSizeError, export
 from pipegraph.graph.index_bounds import RangeLimit, range_limits
 from pipegraph.graph.model_structure import state_of
 from pipegraph.graph.nodes import source_line
@@ -244,6 +244,7 @@ def _trace(
                 free_dims=request.places.keys(),
                 trains=trains,
                 keeps_int=keeps_int,
+                may_keep_int=may_keep_int,
             )
             lines = (*exported.lines.values(), exported.obstacle)
             if may_keep_int and any(line and may_read_int(model, line) for line in lines):
@@ -255,6 +256,8 @@ def _trace(
             limits = tuple(range_limits(graph))
             guards = sizes.guards(limit.relation for limit in limits)
             break
+        except IntOfSizeError:
+            keeps_int, may_keep_int = True, False
         except CaptureError:
             if not keeps_int:
                 raise

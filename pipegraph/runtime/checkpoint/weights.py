@@ -249,16 +249,18 @@ def _read_names(manifest: Manifest) -> Callable[[str], bool]:
     parts = [part for name in stage_names for part in checkpoint.stored.get(name, ())]
     tied = [name for group in manifest.tied for name in group]
     names = {*stage_names, *tied, *parts}
-    counted = [re.compile(re.escape(part).replace(r"\*", r"\d+")) for part in parts if "*" in part]
     base = checkpoint.base_model_prefix
 
     def is_read(name: str) -> bool:
         candidates = (name, name.removeprefix(f"{base}."), f"{base}.{name}") if base else (name,)
-        return any(
-            candidate in names or any(pattern.fullmatch(candidate) for pattern in counted) for candidate in candidates
-        )
+        return any(candidate in names or not names.isdisjoint(_counted(candidate)) for candidate in candidates)
 
     return is_read
+
+
+def _counted(name: str) -> list[str]:
+    """Return the name with a ``*`` for each of its numbers in turn, as parts are called that count a dimension."""
+    return [f"{name[: number.start()]}*{name[number.end() :]}" for number in re.finditer(r"\d+", name)]
 
 
 def _prefix(names: Iterable[str], is_read: Callable[[str], bool]) -> str:
