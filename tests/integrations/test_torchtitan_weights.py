@@ -81,6 +81,7 @@ class Llama(nn.Module):
         return self.get_submodule(self.head)(self.norm(x))
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("head", ["lm_head", "output"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_outputs_are_those_of_torchtitan_s_model(head: str, tmp_path: Path) -> None:
