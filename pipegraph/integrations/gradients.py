@@ -30,7 +30,9 @@ def gradients_divided(pipe: Pipeline, divisor: int) -> Iterator[None]:
     for parameter in pipe.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(divisor)
-    yield
-    for parameter in pipe.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(divisor)
+    try:
+        yield
+    finally:  # also if the batch is refused
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)

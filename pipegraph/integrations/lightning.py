@@ -14,7 +14,7 @@ trainer.fit(Classifier(pipe), loader)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +25,23 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
-from pipegraph.errors import ArgumentError
+from pipegraph.errors import ArgumentError, CheckpointError
 from pipegraph.integrations.gradients import gradients_divided, known_loss
 from pipegraph.runtime.checkpoint.folder import place_of
 from pipegraph.runtime.pipeline import Pipeline
+from pipegraph.runtime.processes.rank_grid import DATA
 
 _PIPELINE: Final = "pipeline"
 _TRAINER: Final = "trainer.ckpt"
 _STAGES: Final = "stages"
+_REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "mean": lambda tensor: (tensor if tensor.is_floating_point() else tensor.float()).mean(0),
+    "avg": lambda tensor: (tensor if tensor.is_floating_point() else tensor.float()).mean(0),
+    "sum": lambda tensor: tensor.sum(0),
+    "max": lambda tensor: tensor.amax(0),
+    "min": lambda tensor: tensor.amin(0),
+}
+"""Lightning's names of reductions → over the first dimension, of which each data-parallel rank has a place."""
 
 
 class PipelineModule(LightningModule):
@@ -162,13 +171,29 @@ class PipelineStrategy(ParallelStrategy):
         """Do nothing: the stages are on their device."""
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean or the sum of a tensor over all ranks, for ``self.log(…, sync_dist=True)``."""
+        """Return the mean of a tensor over data-parallel ranks, or its sum or maximum, for ``sync_dist=True``."""
         if not dist.is_initialized() or not isinstance(tensor, Tensor):
             return tensor
-        total = tensor.detach().clone().to(self.root_device)
-        dist.all_reduce(total, group=group)
-        is_mean = reduce_op in ("mean", "avg", None)
-        return total / dist.get_world_size(group) if is_mean else total
+        gathered = self.all_gather(tensor.detach())
+        name = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        if name not in _REDUCTIONS:
+            raise ArgumentError(f"{reduce_op!r} is not a reduction over ranks.", f"one of {', '.join(_REDUCTIONS)}.")
+        return _REDUCTIONS[name](gathered)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any of them, decide so."""
+        decisions = [row[0] > 0 for row in self.pipe.gather([float(decision)], everywhere=True)]
+        return False not in decisions if all else True in decisions
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of the data-parallel ranks, along a new first dimension; without ranks the tensor."""
+        if not dist.is_initialized():
+            return tensor
+        local = tensor.to(self.root_device).contiguous()
+        copies = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, local)
+        rank = self.pipe.mesh_ranks[self.pipe.ranks[0]]
+        return torch.stack([copies[data_rank] for data_rank in self.pipe.grid.line(rank, *DATA)])
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -219,7 +244,13 @@ class PipelineStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read the stages, and the rest of the module. Collective."""
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        keys = self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        missing = [name for name in keys.missing_keys if not name.startswith(f"{_STAGES}.")]
+        if strict and (missing or keys.unexpected_keys):
+            raise CheckpointError(
+                f"the module lacks {keys.unexpected_keys}, and the checkpoint {missing}.",
+                "the module that was saved, or strict_loading = False in it.",
+            )
         self.pipe.load(self._loaded_folder)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

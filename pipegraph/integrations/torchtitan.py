@@ -193,7 +193,7 @@ def _check_configuration(parallel_dims: Any, model_config: Any, training: Any, l
 
 
 def _schedule_of(parallelism: Any, ranks: int, layers: int, microbatches: int) -> Schedule:
-    """Return the schedule of a configuration, with as many stages as it asks for.
+    """Return the schedule of a configuration, with the number of stages that it asks for.
 
     Raises:
         ScheduleError: an unknown schedule, or one that cannot have these numbers.

@@ -17,10 +17,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pipegraph import Pipeline
-from pipegraph.errors import ArgumentError
+from pipegraph.errors import ArgumentError, BatchError
+from pipegraph.integrations.gradients import gradients_divided
 from pipegraph.integrations.lightning import PipelineModule, PipelineStrategy
-from tests.integrations import example_scripts
+from tests.integrations import example_scripts, lightning_ranks
 from tests.messages import refused
+from tests.runtime import ranks
 
 accelerated = example_scripts.load("accelerated")
 example = example_scripts.load("lightning_module")
@@ -93,11 +95,11 @@ def metrics(out: Path) -> dict[tuple[str, int], float]:
     return numbers
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_it_is_the_trainer_of_the_whole_model(
-    ranks: int, expected: dict[tuple[str, int], float], tmp_path: Path
+    count: int, expected: dict[tuple[str, int], float], tmp_path: Path
 ) -> None:
-    example_scripts.run("lightning_module", ranks, tmp_path)
+    example_scripts.run("lightning_module", count, tmp_path)
     assert {name for name, _ in expected} == {"loss", "validation_loss", "accuracy"}
     assert metrics(tmp_path) == pytest.approx(expected, rel=1e-5)
 
@@ -165,6 +167,23 @@ def test_what_a_pipeline_decides_is_refused(pipe: Pipeline, tmp_path: Path) -> N
         fit(pipe, example.Classifier(pipe), devices=2)
     with refused(ArgumentError, "2 optimizers", advice="one optimizer"):
         fit(pipe, TwoOptimizers(pipe))
+
+
+def test_data_parallel_ranks_count_once(pipe: Pipeline) -> None:
+    """And not each rank of a pipeline, which have equal numbers."""
+    results = ranks.run(lightning_ranks.collectives, 4, str(pipe.package.path))
+    expected_numbers = {"mean": 1.5, "sum": 3, "max": 2, "min": 1, "gathered": [1, 2]}
+    assert results == [expected_numbers | {"all": False, "any": True, "none": False}] * 4
+
+
+def test_a_refused_batch_leaves_gradients_as_they_were(pipe: Pipeline) -> None:
+    inputs, labels = accelerated.DATA[:8]
+    pipe.step(inputs, target=labels)
+    gradients = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+    with pytest.raises(BatchError), gradients_divided(pipe, 2):
+        pipe.step(inputs[:, :3], target=labels)
+    for parameter, gradient in zip(pipe.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.filterwarnings("ignore")
