@@ -27,8 +27,9 @@ def load_stage(
 
     With `weights`, parameters are read from the safetensors files of this folder. If `weights` is a path, parameters
     and the buffers of `state_dict()` are read from the Hugging Face checkpoint in that folder and converted to the
-    stage's dtypes; a mapping from names to tensors is read in the same way. Without `weights`, parameters are initialised as the model does it, with random numbers that follow
-    from `seed` and their names. Buffers are read in all cases, unless the device is meta.
+    stage's dtypes; a mapping from names to tensors is read in the same way. Without `weights`, parameters are
+    initialised as the model does it, with random numbers that follow from `seed` and their names. Buffers are read in
+    all cases, unless the device is meta.
     """
     is_meta = torch.device(device).type == "meta"
     with torch.device("meta" if weights or is_meta else "cpu"):
