@@ -16,6 +16,7 @@ from pipegraph.graph.partition.stages import StageGraph
 from pipegraph.package import Package
 from pipegraph.package.folder import write_tensor_index, write_tensors
 from pipegraph.progress import track
+from pipegraph.runtime.checkpoint.weights import check_names
 
 
 def shard_plan(captured: Captured, stages: Sequence[StageGraph], weights: bool) -> dict[str, tuple[str, ...]]:
@@ -71,6 +72,7 @@ def copy_weights(
         PackageError: the checkpoint belongs to another model, or is damaged.
     """
     package = Package.open(folder)
+    check_names(package.manifest, checkpoint)
     for stage in track("copying weights of stages", package.manifest.stages):
         file = shard_name(stage.index, len(package.manifest.stages))
         if file not in shards:

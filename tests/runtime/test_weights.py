@@ -193,6 +193,8 @@ def test_write_package_copies_them(package: Package, tmp_path: Path) -> None:
     state = {f"module.{name}": tensor for name, tensor in trained().state_dict().items()}
     folder = safetensors(tmp_path / "saved", state)
     plan = pipegraph.plan(pipegraph.capture(LanguageModel(), (tokens(),)), points=["layers.1"])
+    with refused(PackageError, "'module.'", advice="prefix='module.'"):
+        pipegraph.write_package(plan, tmp_path / "out", weights=folder)
     written = pipegraph.write_package(plan, tmp_path / "out", weights=pipegraph.Weights(folder, prefix="module."))
     check(written, None, trained())
 

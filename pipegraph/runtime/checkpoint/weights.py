@@ -158,7 +158,7 @@ def check_names(manifest: Manifest, weights: Path | Mapping[str, Tensor]) -> Non
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _StoredNames(Protocol):
+class _TensorReader(Protocol):
     names: tuple[str, ...]
 
     def read(self, name: str) -> Tensor: ...
@@ -195,7 +195,7 @@ class _DcpReader:
         return tensor
 
 
-def _reader(folder: Path) -> _StoredNames:
+def _reader(folder: Path) -> _TensorReader:
     if is_dcp(folder):
         return _DcpReader(folder)
     if runs := saved_runs.candidates(folder):
