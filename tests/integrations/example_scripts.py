@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples/integrations"
@@ -44,15 +44,18 @@ def run(name: str, ranks: int, *folders: Path) -> str:
 
 def run_killed(name: str, ranks: int, out: Path, file: Path) -> None:
     """Run an example until a file is there, and kill all of its processes."""
-    process = subprocess.Popen(_command(name, ranks, out), env=_environment(), start_new_session=True)
+    process = psutil.Popen(_command(name, ranks, out), env=_environment())
     deadline = time.monotonic() + 200
     try:
         while not file.exists() and time.monotonic() < deadline:
             assert process.poll() is None, f"it ends before {file}"
             time.sleep(0.1)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        # torchrun starts each rank in a session of its own, so that a signal to its process group does not reach them.
+        processes = [*process.children(recursive=True), process]
+        for rank in processes:
+            rank.kill()
+        psutil.wait_procs(processes, timeout=10)
     assert file.exists()
 
 
