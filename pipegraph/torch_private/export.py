@@ -30,7 +30,8 @@ def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
     torch says which sizes are fixed, but not by which line of the model; the line that it logs is in torch.
 
     Args:
-        see: takes the size as torch names it, ``L['tokens'].size()[1]``, and its value.
+        see: takes the size as torch names it, ``L['tokens'].size()[1]``, and its value. ``int`` of an expression of
+            sizes fixes the expression, which stands for its name.
     """
 
     def replace(
@@ -41,7 +42,14 @@ def fixed_sizes_seen(see: Callable[[str, int], None]) -> Iterator[None]:
                 see(_name(source), int(to))
         original(env, symbol, to, reason)
 
-    with replaced(ShapeEnv, "_set_replacement", replace):
+    def whole_number(original: Callable[[torch.SymInt], int], value: torch.SymInt) -> int:
+        expression = symbolic_expression(value)
+        number = original(value)
+        if expression.free_symbols and not expression.is_Symbol:
+            see(str(expression), number)
+        return number
+
+    with replaced(ShapeEnv, "_set_replacement", replace), replaced(torch.SymInt, "__int__", whole_number):
         yield
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import pipegraph
 from pipegraph.errors import PackageError
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.export.torch_export import IntOfSizeError, export
 from pipegraph.graph.nodes import shape_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.package.sizes import evaluate
@@ -205,6 +206,11 @@ def test_a_branch_on_a_fraction_fixes_the_size() -> None:
     assert list(captured(FloatBranch(), 13).sizes.captured) == ["batch"]
 
 
+class EvenLength(Part):
+    def changed(self, x: Tensor) -> Tensor:
+        return x[:, : int(math.ceil(x.shape[1] / 4) * 2)]
+
+
 class ExactParts(Part):
     def changed(self, x: Tensor) -> Tensor:
         return x[:, : int((x.shape[1] / 4 + 0.75) * 1.5)]
@@ -216,6 +222,7 @@ class ExactParts(Part):
         (Half, lambda n: max(1, int(n * 0.5))),
         (Rounded, lambda n: round(n * 0.3)),
         (Ceil, lambda n: math.ceil(n / 4)),
+        (EvenLength, lambda n: 2 * math.ceil(n / 4)),
         (ExactParts, lambda n: int((n / 4 + 0.75) * 1.5)),
     ],
 )
@@ -231,6 +238,12 @@ def test_an_expression_is_the_number_of_the_model_at_every_length(
     (symbol,) = size.symbols
     for length in range(2, 2000):
         assert size.at({symbol: length}) == evaluate(size.text, {"x_1": length}) == expected(length)
+
+
+@pytest.mark.parametrize("kind", [Half, EvenLength])
+def test_an_export_ends_at_an_int_of_sizes(kind: type[Part]) -> None:
+    with pytest.raises(IntOfSizeError, match=r"test_kept_sizes\.py:\d+: .*int\("):
+        export(kind(), (torch.randn(3, 13, 8),), {}, may_keep_int=True)
 
 
 class Scaled(Part):
