@@ -188,7 +188,7 @@ def _plan_ranks(source: Any, options: Any, ranks: int, search: bool, phase: Any)
         costs = price_candidates(captured, options, plans)
     with phase("plan"):
         comparison = compare_plans(costs, options, ranks, plans)
-        return plan_of(comparison.best), comparison.considered, len(comparison.choices)
+        return plan_of(captured, comparison.best), comparison.considered, len(comparison.choices)
 
 
 def _plan_cluster(source: Any, options: Any, devices: int, global_batch: int, phase: Any) -> tuple[Any, int, int]:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pipegraph
 from benchmarks.joint_plan.models import SUBJECTS
+from pipegraph.cost import ONCE
 from pipegraph.cost.block_times import MeasureOptions
 from pipegraph.cost.hardware import ALL_REDUCE, Hardware
 from pipegraph.graph.captured import Captured
+from pipegraph.package.prediction import RankMemory
 from pipegraph.planner.joint_plan.choices import Layout
 from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, tensor_shares
 from pipegraph.planner.joint_plan.search import JointSearch, plan_of_choice
@@ -77,7 +79,7 @@ def write_plans(
         plan = plan_of_choice(model, choice, options(rows), 0.0)
         package = pipegraph.write_package(plan, folder / str(len(plans)))
         stages, schedule = choice.costs.stages(choice.solution.cuts), choice.solution.schedule
-        rank_memories = rank_memory(stages, schedule, choice.candidate.state_factor)
+        rank_memories = rank_memory(stages, schedule, choice.candidate.factors(ONCE))
         edges = [0, *choice.solution.cuts, len(shares)]
         exchanges = [
             tuple(
@@ -97,8 +99,14 @@ def write_plans(
                 choice.candidate.rows,
                 choice.candidate.microbatches,
                 choice.step,
-                tuple(usage.state + usage.saved for usage in rank_memories),
+                tuple(map(_held_bytes, rank_memories)),
                 tuple(exchanges),  # type: ignore[arg-type]
             )
         )
     return plans
+
+
+def _held_bytes(memory: RankMemory) -> int:
+    """The bytes that a run measures: everything but what comes and goes while actions run."""
+    state = memory.parameters + memory.gradients + memory.optimizer_state + memory.model_buffers
+    return state + (memory.activations or 0)

@@ -129,7 +129,8 @@ class OwnPipeline(Contender):
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         loss = self.pipe.step(inputs, target=targets).loss
-        return None if loss is None else loss.item()
+        is_last = len(self.pipe.package.manifest.stages) - 1 in self.pipe.stages  # every rank has the loss
+        return loss.item() if loss is not None and is_last else None
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.pipe.named_parameters()

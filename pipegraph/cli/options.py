@@ -286,6 +286,17 @@ OPTIONS: Final[dict[str, Option]] = {
         "How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
         min=0.1,
     ),
+    **dict.fromkeys(
+        ("plan.precision", "split.precision"),
+        Option(
+            "fp32|bf16|…",
+            "The dtypes that the model is trained in: those of run, bf16-master (an optimizer with float32 copies of "
+            "bfloat16 parameters) or fp8. [default: the model's own]",
+        ),
+    ),
+    "optimizer": Option("NAME", "The optimizer whose state counts: adamw, sgd, sgd-momentum, muon or adafactor."),
+    "optimizer_bytes": Option("BYTES", "Of another optimizer: bytes of its state for each parameter.", min=0),
+    "zero1": Option("", "Let the ranks along dp_replicate divide the optimizer's state (ZeRO-1)."),
     "recalibrate": Option(
         "FILE",
         "Write here the profile that priced the package, corrected by what was measured: a new file, or that "

@@ -47,6 +47,10 @@ class PlanCommand(Command):
     balance: str = "time"
     device: str = "cpu"
     hardware: str = "cpu"
+    precision: str | None = None
+    optimizer: str = "adamw"
+    optimizer_bytes: float | None = None
+    zero1: bool = False
     out: Path | None = None
     batch: int | None = None
     seq: int | None = None
@@ -60,6 +64,7 @@ class PlanCommand(Command):
         with progress(f"loading {self.model}"):
             from pipegraph.cost.block_times import MeasureOptions
             from pipegraph.cost.hardware import Hardware
+            from pipegraph.cost.training_state import TrainingState
             from pipegraph.graph.sources import load
             from pipegraph.planner.comparison import candidates
             from pipegraph.planner.plan_file import is_plan
@@ -71,6 +76,7 @@ class PlanCommand(Command):
             if self.ranks is not None:
                 compared = self.schedule, self.microbatches, self.stages_per_rank, self._recompute_choices()
                 plans = candidates(self.ranks, *compared)
+            training = TrainingState(self.precision, self.optimizer, self.optimizer_bytes)
             hardware = Hardware.load(self.hardware)
             source = load(self.model, False, self.batch, self.seq, attention_mask=self.attention_mask)
             source = with_batch_dims(source, self.batch_dim)
@@ -80,6 +86,7 @@ class PlanCommand(Command):
                 memory_bytes=self.memory,
                 hardware=hardware,
                 loss=loss_and_target(source),
+                training=training,
                 setting=MeasureOptions(self.device),
             )
         if self.devices is not None and self.global_batch is not None:
@@ -119,6 +126,11 @@ class PlanCommand(Command):
                     "a plan for --devices chooses this itself.\nTry: without it; or --ranks, for plans of one pipeline",
                     param_hint=f"--{name.replace('_', '-')}",
                 )
+        if self.zero1 and devices is None:
+            raise typer.BadParameter(
+                "ranks of one pipeline share no state.\nTry: --devices and --global-batch",
+                param_hint="--zero1",
+            )
         if self.balance not in ("time", "measured", "auto"):
             raise typer.BadParameter(
                 f"{self.balance!r} is not time, measured or auto.\nTry: one of them; split takes the others.",
@@ -149,7 +161,7 @@ class PlanCommand(Command):
             captured = capture_source(source)
         with progress("comparing plans"):
             comparison = compare_model(captured, options, ranks, plans)
-            best = plan_of(comparison.best)
+            best = plan_of(captured, comparison.best)
         if self.json:
             print_json(plan_comparison_dict(comparison, best))
         else:
@@ -175,7 +187,8 @@ class PlanCommand(Command):
         tokens = shape[1] if len(shape) == 2 and not inputs[0].is_floating_point() else None
 
         def captured_rows(rows: int) -> tuple[Captured, tuple[LossOf, Any] | None]:
-            return capture_rows(source, rows), loss_and_target(replace(source, batch=rows))
+            captured = capture_rows(source, rows, has_dtypes=self.precision is not None)
+            return captured, loss_and_target(replace(source, batch=rows))
 
         with progress("comparing plans"), hold_back_stderr(unless=self.debug):
             comparison, best = joint_plan(
@@ -186,6 +199,7 @@ class PlanCommand(Command):
                 global_batch,
                 self.schedule or compared_names(),
                 source.tp_plan or tp_plan_of(source.model),
+                zero1=self.zero1,
             )
         plan_file = PlanFile.from_plan(best)
         if self.json:

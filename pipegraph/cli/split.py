@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from pipegraph.planner.plan import Plan
     from pipegraph.planner.plan_file import PlanFile
 
-_SEARCH: Final = ("balance", "schedule", "microbatches", "ranks", "hardware", "recompute", "device")
+_SEARCH: Final = (
+    "balance",
+    "schedule",
+    "microbatches",
+    "ranks",
+    "hardware",
+    "recompute",
+    "precision",
+    "optimizer",
+    "optimizer_bytes",
+    "device",
+)
 """The options that say how cuts are searched and priced."""
 
 
@@ -33,8 +44,8 @@ class SplitCommand(Command):
     """Split a model into stages of Python source.
 
     It is cut at the given points, or into N stages at the best places. With --stages, the time of a step is predicted;
-    with --points, only if --balance, --schedule, --microbatches, --memory, --hardware or --recompute is given. With
-    --plan, --memory checks that the plan fits.
+    with --points, only if --balance, --schedule, --microbatches, --memory, --hardware, --recompute, --precision or
+    --optimizer is given. With --plan, --memory checks that the plan fits.
 
     \b
     Example:
@@ -53,6 +64,9 @@ class SplitCommand(Command):
     hardware: str = "cpu"
     device: str = "cpu"
     recompute: str = "min-cut"
+    precision: str | None = None
+    optimizer: str = "adamw"
+    optimizer_bytes: float | None = None
     out: Path | None = None
     weights: Path | None = None
     rename: list[str] | None = None
@@ -110,7 +124,7 @@ class SplitCommand(Command):
             )
         search = [name for name in _SEARCH if name in self.explicit]
         if self.plan_file is not None and search:
-            options = ", ".join(f"--{name}" for name in search)
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in search)
             raise typer.BadParameter(
                 f"a plan is used as it was made.\nTry: leave out {options}; or leave out --plan.", param_hint="--plan"
             )
@@ -135,6 +149,7 @@ class SplitCommand(Command):
         from pipegraph.cost.balance import parse_balance
         from pipegraph.cost.block_times import MeasureOptions
         from pipegraph.cost.hardware import Hardware
+        from pipegraph.cost.training_state import TrainingState
         from pipegraph.recompute import check_text
         from pipegraph.workflows.schedules import named_schedule
 
@@ -145,6 +160,7 @@ class SplitCommand(Command):
         settings |= {name: read(settings[name]) for name, read in readers.items() if name in settings}
         parse_balance("time" if self.balance is None else self.balance)
         check_text(self.recompute)
+        TrainingState(self.precision, self.optimizer, self.optimizer_bytes)
         return {**settings, "setting": MeasureOptions(self.device)}
 
     def _source(self, plan_file: PlanFile | None, has_values: bool) -> ModelSource:
@@ -236,6 +252,7 @@ def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: 
     from pipegraph.report.text.package_tables import (
         batch_lines,
         layout_lines,
+        memory_table,
         ranks_lines,
         render_prediction_summary,
         stage_lines,
@@ -254,11 +271,16 @@ def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: 
     lines += layout_lines(plan.layout)
     if plan.prediction is not None:
         lines += [*ranks_lines(plan.prediction), render_prediction_summary(plan.prediction)]
-    if initial_values:
-        lines.append(one_line(f"initial values: {initial_values}"))
+    last_lines = [one_line(f"initial values: {initial_values}")] if initial_values else []
     if folder is not None:
-        lines.append(f"wrote {folder}")
-    print_text(lambda width: "\n".join(lines))
+        last_lines.append(f"wrote {folder}")
+
+    def text(width: int | None) -> str:
+        prediction = plan.prediction
+        table = [] if prediction is None or not prediction.memory_parts else ["", memory_table(prediction, width), ""]
+        return "\n".join([*lines, *table, *last_lines]).rstrip("\n")
+
+    print_text(text)
 
 
 def _usual_folder(model: str) -> Path:

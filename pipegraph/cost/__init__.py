@@ -6,15 +6,16 @@ segments/       a model's chain of segments, and its distinct blocks as graphs o
 roofline/       the seconds of a graph on a profile
 block_times.py  the seconds of distinct blocks, as they run on this machine
 measured_layers.py  the seconds of those that run here within a short time, and of the rest by the roofline
+training_state.py  what training holds for each parameter, by precision and optimizer
 price.py        a captured model → the cost of each of its segments
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["SegmentCost", "TransientBytes"]
+__all__ = ["MemoryFactors", "SegmentCost", "TransientBytes"]
 
 
 class TransientBytes(NamedTuple):
@@ -32,6 +33,28 @@ class TransientBytes(NamedTuple):
 
 
 NO_BYTES = TransientBytes()
+
+
+class MemoryFactors(NamedTuple):
+    """How many times a rank holds each part of the memory of its stages.
+
+    Attributes:
+        parameters: of the bytes of the parameters in the dtype that kernels compute in, without copies.
+        copies: of the same bytes.
+        gradients: of the trained ones among these.
+        optimizer: of the bytes of the optimizer's state.
+        allowance: of everything that comes and goes in a step, the part on top that the allocator cannot use.
+    """
+
+    parameters: float = 1.0
+    copies: float = 0.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    allowance: float = 0.0
+
+
+ONCE: Final = MemoryFactors()
+"""Of a rank that holds everything once, in the dtype of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,8 @@ class SegmentCost:
         transient_bytes: the bytes that F, I, W and B need while they run. A stage has the maximum of its segments.
         added_bytes: of ``trained_bytes``, those of parameters whose gradients W and B make before they add them. The
             gradients of others, products of two matrices, are added while they are computed. None: all.
+        optimizer_bytes: the optimizer's state for the parameters that have a gradient. None: two moments, as AdamW has,
+            each as large as the parameter.
     """
 
     forward: float
@@ -67,6 +92,7 @@ class SegmentCost:
     offloaded_bytes: int = 0
     transient_bytes: TransientBytes = NO_BYTES
     added_bytes: int | None = None
+    optimizer_bytes: int | None = None
 
     @property
     def weight_saved(self) -> int:
@@ -82,3 +108,8 @@ class SegmentCost:
     def added(self) -> int:
         """The value of ``added_bytes``, or the one that None stands for."""
         return self.trained if self.added_bytes is None else self.added_bytes
+
+    @property
+    def optimizer(self) -> int:
+        """The value of ``optimizer_bytes``, or the one that None stands for."""
+        return 2 * self.trained if self.optimizer_bytes is None else self.optimizer_bytes

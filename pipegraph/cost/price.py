@@ -31,6 +31,7 @@ from pipegraph.cost.segments.chain import Chain, find_chain
 from pipegraph.cost.segments.distinct_blocks import Block, BlockOptions, SegmentGroups, group_segments
 from pipegraph.cost.segments.subgraph import fx_graph
 from pipegraph.cost.stage_cost import buffer_bytes, parameter_bytes
+from pipegraph.cost.training_state import OWN_DTYPES, TrainingState
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.nodes import path_of
 from pipegraph.kernels.blocks.divided_function import DividedFunction
@@ -57,6 +58,7 @@ class PricedModel:
     uncounted: tuple[str, ...]
     crossing: tuple[CrossingValue, ...] = field(repr=False)
     parts: SegmentGroups = field(repr=False)
+    training: TrainingState = OWN_DTYPES
 
     def stage(self, start: int, stop: int) -> SegmentCost:
         """Return the cost of the segments ``start`` … ``stop`` − 1 as one stage.
@@ -87,6 +89,7 @@ class PricedModel:
             forward, of_inputs, of_weights, crossing, saved, parameter_bytes(entries), flops, weight_saved,
             parameter_bytes(entries, trained=True), buffer_bytes(entries), sum(offloaded_bytes(self.parts, stage)),
             stage_transient_bytes(self.parts, stage, has_gradient), sum(added_bytes(self.parts, stage)),
+            self.training.bytes_of(self.chain.captured, entries),
         )  # fmt: skip
 
 
@@ -101,6 +104,7 @@ def price(
     cut_positions: Collection[int] = (),
     traced: dict[str, DividedFunction] | None = None,
     stages: int = 1,
+    training: TrainingState = OWN_DTYPES,
 ) -> PricedModel:
     """Price every segment of a model for one microbatch, each distinct block once.
 
@@ -119,6 +123,7 @@ def price(
         traced: filled with the derivatives of blocks, by a hash of their structure, and read: for prices with another
             ``recompute``.
         stages: how many are to be made. Nothing is priced if the segments are too few for them.
+        training: what a rank holds for each parameter, and the dtype in which matrices are multiplied.
 
     Raises:
         ArgumentError: a pattern of ``recompute`` matches no module.
@@ -138,7 +143,8 @@ def price(
     gpu = not setting.device.startswith("cpu") if is_run else not hardware.is_cpu
     parts = group_segments(chain, BlockOptions(loss, again, gpu, {} if traced is None else traced))
     blocks = parts.blocks()
-    prices = {block.key: _price(block, hardware) for block in blocks}
+    products = "" if training.dtypes is None else training.dtypes.products
+    prices = {block.key: _price(block, hardware, products) for block in blocks}
     uncounted = sorted({operation for three in prices.values() for graph in three for operation in graph.uncounted})
     _warn(blocks, uncounted)
     state = first_uses(chain, [part.subgraph.state for part in parts.segments])
@@ -174,22 +180,23 @@ def price(
             offloaded_bytes=away[index],
             transient_bytes=transient[index],
             added_bytes=added[index],
+            optimizer_bytes=training.bytes_of(captured, state[index]),
         )
         for index, (segment, part) in enumerate(zip(chain.segments, parts.segments, strict=True))
     )
-    return PricedModel(chain, costs, method, BALANCES[name], tuple(uncounted), crossing, parts)
+    return PricedModel(chain, costs, method, BALANCES[name], tuple(uncounted), crossing, parts, training)
 
 
-def _price(block: Block, hardware: Hardware) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
+def _price(block: Block, hardware: Hardware, products: str) -> tuple[GraphPrice, GraphPrice, GraphPrice]:
     """Return the prices of F, I and W. If the backward cannot be traced, I and W each cost as much as F, as they do in
     the backward of a product of matrices.
     """
     if block.derivative is None:
         inputs = [node.meta["val"] for node in (*block.subgraph.inputs, *block.subgraph.state)]
-        alone = price_graph(trace_aten(fx_graph(block.subgraph), inputs), hardware)
+        alone = price_graph(trace_aten(fx_graph(block.subgraph), inputs), hardware, products=products)
         return (alone, alone, alone) if block.has_input_grad else (alone, GraphPrice(), alone + alone)
     forward, of_inputs, of_weights = (
-        GraphPrice() if graph is None else price_graph(graph, hardware) for graph in block.graphs
+        GraphPrice() if graph is None else price_graph(graph, hardware, products=products) for graph in block.graphs
     )
     return forward, of_inputs, of_weights
 

@@ -117,11 +117,12 @@ def capture_source(source: ModelSource) -> Captured:
         return _capture(model, example, requested_sizes, declared, source.batch, source.seq)
 
 
-def capture_rows(source: ModelSource, rows: int) -> Captured:
+def capture_rows(source: ModelSource, rows: int, has_dtypes: bool = False) -> Captured:
     """Capture a model with ``rows`` rows in a microbatch, to price it and not to write it.
 
-    It captures neither evaluation mode nor which dtypes follow the model's, which needs a second export. If the source
-    makes inputs of any number of rows, all sizes are fixed, which takes a third of the time.
+    It does not capture evaluation mode; which dtypes follow the model's, which needs a second export, only if
+    ``has_dtypes``. If the source makes inputs of any number of rows, all sizes are fixed, which takes a third of the
+    time.
 
     Raises CaptureError as `capture_source` does.
     """
@@ -134,7 +135,7 @@ def capture_rows(source: ModelSource, rows: int) -> Captured:
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         requested_sizes = wanted_sizes(model, *example, shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared, batch, seq, is_written=False)
+        return _capture(model, example, requested_sizes, declared, batch, seq, is_written=False, has_dtypes=has_dtypes)
 
 
 def _check(model: nn.Module, example: Example) -> None:
@@ -163,14 +164,16 @@ def _capture(
     is_written: bool = True,
     not_trained: str = "",
     only_once: bool = False,
+    has_dtypes: bool = False,
 ) -> Captured:
     """Capture a model.
 
     Args:
         is_written: whether the graph is to be written as source: only then it has what the model does in evaluation
-            mode too, and knows which dtypes follow the model's.
+            mode too.
         not_trained: why it does not have what the model does in training mode; empty if it does.
         only_once: whether to leave out its other sizes.
+        has_dtypes: whether it knows which dtypes follow the model's though it is not written.
     """
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments", "other sizes"))
     next(phases)
@@ -191,7 +194,7 @@ def _capture(
     fixed_dimensions = dict(fixed_sizes(exported, traced.sizes, requested_sizes))
     next(phases)
     training = exported.mode[model]
-    if is_written:
+    if is_written or has_dtypes:
         mark_dtypes(graph, exported, model, args, kwargs, traced.names)
         for node in graph.find_nodes(op="get_attr"):
             dtype, other_dtype = dtypes_of(node)

@@ -79,6 +79,11 @@ class ComputedCopies:
             local(tensor) if copy is None else copy for tensor, copy in zip(self._tensors, self._copies, strict=True)
         ]
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies alone."""
+        return [copy for copy in self._copies if copy is not None]
+
     def versions(self) -> list[int]:
         """How often each has been written to."""
         return [version(tensor) for tensor in self.tensors()]

@@ -204,6 +204,11 @@ class TracedKernels:
         return list(self._variants.values())
 
     @property
+    def copies(self) -> list[Tensor]:
+        """The copies in another dtype that the stage computes with."""
+        return [] if self._copies is None else self._copies.copies
+
+    @property
     def name(self) -> str:
         """The class of the stage."""
         return type(self._stage.module).__name__

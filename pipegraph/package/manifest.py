@@ -162,9 +162,10 @@ class StageCost(Entry, frozen=True):
     Attributes:
         flops: floating-point operations of the forward; the backward takes about twice this number.
         parameters: elements of the stage's parameters, a tied weight counted once.
-        parameter_bytes: the size of the parameters.
-        trained_bytes: the size of the parameters that have a gradient.
+        parameter_bytes: the size of the parameters; of a plan, in the dtype that it computes in.
+        trained_bytes: of these, the size of the parameters that have a gradient.
         added_bytes: the part of ``trained_bytes`` whose gradients are made before they are added; None for all.
+        optimizer_bytes: the optimizer's state; None for AdamW's two moments in the dtype of the parameters.
         buffer_bytes: buffers and constants.
         input_bytes, output_bytes: bytes that the stage receives from other stages and sends to them.
         saved_bytes: activations that F keeps for the backward.
@@ -186,6 +187,7 @@ class StageCost(Entry, frozen=True):
     offloaded_bytes: Count | None = None
     transient_bytes: tuple[Count, Count, Count, Count] | None = None
     added_bytes: Count | None = None
+    optimizer_bytes: Count | None = None
     forward: Figure | None = None
     input_grad: Figure | None = None
     weight_grad: Figure | None = None
@@ -597,6 +599,7 @@ def _prepare(content: dict[str, Any]) -> dict[str, Any]:
                 content[place] = {name: {"bytes": None, "digest": digest} for name, digest in digests.items()}
     if isinstance(prediction, dict):
         prediction.pop("gap", None)  # follows from the others
+        prediction.pop("transient", None)  # of plans before `RankMemory`
     return content
 
 

@@ -35,12 +35,50 @@ class MeasuredRatio(Entry, frozen=True):
 UNCORRECTED: Final = MeasuredRatio(1.0, 1.0, 1.0)
 
 
+class RankMemory(Entry, frozen=True):
+    """Bytes that a rank needs, by kind.
+
+    Attributes:
+        parameters: with the copies that kernels read in their place.
+        gradients: of the parameters that are trained.
+        optimizer_state: moments, and an optimizer's own copies of parameters.
+        model_buffers: buffers and constants of the model.
+        activations: kept for backwards, at the moment of their peak; None if not known.
+        receive_buffers: to receive into.
+        transient: on top of these at the most, while F, I, W or B runs; None if not known.
+        allowance: what the allocator needs on top, for blocks between others.
+    """
+
+    parameters: Count
+    gradients: Count
+    optimizer_state: Count
+    model_buffers: Count
+    activations: Count | None
+    receive_buffers: Count
+    transient: Count | None
+    allowance: Count = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind().values())
+
+    @classmethod
+    def kinds(cls) -> tuple[str, ...]:
+        """Return the kinds, in order."""
+        return tuple(name.replace("_", " ") for name in cls.__struct_fields__)
+
+    def by_kind(self) -> dict[str, int]:
+        """Return kind → bytes, without those that are not known."""
+        sizes = zip(self.kinds(), msgspec.structs.astuple(self), strict=True)
+        return {kind: size for kind, size in sizes if size is not None}
+
+
 class StagePrediction(Entry, frozen=True):
     """One stage and one microbatch: F, I and W in the prediction's unit, and bytes.
 
-    ``weight_saved_bytes``, ``transient_bytes``, what F, I, W and B need while they run, and ``added_bytes``, the
-    parameters whose gradients are made before they are added, are None in plans that were written before they were
-    known; ``offloaded_bytes`` if nothing waits in CPU memory.
+    ``weight_saved_bytes``, ``transient_bytes``, what F, I, W and B need while they run, ``added_bytes``, the parameters
+    whose gradients are made before they are added, ``trained_bytes`` and ``optimizer_bytes`` are None in plans that
+    were written before they were known; ``offloaded_bytes`` if nothing waits in CPU memory.
     """
 
     forward: Figure
@@ -52,6 +90,8 @@ class StagePrediction(Entry, frozen=True):
     offloaded_bytes: Count | None = None
     transient_bytes: tuple[Count, Count, Count, Count] | None = None
     added_bytes: Count | None = None
+    trained_bytes: Count | None = None
+    optimizer_bytes: Count | None = None
 
     @property
     def total(self) -> float:
@@ -95,8 +135,10 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         lower_bound: no cuts at these places have a lower value, as far as segments add up to stages; None if the cuts
             were given.
         memory: bytes that each rank needs.
-        transient: the part of ``memory`` that a rank needs only while F, I, W or B runs; empty in plans from before
-            it was counted.
+        memory_parts: the same by kind; empty in plans that were written before it was counted.
+        precision: in which dtypes the model is trained; None for its own.
+        optimizer: the optimizer, or the bytes of its state for each parameter.
+        allowance: the part of activations and buffers that the allocator needs on top of them.
         cuts: the cuts between stages.
         mesh: the dimensions of the mesh other than the pipeline's, by name; empty for one pipeline. ``value`` includes
             the time of their collectives.
@@ -118,7 +160,10 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     places: Count
     lower_bound: Figure | None
     memory: Annotated[tuple[Count, ...], Meta(min_length=1)]
-    transient: tuple[Count, ...] = ()
+    memory_parts: tuple[RankMemory, ...] = ()
+    precision: Name | None = None
+    optimizer: Name = "adamw"
+    allowance: Annotated[float, Meta(ge=0, le=1)] = 0.0
     mesh: dict[Annotated[str, choice_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
         msgspec.field(default_factory=dict)
     )
@@ -131,8 +176,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             raise FieldError(
                 "placement", f"it is on ranks {sorted({*self.placement})}, and memory is of {len(self.memory)} ranks"
             )
-        if self.transient and len(self.transient) != len(self.memory):
-            raise FieldError("transient", f"it is of {len(self.transient)} ranks, and memory of {len(self.memory)}")
+        if self.memory_parts and tuple(parts.total for parts in self.memory_parts) != self.memory:
+            raise FieldError("memory_parts", "its sums are not the bytes of memory")
         try:
             parse_stages(self.recompute, len(self.placement))
         except ArgumentError as error:
@@ -211,7 +256,10 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     def to_dict(self) -> dict[str, Any]:
         """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""
         silent = {"costs"} if not self.stages else set()
-        silent |= {name for name in ("mesh", "resident", "transient") if not getattr(self, name)}
+        silent |= {
+            name for name in ("mesh", "resident", "memory_parts", "precision", "allowance") if not getattr(self, name)
+        }
+        silent |= {"optimizer"} if self.optimizer == "adamw" else set()
         silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()
         fields: dict[str, Any] = {}
         for name, value in msgspec.to_builtins(self).items():

@@ -11,14 +11,14 @@ import numpy as np
 
 from pipegraph.arguments import argument
 from pipegraph.graph.partition.split_points import Point
-from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
+from pipegraph.package.prediction import Cut, Prediction, RankMemory, ShiftedCut, StagePrediction
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.cut_search import most_even_cuts
 from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
-from pipegraph.planner.step_prediction import RankMemory, rank_memory, stage_times, step_seconds
+from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds
 from pipegraph.recompute import stages_text
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes
@@ -54,7 +54,7 @@ class CutChoice:
     @cached_property
     def parts_of_memory(self) -> tuple[RankMemory, ...]:
         """What each rank needs, and for what."""
-        return rank_memory(self.costs.stages(self.cuts), self.schedule, self.options.state_factor)
+        return rank_memory(self.costs.stages(self.cuts), self.schedule, self.options.factors)
 
     @property
     def memory(self) -> tuple[int, ...]:
@@ -101,7 +101,10 @@ class CutChoice:
             places=len(chain.segments) - 1,
             lower_bound=bound,
             memory=self.memory,
-            transient=tuple(rank.transient for rank in self.parts_of_memory),
+            memory_parts=self.parts_of_memory,
+            precision=options.training.precision,
+            optimizer=options.training.optimizer_text,
+            allowance=options.factors.allowance,
             stages=tuple(
                 StagePrediction(
                     rounded(f),
@@ -113,6 +116,8 @@ class CutChoice:
                     stage.offloaded_bytes or None,
                     stage.transient_bytes,
                     stage.added_bytes,
+                    stage.trained,
+                    stage.optimizer,
                 )
                 for (f, i, w), stage in zip(figures, stages, strict=True)
             ),

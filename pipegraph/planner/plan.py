@@ -19,6 +19,7 @@ from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
 from pipegraph.cost.stage_cost import stage_cost
+from pipegraph.cost.training_state import OWN_DTYPES, TrainingState
 from pipegraph.debug import dump
 from pipegraph.errors import ArgumentError, PlanError, one_line
 from pipegraph.graph.captured import Captured
@@ -196,7 +197,9 @@ def plan(
     recompute: Any = None,
     loss: tuple[LossOf, Any] | None = None,
     *,
-    state_factor: float = 4.0,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    optimizer_bytes: float | None = None,
     effort: float = 1.0,
     setting: MeasureOptions | None = None,
     cache: Cache | None = None,
@@ -210,7 +213,8 @@ def plan(
             module); FQN → ``SplitPoint`` of pipegraph or of ``torch.distributed.pipelining``; or Megatron's layout of
             the stages, ``Et*3|(tt|)*4,L`` (`pipegraph.planner.layer_layout`). If neither ``points`` nor ``stages`` is
             given, the model is cut at its own calls of ``pipe_split()``. The time and memory of a step are predicted
-            if a balance, schedule, microbatches, memory_bytes, hardware or recompute is given as well.
+            if a balance, schedule, microbatches, memory_bytes, hardware, recompute, precision or optimizer is given
+            as well.
         stages: cut into this number of stages instead, at the best points.
         balance: what is balanced. ``time`` (the default), ``measured`` and ``auto`` minimize the time of a step.
             ``time`` predicts it by a roofline of the hardware; ``measured`` runs the segments here; ``auto`` runs the
@@ -229,7 +233,12 @@ def plan(
             for each stage, together with the cuts if they are not given, so that a step that fits the memory is the
             shortest.
         loss: (function of output and target, target); by default the mean square of the outputs.
-        state_factor: how many times a rank holds parameters that are not frozen: 4 with gradients and AdamW's moments.
+        precision: the dtypes that the model is trained in: "fp32", "bf16" or another one of `Pipeline`; "bf16-master",
+            bfloat16 parameters and an optimizer with float32 ones; or "fp8". By default the model's own dtypes, with
+            gradients and moments in them.
+        optimizer: "adamw", "sgd", "sgd-momentum", "muon" or "adafactor".
+        optimizer_bytes: bytes of the state of another optimizer for each element that is trained, without float32
+            copies of the parameters.
         effort: how long the search continues; 1 is a few seconds.
         setting, cache: for ``measured`` and ``auto``; see `pipegraph.cost.price.price`.
         relay_skips: whether a value for a later stage than the next one is sent through the stages in between, as
@@ -248,7 +257,8 @@ def plan(
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
     options = PlanOptions(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
-        parse_memory(memory_bytes), profile, Recompute(), loss, state_factor, effort, setting, cache,
+        parse_memory(memory_bytes), profile, Recompute(), loss,
+        TrainingState(precision, optimizer, optimizer_bytes), None, effort, setting, cache,
     )  # fmt: skip
     if stages is not None:
         check_number("stages", stages, 2)
@@ -283,7 +293,8 @@ def plan(
         return cut_plan.with_relays() if relay_skips else cut_plan
     options = replace(options, recompute=parse_recompute(captured, recompute, len(starts) + 1))
     to_predict = balance, schedule, microbatches, memory_bytes, hardware, recompute
-    cut_plan = cut_plan if all(arg is None for arg in to_predict) else _predicted(cut_plan, captured, options, starts)
+    is_predicted = options.training != OWN_DTYPES or any(arg is not None for arg in to_predict)
+    cut_plan = _predicted(cut_plan, captured, options, starts) if is_predicted else cut_plan
     return cut_plan.with_relays() if relay_skips else cut_plan
 
 
@@ -309,22 +320,22 @@ def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: b
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
     if is_auto or isinstance(options.recompute, tuple):
-        return plan_of(choose_recompute(captured, options, stages, is_auto))
+        return plan_of(captured, choose_recompute(captured, options, stages, is_auto))
     costs = options.price(captured, stages=stages)
     try:
-        return plan_of(refine_cuts(choose_cuts(costs, options, stages)))
+        return plan_of(captured, refine_cuts(choose_cuts(costs, options, stages)))
     except MemoryShortage as shortage:
         if options.recompute == _BLOCK:
             raise
         raise MemoryShortage(f"{shortage}\n{_with_recompute(captured, options, stages)}", shortage.peak) from None
 
 
-def plan_of(choice: CutChoice) -> Plan:
-    """Return the plan with these cuts."""
+def plan_of(captured: Captured, choice: CutChoice) -> Plan:
+    """Return the plan of a model with these cuts. Prices may be of the model in another dtype."""
     priced = choice.costs.priced
     chain = priced.chain
     starts = [chain.segments[cut].start for cut in choice.cuts]
-    cut_plan = _cut(chain.captured, chain.points(choice.cuts), starts).predicted(choice.predict())
+    cut_plan = _cut(captured, chain.points(choice.cuts), starts).predicted(choice.predict())
     return replace(cut_plan, priced=priced, solution=choice.solution)
 
 
@@ -381,11 +392,9 @@ def _cost(cut_plan: Plan, stage: StageGraph) -> StageCost:
 
 
 def _with_prediction(cost: StageCost, stage: StagePrediction, prediction: Prediction) -> StageCost:
-    """Add what was predicted. Of what ranks along tp divide, a rank has a part."""
-    if prediction.mesh.get("tp", 1) > 1 and cost.parameter_bytes:
-        part = stage.parameter_bytes / cost.parameter_bytes
-        trained = None if cost.trained_bytes is None else round(part * cost.trained_bytes)
-        cost = structs.replace(cost, parameter_bytes=stage.parameter_bytes, trained_bytes=trained)
+    """Add what was predicted: for the dtype that is computed in and, of what ranks along tp divide, for one of them."""
+    if stage.trained_bytes is not None:
+        cost = structs.replace(cost, parameter_bytes=stage.parameter_bytes, trained_bytes=stage.trained_bytes)
     cost = structs.replace(
         cost,
         saved_bytes=stage.saved_bytes,
@@ -393,6 +402,7 @@ def _with_prediction(cost: StageCost, stage: StagePrediction, prediction: Predic
         offloaded_bytes=stage.offloaded_bytes,
         transient_bytes=stage.transient_bytes,
         added_bytes=stage.added_bytes,
+        optimizer_bytes=stage.optimizer_bytes,
     )
     if not prediction.in_seconds:
         return cost

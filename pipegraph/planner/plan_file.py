@@ -159,6 +159,7 @@ def is_plan(file: Path) -> bool:
 
 def _prepare(content: dict[str, Any]) -> dict[str, Any]:
     content.pop("gap", None)  # follows from value and lower_bound
+    content.pop("transient", None)  # of plans before `RankMemory`
     return content
 
 

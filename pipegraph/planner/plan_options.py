@@ -9,13 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from pipegraph.arguments import argument
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import MemoryFactors, SegmentCost
 from pipegraph.cost.balance import AUTO, TIMED, parse_balance
 from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.measured_layers import is_at_hand
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel, price
+from pipegraph.cost.training_state import OWN_DTYPES, TrainingState
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.kernels.blocks.divided_function import DividedFunction
@@ -27,6 +28,10 @@ from pipegraph.recompute import EVERYWHERE, Recompute, describe_stages
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import bytes_option, format_bytes
+
+_GPU_ALLOWANCE = 0.05
+"""The part of what comes and goes in a step that the allocator of a GPU cannot use, because its blocks lie between
+others and are rounded up. Allocations of a CPU return their pages."""
 
 
 class ChainCosts:
@@ -75,8 +80,10 @@ class PlanOptions:
     """The arguments of `pipegraph.plan` without the model and its cuts.
 
     ``recompute`` is one for all stages, or one for each. The ranks of the pipeline are numbered ``stride`` apart.
+    ``factors_of_layout`` is what a rank holds of its stages if other ranks share them.
 
-    Raises ArgumentError for an impossible balance or number, and ScheduleError for an unknown schedule.
+    Raises ArgumentError for an impossible balance or number, or a precision that the hardware does not have, and
+    ScheduleError for an unknown schedule.
     """
 
     balance: str = "time"
@@ -87,7 +94,8 @@ class PlanOptions:
     hardware: Hardware = field(default_factory=lambda: Hardware.load("cpu"))
     recompute: Recompute | tuple[Recompute, ...] = EVERYWHERE
     loss: tuple[LossOf, Any] | None = None
-    state_factor: float = 4.0
+    training: TrainingState = OWN_DTYPES
+    factors_of_layout: MemoryFactors | None = None
     effort: float = 1.0
     setting: MeasureOptions | None = None
     cache: Cache | None = None
@@ -98,7 +106,14 @@ class PlanOptions:
         check_number("microbatches", self.microbatches, 8)
         if self.ranks is not None:
             check_number("ranks", self.ranks, 4)
-        check_numbers(self.state_factor, self.effort)
+        check_numbers(self.effort)
+        products = "" if self.training.dtypes is None else self.training.dtypes.products
+        if products and products not in self.hardware.peak_flops:
+            raise ArgumentError(
+                f"The profile {self.hardware.name} has no rate for {products}, in which precision "
+                f"{self.training.precision} multiplies. It has: {', '.join(self.hardware.peak_flops)}.",
+                f"{argument('precision', 'bf16')}, or {argument('hardware', 'h100')}.",
+            )
         if not isinstance(self.schedule, Schedule):
             find_recipe(self.schedule)
 
@@ -114,6 +129,17 @@ class PlanOptions:
         balance = "time" if self.balance == AUTO and not is_at_hand(self.hardware, setting) else self.balance
         threads = setting.threads or threads_per_rank(ranks)
         return replace(self, balance=balance, setting=replace(setting, threads=threads, ranks=ranks))
+
+    @property
+    def factors(self) -> MemoryFactors:
+        """How many times a rank holds each part of the memory of its stages."""
+        factors = self.training.factors if self.factors_of_layout is None else self.factors_of_layout
+        return factors._replace(allowance=self.allowance)
+
+    @property
+    def allowance(self) -> float:
+        """The part of activations and buffers that the allocator needs on top of them."""
+        return 0.0 if self.hardware.is_cpu else _GPU_ALLOWANCE
 
     @property
     def timed(self) -> bool:
@@ -157,6 +183,7 @@ class PlanOptions:
         if there are fewer segments than ``stages``.
         """
         traced = {} if traced is None else traced
+        captured = self.training.computed(captured)
 
         def priced(recompute: Recompute) -> PricedModel:
             return price(
@@ -170,6 +197,7 @@ class PlanOptions:
                 cut_positions,
                 traced,
                 stages,
+                self.training,
             )
 
         if isinstance(self.recompute, Recompute):
@@ -195,20 +223,24 @@ class PlanOptions:
             objective="makespan" if self.timed else "bottleneck",
             memory_bytes=memory_bytes,
             link=self.link,
-            state_factor=self.state_factor,
+            factors=self.factors,
             effort=self.effort,
             names=[str(segment.point or "the first") for segment in chain.segments],
         )
 
     def check_parameters_fit(self, captured: Captured) -> None:
         """Raise PlanError if a single parameter is too large for any rank, because no cut divides it."""
+        factors, captured = self.factors, self.training.computed(captured)
+
+        def state_bytes_of(entry: StateEntry) -> float:
+            size = entry.numel * entry.dtype.itemsize
+            gradient = factors.gradients * size if entry.requires_grad else 0.0
+            optimizer = factors.optimizer * self.training.bytes_of(captured, [entry])
+            return (factors.parameters + factors.copies) * size + gradient + optimizer
+
         parameters = [entry for entry in captured.state.values() if entry.kind == "parameter"]
-
-        def held_for(entry: StateEntry) -> float:
-            return entry.numel * entry.dtype.itemsize * (self.state_factor if entry.requires_grad else 1.0)
-
-        largest = max(parameters, key=held_for, default=None)
-        if largest is not None and (state_bytes := held_for(largest)) > self.largest_memory:
+        largest = max(parameters, key=state_bytes_of, default=None)
+        if largest is not None and (state_bytes := state_bytes_of(largest)) > self.largest_memory:
             state = " with its gradient and the optimizer's state" if largest.requires_grad else ""
             raise PlanError(
                 f"The largest parameter, {largest.fqn}, takes {format_bytes(state_bytes)}{state}, "

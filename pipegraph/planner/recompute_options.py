@@ -165,7 +165,7 @@ class RecomputeOptions:
     ) -> Problem:
         """Return the choice of cuts and options, where segments cost ``costs`` with each option."""
         schedule = options.schedule_of(stages)
-        return Problem(costs, schedule, memory, options.link, self.allowed, options.state_factor)
+        return Problem(costs, schedule, memory, options.link, self.allowed, options.factors)
 
     def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
         for option in self.uniform:

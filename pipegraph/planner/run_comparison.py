@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import one_line
 from pipegraph.package import Manifest
-from pipegraph.package.prediction import mesh_text
+from pipegraph.package.prediction import RankMemory, mesh_text
 from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step, pricing_profile
 from pipegraph.runtime.measurements import COMPUTING, MeasuredRun, Message
+from pipegraph.runtime.precision import PRECISIONS, changes_dtypes
 from pipegraph.schedule import CollectiveKind, Kind, Schedule
 from pipegraph.units import format_factor
 
@@ -43,9 +44,8 @@ class RunComparison:
         step: seconds; if all ranks run in one process, in turn, the sum of theirs.
         bubble: the share of a step in which ranks compute nothing, the mean over ranks, measured step by step; None if
             ranks run in turn.
-        state, saved: bytes of each rank.
-        buffers: predicted bytes of each rank to receive into.
-        transient: predicted bytes of each rank on top of these, while F, I, W or B runs.
+        memory: of each rank, bytes by kind (`RankMemory.by_kind`); a kind is missing if it is neither predicted nor
+            measured.
         allocated: bytes of each rank, all of these; measured on GPUs that have one rank each.
         measured: the run.
         basis: what the prices rest on: ``time on h100``; empty without prices.
@@ -57,10 +57,7 @@ class RunComparison:
     stages: tuple[dict[Kind, PredictedAndMeasured], ...]
     step: PredictedAndMeasured
     bubble: PredictedAndMeasured | None
-    state: tuple[PredictedAndMeasured, ...]
-    saved: tuple[PredictedAndMeasured, ...]
-    buffers: tuple[int | None, ...]
-    transient: tuple[int | None, ...]
+    memory: tuple[dict[str, PredictedAndMeasured], ...]
     allocated: tuple[PredictedAndMeasured, ...]
     measured: MeasuredRun
     basis: str
@@ -97,6 +94,7 @@ def compare_run(
         measured.parts or None,
     )
     costs, memory = None if expected.times is None else expected.costs, expected.memory
+    ranks = schedule.ranks
     kinds = [kind for kind in COMPUTING if any(action.kind is kind for row in schedule.actions for action in row)]
     stages = tuple(
         {
@@ -108,8 +106,6 @@ def compare_run(
         for stage in range(schedule.stages)
     )
     hints = [_other_plan_hint(manifest, schedule, mesh), *_hints(manifest, stages, measured, expected.links_known)]
-    states = [rank.state for rank in memory] if memory else [None] * schedule.ranks
-    saved = [rank.saved for rank in memory] if memory else [None] * schedule.ranks
     totals = [rank.total for rank in memory] if memory else [None] * schedule.ranks
     allocated = measured.allocated if len(measured.allocated) == schedule.ranks else [None] * schedule.ranks
     return RunComparison(
@@ -117,16 +113,26 @@ def compare_run(
         stages=stages,
         step=PredictedAndMeasured(expected.step, measured.step),
         bubble=None if in_turn else PredictedAndMeasured(expected.bubble, measured.bubble),
-        state=tuple(map(PredictedAndMeasured, states, measured.state)),
-        saved=tuple(map(PredictedAndMeasured, saved, measured.saved)),
-        buffers=tuple(memory[rank].buffers if memory else None for rank in range(schedule.ranks)),
-        transient=tuple(memory[rank].transient if memory else None for rank in range(schedule.ranks)),
+        memory=tuple(_memory_of(None if memory is None else memory[rank], measured, rank) for rank in range(ranks)),
         allocated=tuple(map(PredictedAndMeasured, totals, allocated)),
         measured=measured,
         basis=one_line(f"{plan.balance} on {plan.hardware}") if costs and plan else "",
         hints=tuple(filter(None, hints)),
         collectives=collectives if any(collectives) else (),
     )
+
+
+def _memory_of(predicted: RankMemory | None, measured: MeasuredRun, rank: int) -> dict[str, PredictedAndMeasured]:
+    """Return the bytes of a rank by kind."""
+    predicted_bytes = {} if predicted is None else predicted.by_kind()
+    measured_bytes: dict[str, int | None] = {
+        name.replace("_", " "): size for name, size in asdict(measured.state[rank]).items()
+    }
+    measured_bytes["activations"] = measured.saved[rank]
+    pairs = {
+        kind: PredictedAndMeasured(predicted_bytes.get(kind), measured_bytes.get(kind)) for kind in RankMemory.kinds()
+    }
+    return {kind: pair for kind, pair in pairs.items() if pair != PredictedAndMeasured(None, None)}
 
 
 def _collectives(
@@ -196,16 +202,27 @@ def _hints(
     if not timed:
         yield "The package has no predicted times. Try: pipegraph split … --balance time"
     subject = "Times and bytes were predicted" if timed else "Bytes were predicted"
-    is_compiled, is_own = measured.kernels == "inductor", measured.precision is None
+    planned = manifest.prediction.precision if manifest.prediction is not None else None
+    is_compiled, is_planned = measured.kernels == "inductor", measured.precision == _changing(planned, manifest)
     if priced and not is_compiled:
         yield f"{subject} for compiled kernels, and this run used --kernels {measured.kernels}."
-    if priced and not is_own:
-        yield f"{subject} for the package's own dtypes, and this run used --precision {measured.precision}."
-    if timed and is_compiled and is_own and manifest.prediction is not None and measured.tensor_ranks == 1:
+    if priced and not is_planned:
+        dtypes, used = (
+            f"--precision {name}" if name is not None else "the package's own dtypes"
+            for name in (planned, measured.precision)
+        )
+        yield f"{subject} for {dtypes}, and this run used {used}."
+    if timed and is_compiled and is_planned and manifest.prediction is not None and measured.tensor_ranks == 1:
         yield _error_hint(manifest.prediction.balance, stages)
     if timed and not links_known and manifest.prediction is not None:
         name = one_line(manifest.prediction.hardware)
         yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
+
+
+def _changing(precision: str | None, manifest: Manifest) -> str | None:
+    """Return a precision; None for one that is that of the package."""
+    is_of_runs = precision in PRECISIONS
+    return None if is_of_runs and not changes_dtypes(precision, manifest) else precision
 
 
 def _error_hint(balance: str, stages: Sequence[Mapping[Kind, PredictedAndMeasured]]) -> str:

@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
+from msgspec import structs
 
-from pipegraph.cost import SegmentCost, TransientBytes
+from pipegraph.cost import ONCE, MemoryFactors, SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.training_state import TrainingState
 from pipegraph.errors import ScheduleError
-from pipegraph.package import Manifest
+from pipegraph.package import Manifest, StageCost
+from pipegraph.package.prediction import Prediction, RankMemory
 from pipegraph.planner.solver.makespan import Links, Makespan
-from pipegraph.planner.solver.memory_need import MemoryNeed
+from pipegraph.planner.solver.memory_need import MemoryNeed, MemoryParts
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.schedule import CollectiveKind, Schedule, Timeline, Times, build, simulate
 from pipegraph.units import format_number_of
-
-_MOMENTS = 2  # of AdamW, each as large as the parameter
 
 
 def stage_times(
@@ -46,35 +47,23 @@ def step_seconds(
     return float(Makespan(PrefixSums(stages), schedule, link).values(cuts[None])[0])
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes that a rank needs.
-
-    Attributes:
-        state: parameters, their gradients and the optimizer's state; buffers and constants.
-        saved: what is kept for backwards, at the moment of its peak.
-        buffers: to receive into.
-        transient: what is on top of these at the most, while F, I, W or B runs.
-    """
-
-    state: int
-    saved: int
-    buffers: int
-    transient: int
-
-    @property
-    def total(self) -> int:
-        return self.state + self.saved + self.buffers + self.transient
-
-
 def rank_memory(
-    stages: Sequence[SegmentCost], schedule: Schedule, state_factor: float = 4.0, receives_ahead: int = 4
+    stages: Sequence[SegmentCost],
+    schedule: Schedule,
+    factors: MemoryFactors = ONCE,
+    receives_ahead: int = 4,
 ) -> tuple[RankMemory, ...]:
     """Return what each rank needs, as `solve` counts it."""
     cuts = np.arange(1, len(stages))
-    parts = MemoryNeed(PrefixSums(stages), schedule, state_factor, receives_ahead).parts(cuts[None])
-    ranks = zip(*(np.ceil(part[:, 0]).astype(int).tolist() for part in parts), strict=True)
-    return tuple(RankMemory(*rank) for rank in ranks)
+    parts = MemoryNeed(PrefixSums(stages), schedule, factors, receives_ahead).parts(cuts[None])
+    return tuple(_rank_memory(parts, rank, factors.allowance) for rank in range(schedule.ranks))
+
+
+def _rank_memory(parts: MemoryParts, rank: int, allowance: float) -> RankMemory:
+    """Return the parts of a rank; the allowance, which some of them contain, is one of its own."""
+    *state, saved, buffers, transient = (float(part[rank, 0]) for part in parts)
+    in_step = [part / (1 + allowance) for part in (saved, buffers, transient)]
+    return RankMemory(*(math.ceil(round(part, 3)) for part in (*state, *in_step, allowance * sum(in_step))))
 
 
 @dataclass(frozen=True)
@@ -177,13 +166,14 @@ def predict_step(
         else:
             step = plan.value if plan is not None and is_planned else timeline.makespan
             bubble = 1 - fmean(timeline.busy) / step if step else 0.0
+    rank_costs = [*map(_part_of, costs or (), parts or [1.0] * len(costs or ()))]
     return StepPrediction(
         costs=costs,
         times=times,
         timeline=timeline,
         step=step,
         bubble=bubble,
-        memory=None if costs is None else rank_memory([*map(_part_of, costs, parts or [1.0] * len(costs))], schedule),
+        memory=None if costs is None else rank_memory(rank_costs, schedule, planned_factors(plan)),
         links_known=in_turn or links is not None or is_planned,
     )
 
@@ -208,6 +198,7 @@ def _stage_costs(manifest: Manifest) -> tuple[SegmentCost, ...] | None:
             offloaded_bytes=stage.cost.offloaded_bytes or 0,
             transient_bytes=TransientBytes(*(stage.cost.transient_bytes or ())),
             added_bytes=stage.cost.added_bytes,
+            optimizer_bytes=stage.cost.optimizer_bytes,
         )
         for stage, boundary_bytes in zip(manifest.stages, crossing, strict=True)
     )
@@ -224,7 +215,15 @@ def _part_of(cost: SegmentCost, part: float) -> SegmentCost:
         parameter_bytes=math.ceil(cost.parameter_bytes * part),
         trained_bytes=of_rank(cost.trained_bytes),
         added_bytes=of_rank(cost.added_bytes),
+        optimizer_bytes=of_rank(cost.optimizer_bytes),
     )
+
+
+def planned_factors(plan: Prediction | None) -> MemoryFactors:
+    """Return how many times a rank holds each part of its stages, in the precision of a plan."""
+    if plan is None:
+        return ONCE
+    return TrainingState(plan.precision).factors._replace(allowance=plan.allowance)
 
 
 def _has_times(manifest: Manifest) -> bool:
@@ -238,63 +237,31 @@ def pricing_profile(manifest: Manifest) -> Hardware | None:
     return Hardware.load(plan.hardware) if plan is not None and plan.hardware in Hardware.names() else None
 
 
-@dataclass(frozen=True)
-class RankMemoryByKind:
-    """Bytes of a rank by kind.
-
-    ``buffers`` are the model's own and those to receive into, ``transient`` what is on top while F, I, W or B runs.
-    """
-
-    rank: int
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    saved_activations: int | None
-    buffers: int
-    transient: int | None
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_kind().values())
-
-    def by_kind(self) -> dict[str, int]:
-        """Return kind → bytes; without saved activations and what is transient if they are not known."""
-        kinds = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer_state,
-            "saved activations": self.saved_activations,
-            "buffers": self.buffers,
-            "transient": self.transient,
-        }
-        return {kind: size for kind, size in kinds.items() if size is not None}
-
-
-def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemoryByKind, ...]:
+def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemory, ...]:
     """Return what each rank holds; nothing if the package does not have the sizes of its parameters.
 
-    As the planner counts: a parameter that is trained has a gradient and AdamW's two moments, and activations and
-    buffers to receive into count at their peak; without a plan these are left out.
+    As the planner counts it; without a plan, a parameter that is trained has a gradient and AdamW's two moments, and
+    activations and buffers to receive into are left out.
     """
     costs = [stage.cost for stage in manifest.stages]
     if any(cost.parameter_bytes is None for cost in costs):
         return ()
-    memory, ranks = predict_step(manifest, schedule).memory, []
-    for rank in range(schedule.ranks):
-        rank_costs = [cost for cost, place in zip(costs, schedule.placement, strict=True) if place == rank]
-        trained = sum(
-            (cost.parameter_bytes or 0) if cost.trained_bytes is None else cost.trained_bytes for cost in rank_costs
-        )
-        trained = trained if schedule.trains else 0
-        ranks.append(
-            RankMemoryByKind(
-                rank=rank,
-                parameters=sum(cost.parameter_bytes or 0 for cost in rank_costs),
-                gradients=trained,
-                optimizer_state=_MOMENTS * trained,
-                saved_activations=None if memory is None else memory[rank].saved,
-                buffers=sum(cost.buffer_bytes or 0 for cost in rank_costs) + (memory[rank].buffers if memory else 0),
-                transient=None if memory is None else memory[rank].transient,
-            )
-        )
-    return tuple(ranks)
+    memory = predict_step(manifest, schedule).memory
+    if memory is not None:
+        return memory
+    known_costs = [_state_cost(cost) for cost in costs]
+    return tuple(structs.replace(rank, activations=None, transient=None) for rank in rank_memory(known_costs, schedule))
+
+
+def _state_cost(cost: StageCost) -> SegmentCost:
+    """Return the cost of a stage of which only the sizes of its state are known."""
+    return SegmentCost(
+        0.0,
+        0.0,
+        0.0,
+        parameter_bytes=cost.parameter_bytes or 0,
+        trained_bytes=cost.trained_bytes,
+        buffer_bytes=cost.buffer_bytes or 0,
+        optimizer_bytes=cost.optimizer_bytes,
+        added_bytes=0,
+    )

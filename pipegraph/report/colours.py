@@ -25,9 +25,11 @@ MEMORY = {
     "parameters": "#274c77",
     "gradients": "#6096ba",
     "optimizer state": "#a3cef1",
-    "saved activations": "#2f9e77",
-    "buffers": "#e0a458",
+    "model buffers": "#8d99ae",
+    "activations": "#2f9e77",
+    "receive buffers": "#e0a458",
     "transient": "#c8553d",
+    "allowance": "#d9d9d9",
 }
 """The colour of each kind of memory."""
 

@@ -315,24 +315,28 @@ def _rank_memory(manifest: Manifest, schedule: Schedule) -> list[dict[str, Any]]
     most = max((rank.total for rank in ranks), default=0) or 1
     return [
         {
-            "rank": rank.rank,
+            "rank": number,
             "total": format_bytes(rank.total),
             "parts": [
                 {
-                    "width": round(100 * (size or 0) / most, 2),
+                    "width": round(100 * size / most, 2),
                     "colour": MEMORY[kind],
                     "title": f"{kind}: {format_bytes(size)}",
                 }
                 for kind, size in rank.by_kind().items()
+                if size
             ],
         }
-        for rank in ranks
+        for number, rank in enumerate(ranks)
     ]
 
 
 def _memory_table(manifest: Manifest, schedule: Schedule) -> Table:
     ranks = memory_by_kind(manifest, schedule)
-    rows = [[str(rank.rank), *map(format_bytes, rank.by_kind().values()), format_bytes(rank.total)] for rank in ranks]
+    rows = [
+        [str(number), *map(format_bytes, rank.by_kind().values()), format_bytes(rank.total)]
+        for number, rank in enumerate(ranks)
+    ]
     return ["rank", *(ranks[0].by_kind() if ranks else ()), "together"], rows
 
 

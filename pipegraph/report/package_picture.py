@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipegraph.package import CALLER, Manifest, Package, StageEntry, Value
-from pipegraph.planner.step_prediction import RankMemoryByKind, memory_by_kind, predict_step
+from pipegraph.package.prediction import RankMemory
+from pipegraph.planner.step_prediction import memory_by_kind, predict_step
 from pipegraph.report.colours import MEANING, MEMORY, colour, ink, marks
 from pipegraph.report.drawing import GREY, LETTER, LINE, Drawing, Label, Line, Rectangle, Shape
 from pipegraph.report.text import clip, short_modules
@@ -97,24 +98,26 @@ def _head(package: Package, width: float) -> Drawing:
     return Drawing(width, 17 * len(lines) - 12, shapes)
 
 
-def _memory(ranks: Sequence[RankMemoryByKind], width: float) -> Drawing:
+def _memory(ranks: Sequence[RankMemory], width: float) -> Drawing:
     """A bar for each rank, by kind of memory, all in one scale."""
     shapes: list[Shape] = [Label(0, 10, "memory of each rank", 13, bold=True)]
     if not ranks:
         hint = "not known: this package has no sizes. pipegraph split writes it again, with them."
         return Drawing(width, 36, [*shapes, Label(0, 30, hint, fill=GREY)])
     x = 170.0
-    for kind in ranks[0].by_kind():
+    kinds = [kind for kind in ranks[0].by_kind() if any(rank.by_kind().get(kind) for rank in ranks)]
+    for kind in kinds:
         shapes += [Rectangle(x, -1, 14, 13, MEMORY[kind], 2), Label(x + 19, 10, kind)]
         x += 34 + LETTER * len(kind)
-    if ranks[0].saved_activations is None:
-        shapes.append(Label(x, 10, "saved activations are not known: --balance time predicts them", fill=GREY))
+    if ranks[0].activations is None:
+        shapes.append(Label(x, 10, "activations are not known: --balance time predicts them", fill=GREY))
     left_edge, most = 76.0, max(rank.total for rank in ranks)
     scale = (width - left_edge - 90) / most if most else 0.0
     for number, rank in enumerate(ranks):
         y = 26 + number * _ROW
-        parts = [(kind, MEMORY[kind], size * scale, format_bytes(size)) for kind, size in rank.by_kind().items()]
-        shapes += [*_rank_mark(rank.rank, 0, y + 2), *_bars(parts, left_edge, y, _MEMORY_BAR)]
+        sizes = rank.by_kind()
+        parts = [(kind, MEMORY[kind], sizes[kind] * scale, format_bytes(sizes[kind])) for kind in kinds]
+        shapes += [*_rank_mark(number, 0, y + 2), *_bars(parts, left_edge, y, _MEMORY_BAR)]
         shapes.append(Label(left_edge + rank.total * scale + 8, y + 15, format_bytes(rank.total), bold=True))
     return Drawing(width, 26 + len(ranks) * _ROW, shapes)
 

@@ -288,6 +288,17 @@ class MeasuredCollective:
 
 
 @dataclass(frozen=True)
+class MeasuredState:
+    """Bytes that a rank holds between two steps: parameters with their copies, gradients, what the optimizer holds, and
+    the model's buffers."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    model_buffers: int
+
+
+@dataclass(frozen=True)
 class MeasuredRun:
     """The times of a run's steps, of all ranks together.
 
@@ -297,7 +308,7 @@ class MeasuredRun:
         step: the median of a whole step, in seconds; None after a single one.
         bubble: the share of a step in which ranks computed nothing, their mean, the median over steps; None after a
             single one.
-        state: bytes of each rank: parameters, buffers, gradients, and what the optimizer holds.
+        state: of each rank.
         saved: the most bytes of each rank that were kept for backwards at one time; None if autograd keeps them.
         allocated: the most bytes that torch had allocated on the GPU of each process; empty without GPUs.
         processes: how many ran it: one for each rank, or one for all.
@@ -311,7 +322,7 @@ class MeasuredRun:
     steps: int
     times: Mapping[tuple[int, Kind], float]
     step: float | None
-    state: tuple[int, ...]
+    state: tuple[MeasuredState, ...]
     saved: tuple[int | None, ...]
     allocated: tuple[int, ...]
     processes: int

@@ -471,6 +471,11 @@ class Pipeline:
         for kernels in self._runner.kernels.values():
             kernels.retrace()
 
+    def copies_of(self, stage: int) -> list[Tensor]:
+        """The copies that kernels read in the place of the parameters of a stage of this process, with a precision."""
+        copies: list[Tensor] = getattr(self._runner.kernels[stage], "copies", [])
+        return copies
+
     def kernels_report(self) -> list[KernelCount]:
         """How often the stages of this process, and the blocks in them, have been traced and compiled. Not collective.
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -32,6 +33,7 @@ from pipegraph.runtime.measurements import (
     ActionTimes,
     MeasuredCollective,
     MeasuredRun,
+    MeasuredState,
     Message,
     SavedBytes,
 )
@@ -67,12 +69,12 @@ class RunMeasurement:
     The first step compiles, and its saved bytes are measured; in the others every action is timed.
 
     Args:
-        precision: what the pipeline computes with.
+        precision: what the pipeline computes with, if not with the package's own dtypes.
     """
 
     def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer, precision: str | None = None) -> None:
         self._pipeline, self._optimizer = pipe, optimizer
-        self._precision = precision if changes_dtypes(precision, pipe.package.manifest) else None
+        self._precision = precision
         self._device = Device(pipe.device)
         self._times = ActionTimes(pipe.device)
         self._saved: SavedBytes | None = None
@@ -116,7 +118,7 @@ class RunMeasurement:
         peaks = [(rank, self._saved.peak(rank)) for rank in ranks if self._saved]
         local_figures = {
             "times": [(*key, seconds) for key, seconds in medians.items()],
-            "state": [(rank, self._state(rank)) for rank in ranks],
+            "state": [(rank, astuple(self._state(rank))) for rank in ranks],
             "saved": [(rank, peak) for rank, peak in peaks if peak is not None],
             "parts": [(stage, self._part(stage)) for stage in self._pipeline.stages],
             "collectives": [(*key, medians[key], sent) for key, sent in messages.items()],
@@ -137,7 +139,7 @@ class RunMeasurement:
             steps=len(self._seconds),
             times={key: times[key] for key in keys if key in times},
             step=statistics.median(self._seconds) if self._seconds else None,
-            state=tuple(state[rank,] for rank in range(schedule.ranks)),
+            state=tuple(MeasuredState(*state[rank,]) for rank in range(schedule.ranks)),
             saved=tuple(saved.get((rank,)) for rank in range(schedule.ranks)),
             allocated=() if self._device.is_cpu else tuple(process["allocated"] for process in processes),
             processes=len(processes),
@@ -165,10 +167,12 @@ class RunMeasurement:
     def _saved_bytes(self, batch: Batch) -> SavedBytes:
         modules = self._pipeline.stages.values()
         state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        return SavedBytes(
-            [*map(local, state), *output_tensors(batch).values()],
-            lambda: [local(parameter.detach()) for module in modules for parameter in module.parameters()],
-        )
+
+        def gathered() -> list[Tensor]:
+            parameters = [local(parameter.detach()) for module in modules for parameter in module.parameters()]
+            return [*parameters, *(copy for stage in self._pipeline.stages for copy in self._pipeline.copies_of(stage))]
+
+        return SavedBytes([*map(local, state), *output_tensors(batch).values()], gathered)
 
     def _holds(self, rank: int) -> bool:
         return any(self._pipeline.schedule.placement[stage] == rank for stage in self._pipeline.stages)
@@ -179,16 +183,22 @@ class RunMeasurement:
         total_bytes = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
         return sum(local(parameter.detach()).nbytes for parameter in parameters) / total_bytes if total_bytes else 1.0
 
-    def _state(self, rank: int) -> int:
-        """Return the bytes of a rank's parameters, buffers, gradients and optimizer state."""
+    def _state(self, rank: int) -> MeasuredState:
+        """Return the bytes that a rank holds between two steps."""
         pipeline = self._pipeline
-        modules = [module for stage, module in pipeline.stages.items() if pipeline.schedule.placement[stage] == rank]
+        stages = [stage for stage in pipeline.stages if pipeline.schedule.placement[stage] == rank]
+        modules = [pipeline.stages[stage] for stage in stages]
         parameters = {parameter: None for module in modules for parameter in module.parameters()}
-        state: list[Tensor] = [*parameters, *dict.fromkeys(buffer for module in modules for buffer in module.buffers())]
-        state += [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for parameter in parameters:
-            state += output_tensors(self._optimizer.state.get(parameter, {})).values()
-        return sum(local(tensor).nbytes for tensor in state)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [
+            tensor
+            for parameter in parameters
+            for tensor in output_tensors(self._optimizer.state.get(parameter, {})).values()
+        ]
+        buffers = dict.fromkeys(buffer for module in modules for buffer in module.buffers())
+        copies = [copy for stage in stages for copy in pipeline.copies_of(stage)]
+        kinds: tuple[Iterable[Tensor], ...] = (*parameters, *copies), gradients, moments, buffers
+        return MeasuredState(*(sum(local(tensor).nbytes for tensor in kind) for kind in kinds))
 
 
 # ---- training data ---------------------------------------------------------------------------------------------------
@@ -478,7 +488,9 @@ class Training:
             data = TrainingData.repeated(example)
         self._data = data
         self._batches = AgreedBatches(self._pipeline, data, *self._share)
-        self._measurement = RunMeasurement(self._pipeline, self._optimizer, options.get("precision"))
+        precision = options.get("precision")  # the manifest of the pipeline's package is of this precision
+        precision = precision if changes_dtypes(precision, package.manifest) else None
+        self._measurement = RunMeasurement(self._pipeline, self._optimizer, precision)
         self._pace = Pace()
         self._profile: LoopProfiler | None = None
         self.done, self._evaluated = 0, 0

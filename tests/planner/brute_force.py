@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from pipegraph.cost import SegmentCost, TransientBytes
+from pipegraph.cost import ONCE, MemoryFactors, SegmentCost, TransientBytes
 from pipegraph.schedule import Action, Kind, Schedule, Times, build, lower, names, receive_buffers, simulate
 from pipegraph.schedule.lifetimes import offload_windows
 from pipegraph.schedule.recipes import find_recipe
@@ -51,7 +51,7 @@ def slowest_stage(costs: Sequence[SegmentCost], cuts: Cuts) -> float:
 
 
 def memory(
-    costs: Sequence[SegmentCost], cuts: Cuts, schedule: Schedule, state_factor: float = 4.0, ahead: int = 4
+    costs: Sequence[SegmentCost], cuts: Cuts, schedule: Schedule, factors: MemoryFactors = ONCE, ahead: int = 4
 ) -> list[float]:
     """Bytes of each rank."""
     stages = staged(costs, cuts)
@@ -59,6 +59,10 @@ def memory(
     trained = [sum(_or(cost.trained_bytes, cost.parameter_bytes) for cost in stage) for stage in stages]
     added = [
         sum(_or(cost.added_bytes, _or(cost.trained_bytes, cost.parameter_bytes)) for cost in stage) for stage in stages
+    ]
+    moments = [
+        sum(_or(cost.optimizer_bytes, 2 * _or(cost.trained_bytes, cost.parameter_bytes)) for cost in stage)
+        for stage in stages
     ]
     weights = [sum(_or(cost.weight_saved_bytes, cost.saved_bytes) for cost in stage) for stage in stages]
     offloaded = total(stages, "offloaded_bytes")
@@ -77,12 +81,13 @@ def memory(
             previous, usage = usage, usage + changes[action.kind] - outgoing
             peak = max(peak, usage, _while_it_runs(action, previous, usage, stages[action.stage], added[action.stage]))
         resident = [stage for stage in range(schedule.stages) if schedule.placement[stage] == rank]
-        states = sum(parameters[stage] + buffered[stage] for stage in resident)
-        states += (state_factor - 1 if schedule.trains else 0) * sum(trained[stage] for stage in resident)
+        states = sum((factors.parameters + factors.copies) * parameters[stage] + buffered[stage] for stage in resident)
+        if schedule.trains:
+            states += sum(factors.gradients * trained[stage] + factors.optimizer * moments[stage] for stage in resident)
         received = [
             count * costs[cuts[min(edge)] - 1].boundary_bytes for edge, count in buffers.items() if edge[1] in resident
         ]
-        rank_bytes.append(peak + states + sum(received))
+        rank_bytes.append(states + (1 + factors.allowance) * (peak + sum(received)))
     return rank_bytes
 
 
@@ -112,7 +117,27 @@ def _segments(draw: st.DrawFn, figures: st.SearchStrategy[float]) -> SegmentCost
     byte_counts = parameters, 0, weight_saved, trained, draw(st.just(0) | sizes)
     transient = draw(st.just(TransientBytes()) | st.builds(TransientBytes, sizes, sizes, sizes, sizes))
     added = draw(st.none() | st.integers(0, parameters if trained is None else trained))
-    return SegmentCost(*seconds, draw(sizes), draw(sizes), *byte_counts, transient_bytes=transient, added_bytes=added)
+    optimizer = draw(st.none() | sizes)
+    return SegmentCost(
+        *seconds,
+        draw(sizes),
+        draw(sizes),
+        *byte_counts,
+        transient_bytes=transient,
+        added_bytes=added,
+        optimizer_bytes=optimizer,
+    )
+
+
+memory_factors = st.just(ONCE) | st.builds(
+    MemoryFactors,
+    parameters=st.sampled_from([0.25, 1.0, 2.0]),
+    copies=st.sampled_from([0.0, 1.0]),
+    gradients=st.sampled_from([1.0, 2.0]),
+    optimizer=st.sampled_from([0.25, 1.0]),
+    allowance=st.sampled_from([0.0, 0.25]),
+)
+"""What ranks hold of their stages, in quarters, which add up exactly."""
 
 
 def costs(segments: int, figures: st.SearchStrategy[float] = WHOLE_NUMBERS) -> st.SearchStrategy[list[SegmentCost]]:

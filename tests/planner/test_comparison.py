@@ -96,7 +96,7 @@ def test_what_no_schedule_can_have_is_left_out_and_told() -> None:
 
 
 def test_the_file_of_a_plan(tmp_path: Path) -> None:
-    plan = plan_of(compared(schedules=["zb-h1"], microbatches=[6]).best)
+    plan = plan_of(MODEL, compared(schedules=["zb-h1"], microbatches=[6]).best)
     file = tmp_path / "plan.json"
     file.write_text(PlanFile.from_plan(plan).to_json())
     again = PlanFile.read(file).apply(MODEL)

@@ -20,7 +20,16 @@ from pipegraph.planner.solver.objective import MemoryLimited, Objective, Slowest
 from pipegraph.planner.solver.prefix_sums import QUANTITIES, TIMES, LinearBound, PrefixSums
 from pipegraph.schedule import Schedule, Times, build, names, simulate
 from pipegraph.schedule.recipes import trains
-from tests.planner.brute_force import costs, every_cut, links, makespan, memory, slowest_stage, small_schedules
+from tests.planner.brute_force import (
+    costs,
+    every_cut,
+    links,
+    makespan,
+    memory,
+    memory_factors,
+    slowest_stage,
+    small_schedules,
+)
 from tests.slow import LIKE_OTHERS, cases
 
 
@@ -55,11 +64,12 @@ def test_what_bounds_a_value_is_nowhere_above_it(data: st.DataObject, schedule: 
     chain, link = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3)), st.floats(0, 10))), data.draw(links)
     sums = PrefixSums(chain)
     full = Makespan(sums, schedule, link)
-    need = MemoryNeed(sums, schedule, 4.0, 2)
+    factors = data.draw(memory_factors)
+    need = MemoryNeed(sums, schedule, factors, 2)
     every = every_cut(len(chain), schedule.stages)
     cuts = np.array(every, np.int64).reshape(len(every), schedule.stages - 1)
     limit = float(np.median(need.values(cuts)))
-    limited = MemoryLimited(full, MemoryNeed(sums, schedule, 4.0, 2, [limit] * schedule.ranks), 10.0)
+    limited = MemoryLimited(full, MemoryNeed(sums, schedule, factors, 2, [limit] * schedule.ranks), 10.0)
     objectives: list[Objective] = [full, SlowestStage(sums, schedule.stages, schedule.trains), need, limited]
     weight = np.ones(1)
     for objective in objectives:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegraph.cost import SegmentCost, TransientBytes
+from pipegraph.cost import MemoryFactors, SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
 from pipegraph.planner import solve
 from pipegraph.planner.solver.solve import MemoryShortage
 from pipegraph.schedule import Schedule, from_csv
 from pipegraph.units import bytes_option, parse_bytes
 from tests.messages import missing, refused
-from tests.planner.brute_force import costs, every_cut, makespan, memory, slowest_stage, small_schedules
+from tests.planner.brute_force import costs, every_cut, makespan, memory, memory_factors, slowest_stage, small_schedules
 
 SAVES = [SegmentCost(1.0, 1.0, 1.0, 0, 100, 10)] * 8
 """Segments of which each saves 100 bytes, and has 10 of parameters."""
@@ -25,7 +25,7 @@ SAVES = [SegmentCost(1.0, 1.0, 1.0, 0, 100, 10)] * 8
 def test_what_a_rank_needs() -> None:
     """1f1b holds 2, then 1 microbatch; parameters, gradients and optimizer state are four times the parameters."""
     assert solve(SAVES, stages=2).memory == (2 * 400 + 4 * 40, 400 + 4 * 40)
-    assert solve(SAVES, stages=2, state_factor=2.0).memory == (2 * 400 + 2 * 40, 400 + 2 * 40)
+    assert solve(SAVES, stages=2, factors=MemoryFactors(optimizer=0.0)).memory == (2 * 400 + 2 * 40, 400 + 2 * 40)
     assert solve(SAVES, stages=2, schedule="gpipe").memory == (8 * 400 + 160,) * 2
 
 
@@ -113,8 +113,8 @@ def test_less_memory_moves_the_cut() -> None:
 @given(st.data(), small_schedules(), st.sampled_from([1.0, 1.1, 1.5]), st.booleans())
 def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, room: float, bottleneck: bool) -> None:
     stages = schedule.stages
-    chain = data.draw(costs(stages + data.draw(st.integers(0, 3))))
-    needs = {cuts: memory(chain, cuts, schedule) for cuts in every_cut(len(chain), stages)}
+    chain, factors = data.draw(costs(stages + data.draw(st.integers(0, 3)))), data.draw(memory_factors)
+    needs = {cuts: memory(chain, cuts, schedule, factors) for cuts in every_cut(len(chain), stages)}
     limit = room * min(map(max, needs.values()))
     fitting = [cuts for cuts, ranks in needs.items() if max(ranks) <= limit]
     solution = solve(
@@ -123,6 +123,7 @@ def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, ro
         schedule,
         memory_bytes=limit,
         objective="bottleneck" if bottleneck and schedule.trains else "makespan",
+        factors=factors,
     )
     assert solution.memory == tuple(map(math.ceil, needs[solution.cuts])) and solution.cuts in fitting
     if bottleneck and schedule.trains:
@@ -135,13 +136,13 @@ def test_the_best_that_fit_are_found(data: st.DataObject, schedule: Schedule, ro
 @settings(max_examples=20)
 @given(st.data(), small_schedules())
 def test_too_little_memory_names_the_least_that_would_do(data: st.DataObject, schedule: Schedule) -> None:
-    chain = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3))))
+    chain, factors = data.draw(costs(schedule.stages + data.draw(st.integers(0, 3)))), data.draw(memory_factors)
     every = every_cut(len(chain), schedule.stages)
-    least = math.ceil(min(max(memory(chain, cuts, schedule)) for cuts in every))
+    least = math.ceil(min(max(memory(chain, cuts, schedule, factors)) for cuts in every))
     if least > 0:
         with refused(MemoryShortage, f"({least} bytes)"):
-            solve(chain, schedule.stages, schedule, memory_bytes=least - 1)
-    assert max(solve(chain, schedule.stages, schedule, memory_bytes=least).memory) <= least
+            solve(chain, schedule.stages, schedule, memory_bytes=least - 1, factors=factors)
+    assert max(solve(chain, schedule.stages, schedule, memory_bytes=least, factors=factors).memory) <= least
 
 
 def test_too_little_memory_says_what_to_do() -> None:

@@ -102,8 +102,8 @@ def test_memory_by_kind() -> None:
     assert [rank.by_kind()["parameters"] for rank in ranks] == [8 * MIB] * 2
     assert [rank.by_kind()["gradients"] for rank in ranks] == [6 * MIB] * 2
     assert [rank.by_kind()["optimizer state"] for rank in ranks] == [12 * MIB] * 2
-    assert all(rank.by_kind()["saved activations"] >= 4 * 7 * MIB for rank in ranks)
-    assert all(rank.by_kind()["buffers"] > 2 * MIB for rank in ranks)  # the model's, and to receive into
+    assert all(rank.by_kind()["activations"] >= 4 * 7 * MIB for rank in ranks)
+    assert all(rank.by_kind()["model buffers"] + rank.by_kind()["receive buffers"] > 2 * MIB for rank in ranks)
     assert all(rank.total == sum(rank.by_kind().values()) for rank in ranks)
     (alone,) = memory_by_kind(package(1, PRICED).manifest, build("forward", 1, 4))
     assert alone.gradients == alone.optimizer_state == 0
@@ -112,7 +112,7 @@ def test_memory_by_kind() -> None:
 def test_without_costs_it_is_said_what_would_give_them() -> None:
     texts = visible_texts(picture(package(2, SIZES)))
     assert "No times were predicted: pipegraph split … --balance time predicts them." in texts
-    assert "saved activations are not known: --balance time predicts them" in texts
+    assert "activations are not known: --balance time predicts them" in texts
     assert texts.count("5.0 GFLOP") == 2
     texts = visible_texts(picture(package(2, StageCost())))
     assert "the costs of the stages are not known" in texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from pipegraph.package.prediction import Cut, Prediction, ShiftedCut, StagePrediction
+from pipegraph.package.prediction import Cut, Prediction, RankMemory, ShiftedCut, StagePrediction
 from pipegraph.report.text.package_tables import render_prediction, render_prediction_summary
 
 PREDICTION = Prediction(
@@ -18,11 +18,15 @@ PREDICTION = Prediction(
     value=0.25,
     places=40,
     lower_bound=0.249,
-    memory=(3 * 2**30, 2 * 2**30, 2**30),
+    memory=(3 * 2**30, 2 * 2**30, 2 * 2**30),
+    memory_parts=(
+        RankMemory(2**28, 2**28, 2**29, 0, 2**31 - 2**28, 0, 2**28, 0),
+        *[RankMemory(2**27, 2**27, 2**28, 0, 2**30, 2**21, 2**29 - 2**21, 0)] * 2,
+    ),
     stages=(
         StagePrediction(0.005, 0.0, 0.015, 2**28, 2**28),
         StagePrediction(0.010, 0.010, 0.0, 2**28, 2**27),
-        StagePrediction(0.005, 0.0025, 0.0025, 2**27, 2**26),
+        StagePrediction(0.005, 0.0025, 0.0025, 2**28, 2**27),
     ),
     cuts=(
         Cut("layers.4", 2**21, None, ShiftedCut("layers.4.mlp", 0.2525)),
@@ -68,10 +72,15 @@ def test_stages_memory_and_cuts() -> None:
         "    1     1  10.00  10.00   0.00  20.00  ████████████████████▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓",
         "    2     2   5.00   2.50   2.50  10.00  ██████████▓▓▓▓▓░░░░░",
         "",
-        "rank   memory  parameters  a microbatch keeps",
-        "   0  3.0 GiB   256.0 MiB           256.0 MiB  ████████████████████",
-        "   1  2.0 GiB   128.0 MiB           256.0 MiB  █████████████",
-        "   2  1.0 GiB    64.0 MiB           128.0 MiB  ███████",
+        "memory                 rank 0   rank 1–2",
+        "parameters          256.0 MiB  128.0 MiB",
+        "gradients           256.0 MiB  128.0 MiB",
+        "optimizer state     512.0 MiB  256.0 MiB",
+        "activations           1.8 GiB    1.0 GiB",
+        "receive buffers       0 B        2.0 MiB",
+        "transient           256.0 MiB  510.0 MiB",
+        "together              3.0 GiB    2.0 GiB",
+        "a microbatch keeps  256.0 MiB  256.0 MiB",
         "",
         "stage  begins at  crosses  one segment earlier       one later",
         "    1  layers.4   2.0 MiB  —                         +1.00 % (layers.4.mlp)",
@@ -82,7 +91,8 @@ def test_stages_memory_and_cuts() -> None:
 def test_a_schedule_without_a_backward() -> None:
     forward = replace(PREDICTION, schedule="forward")
     lines = render_prediction(forward).plain.splitlines()
-    assert (lines[0].split(), lines[5].split()) == (["stage", "rank", "F", "ms"], ["rank", "memory", "parameters"])
+    assert (lines[0].split(), lines[5].split()[:1]) == (["stage", "rank", "F", "ms"], ["memory"])
+    assert not any(line.startswith("a microbatch keeps") for line in lines)
     assert render_prediction_summary(forward).endswith("3.0 GiB on the fullest rank")
 
 

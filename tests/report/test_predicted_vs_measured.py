@@ -13,7 +13,7 @@ from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.report.text.run_report import render_run_comparison, run_comparison_dict
-from pipegraph.runtime.measurements import MeasuredCollective, MeasuredRun, Message
+from pipegraph.runtime.measurements import MeasuredCollective, MeasuredRun, MeasuredState, Message
 from pipegraph.schedule import CollectiveKind, Kind, build, lower, without_transfers
 from tests.package.predictions import prediction
 
@@ -52,7 +52,7 @@ MEASURED = MeasuredRun(
     steps=3,
     times={(0, Kind.F): 0.005, (0, Kind.B): 0.008, (1, Kind.F): 0.005, (1, Kind.B): 0.012},
     step=0.04,
-    state=(4 * MIB, 4 * MIB),
+    state=(MeasuredState(MIB, MIB, 2 * MIB, 0),) * 2,
     saved=(6 * MIB, 2 * MIB),
     allocated=(),
     processes=2,
@@ -76,14 +76,13 @@ def test_tables() -> None:
         "step     50.00 ms  40.00 ms  +25.0 %",
         "bubble   46.0 %    15.0 %",
         "",
-        "rank  state predicted  measured  saved predicted  measured  buffers predicted  transient predicted  "
-        "all predicted",
-        "   0          4.0 MiB   4.0 MiB          6.0 MiB   6.0 MiB            2.0 MiB                  0 B  "
-        "     12.0 MiB",
-        "   1          4.0 MiB   4.0 MiB          3.0 MiB   2.0 MiB            2.0 MiB                  0 B  "
-        "      9.0 MiB",
-        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
-        "transient: on top while F, I or W runs; all: together",
+        "memory           rank 0 predicted  rank 0 measured  rank 1 predicted  rank 1 measured",
+        "parameters                1.0 MiB          1.0 MiB           1.0 MiB          1.0 MiB",
+        "gradients                 1.0 MiB          1.0 MiB           1.0 MiB          1.0 MiB",
+        "optimizer state           2.0 MiB          2.0 MiB           2.0 MiB          2.0 MiB",
+        "activations               6.0 MiB          6.0 MiB           3.0 MiB          2.0 MiB",
+        "receive buffers           2.0 MiB          —                 2.0 MiB          —",
+        "together                 12.0 MiB          —                 9.0 MiB          —",
     ]
 
 
@@ -187,10 +186,11 @@ def test_a_package_without_prices() -> None:
         "step            —  40.00 ms",
         "bubble          —  15.0 %",
         "",
-        "rank  state predicted  measured  saved predicted  measured",
-        "   0                —   4.0 MiB                —   6.0 MiB",
-        "   1                —   4.0 MiB                —   2.0 MiB",
-        "state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most",
+        "memory           rank 0 measured  rank 1 measured",
+        "parameters               1.0 MiB          1.0 MiB",
+        "gradients                1.0 MiB          1.0 MiB",
+        "optimizer state          2.0 MiB          2.0 MiB",
+        "activations              6.0 MiB          2.0 MiB",
         "",
         "The package has no predicted times. Try: pipegraph split … --balance time",
     ]
@@ -199,7 +199,7 @@ def test_a_package_without_prices() -> None:
 def test_bytes_are_compared_if_only_they_were_priced() -> None:
     comparison = compare_run(manifest(cost(), cost(), balance="parameters"), build("1f1b", 2, 2), MEASURED)
     assert (comparison.basis, comparison.step.predicted) == ("", None)
-    assert [pair.predicted for pair in comparison.saved] == [6 * MIB, 3 * MIB]
+    assert [rank["activations"].predicted for rank in comparison.memory] == [6 * MIB, 3 * MIB]
 
 
 def test_a_single_step_has_no_times() -> None:
@@ -222,10 +222,8 @@ def test_other_kernels_than_those_predicted(steps: int) -> None:
 def test_gpus_tell_what_torch_allocated() -> None:
     schedule = build("1f1b", 2, 2)
     two = render_run_comparison(compare_run(PRICED, schedule, replace(MEASURED, allocated=(12 * MIB, 10 * MIB))))
-    assert [line.split()[-2:] for line in two.splitlines() if line.endswith(" MiB")] == [
-        ["12.0", "MiB"],
-        ["10.0", "MiB"],
-    ]
+    (together,) = [line for line in two.splitlines() if line.startswith("together  ")]
+    assert together.split()[1:] == ["12.0", "MiB", "12.0", "MiB", "9.0", "MiB", "10.0", "MiB"]
     single = render_run_comparison(compare_run(PRICED, schedule, replace(MEASURED, allocated=(22 * MIB,), processes=1)))
     assert "allocated on the GPU by all ranks together, at the most: 22.0 MiB" in single
 
@@ -241,8 +239,8 @@ def test_data() -> None:
     assert (comparison["priced_by"], comparison["measured_steps"], comparison["processes"]) == ("time on here", 3, 2)
     assert (comparison["step"], comparison["allocated"]) == ({"predicted": 0.05, "measured": 0.04}, None)
     assert (comparison["bubble"]["measured"], comparison["hints"]) == (0.15, [])
-    assert comparison["memory"][0]["saved"] == {"predicted": 6 * MIB, "measured": 6 * MIB}
-    assert comparison["memory"][0]["all"] == {"predicted": 12 * MIB, "measured": None}
+    assert comparison["memory"][0]["activations"] == {"predicted": 6 * MIB, "measured": 6 * MIB}
+    assert comparison["memory"][0]["together"] == {"predicted": 12 * MIB, "measured": None}
 
 
 def test_collectives_are_priced_by_their_messages() -> None:
@@ -264,7 +262,9 @@ def test_collectives_are_priced_by_their_messages() -> None:
     assert CollectiveKind.RESHARD not in first and second == {}
     unshared = compare_run(PRICED, plain, MEASURED, MACHINE)
     assert (shared.step.predicted or 0) > (unshared.step.predicted or 0)  # it waits for the first gather
-    assert [2 * (pair.predicted or 0) for pair in shared.state] == [pair.predicted for pair in unshared.state]
+    for kind in ("parameters", "gradients", "optimizer state"):
+        for rank, whole in zip(shared.memory, unshared.memory, strict=True):
+            assert 2 * (rank[kind].predicted or 0) == whole[kind].predicted
     text = render_run_comparison(shared)
     assert "collectives, in ms" in text
     row = next(line.split() for line in text.splitlines() if line.split()[-2:] == ["+204.9", "%"])

@@ -20,6 +20,7 @@ class Allocations(TorchDispatchMode):
 
     Attributes:
         rises: by stage and kind.
+        most: the most bytes since the last `begin`.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Allocations(TorchDispatchMode):
         self.rises: dict[tuple[int, Kind], int] = defaultdict(int)
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, Any] = {}
-        self._now = self._most = self._baseline = 0
+        self._now = self.most = self._baseline = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
@@ -44,15 +45,15 @@ class Allocations(TorchDispatchMode):
         self._sizes[key] = storage.nbytes()
         self._refs[key] = weakref.ref(storage, lambda _: self._free(key))
         self._now += storage.nbytes()
-        self._most = max(self._most, self._now)
+        self.most = max(self.most, self._now)
 
     def _free(self, key: int) -> None:
         del self._refs[key]
         self._now -= self._sizes.pop(key)
 
     def begin(self, rank: int, action: Action) -> None:
-        self._baseline = self._most = self._now
+        self._baseline = self.most = self._now
 
     def end(self, rank: int, action: Action, saved: Any) -> None:
         key = action.stage, action.kind
-        self.rises[key] = max(self.rises[key], self._most - self._baseline)
+        self.rises[key] = max(self.rises[key], self.most - self._baseline)

@@ -19,7 +19,7 @@ from pipegraph.package import Manifest, Package
 from pipegraph.package.prediction import UNCORRECTED, MeasuredRatio
 from pipegraph.planner.plan import plan
 from pipegraph.planner.run_comparison import compare_run
-from pipegraph.runtime.measurements import MeasuredRun
+from pipegraph.runtime.measurements import MeasuredRun, MeasuredState
 from pipegraph.schedule import Kind, build
 from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, profile_for, recalibrate_hardware
 from tests.equal_work import equal_work_shared
@@ -49,7 +49,7 @@ def took(manifest: Manifest, schedule: str) -> MeasuredRun:
         else:
             times[stage.index, Kind.I] = input_grad
             times[stage.index, Kind.W] = weight_grad
-    return MeasuredRun(3, times, 1.0, (0, 0), (0, 0), (), 2, "inductor")
+    return MeasuredRun(3, times, 1.0, (MeasuredState(0, 0, 0, 0),) * 2, (0, 0), (), 2, "inductor")
 
 
 @pytest.fixture(scope="module")

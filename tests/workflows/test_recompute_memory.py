@@ -101,8 +101,8 @@ def assert_kept_as_predicted(package: Package, schedule: str) -> None:
     training = Training(package, order, kernels="eager")
     list(training.steps(1))
     comparison = compare_run(package.manifest, order, training.measured())
-    measured = [pair.measured for pair in comparison.saved]
-    assert measured == pytest.approx([pair.predicted for pair in comparison.saved], rel=0.05)
+    measured = [rank["activations"].measured for rank in comparison.memory]
+    assert measured == pytest.approx([rank["activations"].predicted for rank in comparison.memory], rel=0.05)
 
 
 def test_the_plan_says_it_unless_the_pipeline_does(tmp_path: Path) -> None:

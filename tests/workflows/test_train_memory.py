@@ -40,7 +40,7 @@ def test_what_ranks_hold_is_what_was_predicted(schedule: str, tmp_path: Path) ->
     list(training.steps(1))
     comparison = compare_run(package.manifest, plan, training.measured())
     steps = [4 * 4, 4 * 6]  # AdamW counts the steps of each parameter that learns in a float
-    assert [pair.measured for pair in comparison.state] == [
-        (pair.predicted or 0) + of_optimizer for pair, of_optimizer in zip(comparison.state, steps, strict=True)
-    ]
-    assert [pair.measured for pair in comparison.saved] == [pair.predicted for pair in comparison.saved]
+    for rank, of_optimizer in zip(comparison.memory, steps, strict=True):
+        for kind in ("parameters", "gradients", "model buffers", "activations"):
+            assert rank[kind].measured == rank[kind].predicted, kind
+        assert rank["optimizer state"].measured == (rank["optimizer state"].predicted or 0) + of_optimizer

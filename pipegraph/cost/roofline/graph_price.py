@@ -71,7 +71,9 @@ class GraphPrice:
         )
 
 
-def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | None = None) -> GraphPrice:
+def price_graph(
+    module: fx.GraphModule, hardware: Hardware, footprint: int | None = None, products: str = ""
+) -> GraphPrice:
     """Price a graph as Inductor runs it, one kernel after the other.
 
     Args:
@@ -80,8 +82,9 @@ def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | Non
         hardware: what it runs on.
         footprint: bytes that go through the caches until the graph runs again: the sum of `GraphPrice.bytes` of all
             that the rank runs for one microbatch. They decide what it finds there. By default the graph's own.
+        products: the name in the profile of the dtype in which bfloat16 matrices are multiplied; empty for their own.
     """
-    pricing = _Pricing(hardware)
+    pricing = _Pricing(hardware, products)
     pricing.footprint = max(pricing.bytes(module.graph) if footprint is None else footprint, 1)
     return pricing.graph(module.graph)
 
@@ -89,9 +92,9 @@ def price_graph(module: fx.GraphModule, hardware: Hardware, footprint: int | Non
 class _Pricing:
     """The price of a graph, and of the blocks that it calls, each once."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, products: str) -> None:
         self.footprint = 1
-        self._hardware = hardware
+        self._hardware, self._products = hardware, products
         self._kernels: dict[fx.Graph, list[FusedKernel]] = {}
         self._blocks: dict[fx.Graph, GraphPrice] = {}
 
@@ -140,7 +143,9 @@ class _Pricing:
         work = kernel_work(kernel.nodes[0]) if kernel.role is FusionRole.KERNEL else None
         seconds = size / hardware.bytes_per_second(size, distance)
         if work is not None:
-            rate = hardware.flops_per_second(work.kind, work.dtype, distance, **work.sizes)
+            is_cast = self._products and work.kind == "matmul" and work.dtype == "bfloat16"
+            dtype = self._products if is_cast else work.dtype
+            rate = hardware.flops_per_second(work.kind, dtype, distance, **work.sizes)
             seconds = max(seconds, work.flops * work.computed / rate)
         seconds += sum(elements / hardware.element_rates[name] for name, elements in self._rated_elements(kernel))
         if kernel.role is not FusionRole.SCATTER:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pipegraph.cost import MemoryFactors
 from pipegraph.cost.hardware import ALL_REDUCE, GATHER, REDUCE, Hardware
 from pipegraph.planner.plan_options import StagedCosts
 from pipegraph.planner.solver.solve import Solution
@@ -14,19 +15,21 @@ from pipegraph.recompute import Recompute
 # How a cluster is divided: the lengths of the dimensions of its mesh.
 
 
-_WHOLE_STATE = 4.0  # a parameter, its gradient and AdamW's two moments
-_GATHERED = 2.0  # of a sharded stage, the whole parameters and the gradients that add up before they are reduced
 _FEW_NUMBERS = 64.0  # bytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The mesh ``pp × dp_replicate × dp_shard × tp``; ranks along the last are neighbours."""
+    """The mesh ``pp × dp_replicate × dp_shard × tp``; ranks along the last are neighbours.
+
+    ``zero1`` says that ranks along dp_replicate divide the optimizer's state.
+    """
 
     pp: int
     dp_replicate: int
     dp_shard: int
     tp: int
+    zero1: bool = False
 
     @property
     def copies(self) -> int:
@@ -38,14 +41,30 @@ class Layout:
         """How far apart the ranks of one pipeline are numbered."""
         return self.copies * self.tp
 
-    @property
-    def state_factor(self) -> float:
-        """How many times a rank holds the parameters of its stages that have a gradient.
+    def factors(self, alone: MemoryFactors) -> MemoryFactors:
+        """Return how many times a rank holds each part of its stages.
 
-        Along dp_shard each rank keeps its part of parameters, gradients and moments; during a step it also holds the
-        gathered parameters of its stages, and their gradients until these are reduced.
+        Along dp_shard each rank keeps its part of parameters, gradients and optimizer state (ZeRO-3); during a step it
+        also holds the gathered parameters of its stages, and their gradients until these are reduced. With ``zero1``
+        the ranks along dp_replicate divide the optimizer's state (ZeRO-1; Rajbhandari et al., arXiv:1910.02054).
+
+        Args:
+            alone: the factors if no other rank has the stages.
         """
-        return _WHOLE_STATE if self.dp_shard == 1 else _GATHERED + _WHOLE_STATE / self.dp_shard
+        optimizer = alone.optimizer / (self.dp_shard * (self.dp_replicate if self.zero1 else 1))
+        if self.dp_shard == 1:
+            return alone._replace(optimizer=optimizer)
+        return alone._replace(
+            parameters=alone.parameters / self.dp_shard,
+            copies=max(1.0, alone.copies),
+            gradients=alone.gradients * (1 + 1 / self.dp_shard),
+            optimizer=optimizer,
+        )
+
+    def divided(self, dp_shard: int, zero1: bool) -> Layout:
+        """Return the layout with another division of its copies."""
+        replicas = self.copies // dp_shard
+        return replace(self, dp_replicate=replicas, dp_shard=dp_shard, zero1=zero1 and replicas > 1)
 
     def gather_seconds(self, hardware: Hardware, size: float) -> float:
         """Return the seconds to gather the parameters of a stage, ``size`` bytes, and to copy them to their places."""
@@ -54,7 +73,10 @@ class Layout:
         return hardware.links.collective_seconds(GATHER, size, self.dp_shard, self.tp) + _copied(hardware, size)
 
     def reduce_seconds(self, hardware: Hardware, size: float) -> float:
-        """Return the seconds to reduce the gradients of a stage, ``size`` bytes, which are copied together first."""
+        """Return the seconds to reduce the gradients of a stage, ``size`` bytes, which are copied together first.
+
+        With ``zero1`` the gradients are scattered and the new parameters gathered, which is what an all-reduce does.
+        """
         if self.copies == 1:
             return 0.0
         scatter = hardware.links.collective_seconds(REDUCE, size, self.dp_shard, self.tp)
@@ -68,16 +90,20 @@ class Layout:
         return 2 * hardware.links.collective_seconds(ALL_REDUCE, _FEW_NUMBERS, self.copies, self.tp)
 
     def __str__(self) -> str:
-        return f"pp {self.pp} × dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × tp {self.tp}"
+        mesh = f"pp {self.pp} × dp_replicate {self.dp_replicate} × dp_shard {self.dp_shard} × tp {self.tp}"
+        return f"{mesh}, ZeRO-1" if self.zero1 else mesh
 
 
-def layouts(devices: int, most_stages: int, most_tp: int) -> Iterator[Layout]:
-    """Yield every layout of the devices with at most ``most_stages`` ranks along pp and ``most_tp`` ranks along tp."""
-    for tp in _divisors(devices):
-        for pp in _divisors(devices // tp):
+def layouts(devices: int, most_stages: int, most_tp: int, zero1: bool = False) -> Iterator[Layout]:
+    """Yield every layout of the devices with at most ``most_stages`` ranks along pp and ``most_tp`` ranks along tp.
+
+    With ``zero1``, ranks along dp_replicate divide the optimizer's state.
+    """
+    for tp in divisors(devices):
+        for pp in divisors(devices // tp):
             copies = devices // tp // pp
             if tp <= most_tp and pp <= most_stages:
-                yield from (Layout(pp, copies // shard, shard, tp) for shard in _divisors(copies))
+                yield from (Layout(pp, copies, 1, tp).divided(shard, zero1) for shard in divisors(copies))
 
 
 def _copied(hardware: Hardware, size: float) -> float:
@@ -85,7 +111,8 @@ def _copied(hardware: Hardware, size: float) -> float:
     return 2 * size / hardware.bytes_per_second(2 * size)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the numbers that divide a number, in order."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -97,7 +124,7 @@ class JointCandidate:
     """One plan of the space, without its cuts and what is computed again.
 
     ``resident`` is how many of a rank's ``chunks`` stages are whole at a time, if ranks along dp_shard divide their
-    parameters; None for all.
+    parameters; None for all. ``least_factors`` stand in the place of what ranks hold, for bounds.
     """
 
     layout: Layout
@@ -106,17 +133,21 @@ class JointCandidate:
     rows: int
     microbatches: int
     resident: int | None = None
+    least_factors: MemoryFactors | None = None
 
     @property
     def stages(self) -> int:
         """How many stages a pipeline has."""
         return self.layout.pp * self.chunks
 
-    @property
-    def state_factor(self) -> float:
-        """How many times a rank holds the parameters of its stages that have a gradient."""
-        resharded = 0.0 if self.resident is None else 1 - self.resident / self.chunks
-        return self.layout.state_factor - resharded
+    def factors(self, alone: MemoryFactors) -> MemoryFactors:
+        """Return how many times a rank holds each part of its stages; ``alone`` as for `Layout.factors`."""
+        if self.least_factors is not None:
+            return self.least_factors
+        factors = self.layout.factors(alone)
+        if self.resident is None:
+            return factors
+        return factors._replace(copies=factors.copies * self.resident / self.chunks)
 
 
 @dataclass(frozen=True)

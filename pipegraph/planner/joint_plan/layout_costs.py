@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from pipegraph.cost import SegmentCost, TransientBytes
+from pipegraph.cost import ONCE, MemoryFactors, SegmentCost, TransientBytes
 from pipegraph.cost.hardware import ALL_GATHER, ALL_REDUCE, Hardware
 from pipegraph.cost.segments.attribution import divided_bytes
 from pipegraph.cost.segments.chain import Chain
@@ -22,6 +22,7 @@ from pipegraph.graph.nodes import path_of, value_bytes
 from pipegraph.planner.joint_plan.choices import Layout
 from pipegraph.planner.plan_options import ChainCosts
 from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.planner.solver.prefix_sums import Floats
 from pipegraph.recompute import Recompute
 from pipegraph.runtime.tensor_parallel import matches
 from pipegraph.schedule import Schedule, Times, simulate
@@ -256,6 +257,7 @@ class SummedCosts(ChainCosts):
             weight_saved_bytes=sum(cost.weight_saved for cost in segments),
             trained_bytes=sum(cost.trained for cost in segments),
             added_bytes=sum(cost.added for cost in segments),
+            optimizer_bytes=sum(cost.optimizer for cost in segments),
             transient_bytes=TransientBytes(*map(max, zip(*(cost.transient_bytes for cost in segments), strict=True))),
         )
 
@@ -265,12 +267,26 @@ class LayoutTotals(NamedTuple):
 
     Attributes:
         seconds: of F, I and W together.
-        saved_bytes, parameter_bytes: what is kept and held.
+        saved_bytes: what is kept.
+        parameter_bytes, trained_bytes, optimizer_bytes, buffer_bytes: of the state.
     """
 
     seconds: float
     saved_bytes: float
     parameter_bytes: float
+    trained_bytes: float
+    optimizer_bytes: float
+    buffer_bytes: float
+
+    def needed_bytes(self, factors: MemoryFactors) -> float:
+        """Return the bytes of the state and of what one microbatch keeps."""
+        return (
+            (factors.parameters + factors.copies) * self.parameter_bytes
+            + factors.gradients * self.trained_bytes
+            + factors.optimizer * self.optimizer_bytes
+            + self.buffer_bytes
+            + (1 + factors.allowance) * self.saved_bytes
+        )
 
 
 class _KeptParts(NamedTuple):
@@ -291,6 +307,7 @@ class LayoutCosts:
     Attributes:
         single, double: the prices for ``rows`` rows, and for two times this number.
         shares: the part of each segment that tp divides; empty for a model without a plan.
+        factors: how many times a rank holds each part of its stages, if no other rank has them.
     """
 
     hardware: Hardware
@@ -298,6 +315,7 @@ class LayoutCosts:
     single: RecomputeOptions
     double: RecomputeOptions
     shares: Sequence[TensorShare]
+    factors: MemoryFactors = ONCE
 
     @property
     def recompute(self) -> tuple[Recompute, ...]:
@@ -338,6 +356,13 @@ class LayoutCosts:
         """Return the least that the model takes and keeps."""
         return _totals(self, layout.tp, rows)
 
+    def state_bytes(self, tp: int, factors: MemoryFactors) -> Floats:
+        """Return the bytes of the state of each segment."""
+        buffers, parameters, trained, optimizer = _state_of_segments(self, tp)
+        weights = (factors.parameters + factors.copies) * parameters + factors.gradients * trained
+        state: Floats = weights + factors.optimizer * optimizer + buffers
+        return state
+
     def least_makespan(self, layout: Layout, rows: int, microbatches: int, whole_backwards: bool) -> float:
         """Return the least seconds of a step with one stage on a rank, over all cuts, also those inside segments.
 
@@ -359,6 +384,14 @@ class LayoutCosts:
             _divided(cost, share, parts, tp, time, *share.exchange_seconds(self.hardware, tp, 1 + growth))
             for cost, share, parts, time in zip(scaled, self.shares, saved_parts, _times_left(self, tp), strict=True)
         ]
+
+
+@lru_cache(maxsize=64)
+def _state_of_segments(costs: LayoutCosts, tp: int) -> Floats:
+    """Return the bytes of buffers, parameters, trained parameters and optimizer state: (4, segments)."""
+    segments = costs.chain(0, tp, costs.rows)
+    rows = ((cost.buffer_bytes, cost.parameter_bytes, cost.trained, cost.optimizer) for cost in segments)
+    return np.array(list(rows), np.float64).T
 
 
 @lru_cache(maxsize=64)
@@ -397,7 +430,10 @@ def _totals(costs: LayoutCosts, tp: int, rows: int) -> LayoutTotals:
     return LayoutTotals(
         sum(min(cost.forward + cost.input_grad + cost.weight_grad for cost in choices) for choices in chain),
         sum(min(cost.saved_bytes for cost in choices) for choices in chain),
-        sum(choices[0].parameter_bytes for choices in chain),
+        *(
+            sum(getattr(choices[0], name) for choices in chain)
+            for name in ("parameter_bytes", "trained", "optimizer", "buffer_bytes")
+        ),
     )
 
 
@@ -477,17 +513,25 @@ def _divided(
         parameter_bytes=round(cost.parameter_bytes * parameters),
         trained_bytes=None if cost.trained_bytes is None else round(cost.trained_bytes * parameters),
         added_bytes=None if cost.added_bytes is None else round(cost.added_bytes * parameters),
+        optimizer_bytes=round(cost.optimizer * parameters),
     )
 
 
 def exposed_seconds(
-    stages: Sequence[SegmentCost], placement: Sequence[int], layout: Layout, hardware: Hardware
+    stages: Sequence[SegmentCost], placement: Sequence[int], layout: Layout, costs: LayoutCosts
 ) -> float:
     """Return what gathering and reducing add to a step: on some rank, the gather of its first stage, which comes before
     all else, and the reduction of that stage's gradients, which are complete last. All others are hidden."""
     first = {rank: stage for stage, rank in reversed(list(enumerate(placement)))}
-    sizes = [stages[stage].parameter_bytes for stage in first.values()]
-    return max(layout.gather_seconds(hardware, size) + layout.reduce_seconds(hardware, size) for size in sizes)
+    return max(sum(collective_seconds(stages[stage], layout, costs)) for stage in first.values())
+
+
+def collective_seconds(stage: SegmentCost, layout: Layout, costs: LayoutCosts) -> tuple[float, float]:
+    """Return the seconds to gather the parameters of a stage, and to reduce its gradients."""
+    return (
+        layout.gather_seconds(costs.hardware, stage.parameter_bytes),
+        layout.reduce_seconds(costs.hardware, costs.factors.gradients * stage.trained),
+    )
 
 
 def resident_seconds(
@@ -496,15 +540,11 @@ def resident_seconds(
     times: Times,
     resident: int,
     layout: Layout,
-    hardware: Hardware,
+    costs: LayoutCosts,
 ) -> float:
     """Return the seconds that gathering and reducing add to a step in which only ``resident`` stages of a rank are
     whole at a time, so that stages are gathered repeatedly."""
-    sizes = [stage.parameter_bytes for stage in stages]
-    with_collectives = replace(
-        times,
-        unshard=tuple(layout.gather_seconds(hardware, size) for size in sizes),
-        reduce_grad=tuple(layout.reduce_seconds(hardware, size) for size in sizes),
-    )
+    unshard, reduce_grad = zip(*(collective_seconds(stage, layout, costs) for stage in stages), strict=True)
+    with_collectives = replace(times, unshard=unshard, reduce_grad=reduce_grad)
     placed = place_collectives(schedule, range(schedule.stages), (), resident)
     return max(0.0, simulate(placed, with_collectives).makespan - simulate(schedule, times).makespan)

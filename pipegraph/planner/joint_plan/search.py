@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from pipegraph.arguments import argument
+from pipegraph.cost import MemoryFactors
 from pipegraph.cost.balance import AUTO
 from pipegraph.cost.hardware import Link
 from pipegraph.cost.model_output import LossOf
@@ -26,6 +28,7 @@ from pipegraph.planner.joint_plan.choices import (
     JointComparison,
     Layout,
     Neighbour,
+    divisors,
     layouts,
     pareto_front,
 )
@@ -49,16 +52,29 @@ _FEW_LAYERS = 32  # of a model of fewer, all cuts are looked at for every candid
 _KEPT_PROBLEMS = 4  # of candidates whose bound was made tighter, and whose turn may come soon
 
 
+class LeanestDivision(NamedTuple):
+    """The division of the copies of a pipeline whose ranks hold the least state.
+
+    ``factors`` are of each part the least of all divisions, if none has the least of everything; else None.
+    """
+
+    dp_shard: int
+    resident: int | None
+    factors: MemoryFactors | None = None
+
+
 class CandidateProblems:
     """The cuts and choices of candidates, and bounds of what these take.
 
     Args:
         costs: the prices of the model.
         memory_bytes: of a device; None for any.
+        zero1: whether ranks along dp_replicate divide the optimizer's state.
     """
 
-    def __init__(self, costs: LayoutCosts, memory_bytes: float | None) -> None:
-        self._costs, self._memory = costs, memory_bytes
+    def __init__(self, costs: LayoutCosts, memory_bytes: float | None, zero1: bool = False) -> None:
+        self._costs, self._memory, self._zero1 = costs, memory_bytes, zero1
+        self._leanest: dict[tuple[int, int, int], LeanestDivision] = {}
         self._problems: dict[tuple[JointCandidate, bool], Problem] = {}
         self._fractional: dict[JointCandidate, float] = {}
         self._slowest: dict[JointCandidate, float] = {}
@@ -69,8 +85,7 @@ class CandidateProblems:
         if self._memory is None:
             return True
         totals = self._costs.totals(candidate.layout, candidate.rows)
-        state_bytes = totals.parameter_bytes * candidate.state_factor
-        return (state_bytes + totals.saved_bytes) / candidate.layout.pp <= self._memory
+        return totals.needed_bytes(candidate.factors(self._costs.factors)) / candidate.layout.pp <= self._memory
 
     def bound(self, candidate: JointCandidate) -> float:
         """Return seconds that no cuts and choices of a candidate go below: its work, divided between ranks so that all
@@ -85,14 +100,14 @@ class CandidateProblems:
     def tight_bound(self, candidate: JointCandidate, enough: float = math.inf) -> float:
         """Return seconds that no cuts and choices of a candidate go below, by stages of parts of segments, however its
         copies are divided. Once found, it stays; it is not made tighter than ``enough``."""
-        leanest, exposed = min_memory_variant(candidate), self.least_exposed(candidate)
+        leanest, exposed = self.leanest(candidate), self.least_exposed(candidate)
         if leanest not in self._fractional:
             self._fractional[leanest] = self.problem(leanest, whole_layers=False).fractional_bound(enough - exposed)
         return max(self.bound(candidate), self._fractional[leanest] + exposed)
 
     def slowest_stage(self, candidate: JointCandidate) -> float:
         """Return what a pipeline takes at least that is cut between layers, however its copies are divided."""
-        leanest = min_memory_variant(candidate)
+        leanest = self.leanest(candidate)
         if leanest not in self._slowest:
             self._slowest[leanest] = self.problem(leanest, whole_layers=True).lower_bound
         return self._slowest[leanest]
@@ -100,10 +115,41 @@ class CandidateProblems:
     def least_exposed(self, candidate: JointCandidate) -> float:
         """Return the least that what the copies exchange can add to a step."""
         layout, totals = candidate.layout, self._costs.totals(candidate.layout, candidate.rows)
-        stage_bytes = totals.parameter_bytes / layout.pp if candidate.chunks == 1 else 0
-        hardware = self._costs.hardware
-        collectives = layout.gather_seconds(hardware, stage_bytes) + layout.reduce_seconds(hardware, stage_bytes)
+        share = 1 / layout.pp if candidate.chunks == 1 else 0
+        hardware, gradient_bytes = self._costs.hardware, self._costs.factors.gradients * totals.trained_bytes
+        collectives = layout.gather_seconds(hardware, share * totals.parameter_bytes)
+        collectives += layout.reduce_seconds(hardware, share * gradient_bytes)
         return collectives + layout.agreement_seconds(hardware)
+
+    def residents(self, layout: Layout, chunks: int) -> list[int | None]:
+        """Return how many stages of a rank may be whole at a time: fewer than all only where that saves memory."""
+        fewer = range(1, chunks) if layout.dp_shard > 1 and self._memory is not None else ()
+        return [None, *fewer]
+
+    def leanest(self, candidate: JointCandidate) -> JointCandidate:
+        """Return a candidate that differs in how its copies are divided, and whose ranks hold the least state.
+
+        If that depends on the stage, it holds of each part as little as any other.
+        """
+        layout = candidate.layout
+        key = layout.tp, layout.copies, candidate.chunks
+        if key not in self._leanest:
+            self._leanest[key] = self._leanest_division(layout, candidate.chunks)
+        shard, resident, factors = self._leanest[key]
+        return replace(candidate, layout=layout.divided(shard, self._zero1), resident=resident, least_factors=factors)
+
+    def _leanest_division(self, layout: Layout, chunks: int) -> LeanestDivision:
+        layouts_of_copies = [layout.divided(shard, self._zero1) for shard in divisors(layout.copies)]
+        divisions, factors = [], []
+        for division in layouts_of_copies:
+            for resident in self.residents(division, chunks):
+                divisions.append(LeanestDivision(division.dp_shard, resident))
+                factors.append(JointCandidate(division, "", chunks, 1, 1, resident).factors(self._costs.factors))
+        state = np.array([self._costs.state_bytes(layout.tp, division_factors) for division_factors in factors])
+        best = int(state.sum(axis=1).argmin())
+        if (state[best] <= state + 0.5).all():  # bytes
+            return divisions[best]
+        return divisions[best]._replace(factors=MemoryFactors(*map(min, zip(*factors, strict=True))))
 
     def problem(self, candidate: JointCandidate, whole_layers: bool) -> Problem:
         """Return the cuts and choices of a candidate; with ``whole_layers`` between layers alone, if these suffice."""
@@ -121,7 +167,7 @@ class CandidateProblems:
                 memory_bytes=self._memory,
                 link=self.link(candidate.layout),
                 allowed=None if len(hidden) == len(options) else [hidden] * stages,
-                state_factor=candidate.state_factor,
+                factors=candidate.factors(self._costs.factors),
             )
         return self._problems[key]
 
@@ -137,13 +183,6 @@ class CandidateProblems:
     def link(self, layout: Layout) -> Callable[[int, int], Link]:
         """Return (rank, other rank) of one pipeline → their link."""
         return lambda rank, peer: self._costs.hardware.link(rank * layout.stride, peer * layout.stride)
-
-
-def min_memory_variant(candidate: JointCandidate) -> JointCandidate:
-    """Return the variant of a candidate that leaves the most memory: all copies shard, with the fewest whole stages."""
-    layout = candidate.layout
-    resident = 1 if candidate.chunks > 1 and layout.copies > 1 else None
-    return replace(candidate, layout=replace(layout, dp_replicate=1, dp_shard=layout.copies), resident=resident)
 
 
 @cache
@@ -180,6 +219,7 @@ class JointSearch:
         schedules: to compare.
         most_tp: the most ranks along tp.
         effort: scales the search for the best plan's cuts.
+        zero1: whether ranks along dp_replicate divide the optimizer's state.
     """
 
     def __init__(
@@ -191,20 +231,21 @@ class JointSearch:
         schedules: Sequence[str] = compared_names(),
         most_tp: int | None = None,
         effort: float = 1.0,
+        zero1: bool = False,
     ) -> None:
         self._costs, self._of_cluster, self._batch, self._memory = costs, devices, global_batch, memory_bytes
         self._schedules, self._effort = [find_recipe(name) for name in schedules], effort
         node = costs.hardware.links.ranks_per_node
         self._most_tp = min(node, most_tp or node) if costs.shares else 1
         self._choices: dict[JointCandidate, JointChoice | None] = {}
-        self._problems = CandidateProblems(costs, memory_bytes)
+        self._zero1, self._problems = zero1, CandidateProblems(costs, memory_bytes, zero1)
         self._pipelines: dict[tuple[JointCandidate, bool], Solution | None] = {}
 
     @cached_property
     def candidates(self) -> tuple[JointCandidate, ...]:
         """Every candidate with numbers that are possible."""
         space = []
-        for layout in layouts(self._of_cluster, self._costs.segments, self._most_tp):
+        for layout in layouts(self._of_cluster, self._costs.segments, self._most_tp, self._zero1):
             for rows in (self._costs.rows * times for times in _ROWS):
                 microbatches, remaining_rows = divmod(self._batch, layout.copies * rows)
                 if not microbatches or remaining_rows:
@@ -215,13 +256,9 @@ class JointSearch:
                     actions = 3 * layout.pp * chunks * microbatches
                     if allowed and layout.pp * chunks <= self._costs.segments and actions <= _MOST_ACTIONS:
                         candidate = JointCandidate(layout, name, chunks, rows, microbatches)
-                        space += [replace(candidate, resident=resident) for resident in self._residents(layout, chunks)]
+                        residents = self._problems.residents(layout, chunks)
+                        space += [replace(candidate, resident=resident) for resident in residents]
         return tuple(space)
-
-    def _residents(self, layout: Layout, chunks: int) -> list[int | None]:
-        """How many stages of a rank may be whole at a time: fewer than all only where that saves memory."""
-        fewer = range(1, chunks) if layout.dp_shard > 1 and self._memory is not None else ()
-        return [None, *fewer]
 
     def run(self) -> JointComparison:
         """Search all candidates that their bounds do not rule out.
@@ -286,7 +323,7 @@ class JointSearch:
     def _least_found(self, candidate: JointCandidate, whole_layers: bool) -> float:
         """Return what a candidate takes at least by what was found for another division of its copies; 0 if nothing
         was, infinite if nothing fits there."""
-        key = min_memory_variant(candidate), whole_layers and self._problems.has_enough_layers(candidate)
+        key = self._problems.leanest(candidate), whole_layers and self._problems.has_enough_layers(candidate)
         if key not in self._pipelines:
             return 0.0
         solution = self._pipelines[key]
@@ -329,7 +366,7 @@ class JointSearch:
 
     def _pipeline(self, candidate: JointCandidate, whole_layers: bool) -> Solution | None:
         """Return the best cuts and choices that were found with little effort; None if nothing fits."""
-        leanest = min_memory_variant(candidate)
+        leanest = self._problems.leanest(candidate)
         if (leanest, whole_layers) not in self._pipelines:
             self._pipelines[leanest, whole_layers] = self._solve(leanest, _LOW_EFFORT, whole_layers, not whole_layers)
         solution = self._pipelines[leanest, whole_layers]
@@ -364,15 +401,16 @@ class JointSearch:
         links = self._problems.link(layout), hardware.host_link
         value = step_seconds(staged, schedule, *links) + layout.agreement_seconds(hardware)
         if candidate.resident is None:
-            return value + exposed_seconds(staged, schedule.placement, layout, hardware)
+            return value + exposed_seconds(staged, schedule.placement, layout, self._costs)
         times = stage_times(staged, schedule, *links)
-        return value + resident_seconds(staged, schedule, times, candidate.resident, layout, hardware)
+        return value + resident_seconds(staged, schedule, times, candidate.resident, layout, self._costs)
 
     def _shortage(self, candidates: Sequence[JointCandidate]) -> MemoryShortage:
         least = math.inf
         for candidate in sorted(candidates, key=lambda member: (-member.layout.pp * member.layout.tp, member.rows))[:3]:
             try:
-                CandidateProblems(self._costs, 1.0).problem(candidate, whole_layers=False).solve((), _LOW_EFFORT)
+                problem = CandidateProblems(self._costs, 1.0).problem(candidate, whole_layers=False)
+                problem.solve((), _LOW_EFFORT)
             except MemoryShortage as shortage:
                 least = min(least, shortage.peak)
         memory = self._memory or 0.0
@@ -400,7 +438,7 @@ class JointSearch:
             for halved_dim in lengths:
                 if doubled_dim != halved_dim and lengths[halved_dim] % 2 == 0:
                     changed = {**lengths, doubled_dim: 2 * lengths[doubled_dim], halved_dim: lengths[halved_dim] // 2}
-                    other_layout = Layout(**changed)
+                    other_layout = Layout(**changed, zero1=self._zero1 and changed["dp_replicate"] > 1)
                     microbatches = self._batch // (other_layout.copies * best.rows)
                     schedule, chunks = ("1f1b", 1) if other_layout.pp == 1 else (best.schedule, best.chunks)
                     resident = best.resident if other_layout.dp_shard > 1 and chunks == best.chunks else None
@@ -413,7 +451,7 @@ class JointSearch:
         for recipe in self._schedules if layout.pp > 1 else ():
             resident = best.resident if recipe.chunks == best.chunks else None
             yield "schedule", recipe.name, replace(best, schedule=recipe.name, chunks=recipe.chunks, resident=resident)
-        for resident in self._residents(layout, best.chunks):
+        for resident in self._problems.residents(layout, best.chunks):
             yield "resident", "all" if resident is None else str(resident), replace(best, resident=resident)
 
 
@@ -431,6 +469,7 @@ def joint_plan(
     schedules: Sequence[str] = compared_names(),
     tp_plan: Mapping[str, str] | None = None,
     most_tp: int | None = None,
+    zero1: bool = False,
 ) -> tuple[JointComparison, Plan]:
     """Compare the plans of a model for a cluster, and return them with the best one.
 
@@ -444,6 +483,7 @@ def joint_plan(
         schedules: to compare.
         tp_plan: the model's tensor-parallel plan; without one there is no tp.
         most_tp: the largest number of ranks along tp; by default the ranks of a node.
+        zero1: whether the optimizer's state is divided between the ranks along dp_replicate.
 
     Raises:
         PlanError: no layout has numbers that are possible; a `MemoryShortage` if nothing fits.
@@ -453,9 +493,9 @@ def joint_plan(
     single, double = (RecomputeOptions.price(model, replace(options, loss=loss)) for model, loss in captured.values())
     single, double = single.only(double.recompute), double.only(single.recompute)
     shares = tensor_shares(single.costs[0].priced.chain, tp_plan) if tp_plan else []
-    costs = LayoutCosts(options.hardware, rows, single, double, shares)
+    costs = LayoutCosts(options.hardware, rows, single, double, shares, options.factors)
     memory = None if options.memory_bytes is None else options.largest_memory
-    search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort)
+    search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort, zero1)
     comparison = search.run()
     best = comparison.best
     model, _ = captured.get(best.candidate.rows) or capture_rows(best.candidate.rows)
@@ -472,7 +512,7 @@ def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions
         microbatches=candidate.microbatches,
         ranks=layout.pp,
         recompute=choice.recompute,
-        state_factor=candidate.state_factor,
+        factors_of_layout=candidate.factors(options.factors),
         stride=layout.stride,
     )
     cuts = CutChoice(choice.costs, plan_options, choice.solution.cuts, choice.solution.schedule, choice.solution)

@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipegraph.cost import MemoryFactors
 from pipegraph.planner.solver.prefix_sums import (
     ADDED,
+    BUFFERS,
     OFFLOADED,
+    OPTIMIZER,
+    PARAMETERS,
     QUANTITIES,
     SAVED,
-    STATE,
     TRAINED,
     WEIGHT_SAVED,
     Booleans,
@@ -34,13 +37,19 @@ class MemoryParts(NamedTuple):
     """Bytes: (ranks, candidates) each.
 
     Attributes:
-        state: parameters, their gradients and the optimizer's state; buffers and constants.
+        parameters: with the copies that are kept of them.
+        gradients: of parameters.
+        optimizer: the state of the optimizer.
+        model_buffers: buffers and constants.
         saved: what is kept for backwards, at the moment of its peak.
         buffers: to receive into.
         transient: what is on top of these at the moment of the peak, while F, I, W or B runs.
     """
 
-    state: Floats
+    parameters: Floats
+    gradients: Floats
+    optimizer: Floats
+    model_buffers: Floats
     saved: Floats
     buffers: Floats
     transient: Floats
@@ -53,22 +62,23 @@ class MemoryNeed:
 
     A rank holds
 
-    - its state: parameters that have a gradient ``state_factor`` times, everything else once; without a backward, all
-      once;
+    - its state: parameters, gradients and the optimizer's state, each times its factor, and buffers; without a
+      backward, parameters and buffers;
     - what its stages keep between two actions: what F saved until I or B ends, and what W reads from the end of I to
       the end of W. The first stage's I has nothing to do, so all that F saved stays until W, with the gradient that
       arrived. What is offloaded counts while it is here (`pipegraph.schedule.lifetimes`);
     - while an action runs, its stage's `TransientBytes` in addition to the bytes held before the action, or after it;
       after W and B also the gradients of parameters that they made and have not yet added to the others;
     - receive buffers. A received value that a stage saves counts as saved. Its buffer counts from when its receive is
-      posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it.
+      posted, ``receives_ahead`` receives before the schedule reaches it, to the action that reads it;
+    - the allowance of the factors, as a part of everything but the state.
     """
 
     def __init__(
         self,
         sums: PrefixSums,
         schedule: Schedule,
-        state_factor: float,
+        factors: MemoryFactors,
         receives_ahead: int,
         limits: Sequence[float] = (),
     ) -> None:
@@ -76,18 +86,27 @@ class MemoryNeed:
         self.limit = max(limits, default=np.inf)
         self._spare = self.limit - np.array(limits) if limits else np.zeros(self.ranks)
         self._sums, self._placement = sums, np.array(schedule.placement)
-        self._factor = state_factor if schedule.trains else 1.0
+        trained = factors if schedule.trains else factors._replace(gradients=0.0, optimizer=0.0)
+        self._state_weights = {
+            PARAMETERS: trained.parameters + trained.copies,
+            TRAINED: trained.gradients,
+            OPTIMIZER: trained.optimizer,
+            BUFFERS: 1.0,
+        }
+        self._scale = 1 + factors.allowance
         self._holds = np.arange(self.ranks)[:, None] == self._placement  # (ranks, stages)
         self._moments = _moments(schedule, sums.offloads)
         self._moments_of_stages = _moments_of_stages(schedule, sums.offloads)
         self._first = np.searchsorted(self._moments.rank, np.arange(self.ranks))
         ends = np.arange(1, 4) * self.stages
-        self._saved, self._weights, self._offloaded, self._gradients = np.split(self._moments.counts, ends, axis=1)
+        self._saved, self._weights, self._offloaded, self._gradients = np.split(
+            self._scale * self._moments.counts, ends, axis=1
+        )
         self._schedule, self._ahead = schedule, receives_ahead
 
     @cached_property
     def _buffers(self) -> Floats:
-        return _receive_buffers(self._schedule, self._ahead)
+        return self._scale * _receive_buffers(self._schedule, self._ahead)
 
     @property
     def steps(self) -> int:
@@ -99,7 +118,12 @@ class MemoryNeed:
         activations = self._activations(stages, crossing)
         saved = np.maximum.reduceat(self._moments.ends[:, None] * activations, self._first)
         most = np.maximum.reduceat(activations + self._added(stages, self._sums.transient_at(cuts)), self._first)
-        return MemoryParts(self._state(stages), saved, self._buffers @ crossing, most - saved)
+        parameters, trained, optimizer, buffers = (
+            self._state_weights[quantity] * (self._holds @ stages[quantity])
+            for quantity in (PARAMETERS, TRAINED, OPTIMIZER, BUFFERS)
+        )
+        receive_buffers = self._buffers @ crossing
+        return MemoryParts(parameters, trained, optimizer, buffers, saved, receive_buffers, most - saved)
 
     def of_ranks(self, cuts: Integers) -> Floats:
         """Return what each rank needs: (ranks, candidates)."""
@@ -132,7 +156,7 @@ class MemoryNeed:
     def tightest_bounds(self, stages: Floats) -> list[LinearBound]:
         """Return for each rank the linear bound that is largest for stages (quantities, stages) between which nothing
         crosses, and which need nothing more while they run."""
-        gradient_bytes = self._moments.adds * stages[ADDED][self._moments.stage]
+        gradient_bytes = self._scale * self._moments.adds * stages[ADDED][self._moments.stage]
         load = self._activations(stages, np.zeros(self.stages - 1)) + gradient_bytes
         moments = (
             first + int(part.argmax()) for first, part in zip(self._first, np.split(load, self._first[1:]), strict=True)
@@ -154,16 +178,17 @@ class MemoryNeed:
     def _bytes_of_stage(self, sums: Floats, transient: Floats, stage: int, begins: Integers, ends: Integers) -> Floats:
         """Return what a stage needs, without receive buffers, with the option that has these sums and needs
         ``transient`` while it runs: (ends, begins)."""
-        state = sums[STATE] + (self._factor - 1) * sums[TRAINED]
+        state = sum(weight * sums[quantity] for quantity, weight in self._state_weights.items())
         peak = np.zeros((len(ends), len(begins)))
         for kind, rows in self._moments_of_stages[stage]:
+            rows = self._scale * rows
             figures = rows[:, _OF_STAGE] @ sums[[SAVED, WEIGHT_SAVED, OFFLOADED, ADDED]]
             end_figures = (figures + rows[:, _CROSSES, None] * self._sums.crossing)[:, ends]
             most = np.subtract.outer(end_figures[0], figures[0, begins])
             for end_row, begin_row in zip(end_figures[1:], figures[1:, begins], strict=True):
                 np.maximum(most, np.subtract.outer(end_row, begin_row), out=most)
             if kind >= 0:
-                most += transient[kind]
+                most += self._scale * transient[kind]
             np.maximum(peak, most, out=peak)
         stage_bytes: Floats = state[ends][:, None] - state[begins] + peak
         return stage_bytes
@@ -175,7 +200,8 @@ class MemoryNeed:
 
     def _state(self, stages: Floats) -> Floats:
         """Return the bytes of state (ranks, …) of stages (quantities, stages, …)."""
-        figures: Floats = self._holds @ (stages[STATE] + (self._factor - 1) * stages[TRAINED])
+        state = sum(weight * stages[quantity] for quantity, weight in self._state_weights.items())
+        figures: Floats = self._holds @ state
         return figures
 
     def _activations(self, stages: Floats, crossing: Floats) -> Floats:
@@ -192,7 +218,7 @@ class MemoryNeed:
         moments = self._moments
         runs = (moments.kind >= 0).reshape(-1, *[1] * (stages.ndim - 2))
         gradient_bytes = moments.adds.reshape(runs.shape) * stages[ADDED][moments.stage]
-        figures: Floats = runs * transient[moments.kind, moments.stage] + gradient_bytes
+        figures: Floats = self._scale * (runs * transient[moments.kind, moments.stage] + gradient_bytes)
         return figures
 
     def _linear_bound(self, moment: int, crosses: bool = True) -> LinearBound:
@@ -200,9 +226,10 @@ class MemoryNeed:
         weights = np.zeros((len(QUANTITIES), self.stages))
         weights[SAVED], weights[WEIGHT_SAVED] = self._saved[moment], self._weights[moment]
         weights[OFFLOADED] = self._offloaded[moment]
-        weights[STATE], weights[TRAINED] = self._holds[rank], (self._factor - 1) * self._holds[rank]
-        weights[ADDED, stage] = self._moments.adds[moment]
-        least = float(self._sums.least_transient[kind]) if kind >= 0 else 0.0
+        for quantity, weight in self._state_weights.items():
+            weights[quantity] = weight * self._holds[rank]
+        weights[ADDED, stage] = self._scale * self._moments.adds[moment]
+        least = self._scale * float(self._sums.least_transient[kind]) if kind >= 0 else 0.0
         crossing = self._buffers[rank] + self._gradients[moment] if crosses else np.zeros(self.stages - 1)
         return LinearBound(self._sums, weights, crossing, float(self._spare[rank]) + least)
 

@@ -20,10 +20,12 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 
-FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, STATE, TRAINED, OFFLOADED, ADDED = QUANTITIES = range(9)
-"""What adds up over the segments of a stage. ``STATE`` is the bytes of parameters, buffers and constants; ``SAVED``
-those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not; ``ADDED`` those of parameters
-whose gradients are made before they are added."""
+(
+    FORWARD, INPUT_GRAD, WEIGHT_GRAD, SAVED, WEIGHT_SAVED, BUFFERS, PARAMETERS, TRAINED, OPTIMIZER, OFFLOADED, ADDED,
+) = QUANTITIES = range(11)  # fmt: skip
+"""What adds up over the segments of a stage. ``BUFFERS`` is the bytes of buffers and constants, ``OPTIMIZER`` those of
+the optimizer's state; ``SAVED`` those that stay on their rank from F to the backward, ``OFFLOADED`` those that do not;
+``ADDED`` those of parameters whose gradients are made before they are added."""
 TIMES = FORWARD, INPUT_GRAD, WEIGHT_GRAD
 PARTS = {Kind.F: (FORWARD,), Kind.I: (INPUT_GRAD,), Kind.W: (WEIGHT_GRAD,), Kind.B: (INPUT_GRAD, WEIGHT_GRAD)}
 """kind of action → the quantities that its time is the sum of"""
@@ -205,8 +207,10 @@ def quantities_of(cost: SegmentCost) -> tuple[float, ...]:
         cost.weight_grad,
         cost.saved_bytes - cost.offloaded_bytes,
         cost.weight_saved,
-        cost.parameter_bytes + cost.buffer_bytes,
+        cost.buffer_bytes,
+        cost.parameter_bytes,
         cost.trained,
+        cost.optimizer,
         cost.offloaded_bytes,
         cost.added,
     )

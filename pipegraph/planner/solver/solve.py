@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from pipegraph.cost import SegmentCost
+from pipegraph.cost import ONCE, MemoryFactors, SegmentCost
 from pipegraph.errors import PlanError, ScheduleError, nearest
 from pipegraph.planner.solver.cut_search import equal_parts, even_start, search, search_steps
 from pipegraph.planner.solver.cut_space import CutSpace, StageFigures
@@ -28,7 +28,7 @@ from pipegraph.planner.solver.local_search import (
 from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
 from pipegraph.planner.solver.objective import MemoryLimited, Objective, SlowestStage
-from pipegraph.planner.solver.prefix_sums import SAVED, STATE, TIMES, Booleans, Integers, PrefixSums, split
+from pipegraph.planner.solver.prefix_sums import PARAMETERS, SAVED, TIMES, Booleans, Integers, PrefixSums, split
 from pipegraph.planner.solver.solve_arguments import (
     check_costs,
     check_numbers,
@@ -98,7 +98,7 @@ def solve(
     memory_bytes: float | str | Sequence[float | str] | None = None,
     link: Links | None = None,
     *,
-    state_factor: float = 4.0,
+    factors: MemoryFactors = ONCE,
     receives_ahead: int = 4,
     alternatives: int = 5,
     effort: float = 1.0,
@@ -124,8 +124,8 @@ def solve(
             buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
         link: (latency in seconds, bandwidth in bytes per second) between ranks, or a function of (rank, other rank)
             that returns it. Without a link, crossing a boundary takes no time.
-        state_factor: how many times a rank holds parameters that have a gradient: 4 for parameters, gradients and the
-            two moments of AdamW. It holds frozen parameters once, and without a backward all parameters.
+        factors: how many times a rank holds parameters, gradients and the optimizer's state. By default each once;
+            without a backward, parameters alone.
         receives_ahead: how many receives a rank posts before the schedule reaches them.
         alternatives: how many other cuts to return, at most.
         effort: scales how long the search continues. 1 is a few seconds.
@@ -138,7 +138,7 @@ def solve(
         ScheduleError: an unknown schedule, one that cannot have these numbers, or one that is wrong.
     """
     check_costs(costs, stages, names)
-    check_numbers(state_factor, effort, receives_ahead, alternatives)
+    check_numbers(effort, receives_ahead, alternatives)
     if objective not in OBJECTIVES:
         raise PlanError(
             f'There is no objective "{objective}".{nearest(str(objective), OBJECTIVES)} '
@@ -149,7 +149,7 @@ def solve(
     def schedule_of(stages: int) -> Schedule:
         return resolve_schedule(schedule, stages, microbatches, None, stages // (resolved.stages // resolved.ranks))
 
-    problem = Problem([costs], resolved, memory_bytes, link, None, state_factor, receives_ahead, objective)
+    problem = Problem([costs], resolved, memory_bytes, link, None, factors, receives_ahead, objective)
     return problem.solve(effort=effort, alternatives=alternatives, schedule_of=schedule_of if advises else None)
 
 
@@ -174,7 +174,7 @@ class Problem:
         memory_bytes: float | str | Sequence[float | str] | None = None,
         link: Links | None = None,
         allowed: Sequence[Sequence[int]] | None = None,
-        state_factor: float = 4.0,
+        factors: MemoryFactors = ONCE,
         receives_ahead: int = 4,
         objective: str = "makespan",
     ) -> None:
@@ -196,10 +196,10 @@ class Problem:
         self._sums = PrefixSums(*self._options)
         self._moves = Moves(self._sums.segments, self._allowed)
         limits = memory_of_ranks(memory_bytes, schedule.ranks)
-        self._need = partial(MemoryNeed, self._sums, state_factor=state_factor, receives_ahead=receives_ahead)
+        self._need = partial(MemoryNeed, self._sums, factors=factors, receives_ahead=receives_ahead)
         self._memory = self._need(schedule, limits=limits)
         self._with_options = partial(
-            Problem, schedule=schedule, memory_bytes=memory_bytes, link=link, state_factor=state_factor,
+            Problem, schedule=schedule, memory_bytes=memory_bytes, link=link, factors=factors,
             receives_ahead=receives_ahead, objective=objective,
         )  # fmt: skip
 
@@ -370,7 +370,7 @@ class Problem:
             raise MemoryShortage("\n".join(lines), math.ceil(peak), cuts.tolist())
         leanest = [int(np.flatnonzero(row)[-1]) for row in self._allowed]
         incumbents = Incumbents(memory, lambda candidates: np.ones(len(candidates), bool), capacity=1)
-        for start in (*starts, np.append(equal_parts(self._sums, memory.stages, [STATE, SAVED]), leanest)):
+        for start in (*starts, np.append(equal_parts(self._sums, memory.stages, [PARAMETERS, SAVED]), leanest)):
             hill_climb(incumbents, self._moves, start, np.inf if proves else _CLIMBED)
         iterated_local_search(incumbents, self._moves, int(_EFFORT_SHARE * effort * search_steps(len(self._options))))
         peak_bytes = math.ceil(incumbents.best_value)
@@ -403,7 +403,7 @@ class Problem:
         return [f"The least on a rank depends on their number: {', '.join(needs)}."] if needs else []
 
     def take(self, solution: Solution) -> Solution | None:
-        """Return what was found for these stages with another ``state_factor`` or other limits, with the memory that it
+        """Return what was found for these stages with other ``factors`` or other limits, with the memory that it
         needs here; None if that is too much."""
         candidate = self._candidate(solution)
         return replace(solution, memory=self._memory_of(candidate)) if self._memory.fits(candidate[None])[0] else None
@@ -457,7 +457,7 @@ class MemoryShortage(PlanError):
 def _least_memory(sums: PrefixSums, moves: Moves, memory: MemoryNeed, effort: float) -> tuple[Integers, float, float]:
     """Return (the cuts that need the least memory, what they need, a lower bound of what any cuts need)."""
     incumbents = Incumbents(memory, lambda cuts: np.ones(len(cuts), bool), capacity=1)
-    starts = [equal_parts(sums, memory.stages, [quantity]) for quantity in (STATE, SAVED)]
+    starts = [equal_parts(sums, memory.stages, [quantity]) for quantity in (PARAMETERS, SAVED)]
     bound = search(incumbents, moves, CutSpace.all_cuts(sums.segments, memory.stages), starts, effort)
     return incumbents.best_cuts, incumbents.best_value, bound
 
@@ -476,10 +476,10 @@ def _sufficient_memory(memory: MemoryNeed, peak: float, bound: float) -> str:
 
 
 def _parts_of_need(memory: MemoryNeed, cuts: Integers) -> str:
-    state, saved, buffers, transient = (part[:, 0] for part in memory.parts(cuts[None]))
     rank = memory.fullest(cuts)
+    *state, saved, buffers, transient = (float(part[rank, 0]) for part in memory.parts(cuts[None]))
     return (
-        f"Of that, rank {rank} needs {format_bytes(state[rank])} for parameters, buffers, gradients and optimizer "
-        f"state, {format_bytes(saved[rank])} for saved activations, which recompute or smaller microbatches make less, "
-        f"{format_bytes(buffers[rank])} for receive buffers, and {format_bytes(transient[rank])} while F, I or W runs."
+        f"Of that, rank {rank} needs {format_bytes(sum(state))} for parameters, buffers, gradients and optimizer "
+        f"state, {format_bytes(saved)} for saved activations, which recompute or smaller microbatches make less, "
+        f"{format_bytes(buffers)} for receive buffers, and {format_bytes(transient)} while F, I or W runs."
     )

@@ -58,11 +58,10 @@ def check_stages(segments: int, stages: int) -> None:
         raise PlanError(f"{segments} segments are too few for {stages} stages, which have one or more each.", advice)
 
 
-def check_numbers(state_factor: float, effort: float, receives_ahead: int = 0, alternatives: int = 0) -> None:
+def check_numbers(effort: float, receives_ahead: int = 0, alternatives: int = 0) -> None:
     """Raise PlanError for impossible numbers."""
-    for name, figure in (("state_factor", state_factor), ("effort", effort)):
-        if not _is_figure(figure):
-            raise PlanError(f"{name} is a number from 0 on, not {figure!r}.")
+    if not _is_figure(effort):
+        raise PlanError(f"effort is a number from 0 on, not {effort!r}.")
     for name, number in (("receives_ahead", receives_ahead), ("alternatives", alternatives)):
         if type(number) is not int or number < 0:
             raise PlanError(f"{name} is a whole number from 0 on, not {number!r}.")

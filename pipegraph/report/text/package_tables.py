@@ -14,7 +14,7 @@ from rich.text import Text
 from pipegraph.cost.hardware import Hardware, SizeTable
 from pipegraph.errors import one_line
 from pipegraph.package import CALLER, Manifest, Package, RowOperator, StageCost, StageEntry, Value
-from pipegraph.package.prediction import UNCORRECTED, Prediction, ShiftedCut
+from pipegraph.package.prediction import UNCORRECTED, Prediction, RankMemory, ShiftedCut
 from pipegraph.planner.comparison import SAME_MEMORY, SAME_TIME, PlanComparison
 from pipegraph.planner.joint_plan.choices import JointChoice, JointComparison
 from pipegraph.planner.plan import Plan
@@ -140,6 +140,8 @@ def render_prediction_summary(prediction: Prediction) -> str:
         return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
     microbatches = format_number_of("microbatch", prediction.microbatches)
     again = f" with recompute {one_line(prediction.recompute_text)}" if trains(prediction.schedule) else ""
+    if prediction.precision is not None or prediction.optimizer != "adamw":
+        again += f", {prediction.precision or 'the dtypes of the model'}, {one_line(prediction.optimizer)}"
     return (
         f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {microbatches} "
         f"{f'on {prediction.mesh_text} ' if prediction.mesh_text else ''}on {one_line(prediction.hardware)}{sureness}\n"
@@ -177,7 +179,7 @@ def render_plan(plan: Plan, width: int | None = None, coloured: bool = False) ->
 
 def render_prediction(prediction: Prediction, width: int | None = None, coloured: bool = False) -> Text:
     """Return the stages with a bar each, the memory of each rank, and each cut with its next places."""
-    parts = [_stages(prediction, width, coloured), Text(_memory(prediction, width))]
+    parts = [_stages(prediction, width, coloured), Text(memory_table(prediction, width))]
     if prediction.cuts:
         parts.append(Text(_cuts(prediction, width)))
     return Text("\n\n").join(parts)
@@ -278,21 +280,31 @@ def _stages(prediction: Prediction, width: int | None, coloured: bool) -> Text:
     return Text("\n").join(lines)
 
 
-def _memory(prediction: Prediction, width: int | None) -> str:
-    rows, trained = [], trains(prediction.schedule)
-    for rank, required_bytes in enumerate(prediction.memory):
-        rank_stages = [prediction.stages[n] for n, where in enumerate(prediction.placement) if where == rank]
-        cells = [format_bytes(sum(stage.saved_bytes for stage in rank_stages))] if trained else []
-        cells += [format_bytes(prediction.transient[rank])] if prediction.transient else []
-        parameters = format_bytes(sum(stage.parameter_bytes for stage in rank_stages))
-        rows.append([str(rank), format_bytes(required_bytes), parameters, *cells])
-    headers = ["rank", "memory", "parameters", *(["a microbatch keeps"] if trained else [])]
-    headers += ["transient"] if prediction.transient else []
-    head, *lines = table(headers, rows, width).split("\n")
-    used = max(map(len, (head, *lines))) + 2
-    longest = bar_width(used, width, _BAR // 2) / (prediction.peak or 1)
-    bars = ("█" * round(longest * size) for size in prediction.memory)
-    return "\n".join([head, *(f"{line:<{used}}{bar}".rstrip() for line, bar in zip(lines, bars, strict=True))])
+def memory_table(prediction: Prediction, width: int | None = None) -> str:
+    """Return the bytes of each rank by kind; neighbours that need the same have one column."""
+    parts = prediction.memory_parts or [None] * len(prediction.memory)
+    columns: dict[str, list[int]] = {}
+    for rank, (size, rank_parts) in enumerate(zip(prediction.memory, parts, strict=True)):
+        figures = [*(() if rank_parts is None else msgspec.structs.astuple(rank_parts)), size]
+        if trains(prediction.schedule):
+            stages = (
+                stage for stage, place in zip(prediction.stages, prediction.placement, strict=True) if place == rank
+            )
+            figures.append(sum(stage.saved_bytes for stage in stages))
+        last = next(reversed(columns), "")
+        if columns and columns[last] == figures:
+            columns[f"{last.partition('–')[0]}–{rank}"] = columns.pop(last)
+        else:
+            columns[f"rank {rank}"] = figures
+    kinds = [*(RankMemory.kinds() if prediction.memory_parts else ()), "together"]
+    kinds += ["a microbatch keeps"] if trains(prediction.schedule) else []
+    rows = [
+        [kind, *map(format_bytes, sizes)]
+        for kind, *sizes in zip(kinds, *columns.values(), strict=True)
+        if any(sizes) or kind == "together"
+    ]
+    fullest = max(columns, key=lambda name: columns[name][kinds.index("together")])
+    return table(["memory", *columns], rows, width, [name for name in reversed(columns) if name != fullest])
 
 
 def _cuts(prediction: Prediction, width: int | None) -> str:

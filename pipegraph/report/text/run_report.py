@@ -24,6 +24,9 @@ ERROR = "predicted ÷ measured − 1"
 """What a column called error has."""
 
 
+_UNKNOWN = PredictedAndMeasured(None, None)
+
+
 def render_run_comparison(compared: RunComparison, width: int | None = None) -> str:
     """Return tables of stages, step and memory, and the hints."""
     unit = stage_time_format(compared.stages)
@@ -42,7 +45,6 @@ def render_run_comparison(compared: RunComparison, width: int | None = None) -> 
 
 def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
     """Return the same as data, for ``--json``: seconds and bytes."""
-    ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
     return {
         "priced_by": compared.basis or None,
         "measured_steps": compared.measured.steps,
@@ -63,14 +65,11 @@ def run_comparison_dict(compared: RunComparison) -> dict[str, Any]:
         "bubble": None if compared.bubble is None else asdict(compared.bubble),
         "memory": [
             {
-                "rank": rank,
-                "state": asdict(state),
-                "saved": asdict(saved),
-                "buffers": {"predicted": buffers},
-                "transient": {"predicted": transient},
-                "all": asdict(allocated),
+                "rank": number,
+                **{kind.replace(" ", "_"): asdict(pair) for kind, pair in rank.items()},
+                "together": asdict(allocated),
             }
-            for rank, (state, saved, buffers, transient, allocated) in enumerate(ranks)
+            for number, (rank, allocated) in enumerate(zip(compared.memory, compared.allocated, strict=True))
         ],
         "allocated": list(compared.measured.allocated) or None,
         "hints": list(compared.hints),
@@ -148,29 +147,24 @@ def _steps(compared: RunComparison) -> str:
 
 
 def _memory(compared: RunComparison, width: int | None) -> str:
-    is_predicted = any(pair.predicted is not None for pair in compared.allocated)
-    headers = ["rank", "state predicted", "measured", "saved predicted", "measured"]
-    headers += ["buffers predicted", "transient predicted", "all predicted"] if is_predicted else []
-    ranks = zip(compared.state, compared.saved, compared.buffers, compared.transient, compared.allocated, strict=True)
-    rows = [
-        [
-            str(rank),
-            *map(format_bytes, (state.predicted, state.measured, saved.predicted, saved.measured)),
-            *(map(format_bytes, (buffers, transient, allocated.predicted)) if is_predicted else ()),
-        ]
-        for rank, (state, saved, buffers, transient, allocated) in enumerate(ranks)
-    ]
-    allocated, notes = compared.measured.allocated, []
-    if len(allocated) == len(rows):
-        headers.append("allocated")
-        rows = [[*row, format_bytes(size)] for row, size in zip(rows, allocated, strict=True)]
-    elif allocated:
-        notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(allocated))}"]
-    text = table(headers, rows, width, ("transient predicted", "all predicted", "buffers predicted", "allocated"))
-    legend = ["state: parameters, buffers, gradients and AdamW's moments; saved: kept for backwards, at the most"]
-    if "transient predicted" in text:
-        legend.append("transient: on top while F, I or W runs; all: together")
-    return "\n".join([text, *legend, *notes])
+    """Return the bytes of each rank by kind, predicted and measured."""
+    kinds = list(dict.fromkeys(kind for rank in compared.memory for kind in rank))
+    is_predicted = any(pair.predicted is not None for rank in compared.memory for pair in rank.values())
+    headers, columns = ["memory"], [[*kinds, "together"]]
+    for number, (rank, allocated) in enumerate(zip(compared.memory, compared.allocated, strict=True)):
+        pairs = [rank.get(kind, _UNKNOWN) for kind in kinds] + [allocated]
+        if is_predicted:
+            headers.append(f"rank {number} predicted")
+            columns.append([format_bytes(pair.predicted) for pair in pairs])
+        headers.append(f"rank {number} measured")
+        columns.append([format_bytes(pair.measured) for pair in pairs])
+    rows = [list(row) for row in zip(*columns, strict=True) if {*row[1:]} - {UNKNOWN, format_bytes(0)}]
+    peaks, notes = compared.measured.allocated, []
+    if peaks and len(peaks) != len(compared.memory):
+        notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(peaks))}"]
+    elif peaks:
+        notes = ["together, as measured: what torch had allocated on the GPU, at the most"]
+    return "\n".join([table(headers, rows, width, headers[:2:-1]), *notes])
 
 
 def prediction_error(pair: PredictedAndMeasured) -> str:
