@@ -112,7 +112,7 @@ def test_plan_json(pipegraph: Command) -> None:
 def test_split_prints_the_predicted_step(pipegraph: Command) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--hardware", "h100", "--microbatches", 6, "--dry-run")
     assert (done.code, done.err) == (0, "")
-    first, second, fixed, _, layout, predicted, memory = done.out.splitlines()
+    first, second, fixed, _, layout, predicted, memory, empty, headers, *table = done.out.splitlines()
     assert (first[:7], second[:7]) == ("stage 0", "stage 1")
     assert fixed.startswith("x.shape[1] is 8 in every batch: ")
     assert fixed.endswith("tests/models/chain.py:17: x = layer(x)")
@@ -122,13 +122,14 @@ def test_split_prints_the_predicted_step(pipegraph: Command) -> None:
         " a step of 1f1b with 6 microbatches on h100; no other cuts at the 4 places looked at are better"
     )
     assert memory.endswith(" on the fullest rank with recompute min-cut")
+    assert (empty, headers.split()) == ("", ["memory", "rank", "0", "rank", "1"])
+    assert table[-2].startswith("together") and table[-1].startswith("a microbatch keeps")
 
 
 def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "parameters", "--dry-run")
-    assert (
-        done.out.splitlines()[-1] == "largest stage  162 parameters; no other cuts at the 4 places looked at are better"
-    )
+    summary = "largest stage  162 parameters; no other cuts at the 4 places looked at are better"
+    assert summary in done.out.splitlines()
     done = pipegraph("split", CHAIN, "--stages", 2, "--balance", "uniform", "--dry-run")
     assert len(done.out.splitlines()) == 5  # two stages, a size that does not vary, the batch and the layout
 

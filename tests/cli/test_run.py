@@ -130,9 +130,10 @@ def test_predicted_and_measured(pipegraph: Command, priced: Path, nproc: int, sc
     assert step[0] == ("step, 2 ranks in turn" if nproc == 1 else "step")
     assert any(line[0] == "bubble" for line in lines) == (nproc == 2)
     # Of 4 B each: weights and biases of (8 × 8 + 8) × 2 and 8 × 2 + 2 more, with gradients and two moments.
-    first = next(number for number, line in enumerate(lines) if "state predicted" in line)
-    memory = [line[1:3] for line in lines[first : first + 3]]
-    assert memory == [["state predicted", "measured"], ["2.2 KiB", "2.3 KiB"], ["2.5 KiB", "2.6 KiB"]]
+    memory = {line[0]: line[1:] for line in lines}
+    assert memory["memory"] == [f"rank {rank} {kind}" for rank in (0, 1) for kind in ("predicted", "measured")]
+    assert memory["parameters"] == memory["gradients"] == ["576 B", "576 B", "648 B", "648 B"]
+    assert memory["optimizer state"] == ["1.1 KiB", "1.1 KiB", "1.3 KiB", "1.3 KiB"]
     assert done.out.splitlines()[-2:] == [
         f"The plan was 1f1b with 8 microbatches on 2 ranks, and this was {schedule} with 4 microbatches on 2 ranks. "
         "Try: without --schedule, --microbatches and --nproc",
@@ -147,7 +148,7 @@ def test_saved_bytes_are_those_predicted(pipegraph: Command, priced: Path) -> No
         table["hints"][-1] == "Times and bytes were predicted for compiled kernels, and this run used --kernels eager."
     )
     memory = table["memory"]
-    assert [rank["saved"]["measured"] for rank in memory] == [rank["saved"]["predicted"] for rank in memory]
+    assert [rank["activations"]["measured"] for rank in memory] == [rank["activations"]["predicted"] for rank in memory]
 
 
 def test_a_single_step_has_no_times(pipegraph: Command, chain: Path) -> None:

@@ -61,7 +61,8 @@ def test_options_win_over_the_plan(pipegraph: Command, planned: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ({"placement": [0], "memory": [1], "transient": [0]}, "it is of 1 stages"),
+        ({"placement": [0], "memory": [1], "memory_parts": []}, "it is of 1 stages"),
+        ({"memory": [1, 1]}, "memory_parts: its sums are not the bytes"),
         ({"microbatches": "x"}, 'microbatches: "x" must be a'),
     ],
 )

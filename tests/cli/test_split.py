@@ -81,7 +81,8 @@ def test_names_are_printed_on_one_line(pipegraph: Command) -> None:
 
 def test_dry_run_writes_nothing(pipegraph: Command, tmp_path: Path) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--dry-run", "-o", tmp_path / "out")
-    assert (done.code, len(done.out.splitlines())) == (0, 7)  # stages, a fixed size, batch, layout, step
+    # Stages, a fixed size, the batch, the layout, the step; an empty line and nine of memory.
+    assert (done.code, len(done.out.splitlines())) == (0, 17)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -135,6 +135,23 @@ def test_tp_divides_what_each_choice_keeps(costs: LayoutCosts) -> None:
     assert of_min_cut[0] - of_min_cut[1] == 6 * inside / 2  # what tanh makes
 
 
+def test_tokens_are_divided_with_sequence_parallelism(costs: LayoutCosts) -> None:
+    """Then everything is: inputs of layers, norms, what crosses between stages; exchanges take as long as before."""
+    chain = costs.single.costs[0].priced.chain
+    by_tokens = replace(costs, shares=tensor_shares(chain, TP_PLAN, divides_tokens=True))
+    layout = Layout(1, 1, 1, 2)
+    for index in range(3):
+        whole = costs.options(Layout(1, 1, 1, 1), 2)[index].segments
+        parts, token_parts = (each.options(layout, 2)[index].segments for each in (costs, by_tokens))
+        for full, part, token_part in zip(whole, parts, token_parts, strict=True):
+            assert token_part.boundary_bytes == full.boundary_bytes / 2 and part.boundary_bytes == full.boundary_bytes
+            assert token_part.parameter_bytes == part.parameter_bytes
+            assert token_part.saved_bytes <= part.saved_bytes and token_part.forward <= part.forward
+        assert sum(cost.saved_bytes for cost in token_parts) < sum(cost.saved_bytes for cost in parts)
+    exchanges = zip(costs.shares, by_tokens.shares, strict=True)
+    assert all((share.forward, share.backward) == (other.forward, other.backward) for share, other in exchanges)
+
+
 def test_tp_divides_experts_embeddings_and_heads() -> None:
     """Each has an exchange before and after it; the head gathers its output."""
     model = mesh_mixture.build("transposed experts")

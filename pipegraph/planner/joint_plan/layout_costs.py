@@ -91,6 +91,7 @@ class TensorShare:
         values, parameters: the parts of its values with a gradient and of its parameters that are divided.
         forward, backward: bytes of each tensor that all ranks along tp reduce in F, and in I.
         gathered: bytes of each tensor that they gather in F.
+        boundary: the part of what crosses after it that is divided.
     """
 
     work: tuple[_Work, ...]
@@ -100,6 +101,7 @@ class TensorShare:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     gathered: tuple[int, ...] = ()
+    boundary: float = 0.0
 
     def time_left(self, hardware: Hardware, ranks: int) -> float:
         """Return the fraction of the segment's time that each of ``ranks`` ranks along tp takes, by a roofline."""
@@ -116,14 +118,20 @@ class TensorShare:
         return forward + sum(gathers), backward
 
 
-def tensor_shares(chain: Chain, plan: Mapping[str, str]) -> list[TensorShare]:
+def tensor_shares(chain: Chain, plan: Mapping[str, str], divides_tokens: bool = False) -> list[TensorShare]:
     """Return the share of each segment.
 
     Values are divided from a module of the style "colwise" up to one of the style "rowwise", and from a product with a
     parameter that has its own style up to the next such product. Styles that are not listed above divide nothing here.
+
+    Args:
+        divides_tokens: whether ranks along tp divide the tokens of all other values, so that norms, residuals and what
+            crosses between stages are divided, too: sequence parallelism (Korthikanti et al., arXiv:2205.05198). Sums
+            are scattered and parts gathered then, which takes as long as the reduction of both to all.
     """
-    division = _Division(chain.captured.nodes, plan)
-    return [_share(chain.nodes(index, index + 1), division) for index in range(len(chain.segments))]
+    division = _Division(chain.captured.nodes, plan, divides_tokens)
+    shares = [_share(chain.nodes(index, index + 1), division) for index in range(len(chain.segments))]
+    return [replace(share, boundary=1.0) for share in shares] if divides_tokens else shares
 
 
 class _Division:
@@ -134,7 +142,7 @@ class _Division:
         parts: nodes whose results are divided between the ranks.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], plan: Mapping[str, str]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], plan: Mapping[str, str], divides_tokens: bool = False) -> None:
         self._plan = plan
         self.styles = {node: self._module_style(node) for node in nodes}
         self.divides: dict[fx.Node, str] = {}
@@ -153,6 +161,12 @@ class _Division:
                 self.divides[node] = "n"
                 if style not in _GATHERED:
                     self.parts.add(node)
+        # Kept apart from the parts: a module of the style "colwise" gathers them first.
+        self.tokens: set[fx.Node] = set()
+        for node in nodes if divides_tokens else ():
+            if node not in self.divides and not self.styles[node][0] and node.meta.get("requires_grad"):
+                self.divides[node] = "n"
+                self.tokens.add(node)
 
     def is_divided_state(self, state: fx.Node) -> bool:
         """Whether a rank holds a part of a parameter or buffer. A bias that is added to a sum is whole."""
@@ -199,8 +213,8 @@ def _share(nodes: Sequence[fx.Node], division: _Division) -> TensorShare:
     }
     return TensorShare(
         work,
-        frozenset(node for node in nodes if node in parts),
-        _part(sizes, [node in parts for node in nodes]),
+        frozenset(node for node in nodes if node in parts or node in division.tokens),
+        _part(sizes, [node in parts or node in division.tokens for node in nodes]),
         _part(list(map(_size, state)), list(map(division.is_divided_state, state))),
         tuple(_size(node) for node in leaving if styles[node][0] in _FROM_PARTS + _SUMMED + _OF_PARTS),
         tuple(map(_size, entered)),
@@ -498,11 +512,13 @@ def _divided(
 ) -> SegmentCost:
     """Return the cost for one of the ranks along tp. ``time`` is the part of its time that is left, and ``forward`` and
     ``backward`` the seconds of its exchanges."""
-    saved, weight_saved, values, parameters = (
-        1 - part + part / tp for part in (parts.saved, parts.weight_saved, share.values, share.parameters)
+    saved, weight_saved, values, parameters, boundary = (
+        1 - part + part / tp
+        for part in (parts.saved, parts.weight_saved, share.values, share.parameters, share.boundary)
     )
     return replace(
         cost,
+        boundary_bytes=round(cost.boundary_bytes * boundary),
         forward=cost.forward * time + forward,
         input_grad=cost.input_grad * time + backward,
         weight_grad=cost.weight_grad * time,

@@ -470,6 +470,7 @@ def joint_plan(
     tp_plan: Mapping[str, str] | None = None,
     most_tp: int | None = None,
     zero1: bool = False,
+    divides_tokens: bool = False,
 ) -> tuple[JointComparison, Plan]:
     """Compare the plans of a model for a cluster, and return them with the best one.
 
@@ -484,6 +485,7 @@ def joint_plan(
         tp_plan: the model's tensor-parallel plan; without one there is no tp.
         most_tp: the largest number of ranks along tp; by default the ranks of a node.
         zero1: whether the optimizer's state is divided between the ranks along dp_replicate.
+        divides_tokens: whether ranks along tp divide the tokens of what no style divides (`tensor_shares`).
 
     Raises:
         PlanError: no layout has numbers that are possible; a `MemoryShortage` if nothing fits.
@@ -492,7 +494,7 @@ def joint_plan(
     captured = {count: capture_rows(count) for count in (rows, 2 * rows)}
     single, double = (RecomputeOptions.price(model, replace(options, loss=loss)) for model, loss in captured.values())
     single, double = single.only(double.recompute), double.only(single.recompute)
-    shares = tensor_shares(single.costs[0].priced.chain, tp_plan) if tp_plan else []
+    shares = tensor_shares(single.costs[0].priced.chain, tp_plan, divides_tokens) if tp_plan else []
     costs = LayoutCosts(options.hardware, rows, single, double, shares, options.factors)
     memory = None if options.memory_bytes is None else options.largest_memory
     search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort, zero1)
