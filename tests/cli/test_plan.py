@@ -34,6 +34,28 @@ def test_plan_then_split(pipegraph: Command, tmp_path: Path) -> None:
     assert "a Chain" in mismatch.err and "a UNet" in mismatch.err
 
 
+def test_precision_and_optimizer_are_planned_for_and_kept(pipegraph: Command, tmp_path: Path) -> None:
+    file, out = tmp_path / "plan.json", tmp_path / "out"
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *QUICK, "--precision", "bf16", "--optimizer", "sgd", "-o", file)
+    assert (done.code, done.err) == (0, "")
+    assert "on the fullest rank with recompute" in done.out and ", bf16, sgd" in done.out
+    planned = json.loads(file.read_text())
+    assert (planned["precision"], planned["optimizer"]) == ("bf16", "sgd")
+    for rank, size in zip(planned["memory_parts"], planned["memory"], strict=True):
+        assert sum(rank.values()) == size and rank["optimizer_state"] == 0 and rank["gradients"] > 0
+    split = pipegraph("split", CHAIN, "--plan", file, "-o", out)
+    assert split.code == 0 and ", bf16, sgd" in split.out and "together" in split.out
+    ran = pipegraph("run", out, "--nproc", 1, "--kernels", "eager", "--precision", "bf16", "--steps", 1)
+    assert ran.code == 0 and "and this run used --precision" not in ran.out
+
+
+def test_a_cluster_with_zero1(pipegraph: Command) -> None:
+    options = ("--devices", 4, "--global-batch", 64, *QUICK[:2], "--hardware", "h100", "--precision", "bf16-master")
+    plans = [json.loads(pipegraph("plan", CHAIN, *options, *more, "--json").out)["plan"] for more in ((), ("--zero1",))]
+    assert all(plan["precision"] == "bf16-master" for plan in plans)
+    assert plans[1]["memory"][0] <= plans[0]["memory"][0]
+
+
 @pytest.mark.parametrize(("schedules", "speaks_of_others"), [("1f1b", False), ("1f1b,zb-h2", True)])
 def test_others_are_spoken_of_if_there_are_any(pipegraph: Command, schedules: str, speaks_of_others: bool) -> None:
     options = ("--schedule", schedules, "--microbatches", "4", "--recompute", "none", "--hardware", "h100")
@@ -153,6 +175,12 @@ def test_split_balanced_by_a_weight(pipegraph: Command) -> None:
         (("split", CHAIN, "--stages", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
         (("plan", CHAIN, "--ranks", 2, "--device", "gpu"), 2, 'neither cpu nor cuda. Did you mean "cuda"?'),
         (("split", CHAIN, "--points", "layers.2,head", "--schedule", "zb-v"), 2, "2 stages"),
+        (("plan", CHAIN, "--ranks", 2, "--precision", "bf-16"), 2, 'Did you mean "bf16"?'),
+        (("plan", CHAIN, "--ranks", 2, "--optimizer", "adam"), 2, 'Did you mean "adamw"?'),
+        (("plan", CHAIN, "--ranks", 2, "--precision", "fp8"), 2, "The profile cpu has no rate for float8"),
+        (("plan", CHAIN, "--ranks", 2, "--zero1"), 2, "ranks of one pipeline share no state"),
+        (("split", "none.py", "--stages", 2, "--optimizer", "lion"), 2, "sgd-momentum"),
+        (("split", CHAIN, "--plan", "x.json", "--optimizer-bytes", 4), 2, "leave out --optimizer-bytes; or"),
         (("plan", CHAIN, "--ranks", 0), 2, "--ranks"),
         (("plan", CHAIN), 2, "Try: --ranks 4, or --devices 8 --global-batch 64"),
         (("plan", CHAIN, "--devices", 4), 2, "Try: --devices 4 --global-batch 32"),

@@ -89,7 +89,7 @@ def test_a_kind_without_figures_is_a_product_of_matrices() -> None:
 
 def test_links_within_and_between_nodes() -> None:
     h100 = Hardware.load("h100")
-    assert h100.link(0, 7) == Link(10e-6, 450e9, "NVLink 4")
+    assert h100.link(0, 7) == Link(10e-6, 370e9, "NVLink 4")
     assert h100.link(7, 8) == Link(20e-6, 50e9, "InfiniBand NDR")
     assert h100.link(7, 8).seconds(50e9) == pytest.approx(1 + 20e-6)
 
