@@ -155,8 +155,9 @@ def predict(set_up: SetUp, finds_best: bool = False) -> Prediction:
     step = choice.step + max(size / hardware.bytes_per_second(size) for size in passes)
     best = ""
     if finds_best:
-        found = search.run().best
-        best = f"{found.step:.2f} s: {found.candidate.layout}, {found.candidate.schedule}, rows {found.candidate.rows}"
+        fastest = search.run().best
+        candidate = fastest.candidate
+        best = f"{fastest.step:.2f} s: {candidate.layout}, {candidate.schedule}, {candidate.rows} rows"
     return Prediction(step, choice.peak, took, best)
 
 
@@ -166,20 +167,20 @@ def main(
 ) -> None:
     """Compare published steps with the planner's."""
     table = Table("model", "devices", "pp × copies × tp", "published", "predicted", "error", "GiB", "planned in")
-    for set_up in (each for each in SET_UPS if model in each.name):
-        found = predict(set_up, best)
+    for set_up in [member for member in SET_UPS if model in member.name]:
+        prediction = predict(set_up, best)
         table.add_row(
             set_up.name,
             f"{set_up.devices} {set_up.hardware}",
             " × ".join(map(str, set_up.mesh)),
             f"{set_up.seconds:.2f} s",
-            f"{found.step:.2f} s",
-            f"{found.step / set_up.seconds - 1:+.1%}",
-            f"{found.memory / 2**30:.0f}",
-            f"{found.took:.0f} s",
+            f"{prediction.step:.2f} s",
+            f"{prediction.step / set_up.seconds - 1:+.1%}",
+            f"{prediction.memory / 2**30:.0f}",
+            f"{prediction.took:.0f} s",
         )
-        if found.best:
-            print(f"{set_up.name}, best: {found.best}")
+        if prediction.best:
+            print(f"{set_up.name}, best: {prediction.best}")
     Console(width=140).print(table)
     for source in dict.fromkeys(set_up.source for set_up in SET_UPS):
         print(source)

@@ -1,4 +1,4 @@
-"""What training holds besides activations: parameters, gradients and an optimizer's state, by precision."""
+"""The bytes of parameters, gradients and optimizer state in training, by precision and optimizer."""
 
 from __future__ import annotations
 

@@ -61,13 +61,13 @@ def test_the_state_is_that_of_the_optimizer(
     model = Model()
     optimizers = make([parameter for parameter in model.parameters() if parameter.requires_grad])
     model(TOKENS).square().sum().backward()
-    held = 0
+    state_bytes = 0
     for optimizer in optimizers:
         optimizer.step()
         states: list[dict[str, Any]] = list(optimizer.state.values())
-        held += sum(entry.nbytes for state in states for key, entry in state.items() if key != "step")
+        state_bytes += sum(entry.nbytes for state in states for key, entry in state.items() if key != "step")
     captured = pipegraph.capture(model, (TOKENS,))
-    assert TrainingState(optimizer=name).bytes_of(captured, captured.state.values()) == held
+    assert TrainingState(optimizer=name).bytes_of(captured, captured.state.values()) == state_bytes
 
 
 @pytest.mark.parametrize(

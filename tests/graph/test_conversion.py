@@ -68,7 +68,9 @@ def captured(dtype: torch.dtype) -> pipegraph.graph.captured.Captured:
 def test_it_costs_what_a_capture_in_that_dtype_does(dtype: torch.dtype, other: torch.dtype) -> None:
     model = captured(dtype)
     assert (dtype_of(model), dtype_of(converted(model, other))) == (dtype, other)
-    costs, expected_costs = (price(each, hardware=A100).costs for each in (converted(model, other), captured(other)))
+    costs, expected_costs = (
+        price(same_model, hardware=A100).costs for same_model in (converted(model, other), captured(other))
+    )
     assert len(costs) == len(expected_costs)
     for cost, expected in zip(costs, expected_costs, strict=True):
         assert {name: getattr(cost, name) for name in FIGURES} == {name: getattr(expected, name) for name in FIGURES}

@@ -99,7 +99,7 @@ def test_layouts_use_every_device() -> None:
     assert len(choices) == len(set(choices)) == 4 + 3 + 2 + 3 + 2 + 1
 
 
-def held(layout: Layout, precision: str | None = None) -> float:
+def bytes_of_parameter(layout: Layout, precision: str | None = None) -> float:
     """Bytes of an element of a parameter that AdamW trains."""
     training = TrainingState(precision)
     factors, dtypes = layout.factors(training.factors), training.dtypes
@@ -111,10 +111,20 @@ def held(layout: Layout, precision: str | None = None) -> float:
 def test_what_ranks_hold_of_a_parameter() -> None:
     """ZeRO (arXiv:1910.02054) counts 2 + 2 + 12/N bytes with bfloat16 gradients for ZeRO-1; here they are float32."""
     shards = (1, 2, 4, 8)
-    assert [held(Layout(1, 1, count, 1)) / 4 for count in shards] == [4, 4, 3, 2.5]
-    assert [held(Layout(1, 1, 1, 1), name) for name in ("fp32", "bf16", "bf16-true", "bf16-master")] == [16, 18, 8, 18]
-    assert [held(Layout(1, count, 1, 1, zero1=count > 1), "bf16-master") for count in shards] == [18, 12, 9, 7.5]
-    assert [held(Layout(1, 1, count, 1), "bf16") for count in shards] == [18, 14, 10, 8]
+    assert [bytes_of_parameter(Layout(1, 1, count, 1)) / 4 for count in shards] == [4, 4, 3, 2.5]
+    assert [bytes_of_parameter(Layout(1, 1, 1, 1), name) for name in ("fp32", "bf16", "bf16-true", "bf16-master")] == [
+        16,
+        18,
+        8,
+        18,
+    ]
+    assert [bytes_of_parameter(Layout(1, count, 1, 1, zero1=count > 1), "bf16-master") for count in shards] == [
+        18,
+        12,
+        9,
+        7.5,
+    ]
+    assert [bytes_of_parameter(Layout(1, 1, count, 1), "bf16") for count in shards] == [18, 14, 10, 8]
 
 
 def test_copies_agree_on_each_step() -> None:
@@ -142,7 +152,7 @@ def test_tokens_are_divided_with_sequence_parallelism(costs: LayoutCosts) -> Non
     layout = Layout(1, 1, 1, 2)
     for index in range(3):
         whole = costs.options(Layout(1, 1, 1, 1), 2)[index].segments
-        parts, token_parts = (each.options(layout, 2)[index].segments for each in (costs, by_tokens))
+        parts, token_parts = (prices.options(layout, 2)[index].segments for prices in (costs, by_tokens))
         for full, part, token_part in zip(whole, parts, token_parts, strict=True):
             assert token_part.boundary_bytes == full.boundary_bytes / 2 and part.boundary_bytes == full.boundary_bytes
             assert token_part.parameter_bytes == part.parameter_bytes

@@ -284,7 +284,7 @@ def _module_gradients(hook: Callable[..., Any], method: str, gradients: Sequence
     """The gradients after a hook: of the inputs, or of the outputs for a hook that is called before the backward.
 
     Args:
-        gradients: of the inputs, then as many of the outputs.
+        gradients: of the inputs, then of the outputs, in equal numbers.
     """
     inputs, outputs = tuple(gradients[: len(gradients) // 2]), tuple(gradients[len(gradients) // 2 :])
     is_pre = method == "register_full_backward_pre_hook"
