@@ -244,8 +244,11 @@ def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemory, 
     activations and buffers to receive into are left out.
     """
     costs = [stage.cost for stage in manifest.stages]
+    plan, planned = manifest.prediction, PlannedStep.from_manifest(manifest)
     if any(cost.parameter_bytes is None for cost in costs):
         return ()
+    if plan is not None and plan.memory_parts and planned is not None and planned.is_of(schedule):
+        return plan.memory_parts  # other ranks may share the stages
     memory = predict_step(manifest, schedule).memory
     if memory is not None:
         return memory
