@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,6 +101,14 @@ OPTIMIZERS: Final[Mapping[str, Callable[[StateEntry, bool], int]]] = {
 # ---- training state --------------------------------------------------------------------------------------------------
 
 
+def _check_name(name: str, value: object, choices: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(
+            f"{argument(name)} cannot be {value!r}.{nearest(str(value), choices)} There are: {', '.join(choices)}.",
+            f"{argument(name, closest(str(value), choices) or next(iter(choices)))}.",
+        )
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """The arguments of a plan that say what a rank holds for each parameter.
@@ -119,15 +127,9 @@ class TrainingState:
     optimizer_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("precision", self.precision, PRECISIONS),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-        ):
-            if value not in known and not (value is None and name == "precision"):
-                raise ArgumentError(
-                    f"{argument(name)} cannot be {value!r}.{nearest(str(value), known)} There are: {', '.join(known)}.",
-                    f"{argument(name, closest(str(value), known) or next(iter(known)))}.",
-                )
+        if self.precision is not None:
+            _check_name("precision", self.precision, PRECISIONS)
+        _check_name("optimizer", self.optimizer, OPTIMIZERS)
         size = self.optimizer_bytes
         is_size = isinstance(size, (int, float)) and not isinstance(size, bool) and 0 <= size < math.inf
         if size is not None and not is_size:

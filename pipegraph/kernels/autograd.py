@@ -49,6 +49,11 @@ class AutogradKernels(StageKernels):
         self._copies: ComputedCopies | None = None
         self._state: ModuleState | None = None  # of this step, once its copies are renewed
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies in another dtype that the stage computes with."""
+        return [] if self._copies is None else self._copies.copies
+
     def draw_from(self, keys: DrawKeys) -> None:
         self._keys = keys
 

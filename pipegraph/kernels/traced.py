@@ -205,8 +205,8 @@ class TracedKernels:
 
     @property
     def copies(self) -> list[Tensor]:
-        """The copies in another dtype that the stage computes with."""
-        return [] if self._copies is None else self._copies.copies
+        """The copies in another dtype that the stage computes with, those of what is left to autograd included."""
+        return [*([] if self._copies is None else self._copies.copies), *self._autograd.copies]
 
     @property
     def name(self) -> str:

@@ -34,6 +34,9 @@ class MeasuredRatio(Entry, frozen=True):
 
 UNCORRECTED: Final = MeasuredRatio(1.0, 1.0, 1.0)
 
+PRECISIONS: Final = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true", "bf16-master", "fp8")
+"""The names of what a model may be planned to be trained in (`pipegraph.cost.training_state`)."""
+
 
 class RankMemory(Entry, frozen=True):
     """Bytes that a rank needs, by kind.
@@ -138,6 +141,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         memory_parts: the same by kind; empty in plans that were written before it was counted.
         precision: in which dtypes the model is trained; None for its own.
         optimizer: the optimizer, or the bytes of its state for each parameter.
+        zero1: whether ``memory`` counts on an optimizer whose state the ranks along dp_replicate divide.
         allowance: the part of activations and buffers that the allocator needs on top of them.
         cuts: the cuts between stages.
         mesh: the dimensions of the mesh other than the pipeline's, by name; empty for one pipeline. ``value`` includes
@@ -161,8 +165,9 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     lower_bound: Figure | None
     memory: Annotated[tuple[Count, ...], Meta(min_length=1)]
     memory_parts: tuple[RankMemory, ...] = ()
-    precision: Name | None = None
+    precision: Annotated[str, choice_of(*PRECISIONS)] | None = None
     optimizer: Name = "adamw"
+    zero1: bool = False
     allowance: Annotated[float, Meta(ge=0, le=1)] = 0.0
     mesh: dict[Annotated[str, choice_of("dp_replicate", "dp_shard", "tp")], Annotated[int, Meta(ge=1, le=65536)]] = (
         msgspec.field(default_factory=dict)
@@ -257,7 +262,9 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         """As plain values, with the gap. What says nothing is left out: a ratio that corrects nothing, no costs."""
         silent = {"costs"} if not self.stages else set()
         silent |= {
-            name for name in ("mesh", "resident", "memory_parts", "precision", "allowance") if not getattr(self, name)
+            name
+            for name in ("mesh", "resident", "memory_parts", "precision", "zero1", "allowance")
+            if not getattr(self, name)
         }
         silent |= {"optimizer"} if self.optimizer == "adamw" else set()
         silent |= {"measured_ratio"} if self.measured_ratio == UNCORRECTED else set()

@@ -214,6 +214,11 @@ def _hints(
         yield f"{subject} for {dtypes}, and this run used {used}."
     if timed and is_compiled and is_planned and manifest.prediction is not None and measured.tensor_ranks == 1:
         yield _error_hint(manifest.prediction.balance, stages)
+    if manifest.prediction is not None and manifest.prediction.zero1:
+        yield (
+            "The plan counts on an optimizer whose state the ranks along dp_replicate divide (ZeRO-1), and this run's "
+            "holds all of it. Try: torch.distributed.optim.ZeroRedundancyOptimizer in a script; or plan without --zero1"
+        )
     if timed and not links_known and manifest.prediction is not None:
         name = one_line(manifest.prediction.hardware)
         yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"

@@ -60,7 +60,7 @@ def rank_memory(
 
 
 def _rank_memory(parts: MemoryParts, rank: int, allowance: float) -> RankMemory:
-    """Return the parts of a rank; the allowance, which some of them contain, is one of its own."""
+    """Return the parts of a rank. The last three contain the allowance, which is returned as a separate part."""
     *state, saved, buffers, transient = (float(part[rank, 0]) for part in parts)
     in_step = [part / (1 + allowance) for part in (saved, buffers, transient)]
     return RankMemory(*(math.ceil(round(part, 3)) for part in (*state, *in_step, allowance * sum(in_step))))

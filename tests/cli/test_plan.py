@@ -54,6 +54,9 @@ def test_a_cluster_with_zero1(pipegraph: Command) -> None:
     plans = [json.loads(pipegraph("plan", CHAIN, *options, *more, "--json").out)["plan"] for more in ((), ("--zero1",))]
     assert all(plan["precision"] == "bf16-master" for plan in plans)
     assert plans[1]["memory"][0] <= plans[0]["memory"][0]
+    assert "zero1" not in plans[0]
+    replicas = plans[1].get("mesh", {}).get("dp_replicate", 1)
+    assert plans[1].get("zero1", False) == (replicas > 1)
 
 
 @pytest.mark.parametrize(("schedules", "speaks_of_others"), [("1f1b", False), ("1f1b,zb-h2", True)])

@@ -62,6 +62,7 @@ def test_options_win_over_the_plan(pipegraph: Command, planned: Path) -> None:
     ("damage", "said"),
     [
         ({"placement": [0], "memory": [1], "memory_parts": []}, "it is of 1 stages"),
+        ({"precision": "bf61"}, 'precision: "bf61" must be'),
         ({"memory": [1, 1]}, "memory_parts: its sums are not the bytes"),
         ({"microbatches": "x"}, 'microbatches: "x" must be a'),
     ],

@@ -13,6 +13,7 @@ import pipegraph
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.training_state import PRECISIONS, TrainingState
 from pipegraph.errors import ArgumentError
+from pipegraph.package.prediction import PRECISIONS as OF_FILES
 from pipegraph.runtime.precision import PRECISIONS as OF_RUNS
 from tests.messages import refused
 
@@ -103,7 +104,8 @@ def test_an_optimizer_of_others() -> None:
     assert sum(rank.optimizer_state for rank in plan.prediction.memory_parts) == (4 + 3) * trained
 
 
-def test_names_are_those_of_runs() -> None:
+def test_names_are_those_of_runs_and_files() -> None:
+    assert tuple(PRECISIONS) == OF_FILES
     assert {name: of_run.computed for name, of_run in OF_RUNS.items()} == {
         name: precision.computed for name, precision in PRECISIONS.items() if name in OF_RUNS
     }

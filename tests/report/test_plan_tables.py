@@ -65,6 +65,12 @@ def test_summary() -> None:
     assert render_prediction_summary(counted) == "largest stage  10.3 M parameters"
 
 
+def test_what_the_memory_is_for_is_said() -> None:
+    planned = replace(PREDICTION, precision="bf16", zero1=True)
+    assert render_prediction_summary(planned).endswith("recompute min-cut, bf16, adamw with ZeRO-1")
+    assert planned.to_dict()["zero1"] and "zero1" not in PREDICTION.to_dict()
+
+
 def test_stages_memory_and_cuts() -> None:
     assert render_prediction(PREDICTION).plain.splitlines() == [
         "stage  rank      F      I      W     ms",

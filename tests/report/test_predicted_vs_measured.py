@@ -153,6 +153,12 @@ def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     assert ["was nothing else running" in hint for hint in hints] == [True] * bool(said)
 
 
+def test_a_plan_with_zero1_says_that_a_run_holds_more() -> None:
+    planned = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), zero1=True)
+    hints = compare_run(planned, build("1f1b", 2, 2), MEASURED).hints
+    assert any("ZeRO-1" in hint and "Try: " in hint for hint in hints)
+
+
 def test_kinds_are_those_of_the_schedule() -> None:
     times = {(0, Kind.F): 0.004, (0, Kind.I): 1e-6, (0, Kind.W): 0.004, (1, Kind.F): 0.005, (1, Kind.I): 0.005}
     comparison = compare_run(PRICED, build("zb-h1", 2, 4), replace(MEASURED, times=times), MACHINE)

@@ -527,6 +527,7 @@ def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions
         lower_bound=rounded(min(bound, choice.step)),
         mesh=mesh if layout.stride > 1 else {},
         resident=candidate.resident,
+        zero1=layout.zero1,
         cuts=tuple(
             structs.replace(cut, earlier=_with(cut.earlier, collectives), later=_with(cut.later, collectives))
             for cut in predicted.cuts

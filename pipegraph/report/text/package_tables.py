@@ -140,8 +140,9 @@ def render_prediction_summary(prediction: Prediction) -> str:
         return f"largest stage  {prediction.amount(prediction.value)}{sureness}"
     microbatches = format_number_of("microbatch", prediction.microbatches)
     again = f" with recompute {one_line(prediction.recompute_text)}" if trains(prediction.schedule) else ""
-    if prediction.precision is not None or prediction.optimizer != "adamw":
+    if prediction.precision is not None or prediction.optimizer != "adamw" or prediction.zero1:
         again += f", {prediction.precision or 'the dtypes of the model'}, {one_line(prediction.optimizer)}"
+    again += " with ZeRO-1" if prediction.zero1 else ""
     return (
         f"predicted  {format_seconds(prediction.value)} a step of {one_line(prediction.schedule)} with {microbatches} "
         f"{f'on {prediction.mesh_text} ' if prediction.mesh_text else ''}on {one_line(prediction.hardware)}{sureness}\n"
@@ -287,10 +288,8 @@ def memory_table(prediction: Prediction, width: int | None = None) -> str:
     for rank, (size, rank_parts) in enumerate(zip(prediction.memory, parts, strict=True)):
         figures = [*(() if rank_parts is None else msgspec.structs.astuple(rank_parts)), size]
         if trains(prediction.schedule):
-            stages = (
-                stage for stage, place in zip(prediction.stages, prediction.placement, strict=True) if place == rank
-            )
-            figures.append(sum(stage.saved_bytes for stage in stages))
+            placed = zip(prediction.stages, prediction.placement, strict=True)
+            figures.append(sum(stage.saved_bytes for stage, place in placed if place == rank))
         last = next(reversed(columns), "")
         if columns and columns[last] == figures:
             columns[f"{last.partition('–')[0]}–{rank}"] = columns.pop(last)
