@@ -9,12 +9,12 @@ from pipegraph.cost import SegmentCost
 from pipegraph.cost.hardware import Hardware
 from pipegraph.errors import one_line
 from pipegraph.package import Manifest
-from pipegraph.package.prediction import RankMemory, mesh_text
+from pipegraph.package.prediction import Prediction, RankMemory, mesh_text
 from pipegraph.planner.step_prediction import PlannedStep, describe_step, predict_step, pricing_profile
 from pipegraph.runtime.measurements import COMPUTING, MeasuredRun, Message
 from pipegraph.runtime.precision import PRECISIONS, changes_dtypes
 from pipegraph.schedule import CollectiveKind, Kind, Schedule
-from pipegraph.units import format_factor
+from pipegraph.units import format_bytes, format_factor
 
 _LARGE_ERROR = 0.3
 """If the time of all stages together differs by more than this fraction of the prediction, a hint says so."""
@@ -214,14 +214,30 @@ def _hints(
         yield f"{subject} for {dtypes}, and this run used {used}."
     if timed and is_compiled and is_planned and manifest.prediction is not None and measured.tensor_ranks == 1:
         yield _error_hint(manifest.prediction.balance, stages)
-    if manifest.prediction is not None and manifest.prediction.zero1:
-        yield (
-            "The plan counts on an optimizer whose state the ranks along dp_replicate divide (ZeRO-1), and this run's "
-            "holds all of it. Try: torch.distributed.optim.ZeroRedundancyOptimizer in a script; or plan without --zero1"
-        )
+    if is_planned and manifest.prediction is not None:
+        yield _optimizer_hint(manifest.prediction, measured)
     if timed and not links_known and manifest.prediction is not None:
         name = one_line(manifest.prediction.hardware)
         yield f"The links of {name} are not known here and were left out. Try: --hardware with the profile's file"
+
+
+def _optimizer_hint(plan: Prediction, measured: MeasuredRun) -> str:
+    """Return a hint if the optimizer of a run holds more than the plan counts on, else an empty string."""
+    if len(plan.memory_parts) != len(measured.state):
+        return ""
+    pairs = zip(measured.state, plan.memory_parts, strict=True)
+    rank, (measured_bytes, planned_bytes) = max(
+        enumerate((state.optimizer_state, memory.optimizer_state) for state, memory in pairs),
+        key=lambda member: member[1][0] - member[1][1],
+    )
+    if measured_bytes <= (1 + _LARGE_ERROR) * planned_bytes:
+        return ""
+    optimizer = f"{one_line(plan.optimizer)}{' with ZeRO-1' if plan.zero1 else ''}"
+    return (
+        f"The optimizer holds {format_bytes(measured_bytes)} on rank {rank}, and the plan counts "
+        f"{format_bytes(planned_bytes)} for {optimizer}. Try: that optimizer in the model's file, or pipegraph plan with "
+        "this one"
+    )
 
 
 def _changing(precision: str | None, manifest: Manifest) -> str | None:

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from pipegraph.cost.hardware import Hardware, Link, Links
 from pipegraph.package import Manifest, ModelEntry, PlanEntry, StageCost, StageEntry, Value
+from pipegraph.package.prediction import RankMemory
 from pipegraph.planner.run_comparison import compare_run
 from pipegraph.report.text.run_report import render_run_comparison, run_comparison_dict
 from pipegraph.runtime.measurements import MeasuredCollective, MeasuredRun, MeasuredState, Message
@@ -153,10 +154,14 @@ def test_a_prediction_far_off_says_what_to_do(factor: float, said: str) -> None:
     assert ["was nothing else running" in hint for hint in hints] == [True] * bool(said)
 
 
-def test_a_plan_with_zero1_says_that_a_run_holds_more() -> None:
-    planned = manifest(cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005), zero1=True)
+@pytest.mark.parametrize(("planned_bytes", "said"), [(2 * MIB, False), (MIB, True), (0, True)])
+def test_an_optimizer_that_holds_more_than_planned(planned_bytes: int, said: bool) -> None:
+    memory = (RankMemory(MIB, MIB, planned_bytes, 0, 0, 0, 0),) * 2
+    costs = cost(0.004, 0.0, 0.008), cost(0.005, 0.005, 0.005)
+    sizes = {"memory": tuple(rank.total for rank in memory), "memory_parts": memory}
+    planned = manifest(*costs, **sizes, optimizer="muon", zero1=True)
     hints = compare_run(planned, build("1f1b", 2, 2), MEASURED).hints
-    assert any("ZeRO-1" in hint and "Try: " in hint for hint in hints)
+    assert any("2.0 MiB on rank 0" in hint and "muon with ZeRO-1" in hint for hint in hints) == said
 
 
 def test_kinds_are_those_of_the_schedule() -> None:
