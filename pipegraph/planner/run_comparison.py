@@ -235,7 +235,7 @@ def _optimizer_hint(plan: Prediction, measured: MeasuredRun) -> str:
     optimizer = f"{one_line(plan.optimizer)}{' with ZeRO-1' if plan.zero1 else ''}"
     return (
         f"The optimizer holds {format_bytes(measured_bytes)} on rank {rank}, and the plan counts "
-        f"{format_bytes(planned_bytes)} for {optimizer}. Try: that optimizer in the model's file, or pipegraph plan with "
+        f"{format_bytes(planned_bytes)} for {optimizer}. Try: that optimizer in the model's file; or plan with "
         "this one"
     )
 
