@@ -236,7 +236,9 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
             attempt = with_statements
             compared += attempt.seconds
             continue
-        forms = attempt.forms.plainer(written_names(attempt.package.source, difference))
+        written = attempt.package.source
+        general = {block.model_class for block in written.blocks if block.is_general}
+        forms = attempt.forms.plainer(written_names(written, difference), general)
         for plainer in forms:
             attempt = _attempt(plan, weights, source, plainer)
             compared += attempt.seconds

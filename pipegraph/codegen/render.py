@@ -160,7 +160,8 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
         head.append("")
     if source.init or source.children:
         children = ", ".join(child.text for child in source.children)
-        parameters = ", ".join(("self", *source.init_parameters))
+        with_defaults = (f"{name}={value.text}" for name, value in source.defaults.items())
+        parameters = ", ".join(("self", *source.init_parameters, *with_defaults))
         head += wrap(f"def __init__({parameters}):", 4)
         head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
     head += _apply_lines([statement for statement in source.init if isinstance(statement, RegisterConstant)])

@@ -126,25 +126,25 @@ def test_a_number_of_forward_becomes_an_attribute(tmp_path: Path) -> None:
 def test_numbers_of_inner_modules_become_arguments(tmp_path: Path) -> None:
     model = Row([Tall(4, 0.5), Tall(6, 2.0), Block(), Tall(4, 2.0, biased=False)])
     split(tmp_path, model, (batch(),))
-    assert "def __init__(self, scale, out_features, bias, eps):" in constructors(tmp_path)
-    assert "self.widen = nn.Linear(8, out_features, bias=bias)" in blocks(tmp_path)
-    assert "self.norm = nn.LayerNorm(out_features, eps=eps)" in blocks(tmp_path)
+    assert "def __init__(self, scale, width, eps, biased=True):" in constructors(tmp_path)
+    assert "self.widen = nn.Linear(8, width, bias=biased)" in blocks(tmp_path)
+    assert "self.norm = nn.LayerNorm(width, eps=eps)" in blocks(tmp_path)
 
 
 def test_classes_around_merged_classes_are_merged(tmp_path: Path) -> None:
     split(tmp_path, Row([Holder(4), Holder(6), Holder(4)]), (batch(),))
     assert constructors(tmp_path) == [
         "class Tall(nn.Module):",
-        "def __init__(self, out_features):",
+        "def __init__(self, width):",
         "class Holder(nn.Module):",
-        "def __init__(self, out_features):",
+        "def __init__(self, width):",
     ]
-    assert "self.inner = Tall(out_features)" in blocks(tmp_path)
+    assert "self.inner = Tall(width)" in blocks(tmp_path)
 
 
 def test_a_switch_of_a_function_becomes_an_argument(tmp_path: Path) -> None:
     split(tmp_path, Row([Attends(False), Attends(True)]), (batch(2, 3, 8),))
-    assert constructors(tmp_path) == ["class Attends(nn.Module):", "def __init__(self, is_causal):"]
+    assert constructors(tmp_path) == ["class Attends(nn.Module):", "def __init__(self, is_causal=False):"]
     assert "F.scaled_dot_product_attention(y, y, y, is_causal=self.is_causal)" in blocks(tmp_path)
 
 

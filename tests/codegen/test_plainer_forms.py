@@ -93,8 +93,8 @@ def test_a_wrong_attribute_is_written_as_a_number(tmp_path: Path, monkeypatch: p
             self.used: Mapping[str, Any] = _Doubled()
 
     class _Doubled(dict[str, Any]):
-        def items(self) -> Any:
-            return [(name, literal(0.5)) for name in self]
+        def __setitem__(self, name: str, value: Any) -> None:
+            super().__setitem__(name, literal(0.5))
 
     monkeypatch.setattr(block_classes, "ModuleNumbers", Doubled)
     proof, text = written(tmp_path / "out")

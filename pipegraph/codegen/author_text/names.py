@@ -182,6 +182,8 @@ class ForwardSurroundings:
         graph_lines: files and lines of statements whose text computes something else than the graph.
         autograd_functions: the custom Functions whose text the package has, with the functions that they read, by name.
         whole_methods: names of methods that no text may mix with statements from the graph.
+        module_lines: files and lines that the module runs, if the text has those that other modules of its class run as
+            well; None if it has no others.
         of_method: (first line of a method, lines of the statement that calls it) → the same of the method; None in a
             method.
     """
@@ -195,6 +197,7 @@ class ForwardSurroundings:
     graph_lines: frozenset[tuple[str, int]]
     autograd_functions: Mapping[str, SourceText]
     whole_methods: AbstractSet[str]
+    module_lines: frozenset[tuple[str, int]] | None = None
     of_method: Callable[[int, frozenset[int]], ForwardSurroundings] | None = None
 
 

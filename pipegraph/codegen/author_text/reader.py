@@ -17,6 +17,7 @@ from torch import nn
 
 from pipegraph.codegen.author_text.constructors import CONTAINERS
 from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
+from pipegraph.codegen.author_text.edits import Edit, UsedSides, edited, present, replacement
 from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
 from pipegraph.codegen.author_text.names import (
     WITH_EFFECTS,
@@ -114,7 +115,7 @@ class _SourceReader:
             function.__code__.co_firstlineno,
             self._lines.modules.get(self._fqn, frozenset()),
         )
-        text = _Text(self, function.__globals__, cut.lines)
+        text = _Text(self, function, cut.lines)
         parts = list(text.parts(surroundings))
         if self._names.attributes_set and not text.returns_last:
             raise UnwritableError("it sets attributes, and returns before its last statement")
@@ -174,7 +175,7 @@ class _SourceReader:
         if code.co_filename != self._names.file:
             raise UnwritableError(f"{name} is in another file")
         cut = FunctionCut(code.co_filename, code.co_firstlineno, self._lines.modules.get(self._fqn, frozenset()))
-        text = _Text(self, function.__globals__, cut.lines)
+        text = _Text(self, function, cut.lines)
         parts = tuple(_joined(text.parts(of_method(code.co_firstlineno, call_lines))))
         if any(isinstance(part, GraphPart) and part.returns for part in parts):
             raise UnwritableError(f"{name} returns something that is written from the graph")
@@ -205,7 +206,19 @@ class _SourceReader:
         self._check_closure(function)
         cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
         decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
-        return [*decorators, *_Text(self, function.__globals__, cut.lines).resolved()]
+        return [*decorators, *_Text(self, function, cut.lines).resolved()]
+
+    def has_run(self, function: FunctionType) -> bool:
+        """Return whether a function of the model's source ran."""
+        code = inspect.unwrap(function).__code__
+        return bool(self._lines.functions.get((code.co_filename, code.co_firstlineno)))
+
+    def absent_lines(self, file: str, lines: Iterable[TextLine]) -> frozenset[int]:
+        """The numbers of the lines of a function that other modules of the class run, and this module does not."""
+        module_lines = self._surroundings.module_lines
+        if module_lines is None or self._module is None:
+            return frozenset()
+        return frozenset(line.number for line in lines if (file, line.number) not in module_lines)
 
     def _decorators(self, cut: FunctionCut) -> list[str]:
         # Those of other libraries are left out: if they compute anything, the comparison with the graph says so.
@@ -239,9 +252,9 @@ def _joined(parts: Iterable[Part]) -> Iterator[Part]:
 class _Text:
     """The text of one function, and where it reads what."""
 
-    def __init__(self, reader: _SourceReader, namespace: Mapping[str, Any], lines: Sequence[TextLine]) -> None:
+    def __init__(self, reader: _SourceReader, function: FunctionType, lines: Sequence[TextLine]) -> None:
         self._reader, self._names, self._module = reader, reader._names, reader._module
-        self._namespace = namespace
+        namespace = self._namespace = function.__globals__
         self._lines, self._tree = with_known_annotations(lines, parsed(lines), namespace)
         tree = self._tree
         self._local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and is_stored(node)}
@@ -250,12 +263,24 @@ class _Text:
         self._owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._attributes_set = reader.attributes_set
-        self._edits: list[tuple[ast.expr, str]] = []
+        self._edits = list(self._remove_unused_sides(tree))
+        self._absent = set(_nodes_on(tree, self._lines, reader.absent_lines(function.__code__.co_filename, lines)))
+
+    def _remove_unused_sides(self, tree: ast.FunctionDef) -> Iterator[Edit]:
+        """Replace conditional expressions of which one side calls a function that never ran by the other side."""
+
+        def ran(function: ast.expr) -> bool:
+            value = self._namespace.get(function.id) if isinstance(function, ast.Name) else None
+            return not isinstance(value, FunctionType) or not is_of_model(value) or self._reader.has_run(value)
+
+        sides = UsedSides(ran)
+        sides.visit(tree)
+        yield from sides.edits
 
     @property
     def header(self) -> list[TextLine]:
         """The lines before the first statement. It is there when the text was read."""
-        return self._edited()[: header_end(self._lines, self._tree)]
+        return present(self._edited()[: header_end(self._lines, self._tree)])
 
     @property
     def returns_last(self) -> bool:
@@ -266,7 +291,7 @@ class _Text:
     def resolved(self) -> list[TextLine]:
         """The lines, with numbers in the place of attributes that a package does not have."""
         self._resolve(self._tree)
-        return self._edited()
+        return present(self._edited())
 
     def parts(self, surroundings: ForwardSurroundings) -> Iterator[Part]:
         """Yield the statements of a ``forward``, or of a method that it calls.
@@ -308,7 +333,8 @@ class _Text:
             except UnwritableError as reason:
                 del self._edits[edits:]
                 is_return = isinstance(statement, ast.Return)
-                if (not is_return and returns(statement)) or sets_attributes(statement):
+                has_absent = any(id(node) in self._absent for node in ast.walk(statement))
+                if (not is_return and returns(statement)) or sets_attributes(statement) or has_absent:
                     raise
                 has_operations = is_return or bool(numbers & surroundings.lines)
                 comments = tuple(self._lines[start : first_line_of(statement) - 1]) if has_operations else ()
@@ -329,7 +355,7 @@ class _Text:
             start = end
         lines = self._edited()
         for place, part in parts:
-            text = tuple(lines[place.start : place.stop])
+            text = tuple(present(lines[place.start : place.stop]))
             yield replace(part, lines=text) if isinstance(part, TextPart) else part
 
     def _keep_or_mix(
@@ -373,7 +399,7 @@ class _Text:
         calls = (node for node in ast.walk(statement) if isinstance(node, ast.Call) and self._is_child(node.func))
         passed_on = {id(argument) for call in calls for argument in arguments_of(call)}
         for node in ast.walk(statement):
-            if not isinstance(node, ast.Name) or node.id not in unknown or is_stored(node):
+            if not isinstance(node, ast.Name) or node.id not in unknown or is_stored(node) or id(node) in self._absent:
                 continue
             part = surroundings.stage_part
             names = surroundings.unread if part is None else part.parameters.values()
@@ -387,7 +413,7 @@ class _Text:
             # Attributes and properties of a model's objects may raise any of these.
             raise UnwritableError(f"it cannot be read: {error}") from error
         for node in ast.walk(statement):
-            if isinstance(node, ast.Attribute) and is_self(node.value):
+            if isinstance(node, ast.Attribute) and is_self(node.value) and id(node) not in self._absent:
                 surroundings.check_child(self._child_path(node))
         self._edits += self._without_none(statement, none_variables)
         methods = {name: "\n".join(line.text for line in lines) for name, lines in self._names.methods.items()}
@@ -396,19 +422,19 @@ class _Text:
         if self._module is not None and any(divides_features(self._module, tree, self._tree) for tree in trees):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")
 
-    def _without_none(self, statement: ast.stmt, none_variables: AbstractSet[str]) -> list[tuple[ast.expr, str]]:
+    def _without_none(self, statement: ast.stmt, none_variables: AbstractSet[str]) -> list[Edit]:
         """The edits of a statement that let it do without variables that are None: ``None`` in their place, and the
         side of ``x if mask is None else y`` that ran."""
-        edits: list[tuple[ast.expr, str]] = []
+        edits: list[Edit] = []
         waiting: list[ast.AST] = [statement]
         while waiting:
             node = waiting.pop()
             if isinstance(node, ast.Name) and node.id in none_variables and not is_stored(node):
                 if isinstance(statement, ast.Assert):
                     raise UnwritableError("it checks a variable that is None")
-                edits.append((node, "None"))
+                edits.append(replacement(node, "None"))
             elif isinstance(node, ast.IfExp) and (side := self._side_that_ran(node, none_variables)) is not None:
-                edits.append((node, side))
+                edits.append(replacement(node, side))
             else:
                 waiting += ast.iter_child_nodes(node)
         return edits
@@ -421,9 +447,8 @@ class _Text:
                 side = choice.body if isinstance(comparison, ast.Is) else choice.orelse
             case _:
                 return None
-        inside = {id(node) for node in ast.walk(choice)}
         names = {node.id for node in ast.walk(side) if isinstance(node, ast.Name)}
-        has_edits = any(id(edited) in inside for edited, _ in self._edits) or bool(names & none_variables)
+        has_edits = any(edit.is_within(choice) for edit in self._edits) or bool(names & none_variables)
         if name not in none_variables or has_edits or choice.lineno != choice.end_lineno:
             return None
         line = self._lines[side.lineno - 1].text.encode()
@@ -440,12 +465,18 @@ class _Text:
 
     def _resolve(self, tree: ast.AST) -> None:
         """Read the names in a part of the function. Raises UnwritableError."""
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _tests_attribute(node)]
+        tested = {id(test.args[0]) for test in tests}
+        for test in tests:
+            attribute = ast.Attribute(test.args[0], ast.literal_eval(test.args[1]), ast.Load())
+            if self._module is not None and hasattr(self._module, attribute.attr):
+                self._read_attribute(attribute, {})
         for node in ast.walk(tree):
             check_node(node)
             if isinstance(node, ast.Attribute) and is_self(node.value) and self._module is not None:
                 self._read_attribute(node, self._parents)
             elif isinstance(node, ast.Name) and not is_stored(node):
-                if node.id == SELF and self._module is not None and id(node) not in self._owners:
+                if node.id == SELF and self._module is not None and id(node) not in self._owners | tested:
                     raise UnwritableError("it hands itself on")
                 if node.id not in self._local:
                     self._read_global(node.id)
@@ -461,6 +492,8 @@ class _Text:
             self._names.attributes_set.add(name)
         if name == "training":
             return
+        if id(node) in self._absent and not (name in vars(module) or hasattr(type(module), name)):
+            return  # nothing reads it in this module
         for registered in (module._modules, module._parameters, module._buffers):
             if name in registered:
                 if registered[name] is None:
@@ -513,7 +546,7 @@ class _Text:
             is_taken = name in vars(self._module) and plain_expression(vars(self._module)[name]) != written
             if is_taken or name in self._registered():
                 name = f"{first.attr}_{name}"
-            self._edits.append((outer, f"self.{name}"))
+            self._edits.append(replacement(outer, f"self.{name}"))
         if self._names.attributes.setdefault(name, written) != written:
             raise UnwritableError(f"self.{name} would be two things")
 
@@ -532,7 +565,7 @@ class _Text:
         imported = import_of(name, value)
         if imported is not None:
             self._names.imports[name] = imported
-        elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
+        elif isinstance(value, FunctionType) and is_of_model(value):
             self._reader._add_function(value, name)
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
             self._reader.add_autograd_function(name)
@@ -541,15 +574,28 @@ class _Text:
         else:
             raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
 
-    def _edited(self) -> list[TextLine]:
-        lines = list(self._lines)
-        for node, text in sorted(self._edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
-            if node.lineno != node.end_lineno:
-                raise UnwritableError("an attribute stands on two lines")
-            line = lines[node.lineno - 1].text.encode()  # columns are bytes of UTF-8
-            changed = line[: node.col_offset] + text.encode() + line[node.end_col_offset :]
-            lines[node.lineno - 1] = TextLine(changed.decode(), lines[node.lineno - 1].number)
-        return lines
+    def _edited(self) -> list[TextLine | None]:
+        return edited(self._lines, self._edits)
+
+
+def _nodes_on(tree: ast.FunctionDef, lines: Sequence[TextLine], numbers: frozenset[int]) -> Iterator[int]:
+    """The ids of the nodes of the statements of a function that are on these lines alone."""
+    waiting: list[ast.stmt] = list(tree.body) if numbers else []
+    while waiting:
+        statement = waiting.pop()
+        places = lines[statement.lineno - 1 : statement.end_lineno]
+        if all(line.number in numbers for line in places if line.text.strip()):
+            yield from map(id, ast.walk(statement))
+        else:
+            waiting += (node for node in ast.walk(statement) if isinstance(node, ast.stmt) and node is not statement)
+
+
+def _tests_attribute(node: ast.Call) -> bool:
+    """Return whether a call is ``hasattr(self, "name")``."""
+    match node:
+        case ast.Call(ast.Name("hasattr"), [ast.Name() as owner, ast.Constant(str())]):
+            return is_self(owner)
+    return False
 
 
 def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart) -> None:
@@ -560,6 +606,11 @@ def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StageP
         raise UnwritableError("it is cut")
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         raise UnwritableError("it describes more than the part")
+
+
+def is_of_model(function: FunctionType) -> bool:
+    """Return whether a function is none of torch."""
+    return not (function.__module__ or "").startswith("torch.")
 
 
 _MISSING: Final = object()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
+from pipegraph.codegen.author_text.class_lines import ClassLines
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
 from pipegraph.codegen.author_text.forward_text import MixedText, Results, results_of
@@ -25,6 +26,7 @@ from pipegraph.codegen.author_text.names import (
 )
 from pipegraph.codegen.author_text.reader import names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
+from pipegraph.codegen.classes.computed_attributes import with_computed_numbers
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
 from pipegraph.codegen.expressions.module_tree import (
@@ -59,11 +61,19 @@ from pipegraph.codegen.forward.source_numbers import ModuleNumbers, fixed_sizes
 from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.tensor_attributes import UnknownAttributeError
 from pipegraph.codegen.forward.write_forward import write_forward
+from pipegraph.codegen.names.author_arguments import author_arguments_of
 from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, FunctionCall, call
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, FunctionSource, SourceText, Statement
+from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, call
+from pipegraph.codegen.syntax.statements import (
+    Assign,
+    ClassSource,
+    ClassVariant,
+    FunctionSource,
+    SourceText,
+    Statement,
+)
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_place, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
@@ -155,6 +165,7 @@ class BlockClasses:
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self._author_classes: dict[tuple[int, str], AuthorClass | UnwritableError] = {}  # by stage and call
         self._variable_places = variables_by_call(captured.nodes)
+        self._class_lines = ClassLines(captured, self.source)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
         for applied in applied_functions(captured.nodes):
             add_function(self._shared_names, applied.function)
@@ -395,11 +406,26 @@ class BlockClasses:
             defaults = self.names.parameters(tree, called.reads)
             stage_part = self._stage_part(members, called, variables, defaults)
         text = self._author_text(members, called, variables, stage_part)
-        source = self._add(called, (text.init, text.source), lambda: {"init": text.init, "forward": (text.source,)})
+        general: ClassVariant | None = None
+        if stage_part is None and self._forms.joins_branches(self._form_name(fqn)):
+            general = self._general_variant(members, called, variables, text)
+        parts = {"init": text.init, "forward": (text.source,), "general": general}
+        source = self._add(called, (text.init, text.source, general), lambda: parts)
         fqns, run, of_torch = text.modules
         constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
         parameters = None if stage_part is None else tuple(stage_part.parameters.values())
         return AuthorClass(constructor, text.has_author_results, parameters)
+
+    def _general_variant(
+        self, members: StageMembers, called: CallValues, variables: CallVariables, text: AuthorText
+    ) -> ClassVariant | None:
+        """The class with the branches that any module of it runs; None if that cannot be written."""
+        if self._class_lines.differ(called.tree.fqn):
+            try:
+                text = self._author_text(members, called, variables, None, all_branches=True)
+            except UnwritableError:
+                return None
+        return ClassVariant(text.init, text.source)
 
     def _author_text(
         self,
@@ -408,12 +434,20 @@ class BlockClasses:
         variables: CallVariables,
         stage_part: StagePart | None,
         first: Sequence[Statement] = (),
+        *,
+        all_branches: bool = False,
     ) -> AuthorText:
-        """The text of the class of a call, whose ``forward`` begins with some statements. Raises UnwritableError."""
+        """The text of the class of a call. Raises UnwritableError.
+
+        Args:
+            first: the statements with which its ``forward`` begins.
+            all_branches: whether it has the branches that any module of the class runs.
+        """
         whole_methods = frozenset[str]()
         while True:
+            names = partial(self._author_names, members, called, variables, stage_part, all_branches)
             try:
-                return self._mixed_text(members, called, variables, stage_part, first, whole_methods)
+                return self._mixed_text(members, called, variables, stage_part, first, names(whole_methods))
             except MixedMethodError as error:
                 whole_methods |= {error.method}
 
@@ -424,11 +458,10 @@ class BlockClasses:
         variables: CallVariables,
         stage_part: StagePart | None,
         first: Sequence[Statement],
-        whole_methods: frozenset[str],
+        names: ReadNames,
     ) -> AuthorText:
-        """The same, without statements from the graph in some methods. Raises UnwritableError."""
+        """The text of a class that reads these names. Raises UnwritableError."""
         tree, fqn = called.tree, called.tree.fqn
-        names = self._author_names(members, called, variables, stage_part, whole_methods)
         constructors = self._children_of_author(members, tree, names.children)
         parameters = None if stage_part is None else stage_part.parameters
         results = Results(called.makes, None, ()) if stage_part is not None else results_of(called)
@@ -480,12 +513,17 @@ class BlockClasses:
         for name, value in (numbers.used if numbers is not None else {}).items():
             if attributes.setdefault(name, value) != value:
                 raise UnwritableError(f"self.{name} would be two things")
-        assignments = (Assign((Attribute(SELF, name),), value) for name, value in attributes.items())
-        init = (*assignments, *init_statements(module_tree))
+        init = self._constructor(fqn, attributes, module_tree)
         source = self._shared_names.text_of(names, forward, written)
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
         return AuthorText(source, init, module_tree, Modules(fqns, run, of_torch), text.has_author_results)
+
+    def _constructor(self, fqn: str, attributes: Mapping[str, Expression], tree: ModuleTree) -> tuple[Statement, ...]:
+        """The statements of ``__init__`` of the class of a module: those that assign attributes, and its children."""
+        children = tuple(init_statements(tree))
+        values = with_computed_numbers(attributes, self._captured.modules[fqn].module, children)
+        return *(Assign((Attribute(SELF, name),), value) for name, value in values.items()), *children
 
     def _divided(
         self, fqn: str, steps: Iterable[Step], names: ReadNames, method: MixedMethod
@@ -536,9 +574,10 @@ class BlockClasses:
         called: CallValues,
         variables: CallVariables,
         stage_part: StagePart | None,
+        all_branches: bool,
         whole_methods: frozenset[str],
     ) -> ReadNames:
-        """What the text of the class of a call reads. Raises UnwritableError."""
+        """What the text of the class of a call reads, with these methods in their own text. Raises UnwritableError."""
         tree, lines = called.tree, self._captured.lines
         entry = self._captured.modules[tree.fqn]
         module = entry.module
@@ -566,6 +605,13 @@ class BlockClasses:
             self._autograd_functions,
             whole_methods,
         )
+        if all_branches:
+            surroundings = replace(
+                surroundings,
+                lines=self._class_lines.graph_lines(tree.fqn),
+                module_lines=self._class_lines.module_lines(tree.fqn),
+            )
+            lines = self._class_lines.executed(tree.fqn)
 
         def of_method(first_line: int, call_lines: frozenset[int]) -> ForwardSurroundings:
             chains = [self.source.lines_within(tree.fqn, node) for node in tree.nodes()]
@@ -664,9 +710,8 @@ class BlockClasses:
                 numbers = ModuleNumbers(self._captured, self.source, tree.fqn)
             forward = write_forward(contents, modules, parameters, self.source, numbers=numbers).statements
             used = numbers.used if numbers is not None else {}
-            assignments = (Assign((Attribute(SELF, name),), value) for name, value in used.items())
-            base = f"nn.{modules.container.__name__}"
-            return {"base": base, "init": (*assignments, *init), "parameters": tuple(parameters), "forward": forward}
+            base, init = f"nn.{modules.container.__name__}", self._constructor(tree.fqn, used, modules)
+            return {"base": base, "init": init, "parameters": tuple(parameters), "forward": forward}
 
         return self._add(called, structure, parts), modules_of(contents, modules)
 
@@ -693,6 +738,7 @@ class BlockClasses:
                 docstring=self.names.docstring(called.tree, called.reads, called.makes),
                 model_class=module.class_name,
                 attributes=attributes,
+                author_arguments=author_arguments_of(type(module.module)),
                 part=self.names.part(called.tree),
                 **parts(),  # type: ignore[arg-type]
             )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
 from torch import nn
 
+from pipegraph.codegen.names.author_arguments import AuthorArguments, position_name
 from pipegraph.codegen.names.identifiers import attribute_variable, unused
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -20,6 +22,7 @@ from pipegraph.codegen.syntax.expressions import (
     FunctionCall,
     Literal,
     Name,
+    Node,
     Passing,
     literal,
 )
@@ -30,56 +33,109 @@ MAX_ARGUMENTS, PER_COPY = 6, 2
 # Replaces every number when classes are compared.
 _ANY_NUMBER = Name("…")
 
-# Takes a number and the name of the parameter that it is passed for; returns its replacement.
-_Change = Callable[[Literal, str], Expression]
+
+@dataclass(frozen=True)
+class _Place:
+    """A place of a number.
+
+    Attributes:
+        parameter: the parameter that it is passed for.
+        author_name: what the author's constructor passes there; empty if that has no name.
+        default: the number, if the call leaves it out.
+    """
+
+    parameter: str = "size"
+    author_name: str = ""
+    default: Expression | None = None
+
+
+# Takes a number and its place; returns its replacement.
+_Change = Callable[[Literal, _Place], Expression]
 
 
 def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
     """The groups of classes that can become one class each."""
     groups: dict[object, list[ClassSource]] = {}
     for block in classes:
-        if block.init_parameters:
+        if block.init_parameters or block.defaults or block.general is not None:
             continue
-        source = _with_numbers(block, lambda number, name: _ANY_NUMBER)
+        source = _with_numbers(block, lambda number, place: _ANY_NUMBER)
         common = (block.model_class, block.base, block.parameters, source.children, source.init, source.forward)
         groups.setdefault(common, []).append(block)
-    number_groups: list[NumberGroup] = []
-    for members in groups.values():
-        group = NumberGroup(tuple(members), _varying(members))
-        fits = len(group.varying) <= MAX_ARGUMENTS + PER_COPY * (len(members) - 2)
-        number_groups += [group] if fits and len(members) > 1 else []
-    return number_groups
+    number_groups = [number_group(members) for members in groups.values() if len(members) > 1]
+    return [group for group in number_groups if group.fits()]
 
 
-def _varying(members: Sequence[ClassSource]) -> dict[tuple[Literal, ...], str]:
-    """The numbers that differ: their values in all members → the name of the argument that replaces them."""
+def without_numbers(node: Node) -> Any:
+    """A part of a source with every number replaced by the same name: equal for parts that differ in numbers only."""
+    return _Numbers(lambda number, place: _ANY_NUMBER).changed(node)
+
+
+def number_group(members: Sequence[ClassSource]) -> NumberGroup:
+    """The group of classes that differ in numbers only."""
+    places: dict[_Values, list[_Place]] = {}
+    for numbers in zip(*map(_numbers, members), strict=True):
+        values = tuple(value for value, _ in numbers)
+        if len(set(values)) > 1:
+            places.setdefault(values, []).extend(place for _, place in numbers)
+    return NumberGroup(tuple(members), _names(members, places), _defaults(places))
+
+
+_Values = tuple[Literal, ...]
+"""A number in each member of a group."""
+
+
+def _names(members: Sequence[ClassSource], places: Mapping[_Values, Sequence[_Place]]) -> dict[_Values, str]:
+    """The names of the arguments that replace numbers."""
     first = members[0]
     assigned = [assigned_attributes(member.init) for member in members]
-    names: dict[tuple[Literal, ...], str] = {}
-    for numbers in zip(*map(_numbers, members), strict=True):
-        values, parameter = tuple(value for value, _ in numbers), numbers[0][1]
-        if len(set(values)) > 1 and values not in names:
-            keys = [name for name in first.attributes if tuple(cls.attributes.get(name) for cls in members) == values]
-            name = parameter if parameter in keys or not keys else keys[0]
-            targets = {target for target in assigned[0] if tuple(member.get(target) for member in assigned) != values}
-            used_names = {*first.parameters, *targets, *names.values(), *registered_names(first.init)}
-            names[values] = unused(attribute_variable(name, "size"), used_names)
+    names: dict[_Values, str] = {}
+    for values, of_values in places.items():
+        keys = [name for name in first.attributes if tuple(cls.attributes.get(name) for cls in members) == values]
+        parameter = of_values[0].parameter
+        author_name = next((place.author_name for place in of_values if place.author_name), "")
+        name = author_name or (parameter if parameter in keys or not keys else keys[0])
+        targets = {target for target in assigned[0] if tuple(member.get(target) for member in assigned) != values}
+        used_names = {*first.parameters, *targets, *names.values(), *registered_names(first.init)}
+        names[values] = unused(attribute_variable(name, "size"), used_names)
     return names
+
+
+def _defaults(places: Mapping[_Values, Sequence[_Place]]) -> dict[_Values, Expression]:
+    """The defaults of the arguments that replace numbers: what calls leave out."""
+    defaults: dict[_Values, Expression] = {}
+    for values, of_values in places.items():
+        left_out = {place.default for place in of_values if place.default is not None}
+        if len(left_out) == 1:
+            defaults[values] = left_out.pop()
+    return defaults
 
 
 @dataclass(frozen=True)
 class NumberGroup:
-    """Classes that are equal except for the numbers in ``varying``."""
+    """Classes that are equal except for numbers.
+
+    Attributes:
+        members: the classes.
+        varying: the numbers that differ: their values in all members → the name of the argument that replaces them.
+        defaults: the defaults of these arguments, by the values of the numbers.
+    """
 
     members: tuple[ClassSource, ...]
-    varying: Mapping[tuple[Literal, ...], str]
+    varying: Mapping[_Values, str]
+    defaults: Mapping[_Values, Expression]
+
+    def fits(self, other_arguments: int = 0) -> bool:
+        """Return whether one class with arguments reads better than its copies."""
+        return len(self.varying) + other_arguments <= MAX_ARGUMENTS + PER_COPY * (len(self.members) - 2)
 
     def call(self, index: int) -> FunctionCall:
         """The call of the constructor for one member."""
-        values = {name: numbers[index] for numbers, name in self.varying.items()}
-        short = len(values) <= 2 and all(value.text.isdigit() for value in values.values())
-        passing = Passing.POSITIONAL if short else Passing.KEYWORD
-        arguments = (Argument(value, name, passing) for name, value in values.items())
+        short = len(self.varying) <= 2 and all(values[index].text.isdigit() for values in self.varying)
+        passing = Passing.POSITIONAL if short and not self.defaults else Passing.KEYWORD
+        arguments = (
+            Argument(values[index], name, passing, self.defaults.get(values)) for values, name in self.varying.items()
+        )
         return FunctionCall(Name(self.members[0].name), tuple(arguments))
 
     def merged(self) -> ClassSource:
@@ -88,12 +144,12 @@ class NumberGroup:
         values = zip(*per_member, strict=True)
         stored: dict[str, None] = {}
 
-        def in_init(number: Literal, name: str) -> Expression:
+        def in_init(number: Literal, place: _Place) -> Expression:
             argument = self.varying.get(next(values))
             return number if argument is None else Name(argument)
 
-        def in_forward(number: Literal, name: str) -> Expression:
-            argument = in_init(number, name)
+        def in_forward(number: Literal, place: _Place) -> Expression:
+            argument = in_init(number, place)
             if not isinstance(argument, Name):
                 return number
             stored[argument.name] = None
@@ -105,7 +161,12 @@ class NumberGroup:
             for name in stored
             if Name(name) != assigned_attributes(source.init).get(name)
         )
-        return replace(source, init_parameters=tuple(self.varying.values()), init=(*assignments, *source.init))
+        return replace(
+            source,
+            init_parameters=tuple(name for values, name in self.varying.items() if values not in self.defaults),
+            defaults={name: self.defaults[values] for values, name in self.varying.items() if values in self.defaults},
+            init=(*assignments, *source.init),
+        )
 
 
 def assigned_attributes(init: Sequence[Statement]) -> dict[str, Expression]:
@@ -126,31 +187,94 @@ def registered_names(init: Sequence[Statement]) -> set[str]:
     return {ast.literal_eval(name.text) for name in names}
 
 
-def _numbers(source: ClassSource) -> Iterator[tuple[Literal, str]]:
-    """Every number, with the name of the parameter that it is passed for, in the order of the source."""
-    numbers: list[tuple[Literal, str]] = []
+def _numbers(source: ClassSource) -> Iterator[tuple[Literal, _Place]]:
+    """Every number, with its place, in the order of the source."""
+    numbers: list[tuple[Literal, _Place]] = []
 
-    def collect(number: Literal, name: str) -> Expression:
-        numbers.append((number, name))
+    def collect(number: Literal, place: _Place) -> Expression:
+        numbers.append((number, place))
         return number
 
     _with_numbers(source, collect)
     return iter(numbers)
 
 
+def author_numbers(init: Iterable[Statement], names: AuthorArguments) -> dict[str, int | float]:
+    """The names that the author's constructor has for the numbers in statements of ``__init__`` → the numbers."""
+    numbers: dict[str, set[Literal]] = {}
+
+    def collect(number: Literal, place: _Place) -> Expression:
+        if place.author_name:
+            numbers.setdefault(place.author_name, set()).add(number)
+        return number
+
+    for statement in init:
+        _Numbers(collect, names, statement).changed(statement)
+    return {name: ast.literal_eval(values.pop().text) for name, values in numbers.items() if len(values) == 1}
+
+
 def _with_numbers(source: ClassSource, change: _Change, change_in_forward: _Change | None = None) -> ClassSource:
     """A class with its numbers changed, including those that a call leaves to a default."""
 
-    def walk(node: Any, change: _Change, name: str = "size") -> Any:
-        if isinstance(node, Literal):
-            return change(node, name) if node.is_number else node
-        if isinstance(node, Argument):
-            return node.changed(walk(node.value, change, node.name or "size"))
-        return node.rebuilt(lambda inside: walk(inside, change))
-
-    children, init = (tuple(walk(node, change) for node in nodes) for nodes in (source.children, source.init))
-    forward = tuple(walk(node, change_in_forward or change) for node in source.forward)
+    names = source.author_arguments
+    children, init = (
+        tuple(_Numbers(change, names, node).changed(node) for node in nodes) for nodes in (source.children, source.init)
+    )
+    forward = tuple(_Numbers(change_in_forward or change).changed(node) for node in source.forward)
     return replace(source, children=children, init=init, forward=forward)
+
+
+class _Numbers:
+    """Changes the numbers of one statement.
+
+    Args:
+        change: what changes them.
+        names: the names that the author's constructor has for numbers.
+        statement: the statement of the constructor.
+    """
+
+    def __init__(self, change: _Change, names: AuthorArguments | None = None, statement: Node | None = None) -> None:
+        self._change = change
+        self._names = names
+        self._attribute = ""
+        match statement:
+            case Assign(targets=(Attribute(owner=owner, name=name),)) if owner == SELF and names is not None:
+                self._attribute = name
+                calls = (_class_made(node) for node in statement.walk() if isinstance(node, FunctionCall))
+                self._counts = Counter(calls)
+        self._begun: Counter[str] = Counter()
+
+    def changed(self, node: Any, place: _Place = _Place()) -> Any:
+        """A node with its numbers changed."""
+        if isinstance(node, Literal):
+            return self._change(node, place) if node.is_number else node
+        if isinstance(node, FunctionCall) and self._attribute:
+            return self._changed_call(node)
+        if isinstance(node, Argument):
+            return self._changed_argument(node, "")
+        return node.rebuilt(self.changed)
+
+    def _changed_argument(self, argument: Argument, author_name: str) -> Argument:
+        default = argument.value if argument.is_left_out else None
+        return argument.changed(self.changed(argument.value, _Place(argument.name or "size", author_name, default)))
+
+    def _changed_call(self, call: FunctionCall) -> FunctionCall:
+        assert self._names is not None
+        made = _class_made(call)
+        index, count = self._begun[made], self._counts[made]
+        self._begun[made] += 1
+        arguments: list[Argument] = []
+        for position, argument in enumerate(call.arguments):
+            parameter = argument.name or position_name(position)
+            name = self._names.name(self._attribute, made, parameter, index, count)
+            arguments.append(self._changed_argument(argument, name))
+        function = self.changed(call.function)
+        return replace(call, function=function, arguments=tuple(arguments))
+
+
+def _class_made(call: FunctionCall) -> str:
+    """The name of the class that a call makes, without the number of a class of several under one name."""
+    return call.function.text.rpartition(".")[2].rstrip("0123456789") or call.function.text
 
 
 def module_attributes(module: nn.Module) -> dict[str, Expression]:

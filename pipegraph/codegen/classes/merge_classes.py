@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from pipegraph.codegen.classes.constructor_arguments import equal_but_for_numbers
+from pipegraph.codegen.classes.constructor_calls import changed_classes, changed_node, with_constructors
+from pipegraph.codegen.classes.merge_branches import merge_branches, without_variants
 from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.names.identifiers import class_name, unused_class
 from pipegraph.codegen.syntax.expressions import FunctionCall, ModuleInvocation, Name, call
 from pipegraph.codegen.syntax.statements import ClassSource
-
-_Change = Callable[[FunctionCall], FunctionCall]
 
 
 def merge_classes(
@@ -21,9 +21,10 @@ def merge_classes(
     """Merge the classes of blocks.
 
     The result is ``Conv1D(nf=96, nx=32)`` and ``Conv1D(nf=32, nx=32)`` instead of a ``Conv1D`` and a ``Conv1D2``.
-    Classes that differ in more than numbers stay apart: an attention with a mask and one without are ``Attention`` and
-    ``Attention2``, each without branches. The classes around others can be merged only after them, so that this is
-    repeated until no class is merged.
+    Classes that are written from the graph and differ in more than numbers stay apart: an attention with a mask and one
+    without are ``Attention`` and ``Attention2``, each without branches. In their author's text they are one class, with
+    the author's branches. The classes around others can be merged only after them, so that this is repeated until no
+    class is merged.
 
     Args:
         blocks: the classes that stages share, each after those that it uses.
@@ -35,8 +36,9 @@ def merge_classes(
     """
     apart = [block for block in blocks if not forms.merges(block.model_class)]
     classes, users = [block for block in blocks if forms.merges(block.model_class)], [*apart, *stages]
+    classes = without_variants(classes)
     while True:
-        merged = _merge_numbers(classes, users) or _merge_sequences(classes, users)
+        merged = _merge_numbers(classes, users) or _merge_sequences(classes, users) or merge_branches(classes, users)
         if merged is None:
             break
         classes, users = merged
@@ -49,8 +51,8 @@ def merge_classes(
         name = names.get(constructor_call.function.text)
         return constructor_call if name is None else replace(constructor_call, function=Name(name))
 
-    classes = [replace(_with_constructors(block, renamed), name=names[block.name]) for block in _in_order(classes)]
-    return classes, [_with_constructors(user, renamed) for user in users]
+    classes = [replace(with_constructors(block, renamed), name=names[block.name]) for block in _in_order(classes)]
+    return classes, [with_constructors(user, renamed) for user in users]
 
 
 def _merge_numbers(
@@ -76,7 +78,7 @@ def _merge_numbers(
         names = (first[name].name if name in first else name for name in invocation.classes)
         return replace(invocation, classes=tuple(dict.fromkeys(names)))
 
-    return _changed(blocks, with_arguments, of_first), _changed(users, with_arguments, of_first)
+    return changed_classes(blocks, with_arguments, of_first), changed_classes(users, with_arguments, of_first)
 
 
 def _merge_sequences(
@@ -105,14 +107,16 @@ def _merge_sequences(
         def passed(node: Any) -> Any:
             return arguments.get(node.text, node) if isinstance(node, Name) else node.rebuilt(passed)
 
-        return call(first[member.name], *(_change(passed(child), constructor) for child in member.children))
+        return call(first[member.name], *(changed_node(passed(child), constructor) for child in member.children))
 
     blocks = [
-        replace(source, children=(), init_parameters=()) if source.name in first else source
+        replace(source, children=(), init_parameters=(), defaults={}) if source.name in first else source
         for source in classes
         if first.get(source.name, source.name) == source.name
     ]
-    return _changed(blocks, constructor, lambda node: node), _changed(users, constructor, lambda node: node)
+    return changed_classes(blocks, constructor, lambda node: node), changed_classes(
+        users, constructor, lambda node: node
+    )
 
 
 def _in_order(classes: Sequence[ClassSource]) -> list[ClassSource]:
@@ -129,34 +133,3 @@ def _in_order(classes: Sequence[ClassSource]) -> list[ClassSource]:
     for block in classes:
         add(block)
     return list(ordered.values())
-
-
-def _changed(
-    sources: Sequence[ClassSource], constructor: _Change, invocation: Callable[[ModuleInvocation], ModuleInvocation]
-) -> list[ClassSource]:
-    """Classes with the calls of constructors and of modules changed."""
-
-    def walk(node: Any) -> Any:
-        node = node.rebuilt(walk)
-        return invocation(node) if isinstance(node, ModuleInvocation) else node
-
-    changed: list[ClassSource] = []
-    for original in sources:
-        source, forward = _with_constructors(original, constructor), tuple(map(walk, original.forward))
-        is_unchanged = all(new is old for new, old in zip(forward, original.forward, strict=True))
-        changed.append(source if is_unchanged else replace(source, forward=forward))
-    return changed
-
-
-def _with_constructors(source: ClassSource, change: _Change) -> ClassSource:
-    """A class with the calls in its ``__init__`` changed."""
-
-    children, init = (tuple(_change(node, change) for node in nodes) for nodes in (source.children, source.init))
-    is_unchanged = all(new is old for new, old in zip((*children, *init), source.constructors, strict=True))
-    return source if is_unchanged else replace(source, children=children, init=init)
-
-
-def _change(node: Any, change: _Change) -> Any:
-    """A node with the calls in it changed, from the innermost ones."""
-    node = node.rebuilt(lambda inside: _change(inside, change))
-    return change(node) if isinstance(node, FunctionCall) else node

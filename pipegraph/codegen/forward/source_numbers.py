@@ -83,21 +83,29 @@ def plain_numbers(tree: ast.AST, attributes: Numbers) -> Iterator[Number]:
         yield evaluation[0]
 
 
-def evaluated(node: ast.expr, attributes: Numbers) -> Evaluation | None:
-    """The value of an expression of numbers and attributes, and the expression; None for any other."""
+def evaluated(
+    node: ast.expr, attributes: Numbers, variable: Callable[[ast.expr], Evaluation | None] = lambda node: None
+) -> Evaluation | None:
+    """The value of an expression of numbers and attributes, and the expression; None for any other.
+
+    Args:
+        node: the expression in the source.
+        attributes: of the module.
+        variable: returns the same for other expressions that have a number.
+    """
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value, literal(node.value)  # type: ignore[return-value]
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in attributes:
             return attributes[name], Attribute(SELF, name)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        inner = evaluated(node.operand, attributes)
+        inner = evaluated(node.operand, attributes, variable)
         if inner is None:
             return None
         return -inner[0], literal(-inner[0]) if isinstance(inner[1], Literal) else unary("-", inner[1])
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
-        return None
-    left_operand, right = evaluated(node.left, attributes), evaluated(node.right, attributes)
+        return variable(node)
+    left_operand, right = evaluated(node.left, attributes, variable), evaluated(node.right, attributes, variable)
     if left_operand is None or right is None:
         return None
     symbol, compute = _OPERATORS[type(node.op)]

@@ -17,7 +17,7 @@ from pipegraph.codegen.names.identifiers import is_plain
 # How strongly Python's operators bind. An operand that binds less strongly needs brackets.
 ATOM, _POWER, _UNARY, _SUM, _COMPARISON, _AND, _CONDITIONAL, _NONE = 20, 15, 14, 12, 7, 3, 1, 0
 _STRENGTHS = {
-    **dict.fromkeys(("in", "==", "!=", "<", "<=", ">", ">="), _COMPARISON),
+    **dict.fromkeys(("in", "is not", "==", "!=", "<", "<=", ">", ">="), _COMPARISON),
     **{"|": 8, "^": 9, "&": 10},
     **dict.fromkeys("+-", _SUM),
     **dict.fromkeys(("*", "/", "//", "@", "%"), 13),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from pipegraph.codegen.names.author_arguments import AuthorArguments
 from pipegraph.codegen.syntax.expressions import Binary, Expression, FunctionCall, Node, unary
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 
@@ -284,6 +285,19 @@ def functions_called(nodes: Iterable[Node]) -> set[str]:
 
 
 @dataclass(frozen=True)
+class ClassVariant:
+    """A class in its author's text, with the branches that any module of the class runs.
+
+    Attributes:
+        init: the statements of ``__init__`` after ``super().__init__()``.
+        text: its methods.
+    """
+
+    init: tuple[Statement, ...]
+    text: SourceText
+
+
+@dataclass(frozen=True)
 class ClassSource:
     """A class to be rendered.
 
@@ -291,6 +305,7 @@ class ClassSource:
         name, docstring: of the class.
         base: the class that it derives from.
         init_parameters: the parameters of ``__init__``.
+        defaults: those after them, with the default of each.
         children: the arguments of ``super().__init__``.
         init: the statements of ``__init__`` after that.
         parameters: the parameters of ``forward``.
@@ -301,12 +316,16 @@ class ClassSource:
         model_class: the model's own class.
         attributes: the numbers, texts and None that every module of that class holds, by the name of the attribute.
         part: "" for all of the model's class; "Start", "Middle" or "End" if stages begin inside.
+        author_arguments: the names that the author's constructor has for the numbers in it.
+        general: the class with the branches of others of its name, until they are merged or stay apart.
+        is_general: whether it has them.
     """
 
     name: str
     docstring: str
     base: str = "nn.Module"
     init_parameters: tuple[str, ...] = ()
+    defaults: Mapping[str, Expression] = field(default_factory=dict)
     children: tuple[Expression, ...] = ()
     init: tuple[Statement, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -317,6 +336,9 @@ class ClassSource:
     model_class: str = ""
     attributes: Mapping[str, Expression] = field(default_factory=dict)
     part: str = ""
+    author_arguments: AuthorArguments | None = None
+    general: ClassVariant | None = None
+    is_general: bool = False
 
     @property
     def constructors(self) -> tuple[Node, ...]:

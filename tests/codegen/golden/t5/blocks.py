@@ -1,9 +1,9 @@
 """The blocks that the stages of Translator (t5.py) share.
 
-T5LayerNorm, T5LayerSelfAttention, T5DenseActDense, T5LayerFF, T5Block, T5LayerSelfAttention2, T5Block2,
-T5StackStart, T5StackEnd, T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5Block3,
-T5StackStart2, T5Attention5, T5LayerSelfAttention4, T5Attention6, T5LayerCrossAttention2, T5Block4, T5StackEnd2,
-T5ForConditionalGenerationEnd: the text of modeling_t5.py (Apache License).
+T5LayerNorm, T5LayerSelfAttention, T5DenseActDense, T5LayerFF, T5Block, T5LayerSelfAttention2, T5StackStart,
+T5StackEnd, T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5StackStart2,
+T5Attention5, T5LayerSelfAttention4, T5Attention6, T5StackEnd2, T5ForConditionalGenerationEnd: the text of
+modeling_t5.py (Apache License).
 """
 
 import math
@@ -146,9 +146,10 @@ class T5Block(nn.Module):
     input_ids_1].
     """
 
-    def __init__(self):
+    def __init__(self, is_decoder, layer):
         super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])
+        self.is_decoder = is_decoder
+        self.layer = layer
 
     def forward(
         self,
@@ -179,6 +180,25 @@ class T5Block(nn.Module):
             hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
 
         cross_attn_position_bias = None
+        do_cross_attention = self.is_decoder and encoder_hidden_states is not None
+        if do_cross_attention:
+            hidden_states, cross_attn_position_bias, _ = self.layer[1](
+                hidden_states,
+                key_value_states=encoder_hidden_states,
+                attention_mask=encoder_attention_mask,
+                position_bias=encoder_decoder_position_bias,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+
+            # clamp inf values to enable fp16 training
+            if hidden_states.dtype == torch.float16:
+                clamp_value = torch.where(
+                    torch.isinf(hidden_states).any(),
+                    torch.finfo(hidden_states.dtype).max - 1000,
+                    torch.finfo(hidden_states.dtype).max,
+                )
+                hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
 
         # Apply Feed Forward layer
         hidden_states = self.layer[-1](hidden_states)
@@ -241,62 +261,6 @@ class T5LayerSelfAttention2(nn.Module):
         return attention_output, position_bias, None
 
 
-class T5Block2(nn.Module):
-    """T5Block (modeling_t5.py:435), as in t5.encoder.block.1.
-
-    hidden_states f32[batch, input_ids_1, 32], position_bias f32[1, 4, input_ids_1, input_ids_1] → f32[batch,
-    input_ids_1, 32].
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])
-
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_bias=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        encoder_decoder_position_bias=None,
-        past_key_values=None,
-        **kwargs,
-    ):
-        hidden_states, self_attn_position_bias, _ = self.layer[0](
-            hidden_states,
-            attention_mask=attention_mask,
-            position_bias=position_bias,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        cross_attn_position_bias = None
-
-        # Apply Feed Forward layer
-        hidden_states = self.layer[-1](hidden_states)
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        return hidden_states, self_attn_position_bias, cross_attn_position_bias
-
-
 class T5StackStart(nn.Module):
     """T5Stack (modeling_t5.py:640), a part of it, as in t5.encoder.
 
@@ -306,7 +270,12 @@ class T5StackStart(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed_tokens = nn.Embedding(89, 32)
-        self.block = nn.ModuleList([T5Block(), T5Block2()])
+        self.block = nn.ModuleList(
+            [
+                T5Block(is_decoder=False, layer=nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])),
+                T5Block(is_decoder=False, layer=nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])),
+            ]
+        )
         self.dropout = nn.Dropout(p=0.0)
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,7 +313,9 @@ class T5StackEnd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = nn.ModuleDict({"2": T5Block2()})
+        self.block = nn.ModuleDict(
+            {"2": T5Block(is_decoder=False, layer=nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()]))}
+        )
         self.final_layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
@@ -571,9 +542,9 @@ class T5LayerCrossAttention(nn.Module):
     decoder_input_ids_1, 32].
     """
 
-    def __init__(self):
+    def __init__(self, EncDecAttention):
         super().__init__()
-        self.EncDecAttention = T5Attention4()
+        self.EncDecAttention = EncDecAttention
         self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
@@ -593,80 +564,6 @@ class T5LayerCrossAttention(nn.Module):
         return layer_output, position_bias, attn_weights
 
 
-class T5Block3(nn.Module):
-    """T5Block (modeling_t5.py:435), as in t5.decoder.block.0.
-
-    hidden_states f32[batch, decoder_input_ids_1, 32], attention_mask bool[decoder_input_ids_1,
-    decoder_input_ids_1], encoder_hidden_states f32[batch, input_ids_1, 32] → f32[batch, decoder_input_ids_1,
-    32], f32[1, 4, decoder_input_ids_1, decoder_input_ids_1].
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention3(), T5LayerCrossAttention(), T5LayerFF()])
-
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_bias=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        encoder_decoder_position_bias=None,
-        past_key_values=None,
-        **kwargs,
-    ):
-        hidden_states, self_attn_position_bias, _ = self.layer[0](
-            hidden_states,
-            attention_mask=attention_mask,
-            position_bias=position_bias,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        cross_attn_position_bias = None
-        hidden_states, cross_attn_position_bias, _ = self.layer[1](
-            hidden_states,
-            key_value_states=encoder_hidden_states,
-            attention_mask=encoder_attention_mask,
-            position_bias=encoder_decoder_position_bias,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        # Apply Feed Forward layer
-        hidden_states = self.layer[-1](hidden_states)
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        return hidden_states, self_attn_position_bias, cross_attn_position_bias
-
-
 class T5StackStart2(nn.Module):
     """T5Stack (modeling_t5.py:640), a part of it, as in t5.decoder.
 
@@ -677,7 +574,16 @@ class T5StackStart2(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed_tokens = nn.Embedding(89, 32)
-        self.block = nn.ModuleList([T5Block3()])
+        self.block = nn.ModuleList(
+            [
+                T5Block(
+                    is_decoder=True,
+                    layer=nn.ModuleList(
+                        [T5LayerSelfAttention3(), T5LayerCrossAttention(EncDecAttention=T5Attention4()), T5LayerFF()]
+                    ),
+                )
+            ]
+        )
         self.dropout = nn.Dropout(p=0.0)
 
     def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -837,110 +743,6 @@ class T5Attention6(nn.Module):
         return attn_output, position_bias, None
 
 
-class T5LayerCrossAttention2(nn.Module):
-    """T5LayerCrossAttention (modeling_t5.py:404), as in t5.decoder.block.1.layer.1.
-
-    hidden_states f32[batch, decoder_input_ids_1, 32], key_value_states f32[batch, input_ids_1, 32],
-    position_bias f32[1, 4, decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.EncDecAttention = T5Attention6()
-        self.layer_norm = T5LayerNorm()
-        self.dropout = nn.Dropout(p=0.0)
-
-    def forward(
-        self, hidden_states, key_value_states, attention_mask=None, position_bias=None, past_key_values=None, **kwargs
-    ):
-        normed_hidden_states = self.layer_norm(hidden_states)
-        attention_output, position_bias, attn_weights = self.EncDecAttention(
-            normed_hidden_states,
-            mask=attention_mask,
-            key_value_states=key_value_states,
-            position_bias=position_bias,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-        layer_output = hidden_states + self.dropout(attention_output)
-        return layer_output, position_bias, attn_weights
-
-
-class T5Block4(nn.Module):
-    """T5Block (modeling_t5.py:435), as in t5.decoder.block.1.
-
-    hidden_states f32[batch, decoder_input_ids_1, 32], attention_mask bool[decoder_input_ids_1,
-    decoder_input_ids_1], position_bias f32[1, 4, decoder_input_ids_1, decoder_input_ids_1],
-    encoder_hidden_states f32[batch, input_ids_1, 32], encoder_decoder_position_bias f32[1, 4,
-    decoder_input_ids_1, input_ids_1] → f32[batch, decoder_input_ids_1, 32].
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.ModuleList([T5LayerSelfAttention4(), T5LayerCrossAttention2(), T5LayerFF()])
-
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_bias=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        encoder_decoder_position_bias=None,
-        past_key_values=None,
-        **kwargs,
-    ):
-        hidden_states, self_attn_position_bias, _ = self.layer[0](
-            hidden_states,
-            attention_mask=attention_mask,
-            position_bias=position_bias,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        cross_attn_position_bias = None
-        hidden_states, cross_attn_position_bias, _ = self.layer[1](
-            hidden_states,
-            key_value_states=encoder_hidden_states,
-            attention_mask=encoder_attention_mask,
-            position_bias=encoder_decoder_position_bias,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        # Apply Feed Forward layer
-        hidden_states = self.layer[-1](hidden_states)
-
-        # clamp inf values to enable fp16 training
-        if hidden_states.dtype == torch.float16:
-            clamp_value = torch.where(
-                torch.isinf(hidden_states).any(),
-                torch.finfo(hidden_states.dtype).max - 1000,
-                torch.finfo(hidden_states.dtype).max,
-            )
-            hidden_states = torch.clamp(hidden_states, min=-clamp_value, max=clamp_value)
-
-        return hidden_states, self_attn_position_bias, cross_attn_position_bias
-
-
 class T5StackEnd2(nn.Module):
     """T5Stack (modeling_t5.py:640), a part of it, as in t5.decoder.
 
@@ -951,7 +753,17 @@ class T5StackEnd2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = nn.ModuleDict({str(i): T5Block4() for i in range(1, 3)})
+        self.block = nn.ModuleDict(
+            {
+                str(i): T5Block(
+                    is_decoder=True,
+                    layer=nn.ModuleList(
+                        [T5LayerSelfAttention4(), T5LayerCrossAttention(EncDecAttention=T5Attention6()), T5LayerFF()]
+                    ),
+                )
+                for i in range(1, 3)
+            }
+        )
         self.final_layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 

@@ -28,10 +28,10 @@ class Up(nn.Module):
     → f32[batch, 64, images_2 // 4, images_3 // 4].
     """
 
-    def __init__(self, in_channels, out_channels):
+    def __init__(self, channels_in, channels):
         super().__init__()
-        self.upsample = nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
-        self.convolution = DoubleConvolution(in_channels, out_channels)
+        self.upsample = nn.ConvTranspose2d(channels_in, channels, 2, stride=2)
+        self.convolution = DoubleConvolution(channels_in, channels)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         return self.convolution(torch.cat([skip, self.upsample(x)], dim=1))

@@ -1,7 +1,6 @@
 """The blocks that the stages of VisionTransformer (vision_transformer.py) share.
 
-PatchEmbedding, DropPath, Attention, Mlp, Block, DropPath2, Block2, BlockStart: the text of
-vision_transformer.py.
+PatchEmbedding, DropPath, Attention, Mlp, Block, BlockStart: the text of vision_transformer.py.
 """
 
 import torch
@@ -30,8 +29,16 @@ class PatchEmbedding(nn.Module):
 class DropPath(nn.Module):
     """DropPath (vision_transformer.py:28), as in blocks.0.drop_path."""
 
+    def __init__(self, drop_prob):
+        super().__init__()
+        self.drop_prob = drop_prob
+
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep_prob = 1 - self.drop_prob
+        mask = x.new_empty(x.shape[0], 1, 1).bernoulli_(keep_prob)
+        return x * mask / keep_prob
 
 
 class Attention(nn.Module):
@@ -42,7 +49,7 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scale = 0.3535533905932738
+        self.scale = (32 // 4) ** -0.5
         self.num_heads = 4
         self.qkv = nn.Linear(32, 96)
         self.proj = nn.Linear(32, 32)
@@ -77,50 +84,13 @@ class Block(nn.Module):
     x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
     """
 
-    def __init__(self):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(32)
-        self.attn = Attention()
-        self.norm2 = nn.LayerNorm(32)
-        self.mlp = Mlp()
-        self.drop_path = DropPath()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
-
-
-class DropPath2(nn.Module):
-    """DropPath (vision_transformer.py:28), as in blocks.1.drop_path.
-
-    x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
-    """
-
-    def __init__(self, drop_prob):
-        super().__init__()
-        self.drop_prob = drop_prob
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.drop_prob == 0.0 or not self.training:
-            return x
-        keep_prob = 1 - self.drop_prob
-        mask = x.new_empty(x.shape[0], 1, 1).bernoulli_(keep_prob)
-        return x * mask / keep_prob
-
-
-class Block2(nn.Module):
-    """Block (vision_transformer.py:71), as in blocks.1.
-
-    x f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
-    """
-
     def __init__(self, drop_prob):
         super().__init__()
         self.norm1 = nn.LayerNorm(32)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(32)
         self.mlp = Mlp()
-        self.drop_path = DropPath2(drop_prob=drop_prob)
+        self.drop_path = DropPath(drop_prob=drop_prob)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -139,7 +109,7 @@ class BlockStart(nn.Module):
         self.norm1 = nn.LayerNorm(32)
         self.attn = Attention()
         self.norm2 = nn.LayerNorm(32)
-        self.drop_path = DropPath2(drop_prob=0.15000000000000002)
+        self.drop_path = DropPath(drop_prob=0.15000000000000002)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -156,7 +126,7 @@ class BlockEnd(nn.Module):
     def __init__(self):
         super().__init__()
         self.mlp = Mlp()
-        self.drop_path = DropPath2(drop_prob=0.15000000000000002)
+        self.drop_path = DropPath(drop_prob=0.15000000000000002)
 
     def forward(self, layer_norm: Tensor, x: Tensor) -> Tensor:
         return x + self.drop_path(self.mlp(layer_norm))

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .blocks import Block, Block2, PatchEmbedding
+from .blocks import Block, PatchEmbedding
 
 
 class Stage0(nn.Module):
@@ -16,7 +16,7 @@ class Stage0(nn.Module):
     def __init__(self):
         super().__init__()
         self.patch_embed = PatchEmbedding()
-        self.blocks = nn.ModuleList([Block(), Block2(drop_prob=0.05)])
+        self.blocks = nn.ModuleList([Block(drop_prob=0.0), Block(drop_prob=0.05)])
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed(images)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .blocks import Block2, BlockStart
+from .blocks import Block, BlockStart
 
 
 class Stage1(nn.Module):
@@ -15,7 +15,7 @@ class Stage1(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleDict({"2": Block2(drop_prob=0.1), "3": BlockStart()})
+        self.blocks = nn.ModuleDict({"2": Block(drop_prob=0.1), "3": BlockStart()})
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.blocks["2"](x)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .blocks import Block2, BlockEnd
+from .blocks import Block, BlockEnd
 
 
 class Stage2(nn.Module):
@@ -15,7 +15,7 @@ class Stage2(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleDict({"3": BlockEnd(), "4": Block2(drop_prob=0.2)})
+        self.blocks = nn.ModuleDict({"3": BlockEnd(), "4": Block(drop_prob=0.2)})
         self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, 7)
 

@@ -1,0 +1,99 @@
+"""Edit the text of a function at the places of its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
+
+Place = tuple[int, int]
+"""A line, from 1, and a column, in bytes of UTF-8."""
+
+
+class Edit(NamedTuple):
+    """A part of a text between two places, and the text instead of it."""
+
+    start: Place
+    end: Place
+    text: str
+
+    def is_within(self, node: ast.expr) -> bool:
+        """Return whether it changes a part of a node."""
+        return _start(node) <= self.start and self.end <= _end(node)
+
+
+def replacement(node: ast.expr, text: str) -> Edit:
+    """The edit that replaces a node. Raises UnwritableError if that is on several lines."""
+    if node.lineno != node.end_lineno:
+        raise UnwritableError("an attribute stands on two lines")
+    return Edit(_start(node), _end(node), text)
+
+
+def edited(lines: Sequence[TextLine], edits: Iterable[Edit]) -> list[TextLine | None]:
+    """Lines after edits, with None for those that an edit joins to the line before."""
+    changed: list[TextLine | None] = list(lines)
+    for edit in sorted(edits, reverse=True):
+        first, last = edit.start[0] - 1, edit.end[0] - 1
+        head, tail = _text(changed, first)[: edit.start[1]], _text(changed, last)[edit.end[1] :]
+        changed[first] = TextLine((head + edit.text.encode() + tail).decode(), lines[first].number)
+        changed[first + 1 : last + 1] = [None] * (last - first)
+    return changed
+
+
+def present(lines: Iterable[TextLine | None]) -> list[TextLine]:
+    """The lines that are left after edits."""
+    return [line for line in lines if line is not None]
+
+
+def _text(lines: Sequence[TextLine | None], at: int) -> bytes:
+    line = lines[at]
+    if line is None:
+        raise UnwritableError("two edits share a line")
+    return line.text.encode()
+
+
+class UsedSides(ast.NodeTransformer):
+    """Replaces conditional expressions of which one side never ran by the other side.
+
+    ``torch_int(x) if torch.jit.is_tracing() else int(x)`` is ``int(x)`` if ``torch_int`` never ran.
+
+    Args:
+        ran: returns whether the function of a call may have run.
+
+    Attributes:
+        edits: of the text.
+    """
+
+    def __init__(self, ran: Callable[[ast.expr], bool]) -> None:
+        self._ran = ran
+        self.edits: list[Edit] = []
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        """Replace a conditional expression."""
+        self.generic_visit(node)
+        unused = [side for side in (node.body, node.orelse) if not all(map(self._ran, _functions_called(side)))]
+        if len(unused) != 1:
+            return node
+        used = node.orelse if unused[0] is node.body else node.body
+        self.edits = [edit for edit in self.edits if edit.is_within(used) or not edit.is_within(node)]
+        self.edits += [Edit(_start(node), _start(used), ""), Edit(_end(used), _end(node), "")]
+        return used
+
+
+def _functions_called(node: ast.expr) -> Iterator[ast.expr]:
+    """The functions that an expression calls whenever it is evaluated."""
+    if isinstance(node, ast.Call):
+        yield node.func
+    if not isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp)):
+        for child in ast.iter_child_nodes(node):
+            yield from _functions_called(child) if isinstance(child, ast.expr) else ()
+
+
+def _start(node: ast.expr) -> Place:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr) -> Place:
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
