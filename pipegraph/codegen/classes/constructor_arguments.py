@@ -35,7 +35,7 @@ _ANY_NUMBER = Name("…")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NumberPlace:
     """A place of a number.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Place:
 
 
 # Takes a number and its place; returns its replacement.
-_Change = Callable[[Literal, _Place], Expression]
+_Change = Callable[[Literal, _NumberPlace], Expression]
 
 
 def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
@@ -68,12 +68,12 @@ def equal_but_for_numbers(classes: Sequence[ClassSource]) -> list[NumberGroup]:
 
 def without_numbers(node: Node) -> Any:
     """A part of a source with every number replaced by the same name: equal for parts that differ in numbers only."""
-    return _Numbers(lambda number, place: _ANY_NUMBER).changed(node)
+    return _NumberChange(lambda number, place: _ANY_NUMBER).changed(node)
 
 
 def number_group(members: Sequence[ClassSource]) -> NumberGroup:
     """The group of classes that differ in numbers only."""
-    places: dict[_Values, list[_Place]] = {}
+    places: dict[_Values, list[_NumberPlace]] = {}
     for numbers in zip(*map(_numbers, members), strict=True):
         values = tuple(value for value, _ in numbers)
         if len(set(values)) > 1:
@@ -85,7 +85,7 @@ _Values = tuple[Literal, ...]
 """A number in each member of a group."""
 
 
-def _names(members: Sequence[ClassSource], places: Mapping[_Values, Sequence[_Place]]) -> dict[_Values, str]:
+def _names(members: Sequence[ClassSource], places: Mapping[_Values, Sequence[_NumberPlace]]) -> dict[_Values, str]:
     """The names of the arguments that replace numbers."""
     first = members[0]
     assigned = [assigned_attributes(member.init) for member in members]
@@ -101,7 +101,7 @@ def _names(members: Sequence[ClassSource], places: Mapping[_Values, Sequence[_Pl
     return names
 
 
-def _defaults(places: Mapping[_Values, Sequence[_Place]]) -> dict[_Values, Expression]:
+def _defaults(places: Mapping[_Values, Sequence[_NumberPlace]]) -> dict[_Values, Expression]:
     """The defaults of the arguments that replace numbers: what calls leave out."""
     defaults: dict[_Values, Expression] = {}
     for values, of_values in places.items():
@@ -144,11 +144,11 @@ class NumberGroup:
         values = zip(*per_member, strict=True)
         stored: dict[str, None] = {}
 
-        def in_init(number: Literal, place: _Place) -> Expression:
+        def in_init(number: Literal, place: _NumberPlace) -> Expression:
             argument = self.varying.get(next(values))
             return number if argument is None else Name(argument)
 
-        def in_forward(number: Literal, place: _Place) -> Expression:
+        def in_forward(number: Literal, place: _NumberPlace) -> Expression:
             argument = in_init(number, place)
             if not isinstance(argument, Name):
                 return number
@@ -187,11 +187,11 @@ def registered_names(init: Sequence[Statement]) -> set[str]:
     return {ast.literal_eval(name.text) for name in names}
 
 
-def _numbers(source: ClassSource) -> Iterator[tuple[Literal, _Place]]:
+def _numbers(source: ClassSource) -> Iterator[tuple[Literal, _NumberPlace]]:
     """Every number, with its place, in the order of the source."""
-    numbers: list[tuple[Literal, _Place]] = []
+    numbers: list[tuple[Literal, _NumberPlace]] = []
 
-    def collect(number: Literal, place: _Place) -> Expression:
+    def collect(number: Literal, place: _NumberPlace) -> Expression:
         numbers.append((number, place))
         return number
 
@@ -203,13 +203,13 @@ def author_numbers(init: Iterable[Statement], names: AuthorArguments) -> dict[st
     """The names that the author's constructor has for the numbers in statements of ``__init__`` → the numbers."""
     numbers: dict[str, set[Literal]] = {}
 
-    def collect(number: Literal, place: _Place) -> Expression:
+    def collect(number: Literal, place: _NumberPlace) -> Expression:
         if place.author_name:
             numbers.setdefault(place.author_name, set()).add(number)
         return number
 
     for statement in init:
-        _Numbers(collect, names, statement).changed(statement)
+        _NumberChange(collect, names, statement).changed(statement)
     return {name: ast.literal_eval(values.pop().text) for name, values in numbers.items() if len(values) == 1}
 
 
@@ -218,13 +218,14 @@ def _with_numbers(source: ClassSource, change: _Change, change_in_forward: _Chan
 
     names = source.author_arguments
     children, init = (
-        tuple(_Numbers(change, names, node).changed(node) for node in nodes) for nodes in (source.children, source.init)
+        tuple(_NumberChange(change, names, node).changed(node) for node in nodes)
+        for nodes in (source.children, source.init)
     )
-    forward = tuple(_Numbers(change_in_forward or change).changed(node) for node in source.forward)
+    forward = tuple(_NumberChange(change_in_forward or change).changed(node) for node in source.forward)
     return replace(source, children=children, init=init, forward=forward)
 
 
-class _Numbers:
+class _NumberChange:
     """Changes the numbers of one statement.
 
     Args:
@@ -244,7 +245,7 @@ class _Numbers:
                 self._counts = Counter(calls)
         self._begun: Counter[str] = Counter()
 
-    def changed(self, node: Any, place: _Place = _Place()) -> Any:
+    def changed(self, node: Any, place: _NumberPlace = _NumberPlace()) -> Any:
         """A node with its numbers changed."""
         if isinstance(node, Literal):
             return self._change(node, place) if node.is_number else node
@@ -256,7 +257,9 @@ class _Numbers:
 
     def _changed_argument(self, argument: Argument, author_name: str) -> Argument:
         default = argument.value if argument.is_left_out else None
-        return argument.changed(self.changed(argument.value, _Place(argument.name or "size", author_name, default)))
+        return argument.changed(
+            self.changed(argument.value, _NumberPlace(argument.name or "size", author_name, default))
+        )
 
     def _changed_call(self, call: FunctionCall) -> FunctionCall:
         assert self._names is not None
