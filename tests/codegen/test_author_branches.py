@@ -212,3 +212,37 @@ def test_a_class_that_differs_loses_the_other_branches_first(tmp_path: Path, mon
     text = source(package)
     assert "* 3" not in text
     assert "return self.norm(x) * 2" in text
+
+
+class Shaped(nn.Module):
+    """Is given the sizes of its input, which no tensor has: that statement is written from the graph."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, sizes: tuple[int, int]) -> Tensor:
+        rows, columns = sizes
+        x = x.unflatten(1, (rows, columns)) + 1
+        return self.norm(x.flatten(1, 2))
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList([Shaped(8), Shaped(8), Shaped(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for level, columns in zip(self.levels, (12, 6, 4), strict=True):
+            x = level(x, (24 // columns, columns))
+        return x
+
+
+def test_numbers_of_statements_from_the_graph_are_arguments(tmp_path: Path) -> None:
+    model, inputs = Pyramid(), (torch.randn(3, 24, 8),)
+    package = split(tmp_path, model, inputs, cut="levels.2")
+    assert differences(package, model, inputs) == []
+    text = source(package)
+    assert text.count("class Shaped") == 1
+    assert "nn.ModuleList([Shaped(12), Shaped(6)])" in text
+    assert "x = x.unflatten(1, (-1, self.size)) + 1" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
 
@@ -80,6 +80,28 @@ class UsedSides(ast.NodeTransformer):
         self.edits = [edit for edit in self.edits if edit.is_within(used) or not edit.is_within(node)]
         self.edits += [Edit(_start(node), _start(used), ""), Edit(_end(used), _end(node), "")]
         return used
+
+
+class OpenSizes(ast.NodeTransformer):
+    """Replaces sizes by -1.
+
+    Args:
+        sizes: the sizes.
+
+    Attributes:
+        edits: of the text.
+    """
+
+    def __init__(self, sizes: Iterable[ast.expr]) -> None:
+        self._sizes = {id(size) for size in sizes if size.lineno == size.end_lineno}
+        self.edits: list[Edit] = []
+
+    def visit(self, node: ast.AST) -> Any:
+        """Replace a size, or visit the parts of any other node."""
+        if id(node) not in self._sizes or not isinstance(node, ast.expr):
+            return self.generic_visit(node)
+        self.edits.append(replacement(node, "-1"))
+        return ast.copy_location(ast.UnaryOp(ast.USub(), ast.Constant(1)), node)
 
 
 def _functions_called(node: ast.expr) -> Iterator[ast.expr]:

@@ -21,7 +21,7 @@ import torch.nn.functional
 from torch import fx, nn
 
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
-from pipegraph.codegen.syntax.expressions import Expression, literal
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Template, literal
 from pipegraph.codegen.syntax.statements import FunctionSource, SourceText, Statement
 
 _IMPORTED: Final = (torch, torch.nn.functional, torch.nn, math, typing)
@@ -369,6 +369,13 @@ def plain_expression(value: Any) -> Expression | None:
     """A plain value as it is written; None for anything else."""
     if not is_plain(value):
         return None
+    if isinstance(value, dict):
+        keys, entries = map(plain_expression, value), map(plain_expression, value.values())
+        pairs = (
+            (key, entry) for key, entry in zip(keys, entries, strict=True) if key is not None and entry is not None
+        )
+        items = tuple(Template("{}: {}", pair) for pair in pairs)
+        return Collection(items, "{}") if len(items) == len(value) else None
     try:
         return literal(tuple(value) if isinstance(value, torch.Size) else value)
     except TypeError:
@@ -378,6 +385,8 @@ def plain_expression(value: Any) -> Expression | None:
 def is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return type(value) in (tuple, list, torch.Size) and all(map(is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(is_plain, (*value, *value.values())))
     return value is None or type(value) in (bool, int, float, str, torch.dtype)
 
 

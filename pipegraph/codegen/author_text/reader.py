@@ -17,7 +17,7 @@ from torch import nn
 
 from pipegraph.codegen.author_text.constructors import CONTAINERS
 from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
-from pipegraph.codegen.author_text.edits import Edit, UsedSides, edited, present, replacement
+from pipegraph.codegen.author_text.edits import Edit, OpenSizes, UsedSides, edited, present, replacement
 from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
 from pipegraph.codegen.author_text.names import (
     WITH_EFFECTS,
@@ -48,6 +48,8 @@ from pipegraph.codegen.author_text.statements import (
     header_end,
     is_self,
     is_stored,
+    may_divide_features,
+    opened_sizes,
     parsed,
     returns,
     sets_attributes,
@@ -263,11 +265,12 @@ class _Text:
         self._owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._parents = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         self._attributes_set = reader.attributes_set
-        self._edits = list(self._remove_unused_sides(tree))
+        self._edits = list(self._general_edits(tree))
         self._absent = set(_nodes_on(tree, self._lines, reader.absent_lines(function.__code__.co_filename, lines)))
 
-    def _remove_unused_sides(self, tree: ast.FunctionDef) -> Iterator[Edit]:
-        """Replace conditional expressions of which one side calls a function that never ran by the other side."""
+    def _general_edits(self, tree: ast.FunctionDef) -> Iterator[Edit]:
+        """Replace conditional expressions of which one side calls a function that never ran by the other side, and
+        sizes that ranks along `tp` divide by -1."""
 
         def ran(function: ast.expr) -> bool:
             value = self._namespace.get(function.id) if isinstance(function, ast.Name) else None
@@ -276,6 +279,10 @@ class _Text:
         sides = UsedSides(ran)
         sides.visit(tree)
         yield from sides.edits
+        if self._module is not None and may_divide_features(self._module, tree):
+            sizes = OpenSizes(opened_sizes(tree))
+            sizes.visit(tree)
+            yield from sizes.edits
 
     @property
     def header(self) -> list[TextLine]:

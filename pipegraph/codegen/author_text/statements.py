@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Final
 
@@ -122,6 +122,23 @@ _CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remo
 
 _RESHAPES: Final = frozenset({"view", "reshape", "unflatten", "expand", "repeat"})
 """Methods that take sizes."""
+_OPENED: Final = frozenset({"view", "reshape", "unflatten"})
+"""Those in which one size may be -1."""
+
+
+def may_divide_features(module: nn.Module, function: ast.AST) -> bool:
+    """Return whether a module has linear layers whose features ranks along `tp` may divide.
+
+    They cannot if the function splits features at numbers, as ``x.split([self.width, self.heads], dim=-1)`` does.
+    """
+    splits = any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "split"
+        and any(isinstance(argument, (ast.List, ast.Tuple)) for argument in node.args)
+        for node in ast.walk(function)
+    )
+    return not splits and any(isinstance(child, nn.Linear) for child in module.children())
 
 
 def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> bool:
@@ -135,7 +152,7 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
         tree: the statement.
         function: the function that it is in, which may assign a shape: ``shape = (b, t, self.heads, self.width)``.
     """
-    if not any(isinstance(child, nn.Linear) for child in module.children()):
+    if not may_divide_features(module, function):
         return False
     shapes = {
         node.targets[0].id: list(node.value.elts)
@@ -154,20 +171,51 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
                 sizes = shapes.get(name, node.args)
             case _:
                 sizes = node.args
-        if _names_features(sizes):
+        if _names_features(sizes, may_be_open=node.func.attr in _OPENED):
             return True
     return False
 
 
-def _names_features(sizes: Sequence[ast.expr]) -> bool:
-    """Return whether sizes leave no dimension open, or name a number other than a size of a tensor.
+def opened_sizes(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    """Yield the sizes of reshapes that may stay open, so that these name no numbers of features.
+
+    Of ``x.view(b, t, self.heads, self.head_dim)`` it is the number of heads, of ``x.reshape(b, t, self.width)`` the
+    width: ranks along `tp` divide these.
+    """
+    parameters = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}  # which may be -1
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(ast.Attribute(attr="view" | "reshape"), [ast.Tuple(elts=sizes)], []):
+                pass
+            case ast.Call(ast.Attribute(attr="view" | "reshape"), [_, _, *_] as sizes, []):
+                pass
+            case ast.Call(ast.Attribute(attr="unflatten"), [_, ast.Tuple(elts=sizes)], []):
+                pass
+            case _:
+                continue
+        names = {size.id for size in sizes if isinstance(size, ast.Name)}
+        if names & parameters or any(isinstance(size, ast.UnaryOp) for size in sizes):
+            continue
+        last = len(sizes) - 1
+        match [at for at, size in enumerate(sizes) if _is_number_of_features(size)]:
+            case [at] if at >= last - 1:
+                yield sizes[at]
+            case [at, second] if (at, second) == (last - 1, last):
+                yield sizes[at]
+            case [] if last == 2 and all(isinstance(size, ast.Name) for size in sizes):
+                yield sizes[last]
+
+
+def _names_features(sizes: Sequence[ast.expr], may_be_open: bool) -> bool:
+    """Return whether sizes leave no dimension open that may be, or name a number other than a size of a tensor.
 
     Of ``x.view(*rows, -1, self.head_dim)`` ranks divide the dimension that is open, which is the number of heads.
     """
     is_open = [isinstance(size, ast.UnaryOp) for size in sizes]
     if len(sizes) > 2 and is_open.index(True) == len(sizes) - 2 if True in is_open else False:
         sizes = sizes[:-1]
-    return any(map(_is_number_of_features, sizes)) or (len(sizes) > 1 and True not in is_open)
+    leaves_none = may_be_open and len(sizes) > 1 and True not in is_open
+    return leaves_none or any(map(_is_number_of_features, sizes))
 
 
 def _is_number_of_features(argument: ast.expr) -> bool:
@@ -177,8 +225,8 @@ def _is_number_of_features(argument: ast.expr) -> bool:
             return value > 1
         case ast.UnaryOp():
             return False
-        case ast.Name() | ast.Subscript() | ast.Starred():
-            return False  # rows, x.shape[1], *x.shape[:-1]
+        case ast.Name() | ast.Subscript() | ast.Starred() | ast.Call(ast.Attribute(attr="size")):
+            return False  # rows, x.shape[1], *x.shape[:-1], x.size(1)
     return True
 
 

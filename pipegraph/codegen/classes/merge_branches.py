@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from pipegraph.codegen.classes.common_text import with_common_text
 from pipegraph.codegen.classes.constructor_arguments import NumberGroup, number_group, without_numbers
 from pipegraph.codegen.classes.constructor_calls import changed_classes
+from pipegraph.codegen.expressions.module_tree import expanded
+from pipegraph.codegen.names.identifiers import attribute_variable, unused
 from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,
     Attribute,
     Binary,
+    Collection,
     Expression,
     FunctionCall,
     Name,
+    Node,
     Passing,
     literal,
 )
@@ -122,33 +128,103 @@ class _Group:
 def _group(members: Sequence[ClassSource]) -> _Group | None:
     """Classes as one class; None if they are several, or if one class with arguments reads worse."""
     variants = [member.general for member in members if member.general is not None]
-    texts = {variant.text for variant in variants}
-    if len(variants) < len(members) or len(texts) > 1:
+    variants = with_common_text(variants)
+    if len(variants) < len(members) or len({variant.text for variant in variants}) > 1:
         return None
-    (text,) = texts
+    text = variants[0].text
     statements = _aligned([variant.init for variant in variants])
-    values: dict[str, tuple[Expression | None, ...]] = {}
+    arguments = _ModuleArguments(len(members))
     inits: list[list[Statement]] = [[] for _ in members]
     for row in statements:
         present = [statement for statement in row if statement is not None]
-        if len(present) == len(row) and len({without_numbers(statement) for statement in present}) == 1:
+        if len(present) == len(row) and _are_alike(present):
             for init, statement in zip(inits, present, strict=True):
                 init.append(statement)
             continue
         attribute = _attribute_in(present)
         if attribute is None:
             return None
-        values[attribute] = tuple(None if statement is None else _value(statement) for statement in row)
-        shared = _assignment(attribute, None in values[attribute], text)
-        for init in inits:
-            init.append(shared)
+        values = [None if statement is None else _value(statement) for statement in row]
+        for init, value in zip(inits, arguments.shared(values, attribute), strict=True):
+            init.append(_assignment(attribute, value, None in values, text))
     numbers = number_group(
         [
             replace(member, init=tuple(init), forward=(text,), general=None)
             for member, init in zip(members, inits, strict=True)
         ]
     )
-    return _Group(numbers, values) if numbers.fits(len(values)) else None
+    return _Group(numbers, arguments.values) if numbers.fits(len(arguments.values)) else None
+
+
+_MOST_INNER = 2  # arguments for what differs inside of one attribute; an argument for all of it reads better then
+
+
+class _ModuleArguments:
+    """The arguments of a constructor for the modules in which classes differ.
+
+    Args:
+        count: of the classes.
+
+    Attributes:
+        values: argument → its value in each class; None where a class does not have it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.values: dict[str, tuple[Expression | None, ...]] = {}
+
+    def shared(self, values: Sequence[Expression | None], name: str) -> Sequence[Expression]:
+        """The value of an attribute in each class, alike but for numbers, with arguments for what differs in it."""
+        before = dict(self.values)
+        inside = self._inside(values, name) if None not in values else None
+        if inside is not None and len(self.values) - len(before) <= _MOST_INNER:
+            return inside
+        self.values = before
+        return self._argument(values, name)
+
+    def _inside(self, values: Sequence[Any], name: str) -> Sequence[Expression] | None:
+        """The same with arguments for parts of the values; None if they have no parts in common."""
+        if _are_alike(values) or _are_alike(values := [expanded(value) for value in values]):
+            return values
+        match values:
+            case [FunctionCall(function=function, arguments=arguments), *_]:
+                shapes = {
+                    (value.function, tuple(argument.name for argument in value.arguments))
+                    if isinstance(value, FunctionCall)
+                    else None
+                    for value in values
+                }
+                if len(shapes) > 1 or not arguments or function.text == "nn.Parameter":
+                    return None
+                columns = zip(*(value.arguments for value in values), strict=True)
+                parts = [self._part(column, f"{name}_{column[0].name}".rstrip("_")) for column in columns]
+                return [
+                    replace(value, arguments=row) for value, row in zip(values, zip(*parts, strict=True), strict=True)
+                ]
+            case [Collection(brackets="[]", items=items), *_]:
+                counts = {len(value.items) if isinstance(value, Collection) else -1 for value in values}
+                if counts != {len(items)}:
+                    return None
+                entries = zip(*(value.items for value in values), strict=True)
+                items_of = [self._inside(entry, name) or self._argument(entry, name) for entry in entries]
+                rows = zip(*items_of, strict=True)
+                return [replace(value, items=row) for value, row in zip(values, rows, strict=True)]
+        return None
+
+    def _part(self, arguments: Sequence[Argument], name: str) -> list[Argument]:
+        values = [argument.value for argument in arguments]
+        parts = self._inside(values, name) or self._argument(values, name)
+        return [argument.changed(part) for argument, part in zip(arguments, parts, strict=True)]
+
+    def _argument(self, values: Sequence[Expression | None], name: str) -> Sequence[Expression]:
+        argument = unused(attribute_variable(name, "module"), self.values)
+        self.values[argument] = tuple(values)
+        return [Name(argument)] * self._count
+
+
+def _are_alike(nodes: Sequence[Node]) -> bool:
+    """Return whether nodes differ in numbers only."""
+    return len({without_numbers(node) for node in nodes}) == 1
 
 
 def _aligned(inits: Sequence[Sequence[Statement]]) -> list[tuple[Statement | None, ...]]:
@@ -193,8 +269,8 @@ def _value(statement: Statement) -> Expression:
     return statement.value
 
 
-def _assignment(attribute: str, is_absent: bool, text: SourceText) -> Statement:
-    """The statement that assigns an argument; not to a module without the attribute whose text asks for it."""
-    assign = Assign((Attribute(SELF, attribute),), Name(attribute))
+def _assignment(attribute: str, value: Expression, is_absent: bool, text: SourceText) -> Statement:
+    """The statement that assigns a value; none to a module without the attribute whose text asks for it."""
+    assign = Assign((Attribute(SELF, attribute),), value)
     asks = any(re.search(rf"hasattr\(self, [\"']{attribute}[\"']\)", function) for function in text.functions)
-    return If(Binary("is not", Name(attribute), _NONE), (assign,)) if is_absent and asks else assign
+    return If(Binary("is not", value, _NONE), (assign,)) if is_absent and asks else assign

@@ -19,7 +19,7 @@ from pipegraph.codegen.expressions.module_tree import (
 )
 from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.forward.write_forward import write_forward
-from pipegraph.codegen.names.identifiers import is_plain, outer_names, unused, variable
+from pipegraph.codegen.names.identifiers import is_plain, outer_names, relative, unused, variable
 from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import (
     SELF,
@@ -34,7 +34,7 @@ from pipegraph.codegen.syntax.expressions import (
     string,
 )
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
-from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, If, Raise, Return, Statement
+from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, For, If, Raise, Return, Statement
 from pipegraph.graph.captured import Captured, GradientHook
 from pipegraph.graph.graph_text import stage_modules, value_text
 from pipegraph.graph.nodes import label_of
@@ -239,15 +239,57 @@ def _parameter_names(captured: Captured, stage: StageGraph) -> dict[str, str]:
 
 def _ties(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator[Statement]:
     """``self.output.weight = self.embed.weight`` if both names are in this stage."""
+    shared = _shared_modules(captured, stage)
+    for copy, first in shared.items():
+        yield from _ties_of_module(module_access(tree, first), module_access(tree, copy))
     for group in captured.tied:
         names = [name for name in group if name in stage.state]
         for name in names[1:]:
+            if not shared.keys().isdisjoint(outer_names(name)):
+                continue
             owner, _, attribute = name.rpartition(".")
             target, value = module_access(tree, owner), parameter_access(tree, names[0])
             if is_plain(attribute):
                 yield Assign((Attribute(target, attribute),), value)
             else:
                 yield Evaluate(call("setattr", target, string(attribute), value))
+
+
+_FEW_TIES = 3  # that are written one by one
+
+
+def _shared_modules(captured: Captured, stage: StageGraph) -> dict[str, str]:
+    """The modules of a stage that have the parameters of another module of their class → that module, if these are more
+    than a few."""
+    first_names: dict[str, str] = {}
+    for group in captured.tied:
+        names = [name for name in group if name in stage.state]
+        first_names |= dict.fromkeys(names[1:], *names[:1])
+    shared: dict[str, str] = {}
+    for copy, entry in captured.modules.items():
+        names = [relative(name, copy) for name in stage.state if copy and name.startswith(f"{copy}.")]
+        if len(names) <= _FEW_TIES or not shared.keys().isdisjoint(outer_names(copy)):
+            continue
+        first = first_names.get(f"{copy}.{names[0]}", "").removesuffix(f".{names[0]}")
+        inside = [relative(name, first) for name in stage.state if first and name.startswith(f"{first}.")]
+        are_tied = all(first_names.get(f"{copy}.{name}") == f"{first}.{name}" for name in names)
+        if are_tied and inside == names and captured.modules[first].class_name == entry.class_name:
+            shared[copy] = first
+    return shared
+
+
+def _ties_of_module(first: Expression, copy: Expression) -> Iterator[Statement]:
+    """The loop that gives a module the parameters of another one of its class."""
+    name, owner, attribute = Name("name"), Name("owner"), Name("attribute")
+    target = method(copy, "get_submodule", owner)
+    yield For(
+        ("name", "parameter"),
+        method(first, "named_parameters"),
+        (
+            Assign((owner, Name("_"), attribute), method(name, "rpartition", string("."))),
+            Evaluate(call("setattr", target, attribute, Name("parameter"))),
+        ),
+    )
 
 
 def _frozen(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator[Statement]:

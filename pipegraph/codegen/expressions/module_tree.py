@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from pipegraph.codegen.names.identifiers import is_number, is_plain
 from pipegraph.codegen.syntax.expressions import (
     SELF,
+    Argument,
     Attribute,
     Collection,
     Expression,
@@ -328,6 +330,33 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
     test, chosen = separation
     other_constructor = next(constructor for constructor in constructors if constructor != chosen)
     return conditional(chosen, test.expression(_INDEX), other_constructor)
+
+
+_FEW_COPIES = 4
+
+
+def expanded(node: Any) -> Any:
+    """An expression with the copies of short comprehensions one by one: ``[Block(), Block()]``."""
+    match node:
+        case Template(
+            template="[{} for _ in {}]", operands=(element, FunctionCall(arguments=(Argument(value=count),)))
+        ):
+            copies = int(count.text) if count.text.isdigit() else _FEW_COPIES + 1
+            if copies <= _FEW_COPIES:
+                return Collection((expanded(element),) * copies, "[]")
+    node = node.rebuilt(expanded)
+    if isinstance(node, Collection) and node.brackets == "[]":
+        return replace(node, items=tuple(item for entry in node.items for item in _spliced(entry)))
+    return node
+
+
+def _spliced(entry: Expression) -> Sequence[Expression]:
+    """The elements for which an element of a list stands: those of ``*[Block() for _ in range(2)]``."""
+    match entry:
+        case Template(template="*[{} for _ in {}]", operands=operands):
+            elements = expanded(Template("[{} for _ in {}]", operands))
+            return elements.items if isinstance(elements, Collection) else [entry]
+    return [entry]
 
 
 # ---- state access ----------------------------------------------------------------------------------------------------

@@ -213,6 +213,9 @@ class ModuleNumbers:
         expression = _with_computed_size_open(expression, node, tree, self._attributes)
         numbers = _in_statement(tree, expression, operands, self._attributes)
         numbers = {text: number for text, number in numbers.items() if text not in dims}
+        for statement in statements[-2::-1]:  # a fraction that a function of a library was passed
+            outer = _in_statement(statement.tree, expression, operands, self._attributes)
+            numbers |= {text: number for text, number in outer.items() if "." in text and text not in numbers}
         return _replaced(expression, operands, numbers, self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:

@@ -5,6 +5,7 @@
 - ``zeros``, ``ones_like``, ``new_full`` and the like are ``full`` with a number.
 - An operand that is a tensor of one number, ``torch.tensor(64.0)``, is the number.
 - A number with a tensor of floats is a float: ``x * 2`` is ``x * 2.0``.
+- An elementwise operation of an expanded tensor is the operation of the tensor, expanded: it broadcasts anyway.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipegraph.codegen.validation.terms import Key, Operand, Terms
@@ -167,6 +169,7 @@ def _step_term(terms: Terms, source: int, step: Step) -> int:
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 
+EMBEDDING: Final = "aten.embedding."
 CAST: Final = "aten._to_copy."
 """The operator of a term that is another one in another dtype."""
 
@@ -247,6 +250,45 @@ def operation_key(
         del values["scale"]
     arguments = tuple((key, normal(key, value)) for key, value in sorted(values.items()))
     return Key(f"{target.namespace}.{name}.{_merged_overload(overload)}", arguments, shape, dtype)
+
+
+def elementwise_term(terms: Terms, key: Key) -> int:
+    """The term of an elementwise operation, or of an embedding, which reads its operands before they are expanded."""
+    shapes: list[Shape] = []
+    is_embedding = key.operator == EMBEDDING
+
+    def unexpanded(argument: object) -> object:
+        if isinstance(argument, Operand):
+            operand = Operand(_source_of_expansion(terms, argument.term))
+            shapes.append(terms.keys[operand.term].shape)
+            return operand
+        if isinstance(argument, tuple) and not (is_embedding and argument[0] == "weight"):
+            return tuple(map(unexpanded, argument))
+        return argument
+
+    arguments = tuple(map(unexpanded, key.arguments))
+    if arguments == key.arguments:
+        return terms.number(key)
+    shape = (*shapes[0], key.shape[-1]) if is_embedding else tuple(torch.broadcast_shapes(*shapes))
+    return view_term(terms, terms.number(key._replace(arguments=arguments, shape=shape)), expansion(shape, key.shape))
+
+
+def _source_of_expansion(terms: Terms, term: int) -> int:
+    """The tensor that was expanded to another shape, without new dimensions of size 1; the tensor itself if it was not
+    expanded."""
+    key = terms.keys[term]
+    if key.operator != "expand":
+        return term
+    (source, *_) = key.arguments
+    assert isinstance(source, Operand)
+    inner = terms.keys[source.term]
+    if inner.operator == "reshape":
+        (base, *_) = inner.arguments
+        assert isinstance(base, Operand)
+        shape = terms.keys[base.term].shape
+        if inner.shape == (1,) * (len(inner.shape) - len(shape)) + shape:
+            return base.term
+    return source.term
 
 
 _SCALARS: Final = frozenset({"other", "alpha", "beta", "value", "self", "exponent", "min", "max", "fill_value", "end"})

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from pipegraph.codegen.validation.operations import (
     CAST,
+    EMBEDDING,
     Step,
     arguments_by_name,
+    elementwise_term,
     expansion,
     number_argument,
     operation_key,
@@ -215,8 +217,14 @@ class TermRecorder(TorchDispatchMode):
 
     def _operation_term(self, func: OpOverload, named: Mapping[str, Any], result: Any) -> int:
         key = operation_key(self.terms, func, named, result, self.term_of)
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        return self._random_term(key) if is_random else self._key_term(key)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._random_term(key)
+        is_elementwise = torch.Tag.pointwise in func.tags or operator_of_target(func).elementwise
+        broadcasts = isinstance(result, Tensor) and (is_elementwise or key.operator == EMBEDDING)
+        return self._elementwise_term(key) if broadcasts else self._key_term(key)
+
+    def _elementwise_term(self, key: Key) -> int:
+        return self._logged("_elementwise_term", (key,), elementwise_term(self.terms, key))
 
     def _random_term(self, key: Key) -> int:
         """The term of random numbers: equal operations draw other numbers each time."""

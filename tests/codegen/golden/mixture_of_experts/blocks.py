@@ -24,9 +24,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q = self.wq(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 

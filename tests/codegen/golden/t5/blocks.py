@@ -49,6 +49,7 @@ class T5Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -72,7 +73,7 @@ class T5Attention(nn.Module):
         position_bias = self.relative_attention_bias(relative_buckets).permute(2, 0, 1).unsqueeze(0)
         attention_mask = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         attn_output = self.o(attn_output)
@@ -149,7 +150,7 @@ class T5Block(nn.Module):
     def __init__(self, is_decoder, layer):
         super().__init__()
         self.is_decoder = is_decoder
-        self.layer = layer
+        self.layer = nn.ModuleList(layer)
 
     def forward(
         self,
@@ -224,6 +225,7 @@ class T5Attention2(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -235,7 +237,7 @@ class T5Attention2(nn.Module):
         value_states = self.v(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
         position_bias = position_bias.contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
         )
         attn_output = attn_output.transpose(1, 2).flatten(2)
         return self.o(attn_output)
@@ -272,8 +274,8 @@ class T5StackStart(nn.Module):
         self.embed_tokens = nn.Embedding(89, 32)
         self.block = nn.ModuleList(
             [
-                T5Block(is_decoder=False, layer=nn.ModuleList([T5LayerSelfAttention(), T5LayerFF()])),
-                T5Block(is_decoder=False, layer=nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()])),
+                T5Block(is_decoder=False, layer=[T5LayerSelfAttention(), T5LayerFF()]),
+                T5Block(is_decoder=False, layer=[T5LayerSelfAttention2(), T5LayerFF()]),
             ]
         )
         self.dropout = nn.Dropout(p=0.0)
@@ -313,9 +315,7 @@ class T5StackEnd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = nn.ModuleDict(
-            {"2": T5Block(is_decoder=False, layer=nn.ModuleList([T5LayerSelfAttention2(), T5LayerFF()]))}
-        )
+        self.block = nn.ModuleDict({"2": T5Block(is_decoder=False, layer=[T5LayerSelfAttention2(), T5LayerFF()])})
         self.final_layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(p=0.0)
 
@@ -342,6 +342,7 @@ class T5Attention3(nn.Module):
         self.relative_attention_num_buckets = 8
         self.relative_attention_max_distance = 16
         self.is_decoder = True
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -380,7 +381,7 @@ class T5Attention3(nn.Module):
 
         attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -490,6 +491,7 @@ class T5Attention4(nn.Module):
         super().__init__()
         self.key_value_proj_dim = 8
         self.n_heads = 4
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -525,7 +527,7 @@ class T5Attention4(nn.Module):
         )
 
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -578,9 +580,7 @@ class T5StackStart2(nn.Module):
             [
                 T5Block(
                     is_decoder=True,
-                    layer=nn.ModuleList(
-                        [T5LayerSelfAttention3(), T5LayerCrossAttention(EncDecAttention=T5Attention4()), T5LayerFF()]
-                    ),
+                    layer=[T5LayerSelfAttention3(), T5LayerCrossAttention(EncDecAttention=T5Attention4()), T5LayerFF()],
                 )
             ]
         )
@@ -631,6 +631,7 @@ class T5Attention5(nn.Module):
     def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -659,7 +660,7 @@ class T5Attention5(nn.Module):
 
         attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=attention_mask, scale=1.0
+            query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -706,6 +707,7 @@ class T5Attention6(nn.Module):
     def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
+        self.scaling = 1.0
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
@@ -733,7 +735,7 @@ class T5Attention6(nn.Module):
         value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
 
         attn_output = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, attn_mask=position_bias, scale=1.0
+            query_states, key_states, value_states, attn_mask=position_bias, scale=self.scaling
         )
         attn_output = attn_output.transpose(1, 2)
 
@@ -757,9 +759,7 @@ class T5StackEnd2(nn.Module):
             {
                 str(i): T5Block(
                     is_decoder=True,
-                    layer=nn.ModuleList(
-                        [T5LayerSelfAttention4(), T5LayerCrossAttention(EncDecAttention=T5Attention6()), T5LayerFF()]
-                    ),
+                    layer=[T5LayerSelfAttention4(), T5LayerCrossAttention(EncDecAttention=T5Attention6()), T5LayerFF()],
                 )
                 for i in range(1, 3)
             }

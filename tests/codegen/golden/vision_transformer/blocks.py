@@ -55,11 +55,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         attn = (q @ k.transpose(-2, -1)) * self.scale
         attn = attn.softmax(dim=-1)
-        x = (attn @ v).transpose(1, 2).flatten(2)
+        x = (attn @ v).transpose(1, 2).reshape(batch, tokens, -1)
         return self.proj(x)
 
 
