@@ -424,9 +424,11 @@ class Executor:
             for value, returned in zip(wiring.outputs, forward.outputs, strict=True):
                 if value.consumers and returned.dtype != outputs[value.name].dtype:
                     step.cast[key][value.name] = returned.dtype
+        self._hand_on(step, action, dict(zip((value.name for value in wiring.inputs), inputs, strict=True)))
         for edge in wiring.leaving:
             if self.has_stage(edge.consumer):
-                step.inputs[edge.consumer, microbatch].update((name, outputs[name]) for name in edge.names)
+                made_here = [(name, outputs[name]) for name in edge.names if name in outputs]
+                step.inputs[edge.consumer, microbatch].update(made_here)
             else:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
         if forward.loss is not None:
@@ -444,6 +446,15 @@ class Executor:
             step.received[key].keep_shared((*forward.outputs, forward.loss, *forward.metrics.values()))
         if not self._trains:
             step.release(key)
+
+    def _hand_on(self, step: StepState, action: Action, inputs: Mapping[str, Any]) -> None:
+        """Give inputs of a stage that came from another rank to later stages of this rank, which take them too."""
+        stage, microbatch = key = action.stage, action.microbatch
+        for edge in self._wiring[stage].leaving:
+            handed_on = {value.name: inputs[value.name] for value in edge.values if value.producer != stage}
+            if handed_on:
+                step.inputs[edge.consumer, microbatch].update(handed_on)
+                step.received[key].keep_shared(list(handed_on.values()))  # they may be read after this stage is done
 
     def _with_loss(self, stage: int, inputs: StepInputs) -> bool:
         """Whether the kernels of a stage compute the loss of each microbatch."""
@@ -498,10 +509,14 @@ class Executor:
                 by_name[value.name] = gradient.clone() if is_shared else gradient
                 if value.producer == CALLER:
                     self.input_gradients.add(value.name, microbatch, gradient)
+        for name, gradient in step.handed_back.pop(key, {}).items():
+            by_name[name] = by_name[name] + gradient if name in by_name else gradient
         for edge in wiring.arriving:
             if self.has_stage(edge.producer):
-                names = [value.name for value in edge.gradients if value.name in by_name]
-                step.gradients[edge.producer, microbatch].add((name, by_name[name]) for name in names)
+                for value in edge.gradients:
+                    if value.name in by_name:
+                        sums = step.gradients if value.producer == edge.producer else step.handed_back
+                        sums[edge.producer, microbatch].add([(value.name, by_name[value.name])])
             elif edge.gradients:
                 step.outgoing[stage, edge.producer, microbatch] = [
                     by_name[value.name]

@@ -64,7 +64,7 @@ class RankContext:
     @cached_property
     def wiring(self) -> tuple[StageWiring, ...]:
         """The inputs and outputs of all stages."""
-        return stage_wirings(self.manifest)
+        return stage_wirings(self.manifest, self.schedule.placement)
 
     @property
     def last(self) -> int:

@@ -135,7 +135,9 @@ def as_planned(
     Warns if the plan is for an order that no name stands for.
     """
     plan = manifest.prediction
-    if schedule is None:
+    if schedule is None and plan is not None and plan.order:
+        schedule = schedules.from_csv("\n".join(plan.order) + "\n", plan.schedule, transfers=False)
+    elif schedule is None:
         schedule = DEFAULT_SCHEDULE if plan is None else _name_of(plan)
     if plan is None or not isinstance(schedule, str) or schedule.endswith(".csv"):
         return ScheduleChoice(schedule, microbatches, None)

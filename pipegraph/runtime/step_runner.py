@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipegraph.errors import ArgumentError, PipegraphError, RuntimeFault, ScheduleError
 from pipegraph.kernels import Maker
+from pipegraph.package.routes import gradient_routes, routes
 from pipegraph.runtime.batch import bind_batch, join_target
 from pipegraph.runtime.executor import Executor
 from pipegraph.runtime.gradient_checks import GradientChecks, ParameterChecks
@@ -173,7 +174,8 @@ class StepExecutors:
         manifest, schedule = context.manifest, context.schedule
         self._pipeline_schedule, self._choice, self._make = schedule, choice, make
         self._processes = None if context.world is None else len(context.pipeline)  # each runs one rank
-        self._edges, self._gradient_edges = tuple(manifest.edges()), tuple(manifest.gradient_edges())
+        edges = routes(manifest, schedule.placement)
+        self._edges, self._gradient_edges = tuple(edges), gradient_routes(manifest, edges)
         # `lower` has to know which stages several ranks hold: all of them, or none.
         shared = tuple(range(len(manifest.stages))) if context.data_ranks > 1 else ()
         is_sharded = bool(context.prepared.groups)

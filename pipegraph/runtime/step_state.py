@@ -126,6 +126,7 @@ class StepState:
     (stage, microbatch), with True for what comes back, or (from stage, to stage, microbatch).
 
     Attributes:
+        handed_back: the gradients of inputs that a stage handed on, from the stages to which it did.
         cast: the dtypes that outputs had before they were cast to those that their consumers expect, by name.
         received: messages whose memory goes back to the transport.
     """
@@ -134,6 +135,7 @@ class StepState:
     results: StepOutputs
     inputs: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     gradients: dict[tuple[int, int], GradientSums] = field(default_factory=lambda: defaultdict(GradientSums))
+    handed_back: dict[tuple[int, int], GradientSums] = field(default_factory=lambda: defaultdict(GradientSums))
     saved: dict[tuple[int, int], Any] = field(default_factory=dict)
     cast: dict[tuple[int, int], dict[str, torch.dtype]] = field(default_factory=lambda: defaultdict(dict))
     outgoing: dict[tuple[int, int, int], Sequence[Tensor]] = field(default_factory=dict)

@@ -18,13 +18,17 @@ from pipegraph.kernels.autocast import AutocastState, autocast_state
 from pipegraph.kernels.sharded import local
 from pipegraph.kernels.trace_guard import ModuleState, unchanged
 from pipegraph.package import CALLER, Manifest, Value
+from pipegraph.package.routes import routes
 from pipegraph.schedule import Action, Kind, Schedule
 from pipegraph.torch_private.fake_tensors import fake_tensors
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The values that go from one stage to another, and those of them whose gradients come back."""
+    """The values that go from one stage to another, and those of them whose gradients come back.
+
+    The producer computes them, or hands them on to a stage on its own rank.
+    """
 
     producer: int
     consumer: int
@@ -89,11 +93,11 @@ class StageWiring:
         return tuple(value.requires_grad or not value.consumers for value in self.outputs)
 
 
-def stage_wirings(manifest: Manifest) -> tuple[StageWiring, ...]:
-    """The wiring of every stage."""
+def stage_wirings(manifest: Manifest, placement: Sequence[int]) -> tuple[StageWiring, ...]:
+    """The wiring of every stage, of which ``placement`` says the rank."""
     edges = [
-        Edge(producer, consumer, tuple(manifest.values[name] for name in manifest.edge_values(producer, consumer)))
-        for producer, consumer in manifest.edges()
+        Edge(giver, taker, tuple(manifest.values[name] for name in names))
+        for (giver, taker), names in routes(manifest, placement).items()
     ]
     return tuple(
         StageWiring(

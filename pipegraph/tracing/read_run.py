@@ -14,6 +14,7 @@ from typing import Any, Final
 from pipegraph.arguments import argument, require_path
 from pipegraph.errors import ArgumentError, PackageError, PipegraphError, ScheduleError
 from pipegraph.package import MANIFEST, Manifest
+from pipegraph.package.routes import gradient_routes, routes
 from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid, check_dimensions, single
@@ -378,7 +379,8 @@ def _with_edges(schedule: Schedule, manifest: Manifest | None, problems: list[st
             f"{MANIFEST} is of another plan: it has {len(manifest.stages)} stages, and the schedule {schedule.stages}"
         )
     elif manifest is not None:
-        edges = {"edges": manifest.edges(), "gradient_edges": manifest.gradient_edges()}
+        of_values = routes(manifest, schedule.placement)
+        edges = {"edges": tuple(of_values), "gradient_edges": gradient_routes(manifest, of_values)}
     return schedule.changed(actions=tuple(rows), **edges)
 
 

@@ -132,7 +132,7 @@ def action_arguments(pipe: Pipeline) -> Callable[[Action | Collective], dict[str
     `peer` (the stage at its other end), `peer_rank` and `bytes`, which are those of the sizes at capture.
     """
     manifest, placement = pipe.package.manifest, [pipe.mesh_ranks[rank] for rank in pipe.schedule.placement]
-    wiring, sizes = stage_wirings(manifest), manifest.captured_sizes
+    wiring, sizes = stage_wirings(manifest, pipe.schedule.placement), manifest.captured_sizes
 
     @cache
     def arguments(action: Action | Collective) -> dict[str, Any]:
